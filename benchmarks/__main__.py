@@ -13,7 +13,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "decode": ("benchmarks.speed.decode", "measure decoding: several answers together, and one"),
     "ingest": ("benchmarks.speed.ingest", "measure the encoding speed"),
     "match": ("benchmarks.speed.match", "measure the speed of matching prompts with stored chunks"),
-    "ttft": ("benchmarks.speed.ttft", "measure what limits the time to first token: computing and loading, each alone"),
+    "ttft": (
+        "benchmarks.speed.ttft",
+        "measure the limits of the time to first token: computing and loading, each alone",
+    ),
     "vllm": ("benchmarks.speed.vllm", "measure vLLM with vllm-kvrag against vLLM alone, under load"),
     "quality": (
         "benchmarks.quality.command",

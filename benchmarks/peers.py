@@ -4,9 +4,9 @@
     python -m benchmarks.peers --questions 100 --kvboost PYTHON --llama PYTHON --vllm PYTHON
 
 Each option names the Python of an environment that has that peer; those not given are left out. How to set them up is
-in docs/results.md. All get the same weights (a random model of a real shape), the same token ids, and one request at
-a time. They take turns, and the others are stopped meanwhile. Every peer has seen all chunks before, and keeps its
-caches from prompt to prompt. A time runs from the call to the first token.
+in benchmarks/notes/speed.md. All get the same weights (a random model of a real shape), the same token ids, and one
+request at a time. They take turns, and the others are stopped meanwhile. Every peer has processed all chunks before,
+and keeps its caches from prompt to prompt. A time runs from the call to the first token.
 
 With `--questions`, the model is the bundled reader and prompts are questions about its world, and answers are compared.
 """
@@ -94,7 +94,7 @@ def full(folder: Path, chunks: Sequence[list[int]]) -> Answer:
 
 
 def kvboost(folder: Path, chunks: Sequence[list[int]], strategy: str = "selective") -> Answer:
-    """KVBoost; the prompt and its chunks lie on its grid of 128 tokens."""
+    """KVBoost; the prompt and its chunks are aligned to its grid of 128 tokens."""
     import torch
     from kvboost import KVBoost, RecomputeStrategy
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -152,7 +152,7 @@ def llama(folder: Path, chunks: Sequence[list[int]]) -> Answer:
 def vllm(folder: Path, chunks: Sequence[list[int]], keep: bool = True, **more: Any) -> Answer:
     """vLLM, with prefix caching if `keep`."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; by default nearly all memory, and there are several
-    # by default one core is left idle for the scheduler, of two
+    # by default one of two cores is left idle for the scheduler
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
     from vllm import LLM, SamplingParams
 
@@ -276,7 +276,7 @@ def main() -> None:
     if len(args.chunks) * (args.rounds + 1) > pool * (pool - 1):
         parser.error(f"{pool} chunks have no new order for so many rounds: lower --rounds")
     settings = {k: v for k, v in vars(args).items() if v}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the peers, which are stopped, are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the paused peers are ended
     with tempfile.TemporaryDirectory() as name:
         result = _answers(Path(name), args) if args.questions else _times(Path(name), args)
     print(json.dumps({**result, "settings": settings}))
@@ -302,7 +302,7 @@ def _answers(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Ask the bundled reader about its world, passages in random order, and print how the answers compare."""
     from benchmarks.quality.worlds import world_rows
     from kvrag.backend.transformers import Model
-    from kvrag.bench.metrics import exact_match
+    from kvrag.bench.quality import exact_match
 
     model = Model.from_pretrained("reader", dtype="bfloat16")
     write_model(folder, model)
@@ -311,22 +311,22 @@ def _answers(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     rows = world_rows(args.questions, seed=51)
     passages = dict.fromkeys(chain.from_iterable(row.passages for row in rows))
     with _running(folder, [tokenizer.encode(passage) for passage in passages], args) as running:
-        said: dict[str, list[list[int]]] = {peer: [] for peer in ("full", *running)}
+        answers_of: dict[str, list[list[int]]] = {peer: [] for peer in ("full", *running)}
         for number, row in enumerate(rows):
             print(f"question {number} of {len(rows)}", file=sys.stderr)
             text = "\n\n".join([*rng.sample(row.passages, len(row.passages)), f"Question: {row.question}"])
             ids = tokenizer.render(tokenizer.as_prompt(text))
             for peer, process in running.items():
                 tokens = _ask(peer, process, ids, 16)[1]
-                said[peer].append(list(takewhile(lambda token: token not in model.eos_ids, tokens)))
+                answers_of[peer].append(list(takewhile(lambda token: token not in model.eos_ids, tokens)))
     print(f"{len(rows)} questions\n\n{'':36}{'right':>8}{'as full prefill':>17}{'where that is right':>21}")
     result, is_right = {}, {}
-    for peer, answers in said.items():
+    for peer, answers in answers_of.items():
         texts = [tokenizer.hf.decode(answer) for answer in answers]
         is_right[peer] = [bool(exact_match(text, row.answers)) for text, row in zip(texts, rows, strict=True)]
-        is_equal = [own == full for own, full in zip(answers, said["full"], strict=True)]
+        is_equal = [own == full for own, full in zip(answers, answers_of["full"], strict=True)]
         where_right = list(compress(is_equal, is_right["full"])) or [False]
-        shares = [statistics.mean(each) for each in (is_right[peer], is_equal, where_right)]
+        shares = [statistics.mean(values) for values in (is_right[peer], is_equal, where_right)]
         print(f"{PEERS[peer][1]:36}{shares[0]:>8.3f}{shares[1]:>17.3f}{shares[2]:>21.3f}")
         result[peer] = dict(zip(("right", "equal", "equal_where_full_is_right"), shares, strict=True))
     print()
@@ -336,11 +336,11 @@ def _answers(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 def _orders(num: int, rng: random.Random) -> Iterator[list[int]]:
     """Yield orders of `num` chunks: the first chunk is never that of the order before, the first two never come again.
 
-    A prompt whose order a peer has seen would be found whole in its prefix cache.
+    The prefix cache of a peer would have the whole prompt if its order came again.
     """
     for first, step in ((first, step) for step in range(1, num) for first in range(num)):
         second = (first + step) % num
-        others = [each for each in range(num) if each not in (first, second)]
+        others = [number for number in range(num) if number not in (first, second)]
         yield [first, second, *rng.sample(others, len(others))]
 
 
@@ -348,7 +348,7 @@ def _orders(num: int, rng: random.Random) -> Iterator[list[int]]:
 def _running(
     folder: Path, chunks: list[list[int]], args: argparse.Namespace
 ) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Start the peers, which then have seen these chunks; end them at the end."""
+    """Start the peers and let them process these chunks; stop them at the end."""
     (folder / "chunks.json").write_text(json.dumps(chunks))
     pythons = {"": sys.executable, "kvboost": args.kvboost, "llama": args.llama, "vllm": args.vllm}
     running: dict[str, subprocess.Popen[str]] = {}
@@ -383,7 +383,10 @@ def _measure(
     times: dict[str, list[float]] = {peer: [] for peer in running}
     for number in range(args.rounds + 1):
         print(f"{count} chunks, round {number} of {args.rounds}", file=sys.stderr)
-        prompt = [*chain(*(chunks[each] for each in next(orders)[:count])), *rng.choices(words, k=args.question_tokens)]
+        prompt = [
+            *chain(*(chunks[number] for number in next(orders)[:count])),
+            *rng.choices(words, k=args.question_tokens),
+        ]
         for peer, process in running.items():
             taken = _ask(peer, process, prompt, 1)[0]
             print(f"{PEERS[peer][1]}: {taken:.2f} s", file=sys.stderr)

@@ -38,21 +38,21 @@ add_module_names = False
 
 def _as_docutils_reads_it(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Convert `lines` in place: Markdown's fenced code, and attributes that share a description."""
-    made: list[str] = []
+    converted: list[str] = []
     fence: str | None = None
     for line in lines:
         opened = re.match(r"(\s*)```(\w*)$", line)
         if opened and fence is None:
             fence = opened[1]
-            made += [f"{fence}.. code-block:: {opened[2] or 'text'}", ""]
+            converted += [f"{fence}.. code-block:: {opened[2] or 'text'}", ""]
         elif opened:
             fence = None
-            made.append("")
+            converted.append("")
         elif fence is not None:
-            made.append(f"   {line}")
+            converted.append(f"   {line}")
         else:
-            made.append(re.sub(r"^\s+\w+(, \w+)+(?=: )", lambda names: names[0].replace(", ", ","), line))
-    lines[:] = made
+            converted.append(re.sub(r"^\s+\w+(, \w+)+(?=: )", lambda names: names[0].replace(", ", ","), line))
+    lines[:] = converted
 
 
 def _write_commands(app: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, TypedDict
@@ -27,7 +27,7 @@ from kvrag.request import Pipeline
 from kvrag.reuse.conversation import CachedPrefix, Conversation, Conversations, Turn
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.stitch import Prefilled
-from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds
+from kvrag.types import Delta, Messages, TokenIds
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -61,19 +61,11 @@ ANSWER_DEFAULTS: dict[str, Any] = dict.fromkeys(AnswerOptions.__annotations__) |
 
 @dataclass(frozen=True)
 class Question:
-    """A question and the settings of its answer.
+    """A question and the settings of its answer."""
 
-    Attributes:
-        prepared: The prompt, with tools and grammar.
-        documents: Chunks in the prompt; those not stored are encoded first.
-        namespace: Namespace of the chunks and conversations to reuse.
-        config: Blend settings.
-        sampling: Sampling settings.
-    """
-
-    prepared: Prepared
-    documents: Sequence[str]
-    namespace: str
+    prepared: Prepared  # the prompt, with tools and grammar
+    documents: Sequence[str]  # chunks in the prompt; those not stored are encoded first
+    namespace: str  # of the chunks and conversations to reuse
     config: BlendConfig
     sampling: Sampling
 
@@ -84,12 +76,13 @@ class Question:
         """Return the question that a prompt and its options ask; raises the errors of `BlendEngine.stream`."""
         options = fill_options("an answer", ANSWER_DEFAULTS, overrides)
         config = overridden(config, options["ratio"], options["policy"], options["controller"])
-        prepared = prepare(tokenizer, prompt, options["tools"], options["tool_choice"], options["grammar"])
+        tools, choice, grammar = options["tools"], options["tool_choice"], options["grammar"]
+        prepared = prepare(tokenizer, prompt, tools, choice, grammar, options["template"])
         if isinstance(options["stop"], str):
             raise SettingError("stop must be a sequence of strings, not one string")
         sampling = Sampling(**{field.name: options[field.name] for field in fields(Sampling)})
         namespace = check_namespace(options["namespace"])
-        return cls(prepared.with_template(options["template"]), options["documents"] or (), namespace, config, sampling)
+        return cls(prepared, options["documents"] or (), namespace, config, sampling)
 
 
 class Answering:
@@ -133,7 +126,9 @@ class Answering:
                 for delta in decode(self._model, done.ids, cache, done.logits, sampling, constraint, control_tokens):
                     answer += delta.token_ids
                     if answered is None:
-                        report = replace(_with_created(done.report, created), ttft_s=time.perf_counter() - started)
+                        created_tokens = sum(len(run) for run in done.report.runs if run.key in created)
+                        ttft_s = time.perf_counter() - started
+                        report = replace(done.report, created_tokens=created_tokens, ttft_s=ttft_s)
                         answered = Answered(done.ids, done.selected, report, namespace)
                         self.history.add(answered)
                     delta = parser.parse(delta) if parser else delta
@@ -142,7 +137,7 @@ class Answering:
                     admitted.is_working = True
                 is_complete = True
                 self._finish(answered, question)
-            if not is_reference(question.config):
+            if question.config.policy != "full":  # see `prefill`
                 # a step that other answers share may be computing the KV of an abandoned answer's last token
                 self._keep(done, answer if is_complete else answer[:-1], generation_prompt, namespace)
 
@@ -160,8 +155,8 @@ class Answering:
         """See `BlendEngine.prefill`."""
         plan = self._pipeline.tuning.plan(config)  # final only if it does not depend on the chunks
         removals = self._pipeline.store.removals() if plan.is_full else self._pipeline.lookup.update()
-        self._notice(removals)
-        is_continued = goes_on and not is_reference(config)
+        self.notice_removals(removals)
+        is_continued = goes_on and config.policy != "full"  # a reference answer does not use conversations
         prefix = self._find_prefix(ids, plan.config, namespace) if is_continued else None
         prompt = Prompt(ids, config, namespace, prefix, notes)
         try:
@@ -182,10 +177,7 @@ class Answering:
         return None
 
     def free(self, keys: Collection[str]) -> None:
-        """Free the KV of chunks that are no longer stored, and the conversations that contain it.
-
-        Answers in progress complete with their KV, which is not kept.
-        """
+        """Free the KV of these chunks and the conversations that contain it; answers in progress complete with it."""
         self._pipeline.memory.drop(keys)
         self._conversations.drop(keys)
 
@@ -193,21 +185,16 @@ class Answering:
         """Drop the conversations. Answers in progress complete with their KV."""
         self._conversations.close()
 
-    def notice_removals(self) -> None:
-        """Free KV that was removed from the store, possibly by another process."""
-        self._notice(self._pipeline.store.removals())
-
-    def _notice(self, removals: int) -> None:
-        """Free KV that was removed from the store, if its counter has changed."""
+    def notice_removals(self, removals: int) -> None:
+        """Free KV that was removed from the store, possibly by another process, if its counter has changed."""
         if removals != self._removals:
             self._free_removed()
             self._removals = removals  # not before: other prompts must not find chunks that are about to be freed
 
     def _free_removed(self, since: int | None = None) -> None:
-        """Free KV that is no longer stored, and all of it if the store cannot be asked.
+        """Free KV that is no longer stored, unless the store's counter is still `since`.
 
-        Args:
-            since: The store's counter when there was nothing to free.
+        If the store cannot be asked, all KV is freed.
         """
         store = self._pipeline.store
         try:
@@ -219,22 +206,23 @@ class Answering:
     def _kept_keys(self) -> set[str]:
         return {*self._pipeline.memory.keys(), *self._conversations.keys()}
 
-    def _warm(self, documents: Sequence[str], namespace: str, notes: list[str], is_alone: bool = False) -> set[str]:
+    def _warm(self, documents: Sequence[str], namespace: str, notes: list[str]) -> set[str]:
         """Encode the documents that are not stored, and return their keys; adds to `notes`."""
-        missing: dict[str, str] = {}
         tokenized = self._ingestion.tokenize(documents, namespace)
-        text_keys = [text_key(namespace, ids) for ids in tokenized.ids]
-        try:
+        text_keys = [text_key(namespace, ids) for ids, _ in tokenized]
+
+        def find_missing() -> dict[str, str]:
             usable = self._pipeline.lookup.usable(text_keys)
-            for document, key, chunk_key in zip(documents, text_keys, tokenized.chunk_keys, strict=True):
-                if chunk_key and key not in usable:
-                    missing[chunk_key] = document
-            if missing and not is_alone:
+            chunks = zip(documents, text_keys, tokenized, strict=True)
+            return {key: document for document, text, (_, key) in chunks if key and text not in usable}
+
+        missing: dict[str, str] = {}
+        try:
+            if find_missing():
                 with self._warming:  # parallel answers with the same documents encode them once
-                    return self._warm(documents, namespace, notes, is_alone=True)
-            if missing:
-                self._ingestion.warm(list(missing.values()), "", None, namespace, mode="on request")
-                self._pipeline.lookup.refresh()
+                    if missing := find_missing():
+                        self._ingestion.warm(list(missing.values()), "", None, namespace, mode="on request")
+                        self._pipeline.lookup.refresh()
         except StoreError as error:
             notes.append(f"documents could not be stored: {error}")  # the answer does not depend on it
         return set(missing)
@@ -261,7 +249,7 @@ class Answering:
         # the prefix's variants win: if another one is usable by now, the conversation must not be continued
         with_context = {**done.with_context, **(prefix.conversation.with_context if prefix else {})}
         conversation = Conversation(ids, done.cache, exact, done.config, turns, namespace, done.keys, with_context)
-        self._conversations.finish(done, conversation, prefix)
+        self._conversations.keep(done, conversation, prefix)
 
 
 def overridden(config: BlendConfig, ratio: float | None, policy: str | None, controller: str | None) -> BlendConfig:
@@ -270,30 +258,3 @@ def overridden(config: BlendConfig, ratio: float | None, policy: str | None, con
         controller = "off"
     changes: dict[str, Any] = {"ratio": ratio, "policy": policy, "controller": controller}
     return replace(config, **{name: value for name, value in changes.items() if value is not None})
-
-
-def is_reference(config: BlendConfig) -> bool:
-    """Return whether full prefill was asked for, as a reference: such answers do not use conversations."""
-    return config.policy == "full"
-
-
-def join(deltas: Iterable[Delta]) -> Answer:
-    """Join the deltas of an answer."""
-    parts = list(deltas)
-    last = parts[-1]
-    assert last.finish_reason is not None
-    assert last.report is not None
-    return Answer(
-        "".join(delta.text for delta in parts),
-        tuple(token for delta in parts for token in delta.token_ids),
-        last.finish_reason,
-        last.report,
-        tuple(call for delta in parts for call in delta.tool_calls),
-        sum(delta.num_tokens for delta in parts),
-        tuple(call for delta in parts for call in delta.invalid_calls),
-        tuple(logprob for delta in parts for logprob in delta.logprobs),
-    )
-
-
-def _with_created(report: BlendReport, created: set[str]) -> BlendReport:
-    return replace(report, created_tokens=sum(len(run) for run in report.runs if run.key in created))

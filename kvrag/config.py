@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from kvrag.errors import SettingError
 
-CODECS = ("native", "int8", "int4")
-"""Codecs of stored KV: as the model computes it, or in 8 or 4 bits; see `kvrag.store.codec`."""
+CODECS = ("native", "int8", "int4")  # of stored KV: as the model computes it, or in 8 or 4 bits
 
 _MODULES = (Path(__file__).parent / "reuse" / "policies").glob("[!_]*.py")
 
@@ -22,16 +23,8 @@ POLICIES = ("none", "full", *sorted(path.stem for path in _MODULES))
 """No recompute, full prefill, and the modules of `kvrag.reuse.policies`, which are not imported here."""
 
 DEFAULT_POLICY = "query"
-
-DEFAULT_RATIO = 0.15
-"""Recompute ratio if neither the caller nor a calibration gives one."""
-
-DEFAULT_CONTEXT = 256
-"""Default number of context tokens that a chunk is encoded with."""
-
-CONTEXTS = ("text", "headings")
-"""Context that chunks are encoded with: the preceding text of their source, or its title and the headings above."""
-
+DEFAULT_RATIO = 0.15  # if neither the caller nor a calibration gives one
+DEFAULT_CONTEXT = 256  # tokens that a chunk is encoded with
 CONTROLLERS = ("auto", "off")
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,48 +37,39 @@ def _require(condition: bool, message: str) -> None:
         raise SettingError(message)
 
 
-def _check(name: str, value: object, least: float, whole: bool = False) -> None:
-    ok = isinstance(value, Integral if whole else Real) and not isinstance(value, bool) and cast(float, value) >= least
-    _require(ok, f"{name} must be {'an integer of ' if whole else ''}at least {least:g}, got {value!r}")
+def check_number(name: str, value: Any, least: float = 0, most: float = math.inf, whole: bool = False) -> Any:
+    """Return `value` as a Python number if it is one (a whole one) from `least` to `most`, else raise SettingError."""
+    is_number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+    kind, limits = "an integer" if whole else "a number", f"in [{least:g}, {most:g}]"
+    limits = f"of at least {least:g}" if most == math.inf else limits
+    _require(is_number and least <= value <= most, f"{name} must be {kind} {limits}, got {value!r:.80}")
+    return int(value) if whole else float(value)
 
 
-def _check_range(name: str, value: object, limit: float) -> None:
-    ok = isinstance(value, Real) and not isinstance(value, bool) and abs(cast(float, value)) <= limit
-    _require(ok, f"{name} must be in [{-limit:g}, {limit:g}], got {value!r}")
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> str:
+def check_choice(name: str, value: str, choices: Sequence[str]) -> str:
+    """Return `value` if it is one of the choices, else raise SettingError."""
     _require(value in choices, f"unknown {name} {value!r}; choose one of {', '.join(choices)}")
     return value
 
 
-def check_ratio(ratio: float) -> float:
-    """Return `ratio` if it is a recompute ratio, else raise SettingError."""
-    ok = isinstance(ratio, Real) and not isinstance(ratio, bool) and 0.0 <= ratio <= 1.0
-    _require(ok, f"ratio must be a number in [0, 1], got {ratio!r}")
-    return float(ratio)
+def _checked(default: Any, check: Callable[..., Any], **limits: Any) -> Any:
+    """Return a field with a check; None is accepted as well if it is the default. See `_check_fields`."""
+    return field(default=default, metadata={"check": partial(check, **limits)})
 
 
-def check_bytes(name: str, value: int) -> int:
-    """Return `value` if it is a valid size in bytes, else raise SettingError."""
-    _check(name, value, 0, whole=True)
-    return value
+def _check_fields(settings: BlendConfig | Sampling) -> None:
+    """Check and convert the fields of an instance that is being created."""
+    for setting in fields(settings):
+        value = getattr(settings, setting.name)
+        if "check" in setting.metadata and not (value is None and setting.default is None):
+            object.__setattr__(settings, setting.name, setting.metadata["check"](setting.name, value))
 
 
-def check_codec(codec: str) -> str:
-    """Return `codec` if it exists, else raise SettingError."""
-    return _check_choice("codec", codec, CODECS)
-
-
-def check_policy(policy: str) -> str:
-    """Return `policy` if it exists, else raise SettingError."""
-    return _check_choice("policy", policy, POLICIES)
-
-
-def check_controller(controller: str) -> str:
-    """Return `controller` if it exists, else raise SettingError."""
-    _require(controller in CONTROLLERS, f"controller must be {' or '.join(CONTROLLERS)}, got {controller!r}")
-    return controller
+check_ratio = partial(check_number, "ratio", most=1)
+check_bytes = partial(check_number, whole=True)
+check_codec = partial(check_choice, "codec", choices=CODECS)
+check_policy = partial(check_choice, "policy", choices=POLICIES)
+check_controller = partial(check_choice, "controller", choices=CONTROLLERS)
 
 
 def without_password(url: str) -> str:
@@ -124,7 +108,7 @@ class BlendConfig:
             None = the result of `engine.calibrate` for this model and policy, else `DEFAULT_RATIO`.
         controller: "auto" = without a ratio and with the default policy, the engine chooses full prefill if it is
             predicted to be faster or if calibration found no ratio, and a higher ratio if loading hides it. "off" =
-            never. See `kvrag.control.controller`.
+            never. See `kvrag.control.tuning`.
         min_run: Minimum length of a reused run, in tokens.
         context_tokens: At ingestion, a chunk is encoded with this many preceding tokens of its document as context, or
             more where they are computed anyway, so that its KV resolves pronouns and references. 0 = every chunk is
@@ -143,39 +127,27 @@ class BlendConfig:
         seed: Seed of `random`.
     """
 
-    policy: str = DEFAULT_POLICY
-    ratio: float | None = None
-    controller: str = "auto"
-    min_run: int = 16
-    context_tokens: int = DEFAULT_CONTEXT
-    context: str = "text"
-    check_layer: int = 1
-    deviation_of: str = "kv"
-    metric: str = "l2"
-    min_deviation: float = 0.0
-    seam_before: int = 0
-    seam_after: int = 4
-    first_tokens: int = 2
+    policy: str = _checked(DEFAULT_POLICY, check_choice, choices=POLICIES)
+    ratio: float | None = _checked(None, check_number, most=1)
+    controller: str = _checked("auto", check_choice, choices=CONTROLLERS)
+    min_run: int = _checked(16, check_number, least=16, whole=True)  # guaranteed by the matcher
+    context_tokens: int = _checked(DEFAULT_CONTEXT, check_number, whole=True)
+    context: str = _checked("text", check_choice, choices=("text", "headings"))
+    check_layer: int = _checked(1, check_number, least=1, whole=True)  # layer 0 cannot deviate
+    deviation_of: str = _checked("kv", check_choice, choices=("k", "v", "kv"))
+    metric: str = _checked("l2", check_choice, choices=("l2", "cosine"))
+    min_deviation: float = _checked(0.0, check_number)
+    seam_before: int = _checked(0, check_number, whole=True)
+    seam_after: int = _checked(4, check_number, whole=True)
+    first_tokens: int = _checked(2, check_number, whole=True)
     band: tuple[float, float] = (0.5, 0.8)
-    smoothing: int = 1
-    seed: int = 0
+    smoothing: int = _checked(1, check_number, least=1, whole=True)
+    seed: int = _checked(0, check_number, whole=True)
 
     def __post_init__(self) -> None:
-        check_policy(self.policy)
-        if self.ratio is not None:
-            check_ratio(self.ratio)
-        check_controller(self.controller)
-        _check("min_run", self.min_run, 16, whole=True)  # guaranteed by the matcher
-        for name in ("context_tokens", "seam_before", "seam_after", "first_tokens", "seed"):
-            _check(name, getattr(self, name), 0, whole=True)
-        _require(self.context in CONTEXTS, f"context must be {' or '.join(CONTEXTS)}, got {self.context!r}")
-        _check("check_layer", self.check_layer, 1, whole=True)  # layer 0 cannot deviate
-        _require(self.deviation_of in ("k", "v", "kv"), f"deviation_of must be k, v or kv, got {self.deviation_of!r}")
-        _require(self.metric in ("l2", "cosine"), f"metric must be l2 or cosine, got {self.metric!r}")
-        _check("min_deviation", self.min_deviation, 0)
+        _check_fields(self)
         low, high = self.band
         _require(0.0 <= low < high <= 1.0, f"band must be two rising fractions in [0, 1], got {self.band}")
-        _check("smoothing", self.smoothing, 1, whole=True)
         _require(self.smoothing % 2 == 1, f"smoothing must be odd, got {self.smoothing}")
 
 
@@ -195,46 +167,30 @@ class Sampling:
         stop: The answer ends before the first of these strings, independent of token boundaries.
     """
 
-    max_new_tokens: int = 256
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
+    max_new_tokens: int = _checked(256, check_number, least=1, whole=True)
+    temperature: float | None = _checked(None, check_number, most=_EXTREME)
+    top_p: float | None = _checked(None, check_number, least=1 / _EXTREME, most=1)
+    top_k: int | None = _checked(None, check_number, whole=True)
+    repetition_penalty: float | None = _checked(None, check_number, least=1 / _EXTREME, most=_EXTREME)
+    frequency_penalty: float | None = _checked(None, check_number, least=-2, most=2)
+    presence_penalty: float | None = _checked(None, check_number, least=-2, most=2)
     logit_bias: Mapping[int, float] | None = None
-    logprobs: int | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = field(default_factory=tuple)
+    logprobs: int | None = _checked(None, check_number, most=20, whole=True)
+    seed: int | None = _checked(None, check_number, most=(1 << 64) - 1, whole=True)
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check("max_new_tokens", self.max_new_tokens, 1, whole=True)
-        for name in ("max_new_tokens", "top_k", "seed", "logprobs"):
-            if (value := getattr(self, name)) is not None:
-                _check(name, value, 0, whole=True)
-                self._set(name, int(value))  # torch and transformers accept only Python numbers
-        for name in ("temperature", "top_p", "repetition_penalty"):
-            if (value := getattr(self, name)) is not None:
-                _check(name, value, 0)
-                ok = 1 / _EXTREME <= value <= _EXTREME or (name == "temperature" and value == 0)
-                _require(ok, f"{name} must be from {1 / _EXTREME:g} to {_EXTREME:g}, got {value!r}")
-                self._set(name, float(value))
-        _require(self.top_p is None or self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
-        for name in ("frequency_penalty", "presence_penalty"):
-            _check_range(name, getattr(self, name) or 0, 2)
+        _check_fields(self)
+        if self.temperature:
+            check_number("temperature", self.temperature, 1 / _EXTREME, _EXTREME)
         _require(isinstance(self.logit_bias, Mapping | None), f"logit_bias must be a dict, got {self.logit_bias!r:.80}")
         for token, value in (self.logit_bias or {}).items():
-            _check("a token id of logit_bias", token, 0, whole=True)
-            _check_range(f"logit_bias of token {token}", value, 100)
-        _require((self.logprobs or 0) <= 20, f"logprobs must be at most 20, got {self.logprobs}")
-        _require(self.seed is None or self.seed < 1 << 64, f"seed must be less than 2**64, got {self.seed}")
+            check_number("a token id of logit_bias", token, whole=True)
+            check_number(f"logit_bias of token {token}", value, -100, 100)
         ok = isinstance(self.stop, Sequence | Set) and not isinstance(self.stop, str | bytes)
         _require(ok, f"stop must be a sequence of strings, got {self.stop!r:.80}")
         _require(all(isinstance(s, str) and s for s in self.stop), f"stop strings must not be empty, got {self.stop!r}")
-        self._set("stop", tuple(self.stop))
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
+        object.__setattr__(self, "stop", tuple(self.stop))
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,11 +220,7 @@ class Grammar:
 
     @classmethod
     def of_response_format(cls, response_format: Mapping[str, Any]) -> Grammar | None:
-        """Return the grammar for OpenAI's `response_format`; None for `{"type": "text"}`.
-
-        Raises:
-            SettingError: The format is malformed.
-        """
+        """Return the grammar for OpenAI's `response_format`; None for `{"type": "text"}`; raises SettingError."""
         kind = response_format.get("type") if isinstance(response_format, Mapping) else None
         if kind == "text":
             return None

@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import aclosing, closing
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-from kvrag.answer import ANSWER_DEFAULTS, Answering, AnswerOptions, Question, join, overridden
+from kvrag.answer import ANSWER_DEFAULTS, Answering, AnswerOptions, Question, overridden
 from kvrag.backend.lock import Shared
 from kvrag.backend.transformers import LoadOptions, Model
 from kvrag.config import (
@@ -26,7 +26,7 @@ from kvrag.config import (
     show_options,
 )
 from kvrag.control import calibrate
-from kvrag.control.calibrate import Calibration, Criterion
+from kvrag.control.calibrate import Calibration
 from kvrag.control.prompts import Search, make_prompts, search_by_words
 from kvrag.control.tuning import Tuning
 from kvrag.errors import AnswerTimeoutError, KvragError, SettingError
@@ -38,7 +38,7 @@ from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
 from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.verify import Check, verify
-from kvrag.openmp import release_teams
+from kvrag.openmp import own_team
 from kvrag.request import Pipeline
 from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.load import device_tier
@@ -46,7 +46,7 @@ from kvrag.reuse.lookup import Lookup
 from kvrag.reuse.prefetch import Prefetcher
 from kvrag.reuse.stitch import Prefilled
 from kvrag.store import KVStore, MemoryTier, open_store
-from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds, WarmReport
+from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds, WarmReport, join
 
 _shared: Shared[BlendEngine] = Shared()
 
@@ -57,21 +57,23 @@ def _shared_key(name_or_path: str | Path, settings: dict[str, Any]) -> str:
     return repr((str(name_or_path), sorted(settings.items(), key=lambda item: item[0])))
 
 
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        check_bytes(name, size)
+
+
 def default_store(model: Model, codec: str) -> Path:
     """Return the folder of a model's store if none is given."""
     return Path.home() / ".cache" / "kvrag" / model.fingerprint.stored_as(codec).digest
 
 
-@release_teams("__init__", "warm", "stream", "explain", "verify", "calibrate", "prefill")
 class BlendEngine:
     """Answers prompts from pre-encoded chunks. Thread-safe.
 
-    Attributes:
-        model, store, codec: Its components.
-        fingerprint: Fingerprint of the store's KV: the model's, with the codec.
-        config: Defaults of every answer; `ratio` and `policy` can be given per call.
+    `config` has the defaults of every answer; `ratio` and `policy` can be given per call.
     """
 
+    @own_team()
     def __init__(
         self,
         model: Model,
@@ -88,7 +90,7 @@ class BlendEngine:
 
         Args:
             store: A store, its folder, or the URL of a shared one, see `kvrag.store.SharedStore`; None = a folder for
-                this model under `~/.cache/kvrag`.
+                this model under `~/.cache/kvrag`. KV of another model or codec raises FingerprintMismatchError.
             ram_bytes: Size of the RAM tier in front of the store; 0 = no RAM tier.
             codec: Codec of stored chunks: "native" = as computed, "int8" and "int4" = half and less than a third of the
                 bytes; with these, no reused KV is exact.
@@ -99,22 +101,13 @@ class BlendEngine:
             store_cache: Folder of the local copies of a shared store; None = `~/.cache/kvrag/shared`.
             device_bytes: Size of a tier of unpacked KV on the model's device, in front of the RAM tier, for chunks that
                 are used repeatedly; 0 = none. Of use on a GPU, if it holds most chunks in frequent use.
-
-        Raises:
-            FingerprintMismatchError: The store holds KV of another model or codec.
         """
         if isinstance(model, str | Path):
-            raise SettingError(
-                f"model must be a loaded Model, not a name: use BlendEngine.from_pretrained({str(model)!r})"
-            )
+            raise SettingError(f"model must be a Model, not a name: use BlendEngine.from_pretrained({str(model)!r})")
         self.model, self.config, self.codec = model, config or BlendConfig(), check_codec(codec)
         self.fingerprint = model.fingerprint.stored_as(codec)
-        check_bytes("conversation_bytes", conversation_bytes)
-        check_bytes("batch_bytes", batch_bytes)
-        check_bytes("device_bytes", device_bytes)
-        if store is None:
-            store = default_store(model, codec)
-        self.store: KVStore = open_store(store, store_cache)
+        _check_sizes(conversation_bytes=conversation_bytes, batch_bytes=batch_bytes, device_bytes=device_bytes)
+        self.store: KVStore = open_store(default_store(model, codec) if store is None else store, store_cache)
         self.store.bind(self.fingerprint)
         self._catalog, self._tuning = Catalog(self.store), Tuning(model, self.store)
         self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._tuning)
@@ -142,18 +135,13 @@ class BlendEngine:
     ) -> BlendEngine:
         """Load a model (see `Model.from_pretrained` for its settings) and combine it with a store."""
         check_codec(codec)  # before the slow loading
-        check_bytes("conversation_bytes", conversation_bytes)
-        check_bytes("batch_bytes", batch_bytes)
-        check_bytes("device_bytes", device_bytes)
+        _check_sizes(conversation_bytes=conversation_bytes, batch_bytes=batch_bytes, device_bytes=device_bytes)
         model = Model.from_pretrained(name_or_path, **model_settings)
         return cls(model, store, config, ram_bytes, codec, conversation_bytes, batch_bytes, store_cache, device_bytes)
 
     @classmethod
     def shared(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine:
-        """Like `from_pretrained`, but equal settings share one engine while it is in use.
-
-        The framework classes create their engine this way, on the first answer.
-        """
+        """Like `from_pretrained`, but equal settings share one engine while it is in use. Framework classes use it."""
         key = _shared_key(name_or_path, settings)
         create = partial(cls.from_pretrained, name_or_path, **settings)
         return _shared.get(key, create, lambda engine: not engine._closed)
@@ -165,6 +153,7 @@ class BlendEngine:
 
     # ---------------------------------------------------------------- ingestion
 
+    @own_team()
     def warm(
         self,
         texts: Iterable[str],
@@ -196,28 +185,20 @@ class BlendEngine:
         self._check_open()
         report = self._ingestion.warm(texts, document, sources, check_namespace(namespace), progress)
         self._lookup.refresh()  # the next prompt finds them, whatever other threads are doing
-        self._answering.notice_removals()  # of the chunks that these replace
+        self._answering.notice_removals(self.store.removals())  # of the chunks that these replace
         return report
 
     def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
         """Start to read the KV of these chunks from the store into the RAM tier, and return at once.
 
-        For texts that a prompt will contain soon, such as those that a retriever has just returned. Only the free share
-        of the RAM tier is used, and answers do not depend on it. Errors of reading are reported by the answers
-        themselves.
-
-        Args:
-            texts: The chunks, as the prompt will contain them; others are ignored.
-            namespace: Namespace of the chunks.
+        For texts that a prompt will contain soon, such as those that a retriever has just returned; unknown ones are
+        ignored. Only the free share of the RAM tier is used, and answers do not depend on it. Errors of reading are
+        reported by the answers themselves.
         """
-        chunks = [text for text in texts if isinstance(text, str)]
         check_namespace(namespace)
-
-        def find() -> list[str]:
-            return list(self._lookup.usable(text_key(namespace, self.encode(text)) for text in chunks).values())
-
-        if chunks:
-            self._prefetcher.start(find)
+        if chunks := [text for text in texts if isinstance(text, str)]:
+            text_keys = (text_key(namespace, self.encode(text)) for text in chunks)  # in the other thread
+            self._prefetcher.start(lambda: self._lookup.usable(text_keys).values())
 
     def forget(self, document: str, *, namespace: str = "") -> int:
         """Delete a document's chunks unless another document has them; return how many were deleted.
@@ -281,8 +262,8 @@ class BlendEngine:
         """
         self._check_open()
         check_timeout(timeout := options.get("timeout"))
-        deltas = self._answering.stream(Question.of(self.model.tokenizer, prompt, self.config, options))
-        return deltas if timeout is None else _within(deltas, timeout)
+        question = Question.of(self.model.tokenizer, prompt, self.config, options)
+        return _within(self._answering.stream(question), timeout)
 
     @_show
     def generate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
@@ -299,19 +280,15 @@ class BlendEngine:
         """Stream the answers to several prompts, which are decoded together.
 
         Parallel calls of `stream`, `generate` and their async versions are decoded together as well, with the same
-        tokens in float32. In half precision, a near tie may resolve the other way in a batch.
+        tokens in float32. In half precision, a near tie may resolve the other way in a batch. An error in one of the
+        answers abandons the others.
 
         Args:
-            prompts: As in `stream`.
             each: Options of the prompts, one dict per prompt; they override `options`.
             options: Options of all answers, as in `stream`.
 
         Yields:
             The number of a prompt and the next delta of its answer.
-
-        Raises:
-            SettingError: `each` has another length than `prompts`.
-            KvragError: As in `stream`; the other answers are abandoned.
         """
         if each is not None and len(each) != len(prompts):
             raise SettingError(f"each must have one dict per prompt: got {len(each)} for {len(prompts)} prompts")
@@ -359,11 +336,8 @@ class BlendEngine:
     @_show
     async def agenerate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
         """Like `generate`, off the event loop; cancelling it stops the work after the current step."""
-        deltas = self.astream(prompt, **options)
-        try:
+        async with aclosing(self.astream(prompt, **options)) as deltas:
             return join([delta async for delta in deltas])
-        finally:
-            await deltas.aclose()
 
     def as_prompt(self, text: str) -> str | Messages:
         """Return a text as one user message, or unchanged if the model has no chat template."""
@@ -379,18 +353,14 @@ class BlendEngine:
         return self.model.context_window
 
     def count_tokens(self, prompt: str | Messages, *, tools: Sequence[dict[str, Any]] | None = None) -> int:
-        """Return the length of the prompt that `stream` would answer, in tokens.
-
-        Raises:
-            PromptError: The prompt cannot be answered.
-            SettingError: The tools are not in OpenAI's form.
-        """
+        """Return the length of the prompt that `stream` would answer, in tokens; raises PromptError, SettingError."""
         return len(self.tokenize(prompt, tools=tools))
 
     def tokenize(self, prompt: str | Messages, *, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
         """Return the token ids of the prompt that `stream` would answer; raises as `count_tokens`."""
         return prepare(self.model.tokenizer, prompt, tools).render(self.model.tokenizer)
 
+    @own_team()
     def explain(
         self,
         prompt: str | Messages | BlendReport | dict[str, Any] | None = None,
@@ -412,8 +382,7 @@ class BlendEngine:
             ratio, policy, controller, tools, template: As in `stream`, for a new prompt.
 
         Raises:
-            PromptError, ContextWindowError: The prompt cannot be answered, or there is no such answer.
-            SettingError: A setting is out of range.
+            PromptError: The prompt cannot be answered, or there is no such answer.
         """
         self._check_open()
         config = overridden(self.config, ratio, policy, controller)
@@ -421,15 +390,17 @@ class BlendEngine:
         if prompt is None or isinstance(prompt, (BlendReport, dict)):
             answered = self._answering.history.find(namespace, prompt)
         else:
-            prepared = prepare(self.model.tokenizer, prompt, tools).with_template(template)
+            prepared = prepare(self.model.tokenizer, prompt, tools, template=template)
             answered = self._answering.try_out(prepared, config, namespace)
         find = partial(self._lookup.find_chunks, namespace=namespace)
         return explain(self.model.tokenizer, self.store, self.fingerprint, find, answered, config.min_run, retrieved)
 
+    @own_team()
     def verify(self) -> list[Check]:
         """Run the correctness gate on this engine's model, in a temporary folder; see `kvrag.inspect.verify`."""
-        return verify(self.model, codec=self.codec)
+        return verify(partial(BlendEngine, self.model, codec=self.codec))
 
+    @own_team()
     def calibrate(
         self,
         prompts: Sequence[str | Messages] | None = None,
@@ -444,53 +415,62 @@ class BlendEngine:
         search: Search | None = None,
         seed: int = 0,
         tokens: int = 8,
+        save: bool = True,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Calibration:
         """Find the smallest ratio whose first tokens match full prefill's, and make it the default.
 
-        The result is stored beside the chunks, for later engines too; see `kvrag.control.calibrate`.
+        The result of at least 40 prompts is stored beside the chunks, for later engines too; see
+        `kvrag.control.calibrate`.
 
         Args:
             prompts: As in `stream`, with chunks that were warmed; None = generated from the stored chunks, see
                 `kvrag.control.prompts`.
-            namespace: Namespace of the chunks.
             policy: Overrides the engine's policy.
-            target, sure, ratios, tokens: See `kvrag.control.calibrate.Criterion`.
+            target: Share of first tokens that must agree.
+            sure: Require the lower end of the 95 % interval to reach the target; 99 % takes several hundred prompts.
+            ratios: Ratios to try, each below 1.
+            tokens: Number of full prefill's tokens to compare.
             count: Maximum number of generated prompts, not counting those that full prefill guesses at.
             chunks: Number of chunks per generated prompt.
             search: Retrieves the chunks of generated prompts, best first, from a query and their number; None = by the
                 rare words that they share.
             seed: Seed of generated prompts.
+            save: False = measure only; the default stays as it is.
             progress: Called with (prefills done, prefills to do).
 
         Returns:
-            The result. On a KeyboardInterrupt, that of the prompts done so far; with fewer than ten it is not kept.
+            The result; on a KeyboardInterrupt, that of the prompts done so far.
 
         Raises:
-            SettingError: An argument is out of range.
-            StoreError: No stored chunks could be recomputed.
-            KvragError: No prompts could be generated, or the model completes none of them (PromptError).
-            ContextWindowError: A prompt is too long.
-            ModelError: Logits are NaN.
+            KvragError: No prompts could be generated, the model completes none of them, or one is too long.
         """
         self._check_open()
         if count < 1 or chunks < 2:
             raise SettingError(f"count must be at least 1 and chunks at least 2, got {count} and {chunks}")
-        criterion, config = Criterion(target, sure, ratios, tokens), overridden(self.config, None, policy, None)
+        config = overridden(self.config, None, policy, None)
         words: list[str] | None = None
         if prompts is None:
             texts = calibrate.chunk_texts(self.model, self.store, namespace)
             candidates = count * calibrate.CANDIDATES
             search = search or search_by_words(texts)
             gaps = make_prompts(self.model, texts, search, candidates, chunks, seed, tokens)
-            ids, words = [prompt.ids for prompt in gaps], [prompt.gap.word for prompt in gaps]
+            ids, words = [prompt.ids for prompt in gaps], [prompt.word for prompt in gaps]
         else:
             ids = calibrate.render(self.model, prompts)
         prefill = partial(self.prefill, namespace=namespace)
         most = None if words is None else count
-        calibration = calibrate.calibrate(self.model, prefill, ids, config, criterion, progress, words, most)
-        return self._tuning.keep_calibration(calibration) if calibration.is_usable else calibration
+        calibration = calibrate.calibrate(
+            self.model, prefill, ids, config, target, sure, ratios, tokens, progress, words, most
+        )
+        return self._tuning.keep_calibration(calibration) if save and calibration.is_usable else calibration
 
+    def reset_calibration(self) -> None:
+        """Delete the stored calibration: the default ratio is 0.15 again, for later engines too."""
+        self._check_open()
+        self._tuning.reset_calibration()
+
+    @own_team()
     def prefill(
         self,
         ids: list[int],
@@ -500,14 +480,7 @@ class BlendEngine:
         namespace: str = "",
         goes_on: bool = False,
     ) -> Prefilled:
-        """Prefill prompt ids from stored chunks; see `kvrag.request`.
-
-        Args:
-            config: Overrides the engine's config.
-            notes: Notes for the report.
-            namespace: Namespace of the chunks to reuse.
-            goes_on: Reuse the cached prefix of a conversation.
-        """
+        """Prefill prompt ids from stored chunks and, with `goes_on`, from a conversation; see `kvrag.request`."""
         return self._answering.prefill(ids, config or self.config, notes, namespace, goes_on)
 
     def __deepcopy__(self, memo: object) -> BlendEngine:
@@ -537,17 +510,17 @@ class BlendEngine:
         self.close()
 
 
-def _within(deltas: Generator[Delta, None, None], timeout: float) -> Generator[Delta, None, None]:
+def _within(deltas: Generator[Delta, None, None], timeout: float | None) -> Generator[Delta, None, None]:
     """Yield the deltas; raise AnswerTimeoutError once the work on them has taken longer than `timeout` seconds."""
     spent = 0.0
-    with closing(deltas):
+    with own_team(), closing(deltas):
         while True:
             started = time.perf_counter()
             delta = next(deltas, None)
             spent += time.perf_counter() - started  # a slow consumer is not slow work
             if delta is None:
                 return
-            if spent > timeout and delta.finish_reason is None:
+            if timeout is not None and spent > timeout and delta.finish_reason is None:
                 raise AnswerTimeoutError(
                     f"the answer took longer than its timeout of {timeout:g} s: raise timeout=, or lower max_tokens"
                 )

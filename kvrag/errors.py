@@ -1,21 +1,21 @@
 """Exception types of kvrag.
 
 KvragError
- ├─ SettingError            a setting out of range or an unknown name (also a ValueError)
- ├─ PromptError             a prompt that cannot be answered; no ValueError, which LlamaIndex turns into an empty answer
- │   └─ ContextWindowError  too long for the model; the message gives the excess
+ ├─ SettingError (also a ValueError)
+ ├─ PromptError (no ValueError, which LlamaIndex turns into an empty answer)
+ │   └─ ContextWindowError
  ├─ ModelError
- │   ├─ ModelLoadError         unknown name, no network, damaged files
- │   ├─ OutOfMemoryError       too little memory for a prompt or a chunk; the engine stays usable
- │   └─ UnsupportedModelError  the architecture cannot be blended; the message gives the reason
- ├─ AnswerTimeoutError      an answer took longer than its timeout (also a TimeoutError)
- ├─ ServerError             a server cannot be reached, refuses a request, or fails
+ │   ├─ ModelLoadError
+ │   ├─ OutOfMemoryError
+ │   └─ UnsupportedModelError
+ ├─ AnswerTimeoutError (also a TimeoutError)
+ ├─ ServerError
  └─ StoreError
-     ├─ FingerprintMismatchError  KV of another model, tokenizer, dtype or RoPE setting
-     ├─ StoreFullError            no room on the disk or in the byte budget
-     ├─ StoreReadOnlyError        the folder is not writable
-     ├─ ChunkUnreadableError      a stored chunk cannot be read at the moment, but is not damaged
-     └─ DamagedChunkError         a stored chunk does not match its digest or its key
+     ├─ FingerprintMismatchError
+     ├─ StoreFullError
+     ├─ StoreReadOnlyError
+     ├─ ChunkUnreadableError
+     └─ DamagedChunkError
 """
 
 from __future__ import annotations
@@ -82,11 +82,7 @@ class UnsupportedModelError(ModelError):
 
 
 class ServerError(KvragError):
-    """A server cannot be reached, refuses a request, or fails; the message gives the remedy.
-
-    Attributes:
-        status: The HTTP status; None without a response.
-    """
+    """A server cannot be reached, refuses a request, or fails; `status` is its HTTP status, None without a response."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -143,20 +139,12 @@ class _ChunkError(StoreError):
 
 
 class ChunkUnreadableError(_ChunkError):
-    """A stored chunk cannot be read at the moment: an I/O error, no memory, too many open files. Its file is kept.
-
-    Attributes:
-        key: The chunk's key.
-    """
+    """A stored chunk, `key`, cannot be read at the moment: an I/O error, no memory, too many open files. It is kept."""
 
     _what = "cannot be read at the moment"
 
 
 class DamagedChunkError(_ChunkError):
-    """A stored chunk is truncated, or does not match its digest or its key.
-
-    Attributes:
-        key: The chunk's key.
-    """
+    """A stored chunk, `key`, is truncated, or does not match its digest or its key."""
 
     _what = "is damaged"

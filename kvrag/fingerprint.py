@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property
 from hashlib import blake2b
 
 import numpy as np
@@ -19,13 +19,11 @@ from torch import Tensor
 
 Ids = Sequence[int] | NDArray[np.uint32]
 
-FORMAT = 2
-"""Version of the stored record, raised by a change of layout or meaning."""
-
+FORMAT = 2  # of the stored record, raised by a change of layout or meaning
 _SAMPLES = 256  # per tensor: fine-tuning or merging an adapter changes nearly every weight, so samples detect it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fingerprint:
     """Everything that determines whether stored KV may be loaded.
 
@@ -56,20 +54,15 @@ class Fingerprint:
         """Return the fields as strings, for the store and for error messages."""
         return {name: json.dumps(value) for name, value in asdict(self).items()}
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Digest of 32 hexadecimal digits."""
-        return _digest(self)
+        parts = {name: value for name, value in self.parts().items() if name != "model"}
+        return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def chunk_key(self, ids: Ids, context: Ids = (), namespace: str = "") -> str:
         """Return the key of the chunk with these token ids, encoded with `context`. The key determines the KV."""
         return chunk_key(self.digest, ids, context, namespace)
-
-
-@lru_cache(maxsize=64)
-def _digest(fingerprint: Fingerprint) -> str:
-    parts = {name: value for name, value in fingerprint.parts().items() if name != "model"}
-    return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def chunk_key(digest: str, ids: Ids, context: Ids = (), namespace: str = "") -> str:
@@ -95,26 +88,18 @@ def _hash(*parts: bytes) -> str:
     return digest.hexdigest()
 
 
-def hash_weights(state: Iterable[tuple[str, object]]) -> str:
+def hash_weights(state: Iterable[tuple[str, object]], dtype: torch.dtype | None = None) -> str:
     """Hash names, shapes, dtypes and evenly spaced samples of all tensors of a model's `state_dict`.
 
-    Buffers are included: quantised layers keep their weights there.
+    Buffers are included: quantised layers keep their weights there. `dtype` converts floating-point samples first.
     """
-    tensors = ((name, value.detach()) for name, value in state if isinstance(value, Tensor))  # extra state may not be
-    return hash_samples(
-        (name, tensor.shape, tensor.reshape(-1)[:: sample_step(tensor.numel())]) for name, tensor in tensors
-    )
-
-
-def sample_step(numel: int) -> int:
-    """Return the distance between the samples of a tensor with `numel` elements; there are at most 511."""
-    return max(1, numel // _SAMPLES)
-
-
-def hash_samples(samples: Iterable[tuple[str, Sequence[int], Tensor]]) -> str:
-    """Hash tensors given as name, shape, and every `sample_step`-th element in the tensor's dtype."""
     digest = xxhash.xxh3_128()
-    for name, shape, sample in samples:
-        digest.update(f"{name}{tuple(shape)}{sample.dtype}".encode())
+    for name, tensor in state:
+        if not isinstance(tensor, Tensor):  # extra state may be anything
+            continue
+        sample = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLES)]
+        if dtype is not None and sample.is_floating_point():
+            sample = sample.to(dtype)
+        digest.update(f"{name}{tuple(tensor.shape)}{sample.dtype}".encode())
         digest.update(sample.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -1,7 +1,7 @@
-"""Shared base of the frameworks' LLM classes: settings, engine, and the methods that no framework has.
+"""Base of the frameworks' LLM classes: settings, engine, and the methods that no framework has.
 
-The settings are one table, `EngineSettings` and `AnswerSettings`. The adapters' pydantic classes inherit from it, so
-every row is a validated field that editors and type checkers support. The command line derives its options from it.
+All settings are in `EngineSettings` and `AnswerSettings`. The adapters' pydantic classes inherit their fields, and the
+command line makes its options from them.
 """
 
 from __future__ import annotations
@@ -9,26 +9,14 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import scrypt
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from kvrag.client.connection import KEY_VARIABLE, root_of
-from kvrag.config import (
-    CODECS,
-    CONTROLLERS,
-    POLICIES,
-    Grammar,
-    Sampling,
-    check_codec,
-    check_controller,
-    check_namespace,
-    check_policy,
-    check_ratio,
-    check_timeout,
-    without_password,
-)
+from kvrag.client.request import checked
+from kvrag.config import CODECS, CONTROLLERS, POLICIES, Grammar, check_codec, without_password
 from kvrag.errors import KvragError, SettingError
 
 if TYPE_CHECKING:  # the command line reads the table, and importing torch takes seconds
@@ -48,9 +36,8 @@ _ONLY_PER_CALL = ("documents", "tools", "tool_choice", "grammar", "response_form
 
 
 def _row(default: T, about: str, choices: Sequence[str] = ()) -> T:
-    """Return a dataclass field, typed as its default so that type checkers treat it as an attribute."""
     row: Any = field(default=default, metadata={"about": about, "choices": tuple(choices)})
-    return row
+    return row  # typed as its default, for type checkers
 
 
 @dataclass(kw_only=True)
@@ -92,7 +79,7 @@ class AnswerSettings:
 
 
 class Setting(NamedTuple):
-    """A row of the table. `kind` is the type of a value other than None; empty `choices` = any value."""
+    """Description of a setting. `kind` is the type of a value other than None; empty `choices` = any value."""
 
     name: str
     kind: Any
@@ -101,17 +88,15 @@ class Setting(NamedTuple):
     choices: tuple[str, ...]
 
 
-def _rows(table: type) -> Iterator[Setting]:
+def _settings(table: type) -> dict[str, Setting]:
     types = get_type_hints(table)
-    for row in fields(table):
-        kind = next(kind for kind in get_args(types[row.name]) or (types[row.name],) if kind is not type(None))
-        yield Setting(row.name, kind, row.default, row.metadata["about"], row.metadata["choices"])
+    kinds = {name: next(kind for kind in get_args(of) or (of,) if kind is not type(None)) for name, of in types.items()}
+    return {row.name: Setting(row.name, kinds[row.name], row.default, **row.metadata) for row in fields(table)}
 
 
-_ENGINE = {row.name: row for row in _rows(EngineSettings)}
-_ANSWER = {row.name: row for row in _rows(AnswerSettings)}
+_ENGINE, _ANSWER = _settings(EngineSettings), _settings(AnswerSettings)
 SETTINGS = _ENGINE | _ANSWER
-"""All rows by name."""
+"""All settings by name."""
 
 
 @dataclass(kw_only=True)
@@ -120,7 +105,8 @@ class LLMSettings(EngineSettings, AnswerSettings):
 
     Attributes:
         engine: An existing engine; excludes the settings that select a model and a store.
-        timeout: Seconds until an answer fails; as in `RemoteEngine` with a `base_url`, else as in `BlendEngine.stream`.
+        timeout: Seconds until an answer fails, also per call: with an `AnswerTimeoutError`, which is a TimeoutError, or
+            a `ServerError` from the server in `base_url`. A local model checks it after every token.
         api_key, max_retries: As in `RemoteEngine`; without effect unless `base_url` is given.
     """
 
@@ -134,30 +120,21 @@ class LLMSettings(EngineSettings, AnswerSettings):
         self.api_key = reveal() if reveal else self.api_key
         if self.engine is None and self.model is None:
             raise SettingError("no model: pass model= (a hub name or a folder) or engine= (an existing engine)")
-        if self.engine is not None and self.engine_settings():
-            names = ", ".join(f"{name}=" for name in self.engine_settings())
-            raise SettingError(f"engine= already has a model and a store: leave out {names}")
+        given = [f"{name}=" for name in self.engine_settings()]
+        if self.engine is not None and given:
+            raise SettingError(f"engine= already has a model and a store: leave out {', '.join(given)}")
         check_codec(self.codec)
         if self.base_url is not None:
             root_of(self.base_url)
-            if local := [name for name in self.engine_settings() if name not in ("model", "base_url")]:
-                names = ", ".join(f"{name}=" for name in local)
+            if local := [name for name in given if name not in ("model=", "base_url=")]:
+                names = ", ".join(local)
                 raise SettingError(f"base_url= answers with the model and the store of the server: leave out {names}")
         self.request()
 
     @classmethod
     def of(cls, llm: object) -> LLMSettings:
-        """Read the settings from an object's attributes.
-
-        Raises:
-            SettingError: A value is out of range, or both or neither of model and engine are given.
-        """
+        """Read the settings from an object's attributes; raise SettingError if they are wrong."""
         return cls(**{row.name: getattr(llm, row.name) for row in fields(cls)})
-
-    @staticmethod
-    def length(value: Any) -> Any:
-        """Return `max_tokens`, where None = the default, as in the frameworks' other classes."""
-        return _ANSWER["max_tokens"].default if value is None else value
 
     @staticmethod
     def plain(value: Any) -> Any:
@@ -173,15 +150,12 @@ class LLMSettings(EngineSettings, AnswerSettings):
         return {name: value for name, value in values.items() if value != _ENGINE[name].default}
 
     def request(self, **call: Any) -> dict[str, Any]:
-        """Return the arguments of `BlendEngine.stream` for one call.
+        """Return the arguments of `BlendEngine.stream` for one call; raise SettingError if one is wrong.
 
         Args:
             call: Overrides for this call. None keeps the setting; `stop` is added to it. `documents`, `tools`,
                 `tool_choice`, `grammar`, `template` and OpenAI's `response_format`, which becomes a grammar, can be
                 given only here. `timeout` replaces the object's.
-
-        Raises:
-            SettingError: A value is out of range, or a name is unknown.
         """
         if unknown := [name for name in call if name not in (*_ANSWER, *_ONLY_PER_CALL)]:
             known = ", ".join((*_ANSWER, *_ONLY_PER_CALL))
@@ -192,16 +166,12 @@ class LLMSettings(EngineSettings, AnswerSettings):
         request |= {name: value for name, value in call.items() if value is not None}
         request["stop"] = tuple(dict.fromkeys([*(self.stop or ()), *(call.get("stop") or ())]))
         request["max_new_tokens"] = request.pop("max_tokens")
-        check_timeout(request.setdefault("timeout", self.timeout))
+        request.setdefault("timeout", self.timeout)
         if response_format := request.pop("response_format", None):
             if "grammar" in request:
                 raise SettingError("response_format and grammar exclude each other: leave out one of them")
             request["grammar"] = Grammar.of_response_format(response_format)
-        Sampling(**{row.name: request[row.name] for row in fields(Sampling) if row.name in request})
-        check_namespace(request["namespace"])
-        for name, check in (("ratio", check_ratio), ("policy", check_policy), ("controller", check_controller)):
-            if request[name] is not None:
-                check(request[name])
+        checked(request)
         return request
 
     @property
@@ -213,30 +183,43 @@ class LLMSettings(EngineSettings, AnswerSettings):
     def _key(self) -> str:
         return self.api_key or os.environ.get(KEY_VARIABLE, "")
 
-    def remote(self) -> RemoteEngine:
-        """Return the engine for `base_url`, shared by all objects with equal settings. Sends nothing."""
-        from kvrag.client import RemoteEngine
+    def open(self) -> Engine:
+        """Return the engine, which all objects with equal settings share. One for a `base_url` sends nothing yet."""
+        if self.engine is not None:
+            return self.engine
+        if self.base_url is not None:
+            from kvrag.client import RemoteEngine
 
-        settings = {"api_key": self._key, "timeout": self.timeout, "max_retries": self.max_retries}
-        return RemoteEngine.shared(str(self.base_url), self.model, **settings)
+            settings = {"api_key": self._key, "timeout": self.timeout, "max_retries": self.max_retries}
+            return RemoteEngine.shared(self.base_url, self.model, **settings)
+        from kvrag.engine import BlendEngine
+
+        known = self.engine_settings()
+        return BlendEngine.shared(known.pop("model"), **known)
+
+    def opened(self) -> BlendEngine | None:
+        """Return the engine if its model is loaded. Nothing is read ahead for a server."""
+        known, loaded = self.engine_settings(), sys.modules.get("kvrag.engine")
+        if self.engine is not None or self.base_url is not None or loaded is None:
+            return self.engine
+        engine: BlendEngine | None = loaded.BlendEngine.shared_if_open(known.pop("model"), **known)
+        return engine
 
     def window(self) -> tuple[int, bool]:
         """Return the context window in tokens, and whether the model has a chat template, without loading weights."""
-        if self.base_url is not None:
-            engine = self.remote()
-            return engine.context_window, engine.has_chat_template
-        if self.engine is None:
-            return _window(str(self.model), self.revision, self.trust_remote_code)
-        return self.engine.model.context_window, self.engine.model.tokenizer.has_chat_template
+        if self.engine is None and self.base_url is None:
+            source = str(self.model), self.revision, self.trust_remote_code
+            return _window(*source), _has_chat_template(*source)
+        engine = self.open()
+        return engine.context_window, engine.as_prompt("") != ""
 
     def window_on_disk(self) -> int | None:
         """Return the context window, or None if the model's configuration is not available locally."""
-        if self.base_url is not None:
-            return None
         if self.engine is not None:
-            return self.engine.model.context_window
+            return self.engine.context_window
         try:
-            return _window_on_disk(str(self.model), self.revision, self.trust_remote_code)
+            source = str(self.model), self.revision, self.trust_remote_code
+            return _window(*source, local_files_only=True) if self.base_url is None else None
         except KvragError:
             return None
 
@@ -262,80 +245,46 @@ def _digest(api_key: str, base_url: str) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _window(name: str, revision: str | None, trust_remote_code: bool) -> tuple[int, bool]:
-    from kvrag.backend.transformers.loading import context_window, load_config, load_tokenizer
+def _window(name: str, revision: str | None, trust_remote_code: bool, local_files_only: bool = False) -> int:
+    from kvrag.backend.transformers.loading import context_window, load_config
 
-    config = load_config(name, revision, trust_remote_code)
-    tokenizer = load_tokenizer(name, revision, trust_remote_code)
-    return context_window(config.get_text_config()), tokenizer.chat_template is not None
+    return context_window(load_config(name, revision, trust_remote_code, local_files_only).get_text_config())
 
 
 @functools.lru_cache(maxsize=64)
-def _window_on_disk(name: str, revision: str | None, trust_remote_code: bool) -> int:
-    from kvrag.backend.transformers.loading import context_window, load_config
+def _has_chat_template(name: str, revision: str | None, trust_remote_code: bool) -> bool:
+    from kvrag.backend.transformers.loading import load_tokenizer
 
-    config = load_config(name, revision, trust_remote_code, local_files_only=True)
-    return context_window(config.get_text_config())
+    return load_tokenizer(name, revision, trust_remote_code).chat_template is not None
 
 
+@dataclass
 class LazyEngine:
     """Opens the engine of some settings on first use, and keeps it alive.
 
     Made for an attribute of a framework's LLM class: copies of the object open the same engine, pickles omit it.
     """
 
-    def __init__(self) -> None:
-        self._engines: dict[str, Engine] = {}  # a call can name another model
+    # by model, which a call can name; an open engine does not make two objects different
+    _engines: dict[str, Engine] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def open(self, settings: LLMSettings) -> Engine:
-        """Return the given engine, or the one shared by all objects with equal settings.
-
-        It is a RemoteEngine for settings with a `base_url`.
-        """
-        if settings.engine is not None:
-            return settings.engine
-        if settings.base_url is not None:
-            remote = self._engines[settings.model_name] = settings.remote()
-            return remote
-        from kvrag.engine import BlendEngine
-
-        # looked up on every call: the fields may have changed, and the engine may have been closed
-        known = settings.engine_settings()
-        engine = self._engines[settings.model_name] = BlendEngine.shared(known.pop("model"), **known)
+        """Return the given engine, or the one shared by all objects with equal settings."""
+        # on every call: the fields may have changed, and the engine may have been closed
+        engine = self._engines[settings.model_name] = settings.open()
         return engine
-
-    def opened(self, settings: LLMSettings) -> Engine | None:
-        """Return what `open` would return, if no model has to be loaded for it."""
-        if settings.engine is not None:
-            return settings.engine
-        known, loaded = settings.engine_settings(), sys.modules.get("kvrag.engine")
-        if loaded is None or settings.base_url is not None:  # nothing is read ahead for a server
-            return None
-        return loaded.BlendEngine.shared_if_open(known.pop("model"), **known)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LazyEngine)  # an open engine does not make two objects different
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[type[LazyEngine], tuple[()]]:
         return (LazyEngine, ())
 
 
 class LLMBase(EngineSettings, AnswerSettings):
-    """Base of the frameworks' LLM classes: the settings as fields, and the shared methods.
-
-    See `kvrag.llm_fields.LLMFields`, which declares the fields that are no settings.
-    """
+    """Base of the frameworks' LLM classes; `kvrag.llm_fields.LLMFields` declares the fields that are no settings."""
 
     _lazy: LazyEngine
 
     def _open(self) -> Engine:
         return self._lazy.open(LLMSettings.of(self))
-
-    def _opened(self) -> Engine | None:
-        """Return the engine if no model has to be loaded for it."""
-        return self._lazy.opened(LLMSettings.of(self))
 
     @staticmethod
     def _text(chunk: Any) -> Any:
@@ -367,8 +316,8 @@ class LLMBase(EngineSettings, AnswerSettings):
         Args:
             texts: The framework's documents or nodes, or their texts as prompts will contain them, in reading order.
             document: Name of the document that holds them.
-            sources: Names of their sources; None = the sources recorded in the documents or nodes.
-            namespace: Namespace of the chunks; None = this object's namespace.
+            sources: Names of their sources; None = those recorded in the documents or nodes.
+            namespace: None = this object's namespace.
         """
         # one document or node is iterable, too: over its fields
         if isinstance(texts, str | Mapping) or hasattr(texts, "model_fields") or not isinstance(texts, Iterable):
@@ -380,15 +329,11 @@ class LLMBase(EngineSettings, AnswerSettings):
         return self._open().warm(self._texts(chunks), document=document, sources=sources, namespace=namespace)
 
     def prefetch(self, texts: Iterable[Any], *, namespace: str | None = None) -> None:
-        """Start to read the KV of chunks into memory, and return at once; see `BlendEngine.prefetch`.
+        """Start to read the KV of documents, nodes or texts into memory; see `BlendEngine.prefetch`.
 
         Does nothing before the model is loaded, or with a server, which does it itself.
-
-        Args:
-            texts: The framework's documents or nodes, or their texts as prompts will contain them.
-            namespace: Namespace of the chunks; None = this object's namespace.
         """
-        engine = self._opened()
+        engine = LLMSettings.of(self).opened()
         if engine is not None:
             engine.prefetch(self._texts(list(texts)), namespace=self._in(namespace))
 
@@ -409,20 +354,11 @@ class LLMBase(EngineSettings, AnswerSettings):
     ) -> Explanation:
         """Explain what was reused of a prompt, and why not more; see `BlendEngine.explain`.
 
-        Args:
-            prompt: None = the last prompt in the namespace. Otherwise a text, messages as dicts with `role` and
-                `content`, or the report of an earlier answer. Pass the report if several callers share an engine.
-            retrieved: Documents, nodes or texts that the retriever returned for it.
-            namespace: None = this object's namespace.
+        `prompt` is a text, messages as dicts, or the report of an earlier answer; None = the namespace's last prompt,
+        which may be another caller's. `retrieved` are the documents, nodes or texts that the retriever returned for it.
         """
         engine = self._open()
         if isinstance(prompt, str):
             prompt = engine.as_prompt(prompt)
-        return engine.explain(
-            prompt,
-            retrieved=self._texts(retrieved),
-            namespace=self._in(namespace),
-            ratio=self.ratio,
-            policy=self.policy,
-            controller=self.controller,
-        )
+        settings: dict[str, Any] = {"ratio": self.ratio, "policy": self.policy, "controller": self.controller}
+        return engine.explain(prompt, retrieved=self._texts(retrieved), namespace=self._in(namespace), **settings)

@@ -11,12 +11,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
-
-T = TypeVar("T")
 
 _SOFT = 1  # omp_pause_soft
 
@@ -28,35 +25,6 @@ def own_team() -> Iterator[None]:
         yield
     finally:
         release_team()
-
-
-def release_teams(*methods: str) -> Callable[[type[T]], type[T]]:
-    """Class decorator: release the calling thread's OpenMP threads at the end of these methods.
-
-    Where a method returns a generator, they are released at the generator's end, too.
-    """
-
-    def decorate(owner: type[T]) -> type[T]:
-        for name in methods:
-            setattr(owner, name, _releasing(getattr(owner, name)))
-        return owner
-
-    return decorate
-
-
-def _releasing(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with own_team():
-            result = method(*args, **kwargs)
-        return _iterate(result) if isinstance(result, Generator) else result
-
-    return run
-
-
-def _iterate(results: Generator[T, None, None]) -> Generator[T, None, None]:
-    with own_team():
-        yield from results
 
 
 def release_team() -> None:

@@ -14,15 +14,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
 
 from kvrag.backend.protocol import Backend
 from kvrag.control.tuning import Plan, Tuning
 from kvrag.reuse.blend import blend, blended_rows
-from kvrag.reuse.load import load
+from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.lookup import Lookup, Match
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.recovery import Recovery
-from kvrag.reuse.select import Selection, select
+from kvrag.reuse.select import select
 from kvrag.reuse.stitch import Prefilled, Stitched, stitch
 from kvrag.reuse.trace import Trace
 from kvrag.store import KVStore, MemoryTier
@@ -33,28 +36,19 @@ _ROOM = 256  # spare positions for the answer in a new cache; it grows when they
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The components that all requests share. Each is thread-safe, so this class is too.
-
-    Attributes:
-        backend: The model.
-        store, memory: Stored chunks, and those of them that are in memory.
-        lookup: Finds the runs of stored chunks in a prompt.
-        tuning: Chooses policy and ratio.
-        codec: Codec of the stored chunks.
-    """
+    """The components that all requests share. Each is thread-safe, so this class is too."""
 
     backend: Backend
     store: KVStore
-    memory: MemoryTier
-    lookup: Lookup
-    tuning: Tuning
-    codec: str
+    memory: MemoryTier  # chunks of the store that are in memory
+    lookup: Lookup  # finds the runs of stored chunks in a prompt
+    tuning: Tuning  # chooses policy and ratio
+    codec: str  # of the stored chunks
 
     def prefill(self, prompt: Prompt, matches: Sequence[Match] | None = None) -> Prefilled:
-        """Prefill a prompt from stored chunks. Chunks that cannot be read are computed like fresh text.
+        """Prefill a prompt from stored chunks: `matches`, or those that are looked up.
 
-        Args:
-            matches: Runs of stored chunks after the conversation's cached prefix; None = look them up.
+        Chunks that cannot be read are computed like fresh text.
         """
         recovery = Recovery(self.backend, self.store, self.memory)
         return recovery.run(lambda: self._prefill(prompt, matches, recovery))
@@ -70,19 +64,21 @@ class Pipeline:
             keys = prompt.keys  # also where nothing is reused: what is forgotten must be found in conversations
             if plan.is_full:
                 prompt = replace(prompt, matches=(), readers={})
-            with load(self.backend, prompt, self.codec, trace, self._capacity(prompt)) as layers:
+            capacity = min(len(prompt.ids) + _ROOM, self.backend.context_window)
+            with closing(LayerLoader(self.backend, prompt, self.codec, trace, capacity)) as layers:
+                recovery.agree(layers.wait)
                 with trace.step("stitch", synchronise=False):
                     stitched = stitch(self.backend, prompt, layers)
                 with trace.step("select"):
-                    selection = select(self.backend, stitched, plan.config)
+                    selected = select(self.backend, stitched, plan.config)
                 with trace.step("blend"):
-                    logits = blend(self.backend, stitched, selection)
-            self.tuning.observe(prompt, stitched, len(blended_rows(self.backend, stitched, selection)), trace)
-            report = _report(prompt, plan, stitched, selection, trace, recovery.notes)
+                    logits = blend(self.backend, stitched, selected)
+            self.tuning.observe(prompt, stitched, len(blended_rows(self.backend, stitched, selected)), trace)
+            report = _report(prompt, plan, stitched, selected, trace, recovery.notes)
         self.store.touch(list(prompt.readers))
         return Prefilled(
             **vars(stitched),
-            selected=selection.positions,
+            selected=selected,
             logits=logits,
             config=plan.config,
             report=report,
@@ -90,32 +86,25 @@ class Pipeline:
             keys=keys,
         )
 
-    def _capacity(self, prompt: Prompt) -> int:
-        return min(len(prompt.ids) + _ROOM, self.backend.context_window)
-
 
 def _report(
-    prompt: Prompt, plan: Plan, stitched: Stitched, selection: Selection, trace: Trace, notes: Sequence[str]
+    prompt: Prompt, plan: Plan, stitched: Stitched, selected: Tensor, trace: Trace, notes: Sequence[str]
 ) -> BlendReport:
-    num_tokens, reused, seconds = len(prompt.ids), int(stitched.reused.sum()), trace.seconds
+    num_tokens, reused = len(prompt.ids), int(stitched.reused.sum())
+    times: dict[str, Any] = {f"{step}_s": seconds for step, seconds in trace.seconds.items()}
     return BlendReport(
         prompt_tokens=num_tokens,
         reused_tokens=reused,
-        recomputed_tokens=len(selection.positions),
+        recomputed_tokens=len(selected),
         fresh_tokens=num_tokens - reused,
         runs=tuple(prompt.runs),
         policy=plan.config.policy,
         ratio=plan.ratio,
-        match_s=seconds["match"],
-        load_s=seconds["read"],
-        load_stall_s=seconds["stall"],
-        stitch_s=seconds["stitch"],
-        select_s=seconds["select"],
-        blend_s=seconds["blend"],
+        **times,
         ttft_s=0.0,  # set by the caller
         bytes_loaded=prompt.bytes_read,
         tier=prompt.tier,
-        exact=stitched.num_exact(selection.positions) == num_tokens,
+        exact=stitched.num_exact(selected) == num_tokens,
         notes=(*prompt.notes, *plan.notes, *notes),
         decision=plan.reason,
         conversation_tokens=stitched.kept,

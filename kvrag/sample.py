@@ -9,38 +9,28 @@ from pathlib import Path
 from kvrag.config import DEFAULT_CONTEXT
 from kvrag.errors import KvragError
 
-READER = "reader"
-"""Name of the bundled model."""
+READER = "reader"  # name of the bundled model
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Documents, and questions that a model answers about them.
+    """Documents, and questions about them with a text that a correct answer contains.
 
-    Attributes:
-        folder: Name of their folder.
-        questions: Questions -> text that a correct answer contains. Chosen among those that the model answers correctly
-            with full prefill, so they show agreement with full prefill, not accuracy.
-        chunk_tokens, top_k, around: Chunk length, number of retrieved chunks, and neighbours retrieved with each.
-        context_tokens: Number of tokens of their document that chunks are encoded with.
-        is_chat: Whether the model was trained for conversations.
+    The questions are among those that the model answers correctly with full prefill, so they show agreement with full
+    prefill, not accuracy.
     """
 
     folder: str
     questions: Mapping[str, str]
     chunk_tokens: int
     top_k: int
-    around: int = 0
+    around: int = 0  # neighbours retrieved with each chunk
     context_tokens: int = DEFAULT_CONTEXT
     is_chat: bool = True
 
     @property
     def path(self) -> Path:
-        """Folder of the documents: in the package if installed, under examples/ in a checkout.
-
-        Raises:
-            KvragError: Both are missing.
-        """
+        """Folder of the documents: in the package if installed, under examples/ in a checkout."""
         here = Path(__file__).resolve().parent
         for folder in (here / self.folder, here.parent / "examples" / self.folder):
             if folder.is_dir():
@@ -52,6 +42,7 @@ class Sample:
         return {f"{self.folder}/{path.name}": path.read_text("utf-8") for path in sorted(self.path.iterdir())}
 
 
+# of the bundled reader's world; prompts almost fill its window, where blending is faster even with so small a model
 ARTICLES = Sample(
     folder="corpus",
     questions={
@@ -65,9 +56,7 @@ ARTICLES = Sample(
     top_k=30,
     is_chat=False,
 )
-"""Articles of the bundled reader's world. Prompts almost fill its window of 2,048 tokens, where blending is faster even
-with such a small model."""
-
+# in short chunks, most of which say "she" or "the town" and lack the name: plain reuse answers these questions wrongly
 ENCODED_ALONE = replace(
     ARTICLES,
     questions={
@@ -82,9 +71,7 @@ ENCODED_ALONE = replace(
     around=2,
     context_tokens=0,
 )
-"""The same articles in short chunks that are encoded alone. Most say "she" or "the town" and lack the name. The
-questions were chosen because plain reuse answers them wrongly."""
-
+# of a fictional company, for other models; the questions were chosen with SmolLM2-135M-Instruct
 HANDBOOK = Sample(
     folder="handbook",
     questions={
@@ -99,7 +86,6 @@ HANDBOOK = Sample(
     chunk_tokens=256,
     top_k=10,  # prompts of about 2,000 tokens
 )
-"""Handbook of a fictional company, for other models. The questions were chosen with SmolLM2-135M-Instruct."""
 
 
 def of(model: str) -> Sample:

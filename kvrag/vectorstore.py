@@ -1,4 +1,4 @@
-"""KV of a vector store's documents: what the frameworks' `KVWarmVectorStore` classes share."""
+"""KV of a vector store's documents, for the frameworks' `KVWarmVectorStore` classes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, unquote
 
+from kvrag.blocking import run
 from kvrag.llm import LLMBase
 
 if TYPE_CHECKING:
@@ -21,63 +23,42 @@ logger = logging.getLogger("kvrag")
 
 T = TypeVar("T")
 
-Id = str | tuple[str, ...]
-"""Id of a document in a vector store; a tuple starts with the names of what contains it."""
-
-Present = Mapping[Any, str] | None
-"""Texts that a vector store has, by id; None = it cannot return them."""
+Id = str | tuple[str, ...]  # in a vector store; a tuple starts with the names of what contains the document
+Present = Mapping[Any, str] | None  # texts that a vector store has, by id; None = it cannot return them
 
 
 @dataclass(frozen=True)
 class Adding:
-    """Documents to be added.
+    """Documents to be added."""
 
-    Attributes:
-        ids: Ids known in advance.
-        names: Name of the KV document of each text; provisional without an id.
-        sources: Source of each text.
-        before: KV documents of these ids before the change.
-    """
-
-    ids: list[Any]
+    ids: list[Any]  # those known in advance
     texts: list[str]
-    names: list[str]
+    names: list[str]  # of the texts' KV documents; provisional without an id
     sources: list[str]
-    before: set[str]
+    before: set[str]  # names of these ids' KV documents before the change
 
 
 class VectorStoreKV:
     """KV of a vector store's documents, written before the vectors and dropped after them.
 
-    Every id is a document of its own in the KV store, so that it can be dropped individually. Its name contains the
-    text's digest, which separates the old and the new version until the vector store has the new one.
+    Each id is a document of the KV store, so that it can be dropped individually. The name contains a digest of the
+    text, so that the old and the new version exist side by side until the vector store has the new one.
     """
 
     def __init__(self, llm: LLMBase | Engine, namespace: str | None, *path: str) -> None:
         """Bind the KV of one collection.
 
         Args:
-            llm: LLM or engine that encodes the texts.
-            namespace: Namespace of the chunks; None = the LLM's.
+            namespace: None = the LLM's.
             path: Framework and collection: the first parts of all names.
         """
-        self._llm, self._given, self._prefix = llm, namespace, _path(path)
-
-    @property
-    def _engine(self) -> Engine:
-        return self._llm._open() if isinstance(self._llm, LLMBase) else self._llm
-
-    @property
-    def _namespace(self) -> str:
-        return self._llm._in(self._given) if isinstance(self._llm, LLMBase) else self._given or ""
+        self._llm: Any = llm
+        self._namespace = namespace if isinstance(llm, LLMBase) else namespace or ""
+        self._prefix = _path(path)
 
     def prefetch(self, texts: Iterable[str]) -> None:
         """Read the KV of retrieved texts into memory, if the model is loaded."""
-        engine = self._llm._opened() if isinstance(self._llm, LLMBase) else self._llm
-        if engine is not None:
-            engine.prefetch(list(texts), namespace=self._namespace)
-
-    # ---------------------------------------------------------------- adding
+        self._llm.prefetch(list(texts), namespace=self._namespace)
 
     def plan(
         self, ids: Sequence[Id | None], texts: Sequence[str], sources: Sequence[str], former_ids: Iterable[Id] = ()
@@ -86,7 +67,7 @@ class VectorStoreKV:
 
         Args:
             ids: None = the vector store will create the id.
-            former_ids: Ids that the vector store will drop in exchange.
+            former_ids: Ids that the vector store will drop at the same time.
         """
         known = [known_id for known_id in ids if known_id is not None]
         names = [self._name(known_id or str(uuid.uuid4()), text) for known_id, text in zip(ids, texts, strict=True)]
@@ -99,25 +80,16 @@ class VectorStoreKV:
         present: Callable[[list[Any]], Present],
         ids_of: Callable[[T], Sequence[Id]] | None = None,
     ) -> T:
-        """Encode the new texts, write the vectors, then drop the former texts of these ids.
+        """Encode the new texts, write the vectors, then drop the earlier texts of these ids.
+
+        If a text cannot be encoded or stored, nothing is written.
 
         Args:
             write: Adds the documents to the vector store.
-            present: Returns the texts of these ids after a failure.
+            present: Returns the texts of these ids, after a failure.
             ids_of: Returns the final ids from the result of `write`; None = those of the plan.
-
-        Raises:
-            PromptError, StoreError: A text cannot be encoded, or its KV cannot be stored; nothing is written.
         """
-        try:
-            self._encode(adding)
-            written = write()
-            ids = adding.ids if ids_of is None else ids_of(written)
-        except BaseException:
-            self.keep(adding, present(adding.ids))
-            raise
-        self._settle(adding, ids)
-        return written
+        return run(self._add(adding, write, present, ids_of, lambda work, *args: work(*args)))
 
     async def aadd(
         self,
@@ -127,35 +99,41 @@ class VectorStoreKV:
         ids_of: Callable[[T], Sequence[Id]] | None = None,
     ) -> T:
         """Like `add`, off the event loop."""
+        return await self._add(adding, write, present, ids_of, asyncio.to_thread)
+
+    async def _add(
+        self,
+        adding: Adding,
+        write: Callable[[], Any],
+        present: Callable[[list[Any]], Any],
+        ids_of: Callable[[T], Sequence[Id]] | None,
+        call: Callable[..., Any],
+    ) -> T:
         try:
-            await uncancelled(asyncio.to_thread(self._encode, adding))
-            written = await uncancelled(write())
+            await uncancelled(call(self._warm, adding.texts, adding.names, adding.sources))
+            written: T = await uncancelled(write())
             ids = adding.ids if ids_of is None else ids_of(written)
         except BaseException:
-            await uncancelled(asyncio.to_thread(self.keep, adding, await present(adding.ids)))
+            await uncancelled(call(self.keep, adding, await uncancelled(present(adding.ids))))
             raise
-        await uncancelled(asyncio.to_thread(self._settle, adding, ids))
+        await uncancelled(call(self._settle, adding, ids))
         return written
 
     def keep(self, adding: Adding, present: Present) -> None:
-        """Keep only the texts in the vector store; if these are unknown, the texts from before."""
+        """Keep the KV of the texts in the vector store; if these are unknown, that of the texts from before."""
         now = adding.before if present is None else {self._name(*pair) for pair in present.items()}
         self.forget({*adding.names, *adding.before} - now)
 
-    def _encode(self, adding: Adding) -> None:
-        self._warm(adding.texts, adding.names, adding.sources)
-
     def _settle(self, adding: Adding, ids: Sequence[Id]) -> None:
-        """Store the texts under their final ids; drop the former texts of these ids."""
+        """Store the texts under their final ids; drop the earlier texts of these ids."""
         pieces = zip(adding.texts, adding.sources, strict=True)
         final = dict(zip(ids, pieces, strict=True))  # of equal ids, the last one wins
-        names = [self._name(final_id, text) for final_id, (text, _) in final.items()]
-        if not {*names} <= {*adding.names}:  # ids generated by the vector store
-            texts, sources = zip(*final.values(), strict=True)
-            self._warm(texts, names, sources)
-        self.forget({*adding.names, *adding.before} - {*names})
-
-    # ---------------------------------------------------------------- existing documents and deleting
+        names = {self._name(final_id, text) for final_id, (text, _) in final.items()}
+        earlier = {*adding.names, *adding.before}
+        if names <= {*adding.names}:
+            self.forget(earlier - names)
+        else:  # ids generated by the vector store
+            self.replace(final, earlier)
 
     def replace(self, pieces: Mapping[Any, tuple[str, str]], before: set[str]) -> WarmReport:
         """Replace the KV documents `before` by these texts, which come with their sources, by id."""
@@ -165,29 +143,26 @@ class VectorStoreKV:
         return report
 
     def drop(self, ids: Iterable[Id], left: Present) -> None:
-        """Drop the KV of the ids that are not left; nothing if these are unknown."""
+        """Drop the KV of the ids that the vector store no longer has; of none if these are unknown."""
         if left is not None:
             self.forget(self.names_of(doc_id for doc_id in ids if doc_id not in left))
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop KV documents."""
-        engine, namespace = self._engine, self._namespace
         for name in sorted(names):
-            engine.forget(name, namespace=namespace)
-
-    # ---------------------------------------------------------------- names
+            self._llm.forget(name, namespace=self._namespace)
 
     def ids(self) -> list[str]:
         """Return the first part of each id with KV."""
         return list(dict.fromkeys(self.parts(name)[0] for name in self.names()))
 
-    def names(self, *path: object) -> set[str]:
+    def names(self, path: Id = ()) -> set[str]:
         """Return the names of the KV documents whose ids start with these parts."""
-        return {*self._engine.documents(self._prefix + _path(path), namespace=self._namespace)}
+        return {*self._llm.documents(self._prefix + _path(path), namespace=self._namespace)}
 
     def names_of(self, ids: Iterable[Id]) -> set[str]:
         """Return the names of the KV documents of these ids."""
-        return {name for path in dict.fromkeys(map(_parts, ids)) for name in self.names(*path)}
+        return {name for doc_id in dict.fromkeys(ids) for name in self.names(doc_id)}
 
     def parts(self, name: str) -> list[str]:
         """Return the parts of the id in the name of a KV document."""
@@ -195,10 +170,10 @@ class VectorStoreKV:
 
     def _name(self, of: Id, text: str) -> str:
         digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
-        return self._prefix + _path(_parts(of)) + digest
+        return self._prefix + _path(of) + digest
 
     def _warm(self, texts: Sequence[str], names: Sequence[str], sources: Sequence[str]) -> WarmReport:
-        report = self._engine.warm(texts, document=names, sources=sources, namespace=self._namespace)
+        report = self._llm.warm(texts, document=names, sources=sources, namespace=self._namespace)
         for warning in report.warnings:
             logger.warning(warning)
         return report
@@ -206,6 +181,8 @@ class VectorStoreKV:
 
 async def uncancelled(work: Awaitable[T]) -> T:
     """Wait until work is done even if the caller is cancelled: its thread cannot be stopped."""
+    if not isawaitable(work):  # the result of a synchronous call
+        return work
     step = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(step)
@@ -215,9 +192,5 @@ async def uncancelled(work: Awaitable[T]) -> T:
         raise
 
 
-def _parts(of: Id) -> Sequence[object]:
-    return of if isinstance(of, tuple) else (of,)
-
-
-def _path(parts: Sequence[object]) -> str:
-    return "".join(f"{quote(str(part), safe='')}/" for part in parts)
+def _path(parts: Id) -> str:
+    return "".join(f"{quote(str(part), safe='')}/" for part in (parts if isinstance(parts, tuple) else [parts]))

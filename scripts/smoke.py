@@ -26,7 +26,8 @@ from llama_index.vector_stores.kvrag import KVWarmVectorStore
 import kvrag
 from kvrag import BlendConfig, BlendEngine
 from kvrag.cli.cluster import ray_command
-from kvrag.server import ServerSettings, create_app
+from kvrag.server.app import create_app
+from kvrag.server.settings import ServerSettings
 
 PACKAGES = {
     "kvrag": kvrag,

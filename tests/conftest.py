@@ -28,7 +28,7 @@ torch.set_num_threads(1)  # the models are too small for more, and threads that 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what lies in that folder, what needs a server, and the benchmarks' own tests."""
+    """Mark as slow the tests of that folder, those that need a server, and those of the benchmarks."""
     for item in items:
         if SLOW & set(item.path.parents) or {"s3", "valkey"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
@@ -37,8 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make tests independent of how busy the machine is: nothing is ever noticeably faster."""
-    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("inf"))
-    monkeypatch.setattr("kvrag.control.controller.STEP", 1.0)
+    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("inf"))
+    monkeypatch.setattr("kvrag.control.tuning.STEP", 1.0)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def model(hf: Any, tokenizer: Any) -> Model:
 
 @pytest.fixture
 def endless(model: Model, monkeypatch: pytest.MonkeyPatch) -> Model:
-    """The tiny llama without an end token, so that answers have the length asked for."""
+    """The tiny llama without an end token, so that answers have the requested length."""
     monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
     return model
 

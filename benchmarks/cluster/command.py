@@ -1,4 +1,4 @@
-"""Plan a cluster: GPUs for a time to first token, hit rates and costs, beside prefix caching and full prefill.
+"""Plan a cluster: GPUs for a time to first token, hit rates and costs, compared with prefix caching and full prefill.
 
 The simulation is `replicas`. Speeds come from a profile: derived from the cost model of `simulate`, or measured with
 --calibrate by the functions of `python -m benchmarks ttft` and `decode`.
@@ -73,9 +73,9 @@ def sensitivity(
     for name, names, for_all in _ASSUMED:
         for factor in (0.5, 2.0):
             progress(f"{name} x {factor:g}")
-            changes = {each: getattr(profile if each in SPEEDS else plan, each) * factor for each in names}
-            speeds = {each: value for each, value in changes.items() if each in SPEEDS}
-            sizes = {each: value for each, value in changes.items() if each not in SPEEDS}
+            changes = {name: getattr(profile if name in SPEEDS else plan, name) * factor for name in names}
+            speeds = {name: value for name, value in changes.items() if name in SPEEDS}
+            sizes = {name: value for name, value in changes.items() if name not in SPEEDS}
             other_plan, other_profile = replace(plan, **sizes), replace(profile, **speeds)
             prefix = outcome(other_plan, other_profile, PREFIX, replicas) if for_all else base
             blend = outcome(other_plan, other_profile, BLEND, replicas)
@@ -86,11 +86,10 @@ def sensitivity(
 
 
 def calibrate(plan: Plan, profile: Profile, model: str, args: argparse.Namespace) -> Profile:
-    """Measure what this machine can, by the functions of the other benchmarks; the rest stays assumed."""
-    from benchmarks.speed import ttft
+    """Measure this machine with the functions of the other benchmarks; the rest stays assumed."""
+    from benchmarks.speed import decode, ttft
     from kvrag.backend.transformers import Model
     from kvrag.backend.transformers.shapes import random_model
-    from kvrag.bench import decode
     from kvrag.bench.ttft import TtftSetup, run_settings
 
     progress = _say
@@ -140,7 +139,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     from kvrag.store.codec import share
 
     shape = SHAPES[args.model]
-    given = {each.name: getattr(args, each.name) for each in fields(Plan) if hasattr(args, each.name)}
+    given = {field.name: getattr(args, field.name) for field in fields(Plan) if hasattr(args, field.name)}
     packed = share(args.codec, args.chunk_tokens, shape.head_dim, torch.bfloat16)
     return Plan(**given, kv_bytes=shape.bytes_per_token, stored_bytes=shape.bytes_per_token * packed)
 
@@ -245,10 +244,15 @@ def run(args: argparse.Namespace) -> int:
         assumed = list(sensitivity(plan, profile, args.replicas, systems[PREFIX], _say))
     if args.json:
         result = {"plan": asdict(plan), "profile": asdict(profile)}
-        result["systems"] = {name: each and asdict(each) | {"cost": each.cost} for name, each in systems.items()}
+        result["systems"] = {
+            name: forecast and asdict(forecast) | {"cost": forecast.cost} for name, forecast in systems.items()
+        }
         for title, cases in (("variants", others), ("sensitivity", assumed)):
             result[title] = {
-                case.name: {name: each and asdict(each) | {"cost": each.cost} for name, each in case.outcomes.items()}
+                case.name: {
+                    name: forecast and asdict(forecast) | {"cost": forecast.cost}
+                    for name, forecast in case.outcomes.items()
+                }
                 for case in cases
             }
         print(json.dumps(result))
@@ -273,8 +277,8 @@ def _text(plan: Plan, profile: Profile, systems: dict[str, Outcome | None]) -> s
     """Return the assumptions and the comparison."""
     lines = [f"Profile: {profile.source}\n", "| | per replica | |", "|---|---|---|"]
     for name in SPEEDS:
-        said = "measured" if name in profile.measured else "**assumed, unmeasured**"
-        lines.append(f"| `{name}` | {getattr(profile, name):,.4g} | {said} |")
+        origin = "measured" if name in profile.measured else "**assumed, unmeasured**"
+        lines.append(f"| `{name}` | {getattr(profile, name):,.4g} | {origin} |")
     warmed_s = plan.stored * plan.chunks * plan.chunk_tokens / profile.prefill_tokens_per_s
     gpu_h = warmed_s * plan.gpus_per_replica / 3600
     lines += [
@@ -287,15 +291,15 @@ def _text(plan: Plan, profile: Profile, systems: dict[str, Outcome | None]) -> s
         "| | GPUs | TTFT p50 | p95 | p99 | ms per token | reused | busy | per 1,000 requests | GPUs, storage, reads |",
         "|---" * 10 + "|",
     ]
-    for system, found in systems.items():
-        if found is None:
+    for system, forecast in systems.items():
+        if forecast is None:
             lines.append(f"| {system} | p95 of {plan.target_s:g} s is out of reach" + " | " * 8 + " |")
             continue
-        ttft = " | ".join(f"{value:.2f} s" for value in found.ttft_s)
-        parts = f"${found.gpu_cost:.3f}, ${found.store_cost:.3f}, ${found.read_cost:.3f}"
+        ttft = " | ".join(f"{value:.2f} s" for value in forecast.ttft_s)
+        parts = f"${forecast.gpu_cost:.3f}, ${forecast.store_cost:.3f}, ${forecast.read_cost:.3f}"
         lines.append(
-            f"| {system} | {found.gpus} | {ttft} | {found.token_s * 1000:.0f} | {found.reused:.0%} | {found.busy:.0%} "
-            f"| ${found.cost:.3f} | {parts} |"
+            f"| {system} | {forecast.gpus} | {ttft} | {forecast.token_s * 1000:.0f} | {forecast.reused:.0%} "
+            f"| {forecast.busy:.0%} | ${forecast.cost:.3f} | {parts} |"
         )
     blend = systems[BLEND]
     if blend is not None:

@@ -30,7 +30,7 @@ class Profile:
         disk_bytes_per_s, store_bytes_per_s: From one machine's local disk, and over its network.
         store_total_bytes_per_s: From the shared store to all machines.
         store_latency_s: Until the first byte from the shared store.
-        decode_step_s, decode_answer_s: A decoding step, and what each answer in it adds.
+        decode_step_s, decode_answer_s: A decoding step, and the additional time of each answer in it.
         measured: Names of the fields that were measured; all others are assumptions.
         source: Where the numbers are from.
     """
@@ -63,8 +63,8 @@ class Profile:
             SettingError: The file is not a profile.
         """
         try:
-            found = json.loads(path.read_text("utf-8"))
-            return cls(**found | {"measured": tuple(found.get("measured", ()))})
+            content = json.loads(path.read_text("utf-8"))
+            return cls(**content | {"measured": tuple(content.get("measured", ()))})
         except (ValueError, TypeError, AttributeError) as error:
             raise SettingError(f"{path} is not a profile: {error}; write one with --calibrate {path}") from None
 
@@ -154,13 +154,13 @@ def profile_of(
     Args:
         loads: Fields of the profile that do not follow from the device: bandwidths and latency of disk and store.
     """
-    from kvrag.control.controller import Workload, blend_seconds, full_seconds
+    from kvrag.control.cost import Workload, blend_seconds, full_seconds
     from kvrag.reuse.select import selecting
 
-    shape, one = SHAPES[model], DEVICES[device]
+    shape, spec = SHAPES[model], DEVICES[device]
     scale = 1.0 if plan.gpus_per_replica == 1 else _PARALLEL * plan.gpus_per_replica
-    replica = replace(one, flops=one.flops * scale, memory=one.memory * scale, into=one.into * scale)
-    if 2 * shape.params > one.room * plan.gpus_per_replica:
+    replica = replace(spec, flops=spec.flops * scale, memory=spec.memory * scale, into=spec.into * scale)
+    if 2 * shape.params > spec.room * plan.gpus_per_replica:
         raise SettingError(
             f"{model} does not fit into {plan.gpus_per_replica} x {device} in bf16: use more --gpus-per-replica"
         )
@@ -169,7 +169,7 @@ def profile_of(
     reused = plan.chunks_per_prompt * plan.chunk_tokens
     request = Workload(plan.prompt_tokens, reused, reused, 0.0, selects, kept=plan.system_tokens)
     full_s, blend_s = full_seconds(speed, plan.prompt_tokens), blend_seconds(speed, request, ratio)
-    # while everything waits for a long load, this much of the time for blending is left to come
+    # during a long load, this much of the time for blending is still to come
     waiting = blend_seconds(speed, replace(request, bytes=1e6), ratio) - 1e6
     return Profile(
         prefill_tokens_per_s=plan.prompt_tokens / full_s,
@@ -179,7 +179,7 @@ def profile_of(
         decode_step_s=speed.pass_s,
         decode_answer_s=plan.prompt_tokens * plan.kv_bytes / replica.memory,
         **LOAD_SPEEDS | (loads or {}),
-        source=f"{model} on {plan.gpus_per_replica} x {device}; {one.source}",
+        source=f"{model} on {plan.gpus_per_replica} x {device}; {spec.source}",
     )
 
 

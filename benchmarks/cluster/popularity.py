@@ -1,4 +1,4 @@
-"""How often chunks are asked for, and what least-recently-used caches hold of them, for corpora too large to list."""
+"""Popularity of chunks, and the contents of least-recently-used caches, for corpora too large to list."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Outcome:
         ttft_s: 50th, 95th and 99th percentile.
         token_s: Median time per token of an answer after its first one.
         busy: Share of the time that prefills take on the average replica.
-        hits: Share of the chunks asked for by the tier that they came from; "computed" were in none. Empty if nothing
+        hits: Share of the requested chunks by the tier that they came from; "computed" were in none. Empty if nothing
             is stored.
         reused: Share of the prompts' tokens that was not computed in full.
         full: Share of the requests for which full prefill was chosen.
@@ -69,7 +69,7 @@ class Outcome:
         return self.gpu_cost + self.store_cost + self.read_cost
 
 
-# -------------------------------------------------------------------- what is asked for, and where it is
+# -------------------------------------------------------------------- requested chunks, and their tiers
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _draw(plan: Plan, popularity: Zipf) -> _Requests:
         np.put_along_axis(twice, order[:, 1:], ordered[:, 1:] == ordered[:, :-1], axis=1)
         if not twice.any():
             break
-        # where a few chunks get nearly all requests, drawing others would take for ever
+        # where a few chunks get nearly all requests, drawing others would take forever
         again = popularity.sample(rng, shape) if attempt < _DRAWS else ranks % plan.chunks + 1
         ranks = np.where(twice, again, ranks)
     return _Requests(arrivals, ranks, rng.random(plan.requests), 1 - rng.random(shape))
@@ -127,7 +127,7 @@ def _route(asked: _Requests, plan: Plan, replicas: int, homes: Ints) -> Ints:
 
 
 def _tiers(asked: _Requests, plan: Plan, replicas: int, popularity: Zipf, homes: Ints, where: Ints) -> Ints:
-    """Return the tier of each chunk that is asked for: an index into TIERS, or their number if it is in none.
+    """Return the tier of each requested chunk: an index into TIERS, or their number if it is in none.
 
     How long ago a chunk was asked for is exponentially distributed. A cache holds it if that is less than the age at
     which the cache drops chunks.
@@ -138,7 +138,7 @@ def _tiers(asked: _Requests, plan: Plan, replicas: int, popularity: Zipf, homes:
     else:
         home = is_home.mean()
         part = np.where(is_home, home, (1 - home) / max(replicas - 1, 1))
-    with np.errstate(divide="ignore"):  # never asked for here
+    with np.errstate(divide="ignore"):  # never requested here
         age = -np.log(asked.age) / (popularity.share(asked.ranks) * part)
     warmed = round(plan.stored * plan.chunks)
     tiers = np.full(age.shape, len(TIERS))
@@ -154,7 +154,7 @@ def _tiers(asked: _Requests, plan: Plan, replicas: int, popularity: Zipf, homes:
 
 @dataclass
 class _Job:
-    """A request: what it needs, and when its tokens came."""
+    """A request: its needs, and the times of its tokens."""
 
     number: int
     arrival: float
@@ -194,7 +194,7 @@ class _Replica:
         env.process(self._run())
 
     def add(self, job: _Job) -> None:
-        """Queue a request whose KV will be there when it is needed."""
+        """Queue a request whose KV will be loaded when it is needed."""
         self._waiting.append(job)
         if not self._arrived.triggered:
             self._arrived.succeed()
@@ -266,7 +266,7 @@ def _play(jobs: Sequence[_Job], replicas: int, profile: Profile, answer_tokens: 
 
 @dataclass(frozen=True)
 class _Work:
-    """What each request needs: seconds of the model, bytes to load; and what was found for it."""
+    """What each request needs: seconds of the model, bytes to load; and its reuse."""
 
     gpu_s: Floats  # (N,)
     disk: Floats  # (N,)
@@ -277,7 +277,7 @@ class _Work:
 
 
 def simulate(plan: Plan, profile: Profile, system: str, replicas: int) -> Outcome:
-    """Simulate one way of answering on so many replicas."""
+    """Simulate one way of answering on this many replicas."""
     popularity = Zipf(plan.chunks, plan.exponent)
     asked = _draw(plan, popularity)
     homes = _homes(asked.ranks, replicas) if plan.routing == "rendezvous" else asked.ranks
@@ -286,7 +286,7 @@ def simulate(plan: Plan, profile: Profile, system: str, replicas: int) -> Outcom
         where = homes[:, 0]
     work = _work(system, plan, profile, popularity, asked, homes, where, replicas)
     columns = (asked.arrivals, where, work.gpu_s, work.disk, work.store)
-    jobs = [_Job(number, *row) for number, row in enumerate(zip(*(each.tolist() for each in columns), strict=True))]
+    jobs = [_Job(number, *row) for number, row in enumerate(zip(*(column.tolist() for column in columns), strict=True))]
     _play(jobs, replicas, profile, plan.answer_tokens)
     counted = jobs[round(_WARM_UP * plan.requests) :]
     percentiles = np.percentile([job.first - job.arrival for job in counted], (50, 95, 99)).tolist()
@@ -323,7 +323,7 @@ def _work(
     nothing = np.zeros(plan.requests)
     if system == FULL:
         return _Work(np.full(plan.requests, prompt_s), nothing, nothing, nothing, nothing == 0)
-    # prefix caching: the system prompt, and the first chunk if a prompt that began with it was lately here
+    # prefix caching: the system prompt, and the first chunk if a prompt that began with it was recently here
     kept = plan.prefix_gib * _GIB / (plan.kv_bytes * plan.prompt_tokens)  # prompts
     spread = replicas if plan.routing == "rendezvous" else 1
     age = -np.log(asked.age[:, 0]) / (popularity.share(asked.ranks[:, 0]) * spread)
@@ -331,7 +331,7 @@ def _work(
     prefix_s = prompt_s * (1 - prefix / plan.prompt_tokens)
     if system == PREFIX:
         return _Work(prefix_s, nothing, nothing, prefix, nothing == 0)
-    from kvrag.control.controller import NOTICEABLE_S
+    from kvrag.control.tuning import NOTICEABLE_S
 
     tiers = _tiers(asked, plan, replicas, popularity, homes, where)
     chunks = {name: (tiers == number).sum(axis=1) for number, name in enumerate((*TIERS, "computed"))}
@@ -344,12 +344,12 @@ def _work(
     alone_s = blend_s + np.maximum(load_s - profile.overlap * blend_s, 0.0)
     # the controller's choice, by the time to first token on an idle machine
     is_full = (prefix_s + NOTICEABLE_S <= alone_s) & (plan.controller == "auto")
-    found = plan.system_tokens + (plan.chunks_per_prompt - chunks["computed"]) * float(plan.chunk_tokens)
+    reused = plan.system_tokens + (plan.chunks_per_prompt - chunks["computed"]) * float(plan.chunk_tokens)
     return _Work(
         np.where(is_full, prefix_s, blend_s),
         np.where(is_full, 0.0, disk),
         np.where(is_full, 0.0, store),
-        np.where(is_full, prefix, found),
+        np.where(is_full, prefix, reused),
         is_full,
         chunks,
     )
@@ -387,5 +387,5 @@ def fit(plan: Plan, profile: Profile, system: str) -> Outcome | None:
 
 
 def outcome(plan: Plan, profile: Profile, system: str, replicas: int | None) -> Outcome | None:
-    """Return the outcome on so many replicas, or on as many as the target needs."""
+    """Return the outcome on this many replicas, or on as many as the target needs."""
     return fit(plan, profile, system) if replicas is None else simulate(plan, profile, system, replicas)

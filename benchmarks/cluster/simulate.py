@@ -112,7 +112,7 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """The speed-up, or that there is none."""
+        """The speed-up, or the reason for none."""
         if self.full_s is None or self.blend_s is None or self.ratio is None:
             return "-"
         if self.ratio == 1.0:
@@ -137,7 +137,8 @@ def simulate(
     policy: str = DEFAULT_POLICY,
 ) -> Iterator[Cell]:
     """Return all combinations: chunks in bf16 fill the context, the first one, after the preamble, is not counted."""
-    from kvrag.control.controller import Workload, decide
+    from kvrag.control.cost import Workload, blend_seconds, full_seconds
+    from kvrag.control.tuning import decide
     from kvrag.reuse.select import selecting
 
     for device, model, load, context in itertools.product(devices, models, loads, contexts):
@@ -147,18 +148,19 @@ def simulate(
             selects = selecting(BlendConfig(policy=policy), shape.layers)
             size = 0 if load == "RAM" else context * shape.bytes_per_token
             request = Workload(context + _QUESTION, context, context, size, selects)
-            decision = decide(speed_of(DEVICES[device], shape, LOADS[load]), request, ratio)
-            cell = replace(cell, full_s=decision.full_s, blend_s=decision.blend_s, ratio=decision.ratio)
+            speed = speed_of(DEVICES[device], shape, LOADS[load])
+            full_s, blend_s = full_seconds(speed, request.prompt), blend_seconds(speed, request, ratio)
+            cell = replace(cell, full_s=full_s, blend_s=blend_s, ratio=decide(speed, request, ratio).ratio)
         yield cell
 
 
 def table(cells: Sequence[Cell], rows: str, columns: str) -> str:
-    """Return a Markdown table; `rows` and `columns` are fields of Cell, all others must be equal in every cell."""
+    """Return a Markdown table; `rows` and `columns` are fields of Cell, all others must be equal in all cells."""
     names = list(dict.fromkeys(getattr(cell, columns) for cell in cells))
     lines = ["| | " + " | ".join(map(str, names)) + " |", "|---" * (len(names) + 1) + "|"]
     for row in dict.fromkeys(getattr(cell, rows) for cell in cells):
-        found = {getattr(cell, columns): cell.text for cell in cells if getattr(cell, rows) == row}
-        lines.append(f"| {row} | " + " | ".join(found[name] for name in names) + " |")
+        cells_by_name = {getattr(cell, columns): cell.text for cell in cells if getattr(cell, rows) == row}
+        lines.append(f"| {row} | " + " | ".join(cells_by_name[name] for name in names) + " |")
     return "\n".join(lines)
 
 
@@ -192,7 +194,8 @@ _PREDICTED = (  # name, chunks, tokens of each, policy, ratio, bytes per second 
 def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Point]:
     """Fit some shapes with the engine's own cost model, predict others and measure them; the RAM tier is off."""
     from kvrag.bench.ttft import one_token_words
-    from kvrag.control.controller import Workload, decide
+    from kvrag.control.cost import Workload, blend_seconds, full_seconds
+    from kvrag.control.tuning import decide
     from kvrag.engine import BlendEngine
     from kvrag.reuse.select import selecting
 
@@ -244,19 +247,16 @@ def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Poi
                 report.prompt_tokens, report.reused_tokens, inexact, report.reused_tokens * size, selects
             )
             speed = replace(learned, load=min(limit or learned.load, learned.load))
-            predicted = decide(speed, request, ratio)
-            assert predicted.full_s is not None
-            assert predicted.blend_s is not None
             medians = {name: statistics.median(values) for name, values in times.items()}
             points.append(
                 Point(
                     name,
                     report.prompt_tokens,
-                    predicted.full_s,
+                    full_seconds(speed, request.prompt),
                     medians["full"],
-                    predicted.blend_s,
+                    blend_seconds(speed, request, ratio),
                     medians[policy],
-                    predicted.reason,
+                    decide(speed, request, ratio).reason,
                 )
             )
     return points

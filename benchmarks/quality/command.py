@@ -7,20 +7,21 @@ import itertools
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.quality import plots, results
 from benchmarks.quality.retrieved import check_size, draw_corpus, open_index, retrieved_rows
-from benchmarks.quality.variants import leave_out, make_configs, rechunk, split_policies
+from benchmarks.quality.variants import code_digest, leave_out, make_configs, rechunk, split_policies
 from benchmarks.quality.worlds import ARTICLES, WORLDS, world_of, world_rows
 from kvrag.backend.transformers import Model
 from kvrag.bench.datasets import QuestionRow
-from kvrag.bench.grid import make_cells
+from kvrag.bench.quality import make_cells
 from kvrag.cli import bench, quality
-from kvrag.cli.common import at_least, checked, comma_separated, progress, require_extra
-from kvrag.config import CODECS, check_codec
+from kvrag.cli.common import at_least, checked, comma_separated, context_settings, progress, require_extra
+from kvrag.config import CODECS, BlendConfig, check_codec
 from kvrag.errors import SettingError
 
 _AGAINST = "hkvd"  # the usual reference in the literature
@@ -45,6 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[["native"]],
         metavar="|".join(CODECS),
         help="codecs of the stored KV",
+    )
+    study.add_argument(
+        "--context-tokens",
+        nargs="+",
+        type=comma_separated(checked(str, context_settings)),
+        default=[],
+        metavar="N|headings",
+        help="contexts that passages are encoded with, as in `kvrag bench quality`",
     )
     study.add_argument(
         "--chunk-tokens",
@@ -122,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     _check(args)
     lengths, preambles, codecs = (_flat(values) for values in (args.chunk_tokens, args.preamble, args.codec))
+    contexts: list[dict[str, Any] | None] = [context_settings(text) for text in _flat(args.context_tokens)]
     if args.docs is not None:
         if len(lengths) > 1 or 0 in lengths:
             raise SettingError("--chunk-tokens with --docs must be one number of at least 16")
@@ -129,30 +139,29 @@ def run(args: argparse.Namespace) -> int:
     else:
         args.chunk_tokens = None  # applied here
     if any(lengths):
-        if args.context_tokens and any(text != "0" for text in _flat(args.context_tokens)):
+        if any(context and context["context_tokens"] for context in contexts):
             raise SettingError("--context-tokens and --chunk-tokens exclude each other: leave out one of them")
-        args.context_tokens = [["0"]]
+        contexts = [context_settings("0")]
     quality.fill(args)
+    rows: Sequence[QuestionRow]
     rows, data = quality.read_rows(args) if args.docs or args.data else _rows(args)
-    setups = quality.make_setups(args, rows, codecs)
+    configs = [quality.chunk_config(rows, context) for context in contexts or [None]]
     policies = args.policies if args.docs is not None else [*args.policies, "random"]
-    cells = make_cells(make_configs(policies, args.settings), args.ratios, setups)
+    cells = make_cells(make_configs(policies, args.settings), args.ratios)
     if args.against not in {_AGAINST, *(cell.label for cell in cells)}:
         raise SettingError(f"--against {args.against!r} is not among the measured policies")
     model = quality.load_model(args)
-    variants = list(itertools.product(lengths or [0], preambles))
+    data |= {"code": code_digest()} | ({"missing": args.missing} if args.missing else {})
     measured: list[dict[str, Any]] = []
-    for length, preamble in variants:
+    for length, preamble, codec, config in itertools.product(lengths or [0], preambles, codecs, configs):
         variant = model if preamble == "on" else Model(model.hf, model.tokenizer.hf, model.name, True, preamble=False)
-        name = f"{f'chunks of {length} tokens' if length else 'passages as they are'}, preamble {preamble}"
-        folder = args.out and (args.out / name.replace(", ", "-").replace(" ", "-") if len(variants) > 1 else args.out)
         asked = [_variant(row, length, args.missing, model) for row in rows]
-        missing = {"missing": args.missing} if args.missing else {}
-        evaluation = quality.evaluate(args, variant, asked, data | missing, cells, folder)
+        evaluation = quality.evaluate(args, variant, asked, data, cells, config, codec)
         tables = results.tables(evaluation.tasks, cells, evaluation.journal)
-        for cell in results.summarise(evaluation.tasks, tables, args.seed, args.against):
-            settings = {"chunk_tokens": length, "preamble": preamble == "on"}
-            measured.append(cell | settings | {"setup": f"{name}, {cell['setup']}"})
+        for cell in results.summarise(evaluation.tasks, cells, tables, args.seed, args.against):
+            settings = {"chunk_tokens": length, "preamble": preamble == "on", "codec": codec}
+            settings |= {"context_tokens": config.context_tokens, "context": config.context}
+            measured.append(cell | settings | {"setup": _setup(length, preamble, codec, config)})
         if evaluation.is_interrupted:
             break
     evaluation.settings["against"] = args.against
@@ -161,6 +170,13 @@ def run(args: argparse.Namespace) -> int:
         draw = plots.draw if args.docs is None else plots.draw_kept
         draw(json.loads((args.out / "results.json").read_text()), args.out)
     return code
+
+
+def _setup(length: int, preamble: str, codec: str, config: BlendConfig) -> str:
+    passages = f"chunks of {length} tokens" if length else "passages as they are"
+    context = "title and headings" if config.context == "headings" else f"{config.context_tokens} tokens"
+    encoded = f"context: {context}" if config.context_tokens else "no context"
+    return f"{passages}, preamble {preamble}, codec {codec}, {encoded}"
 
 
 def _flat(values: list[list[Any]]) -> list[Any]:
@@ -189,7 +205,7 @@ def _check(args: argparse.Namespace) -> None:
         plots.require()
 
 
-def _rows(args: argparse.Namespace) -> tuple[list[QuestionRow], dict[str, Any]]:
+def _rows(args: argparse.Namespace) -> tuple[Sequence[QuestionRow], dict[str, Any]]:
     """Return the rows, and a description of their source that does not depend on their number."""
     world = args.world or world_of(args.model)
     if args.top_k is None:

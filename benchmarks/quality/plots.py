@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvrag.bench.grid import by_setup
+from benchmarks.quality.results import by_setup
 from kvrag.errors import KvragError
 
 Result = dict[str, Any]
@@ -50,7 +50,7 @@ def draw_kept(result: Result, folder: Path) -> list[Path]:
                 if is_all:
                     low, high = ([value[end] for value in values] for end in ("low", "high"))
                     axis.fill_between(ratios, low, high, alpha=0.15, color=drawn.get_color(), linewidth=0)
-        axis.set_title(f"{result['settings']['data']['folder']}, {result['environment']['model']}\n{setup}", fontsize=7)
+        axis.set_title(f"{result['settings']['data']['file']}, {result['environment']['model']}\n{setup}", fontsize=7)
         axis.set(xlabel="ratio (0 = plain reuse)", ylabel="answers that are full prefill's")
         axis.yaxis.set_major_formatter("{x:.0%}")
         axis.set_ylim(top=1.01)

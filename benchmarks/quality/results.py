@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from benchmarks.quality.metrics import Bootstrap, rouge_l, token_f1
+from benchmarks.quality.worlds import WorldRow
 from kvrag.bench import quality
 from kvrag.bench.datasets import QuestionRow
-from kvrag.bench.grid import Cell, by_setup
-from kvrag.bench.metrics import Bootstrap, exact_match, f_measure, normalise
-from kvrag.bench.quality import Journal, Mask, Table, Task
-from kvrag.cli.quality import interval, ratio, table
+from kvrag.bench.quality import Cell, Journal, Table, Task, exact_match, normalise
+from kvrag.cli.quality import cell_lines, heading, ratio
+from kvrag.control.prompts import first_word
 
-ACROSS, WITHIN = "hangs on another passage", "hangs on one passage"
+ACROSS, WITHIN = "depends on another passage", "depends on one passage"
 RETRIEVED, NOT_RETRIEVED = "answer retrieved", "answer not retrieved"
 HIDDEN = "answer only in a neighbour"
 """Questions with `hidden` answers; their metric `leaked` is the share of answers from what was not retrieved."""
@@ -26,27 +26,8 @@ _PAIRED = ("em", "f1", "rouge_l", "agree", "kl")
 # -------------------------------------------------------------------- metrics
 
 
-def rouge_l(text: str, answers: Sequence[str]) -> float:
-    """Return the F-measure of the longest common subsequence of words (Lin, 2004), the best over the answers."""
-    return max(_rouge_l(_words(text), _words(answer)) for answer in answers)
-
-
-def _rouge_l(ours: list[str], theirs: list[str]) -> float:
-    row = [0] * (len(theirs) + 1)  # longest common subsequence with each prefix of theirs
-    for word in ours:
-        before = row
-        row = [0]
-        for column, other in enumerate(theirs):
-            row.append(before[column] + 1 if word == other else max(before[column + 1], row[-1]))
-    return f_measure(row[-1], len(ours), len(theirs))
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
-
-
 def hidden(row: QuestionRow) -> tuple[str, ...]:
-    """Return the answers that only the KV can tell the model.
+    """Return the answers that the model can get from the KV only.
 
     The prompt does not contain them, and a chunk before one of its chunks in the same document does.
     """
@@ -66,40 +47,65 @@ def _states(text: str, answer: str) -> bool:
     return f" {normalise(answer)} " in f" {normalise(text)} "
 
 
-def tables(tasks: Sequence[Task], cells: Sequence[Cell], journal: Journal) -> dict[Cell, Table]:
-    """Return `quality.tables` with two more metrics, ROUGE-L and leaked answers."""
+def tables(tasks: Sequence[Task], cells: Sequence[Cell], journal: Journal) -> list[Table]:
+    """Return `quality.tables` with three more metrics: token F1, ROUGE-L and leaked answers."""
     measured = quality.tables(tasks, cells, journal)
-    for cell, metrics in measured.items():
-        answers = [(record["answer"], task.row) for task in tasks if (record := journal.find(cell, task.row))]
+    for at, metrics in enumerate(measured):
+        answers = [(journal.rows[task.row.key][at].text, task.row) for task in tasks]
+        scored = [first_word(text) if row.beginning else text for text, row in answers]
+        metrics["f1"] = np.array([token_f1(text, row.answers) for text, (_, row) in zip(scored, answers, strict=True)])
         metrics["rouge_l"] = np.array([rouge_l(text, row.answers) for text, row in answers])
         metrics["leaked"] = np.array([exact_match(text, hidden(row)) for text, row in answers])
     return measured
 
 
-def groups(tasks: Sequence[Task], full: Table) -> dict[str, Mask]:
-    """Return `quality.groups`, and masks by what questions depend on and by what was retrieved."""
-    masks = {
-        ACROSS: [task.row.across is True for task in tasks],
-        WITHIN: [task.row.across is False for task in tasks],
-        RETRIEVED: [task.row.supported is True for task in tasks],
-        NOT_RETRIEVED: [task.row.supported is False for task in tasks],
+def groups(tasks: Sequence[Task]) -> dict[str, NDArray[np.bool_]]:
+    """Return masks by the kind of question, what it depends on, and what was retrieved."""
+    kinds = dict.fromkeys(task.row.kind for task in tasks if task.row.kind)
+    masks = {f"kind: {kind}": [task.row.kind == kind for task in tasks] for kind in kinds}
+    rows = [task.row if isinstance(task.row, WorldRow) else None for task in tasks]
+    masks |= {
+        ACROSS: [row is not None and row.across is True for row in rows],
+        WITHIN: [row is not None and row.across is False for row in rows],
+        RETRIEVED: [row is not None and row.supported is True for row in rows],
+        NOT_RETRIEVED: [row is not None and row.supported is False for row in rows],
         HIDDEN: [bool(hidden(task.row)) for task in tasks],
     }
-    return quality.groups(tasks, full) | {name: np.array(mask) for name, mask in masks.items() if any(mask)}
+    return {name: np.array(mask) for name, mask in masks.items() if any(mask)}
 
 
-def summarise(tasks: Sequence[Task], measured: Mapping[Cell, Table], seed: int, against: str) -> list[dict[str, Any]]:
-    """Return `quality.summarise` with differences to the policy `against` at the same ratio, paired."""
+def summarise(
+    tasks: Sequence[Task], cells: Sequence[Cell], measured: Sequence[Table], seed: int, against: str
+) -> list[dict[str, Any]]:
+    """Return `quality.summarise` with groups, and differences to the policy `against` at the same ratio, paired."""
     contexts = quality.contexts(tasks)
-    full = next(iter(measured.values()))
-    results = quality.summarise(measured, groups(tasks, full), contexts, seed)
     bootstrap = Bootstrap(contexts, seed)
-    rivals = {(cell.ratio, cell.setup): metrics for cell, metrics in measured.items() if cell.label == against}
-    for result, (cell, metrics) in zip(results, measured.items(), strict=True):
-        rival = rivals.get((cell.ratio, cell.setup))
+    results = quality.summarise(cells, measured, contexts)
+    masks = groups(tasks)
+    draws = {name: Bootstrap(contexts[mask], seed) for name, mask in masks.items()}
+    rivals = {cell.ratio: metrics for cell, metrics in zip(cells, measured, strict=True) if cell.label == against}
+    for result, cell, metrics in zip(results, cells, measured, strict=True):
+        result |= _intervals(bootstrap, metrics, measured[0])
+        result["groups"] = {}
+        for name, mask in masks.items():
+            part, full = _part(metrics, mask), _part(measured[0], mask)
+            summary = quality.summary(part, full, len(np.unique(contexts[mask])))
+            result["groups"][name] = summary | _intervals(draws[name], part, full)
+        rival = rivals.get(cell.ratio)
         if rival is not None and cell.label != against:
-            result["against"] = {name: asdict(bootstrap.mean(metrics[name] - rival[name])) for name in _PAIRED}
+            result["against"] = {name: bootstrap.mean(metrics[name] - rival[name]) for name in _PAIRED}
     return results
+
+
+def _intervals(bootstrap: Bootstrap, table: Table, full: Table) -> dict[str, Any]:
+    means = {name: bootstrap.mean(table[name]) for name in (*_PAIRED, "leaked")}
+    if full["em"].any():
+        means["em_kept"] = bootstrap.of(lambda a, b: a / b, table["em"], full["em"])
+    return means
+
+
+def _part(table: Table, mask: NDArray[np.bool_]) -> Table:
+    return {name: values[mask] for name, values in table.items()}
 
 
 # -------------------------------------------------------------------- output
@@ -107,8 +113,10 @@ def summarise(tasks: Sequence[Task], measured: Mapping[Cell, Table], seed: int, 
 
 def full_table(result: dict[str, Any]) -> list[str]:
     """Return the lines of the report: metrics, then differences between policies, then groups of questions."""
-    lines = table(result)
+    lines = heading(result)
     for setup, cells in by_setup(result["cells"]).items():
+        first, *rest = cell_lines([cell | {"kl": cell["kl"]["value"]} for cell in cells])
+        lines += ["", f"{setup}: {first}", *rest]
         rivals = [cell for cell in cells if "against" in cell]
         if rivals:
             lines += ["", f"{setup}: minus {result['settings']['against']} at the same ratio, paired", ""]
@@ -118,7 +126,15 @@ def full_table(result: dict[str, Any]) -> list[str]:
             lines.append(f"{cell['policy']:26}{ratio(cell)}  {differences}{interval(cell['against']['kl'], '+.3f')}")
         lines += _by_retrieval(setup, cells)
         lines += _by_kind(setup, cells)
-    return lines
+    return [*lines, "", result["verdict"]] if "verdict" in result else lines
+
+
+def by_setup(cells: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Group the cells of a result by how chunks are cut, encoded and stored; each starts with `full`, then `none`."""
+    setups: dict[str, list[dict[str, Any]]] = {}
+    for cell in cells:
+        setups.setdefault(cell["setup"], []).append(cell)
+    return setups
 
 
 def _by_retrieval(setup: str, cells: Sequence[dict[str, Any]]) -> list[str]:
@@ -142,7 +158,9 @@ def _by_retrieval(setup: str, cells: Sequence[dict[str, Any]]) -> list[str]:
             if name == HIDDEN:
                 text += interval(group["leaked"])
             else:
-                text += f"{interval(group['em']):22}{interval(group['em_kept']):22}{group['agree']['value']:>7.3f}  "
+                text += (
+                    f"{interval(group['em']):22}{interval(group.get('em_kept')):22}{group['agree']['value']:>7.3f}  "
+                )
                 text += f"{interval(group['kl'], '.4f'):25}"
         lines.append(text)
     return [line.rstrip() for line in lines]
@@ -152,7 +170,7 @@ def _by_kind(setup: str, cells: Sequence[dict[str, Any]]) -> list[str]:
     names = [name for name in cells[0]["groups"] if name not in _RETRIEVAL]
     if not names:
         return []
-    heads = [name.removeprefix("kind: ").replace("hangs on ", "") for name in names]
+    heads = [name.removeprefix("kind: ").replace("depends on ", "") for name in names]
     widths = [max(len(head), 5) + 2 for head in heads]
     counts = [cells[0]["groups"][name]["samples"] for name in names]
     lines = ["", f"{setup}: EM by kind of question", ""]
@@ -163,3 +181,10 @@ def _by_kind(setup: str, cells: Sequence[dict[str, Any]]) -> list[str]:
         columns = "".join(f"{value:>{width}.3f}" for value, width in zip(values, widths, strict=True))
         lines.append(f"{cell['policy']:26}{ratio(cell)}{columns}")
     return lines
+
+
+def interval(bounds: dict[str, float | None] | None, form: str = ".3f") -> str:
+    """Return a value with its interval; "-" if it is undefined."""
+    if bounds is None or bounds["value"] is None:
+        return "-"
+    return f"{bounds['value']:{form}} [{bounds['low']:{form}}, {bounds['high']:{form}}]"

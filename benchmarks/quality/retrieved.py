@@ -1,6 +1,6 @@
-"""Rows as retrieval makes them: each question's nearest chunks in an index over a world's articles.
+"""Rows of retrieved chunks: each question's nearest chunks in an index over a world's articles.
 
-Every chunk of a retrieved document is part of the row's `library`, so that chunks are warmed as ingestion does: with
+Every chunk of a retrieved document is part of the row's `library`, so that chunks are warmed as in ingestion: with
 their whole document. The asked-about contexts use names of the split "test" that no other context of the index uses,
 and only questions that contain such a name are asked. So each question has one answer in the whole index. The other
 articles are drawn from the split "train", whose names are others.
@@ -16,9 +16,9 @@ from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
 
+from benchmarks.quality.worlds import WorldRow
 from benchmarks.readers.first import world as first
 from benchmarks.readers.second import world as second
-from kvrag.bench.datasets import QuestionRow
 from kvrag.errors import SettingError
 from kvrag.retrieval.index import ChunkIndex
 
@@ -159,7 +159,7 @@ def check_size(corpus: Corpus, count: int, k: int) -> None:
         )
 
 
-def retrieved_rows(corpus: Corpus, index: ChunkIndex, count: int, k: int, around: int = 0) -> list[QuestionRow]:
+def retrieved_rows(corpus: Corpus, index: ChunkIndex, count: int, k: int, around: int = 0) -> list[WorldRow]:
     """Ask `count` questions, each kind equally often; a larger `count` appends rows.
 
     Args:
@@ -175,25 +175,25 @@ def retrieved_rows(corpus: Corpus, index: ChunkIndex, count: int, k: int, around
     for number in range(count):
         round_, turn = divmod(number, len(kinds))
         question = corpus.questions[kinds[turn]][round_]
-        found: dict[str, None] = {}
+        retrieved: dict[str, None] = {}
         for hit in index.search(question.text, k):
             chunks = corpus.documents[home[hit.text]]
             at = chunks.index(hit.text)
-            found |= dict.fromkeys(chunks[max(0, at - around) : at + around + 1])
-        passages = tuple(found)
+            retrieved |= dict.fromkeys(chunks[max(0, at - around) : at + around + 1])
+        passages = tuple(retrieved)
         documents = tuple(home[passage] for passage in passages)
         rows.append(
-            QuestionRow(
+            WorldRow(
                 f"retrieved-{number}",
                 passages,
                 question.text,
                 (question.answer,),
                 question.kind,
-                question.across,
                 documents,
                 {name: corpus.documents[name] for name in dict.fromkeys(documents)},
-                set(question.support) <= set(passages),
                 context=str(question.context),
+                across=question.across,
+                supported=set(question.support) <= set(passages),
             )
         )
     return rows

@@ -7,6 +7,9 @@ import random
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
+from hashlib import blake2b
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from kvrag.bench.datasets import QuestionRow
@@ -14,6 +17,17 @@ from kvrag.config import BlendConfig, check_policy
 from kvrag.errors import SettingError
 
 _GRID = ("policy", "ratio", "controller", "context_tokens", "context")  # fields of BlendConfig that the grid sets
+_CODE = ("backend", "control", "reuse", "ingest", "store", "generate", "request.py", "answer.py", "config.py")
+
+
+def code_digest() -> str:
+    """Return a hash of the source of every step: other code may answer differently."""
+    digest = blake2b(digest_size=8)
+    for name in _CODE:
+        path = Path(str(files("kvrag") / name))
+        for source in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(source.read_bytes())
+    return digest.hexdigest()
 
 
 # -------------------------------------------------------------------- policies with settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.readers.first.world import KINDS, sample
@@ -20,7 +21,20 @@ _PASSAGES = (12, 20)
 _TRIES = 2000
 
 
-def world_rows(count: int, seed: int, world: int = 1) -> list[QuestionRow]:
+@dataclass(frozen=True)
+class WorldRow(QuestionRow):
+    """A question about a world.
+
+    Attributes:
+        across: Whether the question depends on another passage than the one with the fact; None = unknown.
+        supported: Whether the passages contain everything that the answer needs; None = unknown.
+    """
+
+    across: bool | None = None
+    supported: bool | None = None
+
+
+def world_rows(count: int, seed: int, world: int = 1) -> list[WorldRow]:
     """Draw rows of held-out contexts, each kind of question equally often; a larger `count` appends rows.
 
     Args:
@@ -39,7 +53,7 @@ def world_of(model: str) -> int:
         return 1
 
 
-def _world_row(number: int, seed: int) -> QuestionRow:
+def _world_row(number: int, seed: int) -> WorldRow:
     rng = random.Random(f"{seed} {number}")
     kind = KINDS[number % len(KINDS)]
     for _ in range(_TRIES):
@@ -47,22 +61,18 @@ def _world_row(number: int, seed: int) -> QuestionRow:
         questions = [question for question in drawn.questions if question.kind == kind]
         if questions and _PASSAGES[0] <= len(drawn.passages) <= _PASSAGES[1]:
             question = rng.choice(questions)
-            answers = (question.answer,)
-            return QuestionRow(
-                f"world-{number}", drawn.passages, question.text, answers, kind, question.across, drawn.articles
-            )
+            row = WorldRow(f"world-{number}", drawn.passages, question.text, (question.answer,), kind, drawn.articles)
+            return replace(row, across=question.across)
     raise KvragError(f"the world has no question of kind {kind!r} in {_TRIES} contexts")
 
 
-def _second_world_row(number: int, seed: int) -> QuestionRow:
+def _second_world_row(number: int, seed: int) -> WorldRow:
     rng = random.Random(f"{seed} {number}")
     kind = second.KINDS[number % len(second.KINDS)]
     for _ in range(_TRIES):
         drawn = second.sample(rng, "test")
         if questions := [question for question in drawn.questions if question.kind == kind]:
             question = rng.choice(questions)
-            answers, across = (question.answer,), question.across
-            return QuestionRow(
-                f"world2-{number}", drawn.passages, question.text, answers, kind, across, drawn.documents
-            )
+            row = WorldRow(f"world2-{number}", drawn.passages, question.text, (question.answer,), kind, drawn.documents)
+            return replace(row, across=question.across)
     raise KvragError(f"the second world has no question of kind {kind!r} in {_TRIES} contexts")

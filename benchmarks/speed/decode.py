@@ -1,15 +1,123 @@
-"""Decoding speed: several answers together, and one; measured by `kvrag.bench.decode`."""
+"""Decoding of several answers together, one after the other, and by `model.generate`, interleaved in one run.
+
+Prompts have different lengths. They are prefilled before the clock starts. Together, each answer has its own consumer
+thread.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.shapes import random_model
-from kvrag.bench.decode import ROWS, measure
+from kvrag.bench.ttft import run_settings
 from kvrag.cli.bench import add_number, add_shape
 from kvrag.cli.common import at_least
+from kvrag.config import Sampling
+from kvrag.generate.decode import decode
+from kvrag.openmp import release_team
+from kvrag.types import Delta
+
+ROWS = 8
+"""Default number of answers that are decoded together."""
+_LONGER = 7  # tokens that each prompt has more than the one before
+_RATIOS = (
+    ("alone", "generate"),
+    ("together", "alone"),
+    ("compiled_alone", "alone"),
+    ("compiled_together", "together"),
+)
+
+
+def measure(
+    net: Model,
+    rows: int = ROWS,
+    prompt_tokens: int = 96,
+    answer_tokens: int = 24,
+    repeats: int = 3,
+    compiled: bool = False,
+    progress: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Return tokens per second by name, medians over the rounds after one warm-up round, and `settings`.
+
+    `X_to_Y` is the median of the ratios within a round.
+
+    Args:
+        net: The model. Its answers will not end early any more.
+        rows: Answers that are decoded together.
+        prompt_tokens: Length of the shortest prompt.
+        answer_tokens: Length of an answer.
+        repeats: Rounds.
+        compiled: Also measure compiled steps, see `Model.from_pretrained`.
+    """
+    nets = {"": net}
+    if compiled:
+        progress("compiling the decode steps")
+        nets["compiled_"] = Model(net.hf, net.tokenizer.hf, net.name, compile_decode=True)
+    for model in nets.values():
+        model.__dict__["eos_ids"] = frozenset()  # every answer has its full length
+    prompts = [torch.randint(1000, (prompt_tokens + _LONGER * row,)) for row in range(rows)]
+    rates: dict[str, list[float]] = defaultdict(list)
+    for repeat in range(repeats + 1):
+        progress(f"round {repeat} of {repeats}" if repeat else "warm-up round")
+        measured = {"generate": _generate(net, prompts[0], answer_tokens)}
+        for kind, model in nets.items():
+            measured[f"{kind}alone"] = _rate(model, prompts[:1], answer_tokens)
+            measured[f"{kind}together"] = _rate(model, prompts, answer_tokens)
+        for name, rate in measured.items() if repeat else ():
+            rates[name].append(rate)
+    result: dict[str, Any] = {name: statistics.median(values) for name, values in rates.items()}
+    for name, other in _RATIOS:
+        if name in rates:
+            result[f"{name}_to_{other}"] = statistics.median(
+                a / b for a, b in zip(rates[name], rates[other], strict=True)
+            )
+    sizes = {"rows": rows, "prompt_tokens": prompt_tokens, "answer_tokens": answer_tokens, "repeats": repeats}
+    return result | {"settings": run_settings(net) | sizes}
+
+
+def _rate(net: Model, prompts: Sequence[Tensor], num_tokens: int) -> float:
+    """Return the tokens per second of all answers, without their first tokens."""
+    answers = [_begin(net, ids, num_tokens) for ids in prompts]
+    release_team()  # as the engine does after a prefill
+    with ThreadPoolExecutor(len(answers)) as pool:
+        started = time.perf_counter()
+        counts = list(pool.map(lambda answer: sum(1 for _ in answer), answers))
+        return sum(counts) / (time.perf_counter() - started)
+
+
+def _begin(net: Model, ids: Tensor, num_tokens: int) -> Iterator[Delta]:
+    cache = net.new_cache(len(ids) + num_tokens)
+    logits = net.forward(ids[None], cache)
+    answer = decode(net, ids, cache, logits, Sampling(num_tokens, temperature=0))
+    next(answer)
+    return answer
+
+
+@torch.inference_mode()
+def _generate(net: Model, ids: Tensor, num_tokens: int) -> float:
+    """Return the tokens per second of `model.generate`, without the prefill and the first token."""
+
+    def seconds(count: int) -> float:
+        started = time.perf_counter()
+        inputs = ids[None].to(net.device)
+        exact_count = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+        net.hf.generate(inputs, attention_mask=torch.ones_like(inputs), **exact_count)
+        return time.perf_counter() - started
+
+    first = seconds(1)
+    return (num_tokens - 1) / (seconds(num_tokens) - first)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Matching alone, no model: prompts and texts made to be slow, and as many stored chunks as asked for.
+"""Matching alone, without a model: adversarial prompts and texts, and a given number of stored chunks.
 
 The second part fills a store's manifest with synthetic chunks (their KV is not needed to find them), builds the
 catalog, opens it in another process and measures prompts there. Then a third process serves such prompts too, and a
@@ -33,18 +33,19 @@ from numpy.typing import NDArray
 from kvrag.cli.bench import add_number
 from kvrag.errors import SettingError
 from kvrag.reuse.catalog import Catalog
-from kvrag.reuse.match import TextRun, match
+from kvrag.reuse.match import match
 from kvrag.reuse.segment import Segment
 from kvrag.store import FileStore
 from kvrag.store.base import MANIFEST
 from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.protocol import Entry
+from kvrag.types import Run
 
 MIN_RUN = 16
 _VOCABULARY = 50_000
 _PIECES = 40  # of stored chunks, in a prompt
 _SEPARATOR = 7  # tokens of the prompt's own before each
-_BATCH = 5000  # chunks made at once
+_BATCH = 5000  # chunks created at once
 
 Corpus = tuple[list[list[int]], list[int], int]  # texts, prompt, min_run
 
@@ -67,7 +68,7 @@ class ScaleRow:
     """Many chunks in one catalog.
 
     Memory is what opening the catalog and matching all prompts added to a process, in bytes per chunk: anonymous
-    memory, which can be neither shared nor dropped, and all that no other process has mapped (USS), pages of files
+    memory, which can be neither shared nor dropped, and memory that no other process has mapped (USS), pages of files
     included.
 
     Attributes:
@@ -76,7 +77,7 @@ class ScaleRow:
         open_s: Until the first prompt has been matched.
         match_ms, match_p95_ms: Wall-clock time of a prompt, polling the store included.
         match_cpu_ms: Median CPU time.
-        poll_us: CPU time of asking the store what is new, part of it.
+        poll_us: CPU time of polling the store, part of it.
         lone_anonymous, lone_uss: Memory of the only process.
         anonymous, uss: Memory of one of two processes that serve such prompts.
         removal_s, addition_s: Until another process matches accordingly.
@@ -206,7 +207,7 @@ def measure_cases(num_tokens: int, repeats: int, progress: Callable[[str], None]
             runs = match(segments, prompt, min_run)
             times.append(time.process_time() - started)
         for run in runs:
-            assert prompt[run.start : run.stop] == texts[int(run.text_key)][run.offset :][: len(run)]
+            assert prompt[run.start : run.stop] == texts[int(run.key)][run.offset :][: len(run)]
         tokens = sum(map(len, texts))
         covered = sum(map(len, runs)) / len(prompt)
         rows.append(CaseRow(name, len(texts), tokens, min_run, 1000 * min(times), len(runs), covered))
@@ -224,7 +225,7 @@ class Shape:
 
 
 def measure_scale(folder: Path, shape: Shape, progress: Callable[[str], None]) -> ScaleRow:
-    """Build the catalog of a store made by `fill`, open it in other processes and measure there."""
+    """Build the catalog of a store created by `fill`, open it in other processes and measure there."""
     progress("building the catalog")
     shutil.rmtree(folder / "catalog", ignore_errors=True)
     started, working = time.perf_counter(), time.process_time()
@@ -233,7 +234,7 @@ def measure_scale(folder: Path, shape: Shape, progress: Callable[[str], None]) -
         catalog.settle()
         build_s, build_cpu_s = time.perf_counter() - started, time.process_time() - working
         assert len(catalog) == shape.chunks
-    del catalog  # what it had mapped
+    del catalog  # pages that it had mapped
     files = [*(folder / "catalog").glob("*.segment")]
     disk = sum(file.stat().st_size for file in files) / shape.chunks
     progress("matching in another process")
@@ -263,13 +264,13 @@ def measure_scale(folder: Path, shape: Shape, progress: Callable[[str], None]) -
 
 
 def fill(folder: Path, shape: Shape, progress: Callable[[str], None]) -> None:
-    """Make the synthetic store, unless the folder has it already.
+    """Create the synthetic store, unless the folder has it already.
 
     Raises:
         SettingError: The folder has something else.
     """
-    mark, made = folder / "synthetic.json", json.dumps([shape.chunks, shape.chunk_tokens])
-    if mark.exists() and mark.read_text() == made:
+    mark, content = folder / "synthetic.json", json.dumps([shape.chunks, shape.chunk_tokens])
+    if mark.exists() and mark.read_text() == content:
         return
     if folder.exists() and any(folder.iterdir()):
         raise SettingError(f"{folder} is not empty: give a folder for this synthetic store alone")
@@ -278,7 +279,7 @@ def fill(folder: Path, shape: Shape, progress: Callable[[str], None]) -> None:
     with closing(Manifest(folder / MANIFEST)) as manifest:
         for begin in range(0, shape.chunks, _BATCH):
             manifest.add(_rows(range(begin, min(begin + _BATCH, shape.chunks)), shape.chunk_tokens))
-    mark.write_text(made)
+    mark.write_text(content)
 
 
 @contextlib.contextmanager
@@ -294,7 +295,7 @@ def _serving(folder: Path, shape: Shape) -> Iterator[Connection]:
     process.join()
 
 
-def _match(catalog: Catalog, prompt: Sequence[int]) -> list[TextRun]:
+def _match(catalog: Catalog, prompt: Sequence[int]) -> list[Run]:
     """Match a prompt as a request does."""
     catalog.update()
     return catalog.match(prompt, MIN_RUN)
@@ -331,7 +332,7 @@ def _serve(pipe: Connection, folder: Path, shape: Shape) -> None:
             }
         )
         (last,) = _ids([shape.chunks - 1], shape.chunk_tokens)
-        with contextlib.suppress(EOFError, OSError):  # the second of two is not asked for all this
+        with contextlib.suppress(EOFError, OSError):  # the second of two skips all this
             for _ in range(2):
                 pipe.send([(now - then) / shape.chunks for then, now in zip(before, _memory(), strict=True)])
                 pipe.recv()
@@ -371,7 +372,7 @@ def _prompts(shape: Shape) -> Iterator[list[int]]:
 
 
 def _memory() -> tuple[int, int]:
-    """Anonymous memory of this process, and all that no other process has mapped; 0 where Linux is not."""
+    """Anonymous memory of this process, and memory that no other process has mapped; 0 on other systems than Linux."""
     try:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -410,7 +411,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         add_number(parser, name, default, what)
     parser.add_argument(
-        "--folder", type=Path, help="where the synthetic store is made and kept (default: a temporary folder)"
+        "--folder", type=Path, help="where the synthetic store is created and kept (default: a temporary folder)"
     )
 
 

@@ -63,7 +63,7 @@ def main() -> None:
                 document["status"] != "ready" for document in documents
             ):
                 time.sleep(0.2)
-            model = next(each["id"] for each in _get(f"{url}/v1/models")["data"] if "rag" in each["id"])
+            model = next(entry["id"] for entry in _get(f"{url}/v1/models")["data"] if "rag" in entry["id"])
             blending, full, same = [], [], 0
             for number in range(args.rounds):
                 for question in sample.of(args.model).questions:

@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(", ".join(f"{name} {value}" for name, value in run_settings(net).items()))
     print(f"{bytes_read / 2**20:.0f} MiB of KV, pause {args.pause:g} s, medians of {args.repeats} rounds")
     for policy in args.policies:
-        cold, early = (statistics.median(times[policy, each]) for each in (False, True))
+        cold, early = (statistics.median(times[policy, ahead]) for ahead in (False, True))
         print(f"{policy:8} {1000 * cold:6.0f} ms, read ahead {1000 * early:6.0f} ms: {cold / early:.2f}x")
 
 

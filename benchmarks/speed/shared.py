@@ -3,7 +3,7 @@
 python -m benchmarks.speed.shared s3://BUCKET/PREFIX valkey://HOST:6379/0/PREFIX --model qwen2.5-0.5b
 
 The RAM tier is off. The prefixes must be empty, or warmed by this benchmark. Local copies are removed before every
-answer that is read from the place; files are in the page cache of the operating system.
+answer that is read from the shared store; files are in the page cache of the operating system.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def main(arguments: list[str] | None = None) -> None:
             ways: list[tuple[str, BlendEngine, SharedStore | None]] = [("a local folder", local, None)]
             for name, store in places.items():
                 ways += [(name, engines[name], store), (f"{name}, copied", engines[name], None)]
-            rng.shuffle(ways)  # the first answer of a round pays for what the others find in the processor's caches
+            rng.shuffle(ways)  # the first answer of a round fills the processor's caches for the others
             for way, engine, cold in ways:
                 if cold is not None:
                     cold.drop_copies()
                 report = engine.generate(messages, policy=args.policy, max_new_tokens=1, temperature=0).report
                 bytes_read = max(bytes_read, report.bytes_loaded)
                 if cold is not None:
-                    cold.settle()
+                    cold._promoter.submit(lambda: None).result()  # chunks that were used have been copied
                 if repeat:  # the first round warms up
                     times.setdefault(way, []).append(report.ttft_s)
                 print(repeat, way, report.tier, f"{report.ttft_s:.3f}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`kvrag bench ttft` with what limits it: the model on as many tokens, and loading the chunks, each alone."""
+"""`kvrag bench ttft` with its limits: the model on as many tokens, and loading the chunks, each alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvrag.bench.ttft import Calls, TtftSetup
 from kvrag.cli import bench
 from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine
-from kvrag.reuse.load import load
+from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader
@@ -84,7 +84,7 @@ def _load_alone(engine: BlendEngine, ids: list[int]) -> None:
             reader = memory.open(run.key) or engine.store.open(run.key)
             assert reader is not None
             readers[run.key] = reader
-        with load(engine.model, prompt, engine.codec, Trace(engine.model), len(ids)) as layers:
+        with closing(LayerLoader(engine.model, prompt, engine.codec, Trace(engine.model), len(ids))) as layers:
             for number in range(engine.model.num_layers):
                 layers.layer(number)
 

@@ -1,4 +1,4 @@
-"""vLLM with kvrag against the same vLLM with prefix caching, under load: what clients of the OpenAI server see.
+"""vLLM with kvrag against the same vLLM with prefix caching, under load: measured by clients of the OpenAI server.
 
 Two servers run at the same time, and rounds of requests go to one and the other in turn, so that a busy machine slows
 both. Every prompt has chunks that were warmed, in a new selection and order, and a new question.
@@ -74,7 +74,7 @@ class VllmSetup:
 
 @dataclass(frozen=True)
 class Load:
-    """What clients saw of a server in all rounds.
+    """Client-side measurements of a server in all rounds.
 
     Attributes:
         ttft_p50_s, ttft_p99_s: Time to first token.
@@ -458,11 +458,11 @@ def _print(result: VllmResult) -> None:
         print(f"{row.name:18}{row.ttft_s * 1000:>7.0f} ms{row.speedup:>9.2f}x{bound}")
     print(f"\n{result.settings['clients']} clients:\n")
     print(f"{'':18}{'TTFT p50':>10}{'p99':>10}{'requests/s':>12}{'ITL p50':>10}{'p99':>10}{'computed':>10}")
-    for each in result.load:
-        computed = each.computed or each.prompt_tokens
+    for load in result.load:
+        computed = load.computed or load.prompt_tokens
         print(
-            f"{each.name:18}{each.ttft_p50_s:>8.2f} s{each.ttft_p99_s:>8.2f} s{each.requests_per_s:>12.3f}"
-            f"{each.itl_p50_s * 1000:>7.0f} ms{each.itl_p99_s * 1000:>7.0f} ms{computed:>10.0f}"
+            f"{load.name:18}{load.ttft_p50_s:>8.2f} s{load.ttft_p99_s:>8.2f} s{load.requests_per_s:>12.3f}"
+            f"{load.itl_p50_s * 1000:>7.0f} ms{load.itl_p99_s * 1000:>7.0f} ms{computed:>10.0f}"
         )
     ratios = result.ratios
     print(

@@ -23,8 +23,8 @@ torch.set_num_threads(1)  # the models are too small for more
 @pytest.fixture(autouse=True)
 def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make results independent of the load of the machine: no measured time is long enough to matter."""
-    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("inf"))
-    monkeypatch.setattr("kvrag.control.controller.STEP", 1.0)
+    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("inf"))
+    monkeypatch.setattr("kvrag.control.tuning.STEP", 1.0)
 
 
 @pytest.fixture(scope="session")

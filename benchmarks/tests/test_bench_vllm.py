@@ -1,4 +1,4 @@
-"""`python -m benchmarks vllm`, but for the servers, which `make test-vllm` has."""
+"""`python -m benchmarks vllm`, without the servers, which `make test-vllm` tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.speed import vllm
 from benchmarks.speed.vllm import _Answer, _load, _percentile
 
 
-def test_without_vllm_it_says_what_is_missing(
+def test_without_vllm_the_error_names_the_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for missing in ("vllm", "vllm_kvrag"):
@@ -24,11 +24,11 @@ def test_without_vllm_it_says_what_is_missing(
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.5, 5), (0.9, 9), (0.99, 10), (1.0, 10)])
-def test_percentiles_are_values_that_were_seen(share: float, value: int) -> None:
+def test_percentiles_are_measured_values(share: float, value: int) -> None:
     assert _percentile([float(each) for each in range(10, 0, -1)], share) == value
 
 
-def test_a_load_is_what_clients_saw() -> None:
+def test_a_load_has_the_times_of_the_clients() -> None:
     answers = [_Answer(10.0, [11.0, 11.5, 12.0], 100), _Answer(10.0, [13.0, 13.1, 15.0], 200)]
     report: dict[str, Any] = {"prompt_tokens": 150, "reused_tokens": 90, "recomputed_tokens": 9, "fresh_tokens": 60}
     load = _load("x", answers, 5.0, [report, report])

@@ -16,7 +16,7 @@ from benchmarks.cluster.popularity import Zipf, lru_age
 from benchmarks.cluster.replicas import BLEND, FULL, PREFIX, _draw, _homes, _Job, _play, _route, _tiers, fit, simulate
 from benchmarks.cluster.simulate import DEVICES, MODELS, speed_of
 from kvrag import BlendConfig, SettingError
-from kvrag.control.controller import Workload, blend_seconds, full_seconds
+from kvrag.control.cost import Workload, blend_seconds, full_seconds
 from kvrag.reuse.select import selecting
 
 PLAN = Plan(chunks=1_000_000, requests=1000)
@@ -81,7 +81,7 @@ def test_the_caches_hold_what_least_recently_used_caches_hold(routing: str, repl
     assert exact.min() > 0.02, "every tier is used"
 
 
-def test_homes_raise_the_hit_rate_and_nothing_is_cached_in_no_space() -> None:
+def test_homes_raise_the_hit_rate_and_no_space_caches_nothing() -> None:
     law = Zipf(10_000, 0.8)
     assert lru_age(law, 10_000, 0) == 0
     assert lru_age(law, 10_000, 10_000) == np.inf
@@ -101,7 +101,7 @@ def test_a_prompt_has_different_chunks_even_where_one_gets_all_requests() -> Non
 
 
 @pytest.mark.parametrize("model", ["Qwen2.5-1.5B", "Llama-3.1-8B", "Qwen2.5-32B"])
-def test_an_idle_cluster_takes_what_the_cost_model_says(model: str) -> None:
+def test_an_idle_cluster_takes_the_time_of_the_cost_model(model: str) -> None:
     shape = MODELS[model]
     size = float(shape.bytes_per_token)
     plan = replace(PLAN, rate=0.01, requests=100, stored=1.0, kv_bytes=size, stored_bytes=size, controller="off")
@@ -137,7 +137,7 @@ def test_answers_share_steps_and_prefills_come_between() -> None:
     assert [job.last for job in jobs] == [27.0, 12.0, 31.0]
 
 
-def test_loads_wait_for_each_other_and_hide_behind_blending() -> None:
+def test_loads_wait_for_each_other_and_overlap_with_blending() -> None:
     profile = replace(PROFILE, disk_bytes_per_s=1.0, store_bytes_per_s=2.0, store_total_bytes_per_s=4.0)
     profile = replace(profile, overlap=0.5, store_latency_s=1.0)
     jobs = [_Job(0, 0.0, 0, 4.0, 10.0), _Job(1, 0.0, 0, 4.0, 10.0), _Job(2, 0.0, 1, 4.0, 0.0, 12.0)]
@@ -177,7 +177,7 @@ def test_costs() -> None:
     assert simulate(plan, PROFILE, PREFIX, 5).store_cost == 0
 
 
-def test_prefix_caching_reuses_the_system_prompt_and_a_first_chunk_that_was_lately_there() -> None:
+def test_prefix_caching_reuses_the_system_prompt_and_a_recent_first_chunk() -> None:
     few, many = (simulate(replace(PLAN, prefix_gib=gib), PROFILE, PREFIX, 30).reused for gib in (0.0, 4000.0))
     assert few == pytest.approx(256 / 5440)
     assert few < many < (256 + 512) / 5440
@@ -185,7 +185,7 @@ def test_prefix_caching_reuses_the_system_prompt_and_a_first_chunk_that_was_late
 
 @pytest.mark.usefixtures("_not_by_the_clock")
 def test_the_controller_chooses_full_prefill_where_loading_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", 0.01)  # as installed
+    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", 0.01)  # as installed
     slow = replace(PROFILE, store_bytes_per_s=1e8)
     plan = replace(PLAN, stored=1.0, ram_gib=0.0, disk_gib=0.0)
     assert simulate(plan, slow, BLEND, 40).full == 1
@@ -254,7 +254,7 @@ def test_a_profile_is_read_as_written(tmp_path: Path, capsys: pytest.CaptureFixt
     used = json.loads(capsys.readouterr().out)["profile"]
     assert (used["disk_bytes_per_s"], used["store_latency_s"]) == (3e9, 0.005)
     assert used["blend_share"] == profile.blend_share
-    assert used["measured"] == ["blend_share"], "what an option says was not measured"
+    assert used["measured"] == ["blend_share"], "values of options were not measured"
     with pytest.raises(SettingError, match="blend_share must be a positive number"):
         replace(PROFILE, blend_share=0.0)
 

@@ -49,8 +49,6 @@ def test_the_plots_of_a_world(run: Run, tmp_path: Path) -> None:
     result = json.loads((tmp_path / "results.json").read_text())
     assert result["settings"]["data"]["file"] == "the reader's world"
     assert len(result["cells"]) == 2 * (2 + 3 * 3)
-    code, message = run(*SMALL, "--chunk-tokens", "0,64", "--out", tmp_path, "--seed", 1)
-    assert (code, "(different: data): choose another --out" in message) == (1, True)
 
 
 def test_the_plot_of_a_folder(run: Run, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def worlds() -> dict[str, list[Sample]]:
 # ---------------------------------------------------------------- the world
 
 
-def test_a_world_is_its_seed() -> None:
+def test_a_world_depends_only_on_its_seed() -> None:
     assert _samples("test", 5) == _samples("test", 5)
     assert _samples("test", 1) != _samples("train", 1)
 
@@ -72,7 +72,7 @@ def test_every_question_has_one_answer(split: str, worlds: dict[str, list[Sample
         assert all(re.search(rf"\b{q.answer}\b", whole) for q in drawn.questions)
 
 
-def test_a_long_context_consists_of_whole_articles_and_asks_only_what_has_one_answer() -> None:
+def test_a_long_context_has_whole_articles_and_only_questions_with_one_answer() -> None:
     for seed in range(12):
         drawn = gather(random.Random(f"long {seed}"), "test", 24)
         runs = [name for name, _ in groupby(drawn.articles)]
@@ -155,7 +155,7 @@ def _train(folder: Path, until: int, steps: int = 6) -> Training:
 
 
 @pytest.mark.usefixtures("tiny_shapes")
-def test_an_interrupted_training_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_an_interrupted_training_continues_with_the_same_result(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
     straight = _train(tmp_path / "a", 6)
@@ -185,7 +185,7 @@ def test_transformers_computes_what_the_training_computed(tmp_path: Path) -> Non
                 torch.testing.assert_close(said.logits[said.numbers == row * 4 + number], theirs, atol=0.05, rtol=0.05)
 
 
-def test_a_batch_asks_what_the_text_would_have_asked() -> None:
+def test_a_batch_has_the_tokens_of_its_texts() -> None:
     tokenizer = train_tokenizer(0)
     batch = make_batch(tokenizer, random.Random(2), "train", Shape((2, 2), 1, 256, 5))
     assert batch.questions.shape == (1, 5, LENGTH)
@@ -203,7 +203,7 @@ def test_a_batch_asks_what_the_text_would_have_asked() -> None:
     assert all(subject.strip() in text for subject in subjects)
 
 
-def test_heads_are_shown_the_facts_and_what_the_answer_is_copied_of() -> None:
+def test_attention_targets_are_the_facts_and_the_copied_tokens() -> None:
     tokenizer = train_tokenizer(0)
     batch = make_batch(tokenizer, random.Random(2), "train", Shape((4, 4), 2, 416, 20))
     shown: dict[tuple[str, int, int], list[tuple[str, str, str]]] = {}

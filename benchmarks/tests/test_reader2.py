@@ -1,4 +1,4 @@
-"""The second reader's world, proved by a solver that knows only the texts, and its training."""
+"""The second reader's world, checked by a solver that uses only the texts, and its training."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ Known = dict[tuple[str, str], set[str]]
 
 
 def read(passages: Iterable[str], documents: Iterable[str]) -> Known:
-    """Return what the passages state of whom; what is said of an "it" without a name before is nobody's."""
+    """Return what the passages state, by entity; statements about an "it" without a name before it are left out."""
     known: Known = {}
     subject: str | None = None
     head: list[str] = []
@@ -114,7 +114,7 @@ def solve(known: Known, question: str) -> set[str]:
 
 
 def _solved(drawn: Sample, question: Question, numbers: Sequence[int]) -> set[str]:
-    """Answer from some of the passages; after a gap nothing is known of the passages before."""
+    """Answer from some of the passages; after a gap, the passages before it are not used."""
     stretches = (f"{drawn.documents[n]} {n - index}" for index, n in enumerate(numbers))
     return solve(read((drawn.passages[n] for n in numbers), stretches), question.text)
 
@@ -135,7 +135,7 @@ def test_the_support_is_enough_and_no_part_of_it_is(worlds: dict[str, list[Sampl
                 assert all(_solved(drawn, question, [n]) != {question.answer} for n in question.support), question
 
 
-def test_what_was_not_retrieved_stands_in_the_document(worlds: dict[str, list[Sample]]) -> None:
+def test_the_answers_of_not_retrieved_are_in_the_document(worlds: dict[str, list[Sample]]) -> None:
     asked = {"not retrieved": 0, "unanswerable": 0}
     for drawn in worlds["test"]:
         titles = [title for title, chunks in drawn.library.items() for _ in chunks]
@@ -150,7 +150,7 @@ def test_what_was_not_retrieved_stands_in_the_document(worlds: dict[str, list[Sa
 # ---------------------------------------------------------------- the world
 
 
-def test_a_world_is_its_seed() -> None:
+def test_a_world_depends_only_on_its_seed() -> None:
     assert _samples("test", 3) == _samples("test", 3)
     assert _samples("test", 1) != _samples("train", 1)
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,14 @@ from benchmarks.__main__ import main
 from benchmarks.quality.results import HIDDEN, NOT_RETRIEVED, RETRIEVED, hidden, summarise, tables
 from benchmarks.quality.retrieved import Corpus, draw_corpus, open_index, retrieved_rows
 from benchmarks.quality.variants import make_configs
-from benchmarks.quality.worlds import ARTICLES
+from benchmarks.quality.worlds import ARTICLES, WorldRow
 from benchmarks.readers.first import world as first
 from benchmarks.readers.second import world as second
 from kvrag import BlendConfig, BlendEngine, KvragError, Model
 from kvrag.bench import quality
 from kvrag.bench.datasets import QuestionRow, file_rows
-from kvrag.bench.grid import Setup, make_cells
-from kvrag.bench.quality import make_tasks
+from kvrag.bench.quality import make_cells, make_tasks
+from kvrag.control.agreement import Record
 from kvrag.fingerprint import text_key
 from kvrag.retrieval.index import ChunkIndex
 from kvrag.store import visible_variant
@@ -105,7 +106,7 @@ def test_questions_name_the_context_that_they_are_about(world: int) -> None:
     assert sum(map(len, homes.values())) == len(set().union(*homes.values())), "no document is in two contexts"
 
 
-def test_the_support_names_whom_a_passage_is_about(corpus: Corpus) -> None:
+def test_the_support_has_the_name_of_a_passages_subject(corpus: Corpus) -> None:
     for question in corpus.questions["anaphora"]:
         fact, name = question.support
         assert question.answer in fact
@@ -138,16 +139,15 @@ LIBRARY = {
     )
 }
 NAME, CHUNKS = next(iter(LIBRARY.items()))
-ROW = QuestionRow("x", (CHUNKS[2],), "Where was Mira born?", ("Florton",), "", None, (NAME,), LIBRARY, False)
+ROW = WorldRow("x", (CHUNKS[2],), "Where was Mira born?", ("Florton",), "", (NAME,), LIBRARY, supported=False)
 
 
-def _contexts(model: Model, folder: Path, setup: Setup) -> list[str]:
+def _contexts(model: Model, folder: Path, config: BlendConfig) -> list[str]:
     """Return the context of each chunk that the store has after warming, in reading order; "-" = not stored."""
     (task,), _ = make_tasks(model, [ROW], 1)
-    config = BlendConfig(context_tokens=setup.context_tokens, context=setup.context)
     contexts = []
     with BlendEngine(model, folder, config) as engine:
-        for name, chunks in quality._documents(task.row, setup).items():
+        for name, chunks in quality._documents(task.row, config).items():
             engine.warm(chunks, document=name)
         for chunk in CHUNKS:
             text = text_key("", model.tokenizer.encode(chunk))
@@ -155,21 +155,21 @@ def _contexts(model: Model, folder: Path, setup: Setup) -> list[str]:
             reader = engine.store.open(key) if key else None
             contexts.append(model.tokenizer.decode(reader.context.tolist()) if reader else "-")
     assert task.row.passages == (CHUNKS[2],)
-    prompt = str(task.prompt)
+    prompt = model.tokenizer.decode(task.ids)
     assert CHUNKS[2][:20] in prompt
     assert "Florton" not in prompt
     return contexts
 
 
-def test_neighbours_are_warmed_and_context_but_not_asked(model: Model, tmp_path: Path) -> None:
-    alone = _contexts(model, tmp_path / "alone", Setup())
+def test_neighbours_are_warmed_as_context_but_not_in_the_prompt(model: Model, tmp_path: Path) -> None:
+    alone = _contexts(model, tmp_path / "alone", BlendConfig(context_tokens=0))
     assert alone == ["-", "-", ""], "without contexts, neighbours make no difference"
-    behind = _contexts(model, tmp_path / "behind", Setup(context_tokens=256))
+    behind = _contexts(model, tmp_path / "behind", BlendConfig(context_tokens=256))
     assert behind == ["", f"{CHUNKS[0]}\n\n", f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n"]
 
 
 def test_title_and_headings_are_context_instead_of_text(model: Model, tmp_path: Path) -> None:
-    contexts = _contexts(model, tmp_path, Setup(context_tokens=256, context="headings"))
+    contexts = _contexts(model, tmp_path, BlendConfig(context_tokens=256, context="headings"))
     assert contexts == ["Mira\n\n", "Mira\n\n# Mira\n\n", "Mira\n\n# Mira\n\n## Travels\n\n"]
 
 
@@ -185,36 +185,31 @@ def test_title_and_headings_are_context_instead_of_text(model: Model, tmp_path: 
         ([2], "Was Mira born in Florton?", ()),
     ],
 )
-def test_what_is_hidden_stands_before_a_retrieved_chunk_and_not_in_the_prompt(
+def test_hidden_answers_are_before_a_retrieved_chunk_and_not_in_the_prompt(
     retrieved: list[int], question: str, answers: tuple[str, ...]
 ) -> None:
     passages = tuple(CHUNKS[number] for number in retrieved)
-    row = QuestionRow("x", passages, question, ("florton", "Florton")[1:], "", None, (NAME,) * len(passages), LIBRARY)
+    row = QuestionRow("x", passages, question, ("florton", "Florton")[1:], "", (NAME,) * len(passages), LIBRARY)
     assert hidden(row) == answers
 
 
-def test_what_follows_the_retrieved_chunks_is_not_hidden() -> None:
-    row = QuestionRow("x", (CHUNKS[0],), "Which animal does Mira own?", ("grey goat",), "", None, (NAME,), LIBRARY)
+def test_text_after_the_retrieved_chunks_is_not_hidden() -> None:
+    row = QuestionRow("x", (CHUNKS[0],), "Which animal does Mira own?", ("grey goat",), "", (NAME,), LIBRARY)
     assert hidden(row) == (), "causal attention: it cannot be in the KV"
 
 
 def test_leaked_answers_are_counted(model: Model) -> None:
-    rows = [QuestionRow(str(number), *list(vars(ROW).values())[1:]) for number in range(4)]
-    seen = QuestionRow("seen", (CHUNKS[0],), ROW.question, ROW.answers, "", None, (NAME,), LIBRARY, True)
+    rows = [replace(ROW, id=str(number)) for number in range(4)]
+    seen = replace(ROW, id="seen", passages=(CHUNKS[0],), supported=True)
     tasks, _ = make_tasks(model, [*rows, seen], 1)
-    cells = make_cells(make_configs(["seam", "random"]), [0.1], [Setup(context_tokens=256)])
+    cells = make_cells(make_configs(["seam", "random"]), [0.1])
     journal = quality.Journal(None, {})
-    record = {"kl": 0.0, "agree": 1.0, "ttft_s": 1.0, "reused_tokens": 9, "prompt_tokens": 10, "recomputed_tokens": 1}
     said = {"full": ["Torvik"] * 4, "none": ["Florton."] * 4, "seam": ["Florton", "Torvik", "Florton", "florton"]}
-    for cell in cells:
-        answers = [*said.get(cell.label, ["Torvik"] * 4), "Florton"]
-        journal.add(
-            [
-                {**record, "cell": cell.key, "row": task.row.key, "answer": answer}
-                for task, answer in zip(tasks, answers, strict=True)
-            ]
-        )
-    results = {cell["policy"]: cell for cell in summarise(tasks, tables(tasks, cells, journal), 0, "hkvd")}
+    for number, task in enumerate(tasks):
+        texts = [[*said.get(cell.label, ["Torvik"] * 4), "Florton"][number] for cell in cells]
+        journal.add(task.row.key, [Record([1], text, 0.0, 10, 9, 9, 1, 1.0) for text in texts])
+    measured = tables(tasks, cells, journal)
+    results = {cell["policy"]: cell for cell in summarise(tasks, cells, measured, 0, "hkvd")}
     leaked = {policy: cell["groups"][HIDDEN]["leaked"]["value"] for policy, cell in results.items()}
     assert leaked == {"full": 0, "none": 1, "seam": 0.75, "random": 0}
     for cell in results.values():
@@ -230,7 +225,7 @@ SMALL = ("--top-k", 3, "--articles", 10, "--samples", 8, "--policies", "seam", "
 
 @pytest.fixture
 def run(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run the command on the tiny random model; what it prints, or its last line on stderr where it fails."""
+    """Run the command on the tiny random model; return its output, or the last line on stderr of a failure."""
     monkeypatch.setattr(Model, "from_pretrained", lambda *args, **kwargs: model)
 
     def call(*argv: object, fails: bool = False) -> str:
@@ -298,7 +293,6 @@ FILED: dict[str, Any] = {
     "answers": ["one"],
     "documents": [NAME],
     "library": {NAME: list(CHUNKS)},
-    "supported": True,
 }
 
 
@@ -306,7 +300,7 @@ def test_rows_of_a_file_may_have_a_library(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps(FILED))
     (row,) = file_rows(path, 1)
-    assert (row.library, row.supported) == (LIBRARY, True)
+    assert row.library == LIBRARY
 
 
 @pytest.mark.parametrize(
@@ -316,8 +310,6 @@ def test_rows_of_a_file_may_have_a_library(tmp_path: Path) -> None:
         ({"library": {NAME: []}}, "'library' must be an object"),
         ({"library": {NAME: list(CHUNKS[:2])}}, "'library' must have every passage"),
         ({"documents": []}, "'library' must have every passage"),
-        ({"supported": "yes"}, "'supported' must be true or false"),
-        ({"library": {NAME: list(CHUNKS[1:])}}, f"the document {NAME!r} has other chunks in an earlier line"),
     ],
 )
 def test_a_bad_library_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:

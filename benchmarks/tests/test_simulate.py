@@ -10,16 +10,16 @@ from benchmarks.__main__ import main
 from benchmarks.cluster import simulate as bench
 from benchmarks.cluster.simulate import DEVICES, LOADS, MODELS, Point, simulate, speed_of, table
 from kvrag import BlendEngine, Model
-from kvrag.control.controller import full_seconds
+from kvrag.control.cost import full_seconds
 
 
 @pytest.fixture(autouse=True)
 def _as_installed(_not_by_the_clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", 0.01)
-    monkeypatch.setattr("kvrag.control.controller.STEP", 0.05)
+    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", 0.01)
+    monkeypatch.setattr("kvrag.control.tuning.STEP", 0.05)
 
 
-def test_every_case_is_there_and_those_that_do_not_fit_say_so() -> None:
+def test_every_case_is_listed_and_those_that_do_not_fit_are_marked() -> None:
     cells = list(simulate(contexts=[4000]))
     assert len(cells) == len(DEVICES) * len(MODELS) * len(LOADS)
     for cell in cells:
@@ -47,7 +47,7 @@ def test_a_slower_disk_is_never_better_and_a_slow_disk_under_a_fast_gpu_loses() 
     assert cell.text == f"{cell.full_s / cell.blend_s:.1f}x"  # type: ignore[operator]
 
 
-def test_this_cpu_is_what_was_measured() -> None:
+def test_the_model_of_this_cpu_matches_its_measurements() -> None:
     """docs/results.md, 2 threads, 3,146 tokens."""
     for model, measured_s in (("Qwen2.5-1.5B", 7.65), ("Qwen2.5-0.5B", 2.95)):
         speed = speed_of(DEVICES["this CPU, 2 cores"], MODELS[model], 3e9)

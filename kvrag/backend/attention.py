@@ -74,16 +74,10 @@ def attention_received(
     scaling: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return the squared attention that every position receives from the last `num_queries` rows.
+    """Return the (K,) squared attention that every position receives from the last `num_queries` rows.
 
-    Args:
-        query: (1, HG, S, D), of all rows.
-        key: (1, H, K, D).
-        scaling: Factor of the scores; None = 1 / sqrt(D).
-        softcap: Bound of the scores, as in gemma2.
-
-    Returns:
-        (K,) float32, summed over the rows, mean over heads.
+    Takes the (1, HG, S, D) queries of all rows and (1, H, K, D) keys. Summed over the rows, mean over heads.
+    `scaling` is 1 / sqrt(D) by default.
     """
     num_heads, num_rows = query.shape[1:3]
     scaling = scaling or key.shape[3] ** -0.5

@@ -57,11 +57,7 @@ class FairLock:
 
     @contextmanager
     def released(self, at_front: bool = False) -> Iterator[None]:
-        """Release the lock temporarily while holding it, so that other threads can run.
-
-        Args:
-            at_front: Get it back before the threads that wait in order of arrival.
-        """
+        """Let other threads run while this one holds the lock; `at_front`: all but those in `first` wait longer."""
         self.__exit__()
         try:
             yield
@@ -77,17 +73,17 @@ class FairLock:
             self._release()
 
     def _acquire(self, queue: deque[threading.Event], at_front: bool = False) -> None:
-        self._wait_for_turn(queue, at_front)
+        turn = threading.Event()
+        with self._mutex:
+            is_free, self._held = not self._held, True
+            if not is_free:
+                queue.insert(0 if at_front else len(queue), turn)
+        if not is_free:
+            self._of_thread.waits = self.waits + 1
+            self._wait(turn, queue)
         self._of_thread.held = True
 
-    def _wait_for_turn(self, queue: deque[threading.Event], at_front: bool) -> None:
-        with self._mutex:
-            if not self._held:
-                self._held = True
-                return
-            turn = threading.Event()
-            queue.insert(0 if at_front else len(queue), turn)
-        self._of_thread.waits = self.waits + 1
+    def _wait(self, turn: threading.Event, queue: deque[threading.Event]) -> None:
         try:
             turn.wait()
         except BaseException:  # Ctrl-C: otherwise the lock would be handed to a thread that no longer waits

@@ -1,8 +1,6 @@
 """The backend protocol: the operations on a model that blending, selection and encoding need.
 
-`kvrag.backend.transformers` implements it for transformers models. An inference engine can implement it inside its own
-worker: forward passes over given positions of a cache, position-free keys, and the attention of the question.
-Everything else is tensor arithmetic.
+`kvrag.backend.transformers` implements it; an inference engine can implement it inside its own worker.
 """
 
 from __future__ import annotations
@@ -57,15 +55,41 @@ class KVCache(Protocol):
         """Allocated bytes."""
 
 
-class Backend(Protocol):
+class ChunkTokenizer(Protocol):
+    """A tokenizer for ingestion."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text within a prompt."""
+
+    def decode(self, ids: Sequence[int], control_tokens: bool = False) -> str:
+        """Return the text of token ids."""
+
+
+class Outline(Protocol):
+    """Facts about a model on which the keys of chunks depend, known without its weights.
+
+    Attributes:
+        preamble: Token ids in front of every encoded chunk.
+        stable_length: RoPE frequencies do not depend on the prompt length up to this number of tokens.
+    """
+
+    tokenizer: ChunkTokenizer
+    preamble: tuple[int, ...]
+    context_window: int
+    stable_length: int
+
+    def check_window(self, num_tokens: int, what: str = "the prompt") -> None:
+        """Raise ContextWindowError unless `num_tokens` and one new token fit."""
+
+
+class Backend(Outline, Protocol):
     """A model that can be blended. Thread-safe: threads alternate, one forward pass each.
 
     Attributes:
-        num_layers, context_window, dtype, device: Facts about the model.
         fingerprint: Identifies the KV of this model in a store.
+        bytes_per_token: KV bytes per token, all layers.
         windows: Number of keys that a token attends to, per layer; None = all.
-        rope_follows_length: RoPE frequencies depend on the prompt length (dynamic NTK, longrope) ...
-        stable_length: ... but not up to this number of tokens.
+        rope_follows_length: RoPE frequencies depend on the prompt length (dynamic NTK, longrope).
         rows_per_pass: Maximum number of rows per forward pass; None = the backend has no limit of its own.
         passes_may_wait: A pass may wait for a disk, see `waiting`. False: all KV is loaded before the first pass.
         leaves_tail: The engine around the backend computes the positions after the last reused one; `blend` does not.
@@ -75,34 +99,22 @@ class Backend(Protocol):
     """
 
     num_layers: int
-    context_window: int
+    hidden_size: int
+    bytes_per_token: int
     dtype: torch.dtype
     device: torch.device
     fingerprint: Fingerprint
     windows: tuple[int | None, ...]
     rope_follows_length: bool
-    stable_length: int
-    rows_per_pass: int | None
-    passes_may_wait: bool
-    leaves_tail: bool
-    num_processes: int
-    heads: slice
-
-    @property
-    def preamble(self) -> tuple[int, ...]:
-        """Token ids in front of every encoded chunk."""
+    rows_per_pass: int | None = None
+    passes_may_wait: bool = True
+    leaves_tail: bool = False
+    num_processes: int = 1
+    heads: slice = slice(None)
 
     @property
     def waits(self) -> int:
         """Number of times that the calling thread waited for other requests: durations then include their work."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Hidden size of the model."""
-
-    @property
-    def bytes_per_token(self) -> int:
-        """KV bytes per token, all layers."""
 
     def layer_device(self, number: int) -> torch.device:
         """Return the device of a layer."""
@@ -134,20 +146,28 @@ class Backend(Protocol):
         """Release the model while this thread waits for a disk during its forward pass."""
 
     def forward(self, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> Tensor:
-        """Run the model on (S,) ascending positions `rows`, or append. Changes `cache`. Returns (B, V) logits."""
-
-    def forward_branches(
-        self, observe: Observer, ids: Tensor, cache: KVCache, branches: Sequence[Branch], start: int = 0
-    ) -> None:
-        """Like `forward_until`, for a row and its branches, which do not attend to each other.
+        """Run the model's own forward pass. Changes `cache`. Returns (B, V) float32 logits after the last token.
 
         Args:
-            ids: (1, N) the row from `start` on, then its branches; their KV is written in this order.
-            start: Position of the row's first token; the cache has those before it.
+            ids: (B, S) token ids; (1, S) with `rows`.
+            rows: (S,) ascending positions: the tokens are written there and attend to every key at or before their own
+                position. None: they are appended, as in prefill and decode.
         """
 
-    def forward_until(self, observe: Observer, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> None:
-        """Like `forward`, but end the pass when `observe` returns True: earlier layers are written, that one is not."""
+    def forward_until(
+        self,
+        observe: Observer,
+        ids: Tensor,
+        cache: KVCache,
+        rows: Tensor | None = None,
+        branches: Sequence[Branch] = (),
+    ) -> None:
+        """Like `forward`, but end the pass when `observe` returns True: earlier layers are written, that one is not.
+
+        Args:
+            branches: They do not attend to each other. Their tokens and KV follow those of `rows`, which are all
+                positions from the first one on.
+        """
 
     def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
         """Return the (K,) squared attention that every position receives from the last `num_queries` rows.
@@ -158,48 +178,15 @@ class Backend(Protocol):
 
     def gather(self, value: T) -> Sequence[T]:
         """Return the values of all processes, in the same order everywhere."""
+        return (value,)
 
     def all_heads(self, tensor: Tensor) -> Tensor:
         """Return the (B, H, T, D) tensors of all processes as one, with the model's heads in order."""
+        return tensor
 
     def sum_over_processes(self, tensor: Tensor) -> Tensor:
         """Return the sum of the processes' tensors."""
-
-
-class ChunkTokenizer(Protocol):
-    """A tokenizer for ingestion."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text within a prompt."""
-
-    def decode(self, ids: Sequence[int], control_tokens: bool = False) -> str:
-        """Return the text of token ids."""
-
-
-class Outline(Protocol):
-    """Facts about a model on which the keys of chunks depend, known without its weights.
-
-    Attributes:
-        context_window, stable_length: See Backend.
-    """
-
-    context_window: int
-    stable_length: int
-
-    @property
-    def preamble(self) -> tuple[int, ...]:
-        """Token ids in front of every encoded chunk."""
-
-    @property
-    def tokenizer(self) -> ChunkTokenizer:
-        """The model's tokenizer."""
-
-    def check_window(self, num_tokens: int, what: str = "the prompt") -> None:
-        """Raise ContextWindowError unless `num_tokens` and one new token fit."""
-
-
-class Encoder(Backend, Outline, Protocol):
-    """A backend that can encode texts."""
+        return tensor
 
 
 def prefill_blocks(backend: Backend, rows: Tensor) -> Iterator[Tensor]:

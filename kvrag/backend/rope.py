@@ -18,18 +18,12 @@ _BLOCK = 512  # tokens; on a CPU, the float32 intermediates of one block fit int
 
 
 def rotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "half_split", out: Tensor | None = None) -> Tensor:
-    """Apply RoPE to position-free keys.
+    """Apply RoPE to (B, H, T, D) position-free keys, after any QK-norm.
 
     Args:
-        keys: (B, H, T, D), after any QK-norm, never rotated before.
-        cos: (T, R) float32, the model's own table for the target positions, one entry per pair of dimensions. The first
-            2R dimensions rotate, the rest are copied.
-        sin: (T, R) float32, likewise.
-        pairs: Which dimensions rotate together.
+        cos, sin: (T, R) float32, the model's own tables for the target positions, one entry per pair of dimensions. The
+            first 2R dimensions rotate, the rest are copied.
         out: (B, H, T, D) to write to, `keys` itself to rotate in place.
-
-    Returns:
-        (B, H, T, D) in the dtype of `keys`.
     """
     out = torch.empty_like(keys) if out is None else out
     num_rotary = 2 * cos.shape[-1]
@@ -48,10 +42,7 @@ def rotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "half_split", 
 
 
 def unrotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "half_split") -> Tensor:
-    """Undo `rotate`: rotate by -sin, and divide by the scale of scaled tables (yarn).
-
-    Arguments and result as in `rotate`.
-    """
+    """Undo `rotate`: rotate by -sin, and divide by the scale of scaled tables (yarn)."""
     scale = cos.square() + sin.square()  # 1 unless the model scales its tables or stores them in half precision
     return rotate(keys, cos / scale, -sin / scale, pairs)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from itertools import zip_longest
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvrag.errors import KvragError
 
 if TYPE_CHECKING:
-    from kvrag.control.prompts import GapPrompt
+    from kvrag.control.prompts import Gap
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,9 @@ class QuestionRow:
 
     Attributes:
         kind: Groups results.
-        across: Whether the question depends on another passage than the one with the fact; None = unknown.
         documents: The document of each passage; empty = unknown.
         library: All chunks of these documents, in reading order; empty = the passages are all there are, in reading
             order.
-        supported: Whether the passages contain everything that the answer needs; None = unknown.
         beginning: The sentence that the answer completes, instead of a question.
         context: Rows with the same context are not independent; empty = the passages.
     """
@@ -36,10 +34,8 @@ class QuestionRow:
     question: str
     answers: tuple[str, ...]
     kind: str = ""
-    across: bool | None = None
     documents: tuple[str, ...] = ()
     library: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    supported: bool | None = None
     beginning: str = ""
     context: str = ""
 
@@ -64,8 +60,8 @@ class QuestionRow:
 def file_rows(path: Path, count: int) -> list[QuestionRow]:
     """Read the first `count` rows of a file of JSON lines.
 
-    Each is an object with `passages`, `question`, `answers`, and optionally `id`, `kind`, `across`, `documents`,
-    `library` and `supported`; see `QuestionRow`. A document has the same chunks in the libraries of all rows.
+    Each is an object with `passages`, `question`, `answers`, and optionally `id`, `kind`, `documents` and `library`;
+    see `QuestionRow`.
 
     Raises:
         KvragError: The file or a row is invalid; the message names the line.
@@ -76,89 +72,78 @@ def file_rows(path: Path, count: int) -> list[QuestionRow]:
         raise KvragError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise KvragError(f"{path} is not UTF-8 text: {error}") from error
-    rows: dict[str, QuestionRow] = {}
-    library: dict[str, tuple[str, ...]] = {}
+    rows = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = _file_row(line, str(number))
-            if row.id in rows:
-                raise KvragError(f"duplicate id {row.id!r}")
-            for name, chunks in row.library.items():
-                if library.setdefault(name, chunks) != chunks:
-                    raise KvragError(f"the document {name!r} has other chunks in an earlier line")
-        except KvragError as error:
-            raise KvragError(f"{path}, line {number}: {error}") from error
-        rows[row.id] = row
+        if line.strip():
+            try:
+                rows.append(_file_row(line, str(number)))
+            except KvragError as error:
+                raise KvragError(f"{path}, line {number}: {error}") from error
     if not rows:
         raise KvragError(f"{path} is empty: write one JSON object per line, with passages, question and answers")
-    return list(rows.values())[:count]
+    return rows[:count]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_text, value))
+
+
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str, Any]] = {  # check, what it must be, default
+    "passages": (_are_texts, "a list of non-empty strings", None),
+    "question": (_is_text, "a non-empty string", None),
+    "answers": (_are_texts, "a list of non-empty strings", None),
+    "kind": (lambda value: isinstance(value, str), "a string", ""),
+    "documents": (lambda value: value == [] or _are_texts(value), "a list of non-empty strings", []),
+    "library": (
+        lambda value: isinstance(value, dict) and all(map(_are_texts, value.values())),
+        "an object with a list of non-empty strings for every document",
+        {},
+    ),
+}
 
 
 def _file_row(line: str, number: str) -> QuestionRow:
     try:
-        fields = json.loads(line)
+        content = json.loads(line)
     except ValueError as error:
         raise KvragError(f"not JSON ({error})") from error
-    _require(isinstance(fields, dict), "expected a JSON object with passages, question and answers")
-    passages, question, answers = (fields.get(name) for name in ("passages", "question", "answers"))
-    _require(_are_texts(passages), "'passages' must be a list of non-empty strings")
-    _require(_are_texts(answers), "'answers' must be a list of non-empty strings")
-    _require(_are_texts([question]), "'question' must be a non-empty string")
-    kind, across, supported = fields.get("kind", ""), fields.get("across"), fields.get("supported")
-    _require(
-        isinstance(kind, str) and isinstance(across, bool | None),
-        "'kind' must be a string and 'across' true or false",
-    )
-    _require(isinstance(supported, bool | None), "'supported' must be true or false")
-    documents, library = fields.get("documents", []), fields.get("library", {})
-    _require(
-        not documents or (_are_texts(documents) and len(documents) == len(passages)),
-        "'documents' must have a name for every passage",
-    )
-    _require(
-        isinstance(library, dict) and all(map(_are_texts, library.values())),
-        "'library' must be an object with a list of non-empty strings for every document",
-    )
-    _require(
-        not library or all(text in library.get(name, ()) for name, text in zip_longest(documents, passages)),
-        "'library' must have every passage, under its name in 'documents'",
-    )
+    if not isinstance(content, dict):
+        raise KvragError("expected a JSON object with passages, question and answers")
+    fields = {name: content.get(name, default) for name, (_, _, default) in _FIELDS.items()}
+    for name, (is_valid, what, _) in _FIELDS.items():
+        if not is_valid(fields[name]):
+            raise KvragError(f"{name!r} must be {what}")
+    passages, documents, library = fields["passages"], fields["documents"], fields["library"]
+    if documents and len(documents) != len(passages):
+        raise KvragError("'documents' must have a name for every passage")
+    if library and not all(text in library.get(name, ()) for name, text in zip_longest(documents, passages)):
+        raise KvragError("'library' must have every passage, under its name in 'documents'")
     return QuestionRow(
-        str(fields.get("id", number)),
-        tuple(passages),
-        question,
-        tuple(answers),
-        kind,
-        across,
-        tuple(documents),
-        {name: tuple(chunks) for name, chunks in library.items()},
-        supported,
+        id=str(content.get("id", number)),
+        passages=tuple(passages),
+        question=fields["question"],
+        answers=tuple(fields["answers"]),
+        kind=fields["kind"],
+        documents=tuple(documents),
+        library={name: tuple(chunks) for name, chunks in library.items()},
     )
 
 
-def _require(holds: bool, problem: str) -> None:
-    if not holds:
-        raise KvragError(problem)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(text, str) and text.strip() for text in value)
-
-
-def document_rows(prompts: Sequence[GapPrompt]) -> list[QuestionRow]:
+def document_rows(prompts: Sequence[Gap]) -> list[QuestionRow]:
     """Return rows for prompts made from documents; the accepted answer is the first word of what is missing."""
     return [
         QuestionRow(
-            f"{prompt.gap.kind}-{number}",
+            f"{prompt.kind}-{number}",
             prompt.chunks,
             "",
-            (prompt.gap.word,),
-            prompt.gap.kind,
-            prompt.across,
-            beginning=prompt.gap.beginning,
-            context=prompt.gap.sentence,
+            (prompt.word,),
+            prompt.kind,
+            beginning=prompt.beginning,
+            context=prompt.sentence,
         )
         for number, prompt in enumerate(prompts)
     ]

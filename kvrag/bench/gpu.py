@@ -1,4 +1,4 @@
-"""Check of a new GPU in one run without a network: exactness, first token, batches, ingestion, a profile.
+"""Check of a new GPU in one run without a network: exactness, time to first token, ingestion, a profile.
 
 All models have real shapes and random weights. A part that fails, for lack of memory for example, is reported, and the
 next one runs.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,15 +22,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.shapes import random_model
-from kvrag.bench import decode, ingest, ttft
-from kvrag.bench.ttft import TtftResult, TtftSetup
+from kvrag.bench import ttft
+from kvrag.bench.ttft import TtftResult, TtftSetup, one_token_words
+from kvrag.engine import BlendEngine
 from kvrag.inspect.verify import verify
 
 _CHUNK_TOKENS = 512
+_INGESTED = 32  # chunks
 _RAM, _DEVICE = 64 << 30, 16 << 30
 _TIERS = {"RAM": (_RAM, 0), "device tier": (_RAM, _DEVICE), "disk": (0, 0)}  # bytes in RAM, on the device
 _GATE_LAYERS = 4
-_BATCHES = (8, 32)  # answers decoded together; each is compared with one alone
 _OUT_OF_TIME = "out of time"
 
 
@@ -60,7 +63,8 @@ class GpuCheck:
             result, failure = work(), ""
         except Exception as error:  # any failure of a new machine: the other parts still run
             result, failure = None, f"{type(error).__name__}: {error}".splitlines()[0]
-        self.parts.append(Part(name, time.perf_counter() - started, result, failure))
+        kept = result.name if isinstance(result, Model) else result
+        self.parts.append(Part(name, time.perf_counter() - started, kept, failure))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return result
@@ -76,39 +80,22 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> list[P
         net = run.part(f"{shape}: build", partial(random_model, shape, args.layers, device=args.device))
         if net is None:
             continue
-        run.parts[-1] = Part(run.parts[-1].name, run.parts[-1].seconds, net.name)
-        slowest = None
-        for num_tokens in args.tokens:
-            if num_tokens + _CHUNK_TOKENS > net.context_window:
-                continue
+        setup = TtftSetup(chunk_tokens=_CHUNK_TOKENS - 2, policies=("none", "first_k", "query"), repeats=args.repeats)
+        for tokens in (tokens for tokens in args.tokens if tokens + _CHUNK_TOKENS <= net.context_window):
+            setup = replace(setup, chunks=tokens // _CHUNK_TOKENS)
             for tier, (ram_bytes, device_bytes) in _TIERS.items():
-                setup = TtftSetup(
-                    shape,
-                    args.layers,
-                    chunks=max(1, num_tokens // _CHUNK_TOKENS),
-                    chunk_tokens=min(num_tokens, _CHUNK_TOKENS) - 2,
-                    policies=("none", "first_k", "query"),
-                    repeats=args.repeats,
-                    ram_bytes=ram_bytes,
-                    device_bytes=device_bytes,
-                )
-                if run.part(f"{shape}: {num_tokens} tokens from {tier}", partial(ttft.measure, setup, net=net)):
-                    slowest = setup
-        if slowest:
-            run.part(f"{shape}: profile", partial(_profile, slowest, net))
-        run.part(f"{shape}: ingestion", partial(ingest.measure, net, 32, 512, 1, args.repeats))
-        for rows in _BATCHES:
-            work = partial(decode.measure, net, rows, repeats=args.repeats)
-            run.part(f"{shape}: {rows} answers together", work)
-        work = partial(decode.measure, net, repeats=args.repeats, compiled=True)
-        run.part(f"{shape}: compiled decode steps", work)
+                tiered = replace(setup, ram_bytes=ram_bytes, device_bytes=device_bytes)
+                run.part(f"{shape}: {tokens} tokens from {tier}", partial(ttft.measure, tiered, net=net))
+        run.part(f"{shape}: profile", partial(_profile, setup, net))
+        run.part(f"{shape}: ingestion", partial(_ingestion, net))
         del net
     return run.parts
 
 
 def _gate(args: argparse.Namespace, dtype: torch.dtype, compile_decode: bool = False) -> list[dict[str, Any]]:
     num_layers = min(args.layers or _GATE_LAYERS, _GATE_LAYERS)
-    checks = verify(random_model(args.models[0], num_layers, dtype, args.device, compile_decode))
+    model = random_model(args.models[0], num_layers, dtype, args.device, compile_decode)
+    checks = verify(partial(BlendEngine, model))
     return [asdict(check) for check in checks]
 
 
@@ -124,8 +111,17 @@ def _profile(setup: TtftSetup, net: Model) -> str:
         tables.append(profiler.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=50))
         return report
 
-    ttft.measure(TtftSetup(**asdict(setup) | {"repeats": 1, "policies": ("query",)}), ask, net=net)
+    ttft.measure(replace(setup, repeats=1, policies=("query",)), ask, net=net)
     return tables[-1]
+
+
+def _ingestion(net: Model) -> str:
+    """Return the speed of encoding and writing chunks, the second time: the first warms up."""
+    words, rng = one_token_words(net), random.Random(0)
+    with tempfile.TemporaryDirectory() as folder, BlendEngine(net, folder, ram_bytes=0) as engine:
+        for _ in range(2):
+            report = engine.warm(["".join(rng.choices(words, k=_CHUNK_TOKENS)) for _ in range(_INGESTED)])
+    return f"{report.tokens / report.seconds:.0f} tokens/s"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -146,19 +142,7 @@ def _lines(part: Part) -> list[str]:
     if isinstance(part.result, TtftResult):
         times = [f"{row.name} {row.ttft_s * 1000:.0f} ms {row.speedup:.2f}x" for row in part.result.rows]
         return [f"{part.name} ({part.result.prompt_tokens}): {', '.join(times)}"]
-    if part.name.startswith("gate"):
+    if isinstance(part.result, list):
         marks = [f"{'ok' if check['passed'] else 'FAILED'} {check['name']}" for check in part.result]
         return [part.name, *(f"  {mark}" for mark in marks)]
-    if not isinstance(part.result, dict):
-        return [f"{part.name}:", str(part.result)]
-    if "share" in part.result:
-        share = f"{part.result['share']:.2f} of the model's own forward pass"
-        return [f"{part.name}: {part.result['tokens_per_s']['engine']:.0f} tokens/s, {share}"]
-    rates = part.result
-    together = f"{rates['together']:.0f} tokens/s, {rates['together_to_alone']:.2f}x one alone ({rates['alone']:.0f})"
-    lines = [f"{part.name}: {together}, which is {rates['alone_to_generate']:.2f}x model.generate"]
-    if "compiled_alone" in rates:
-        together = f"{rates['compiled_together']:.0f} tokens/s together ({rates['compiled_together_to_together']:.2f}x)"
-        alone = f"{rates['compiled_alone']:.0f} alone ({rates['compiled_alone_to_alone']:.2f}x)"
-        lines.append(f"  compiled: {together}, {alone}")
-    return lines
+    return [f"{part.name}: {part.result}"]

@@ -1,7 +1,6 @@
-"""Load test of a running server: every stream must be complete and equal to the answer of the same request alone.
+"""Load generator for a running server: complete streams, time to first token, tokens per second.
 
-Clients beyond the queue get 429, which is not an error, and retry. Some clients disconnect mid-stream, which must leave
-no work behind.
+Clients beyond the queue get 429, which is not an error, and retry. Some clients disconnect mid-stream.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -27,10 +27,6 @@ _PROMPTS = 16
 _RETRY_S = 0.5
 _LONG = 200  # tokens of an answer that a client abandons: long enough to leave work
 _MOST_WAITING_S = 6  # at most the disconnecting clients of so many seconds wait for their first token
-_IDLE_S = 60.0  # for the server to become idle at the end
-_SAMPLES = 16  # of the memory, besides the first one
-_MEMORY, _DISCONNECTED = "process_resident_memory_bytes", 'kvrag_request_failure_total{status="499"}'
-_GROWTH = 1.1  # more growth after the first quarter is not noise
 
 
 @dataclass
@@ -38,47 +34,25 @@ class LoadResult:
     """Result of a load test.
 
     Attributes:
-        rate: Requests per second that were sent at random times (Poisson) instead of by the clients; 0 = by them.
-        complete: Streams read to their end; `unequal` of them differed from the same request alone.
+        complete: Streams read to their end, with `tokens` in total.
         rejected: Responses with 429.
-        kill: Planned disconnections mid-stream per second ...
-        killed: ... and actual disconnections in total. The server stopped `stopped` requests of disconnected clients.
-        errors: Other errors, with their counts.
-        left: Requests still running or waiting on the server a minute after the last client disconnected.
-        memory: Resident bytes, at regular intervals from start to end.
+        killed: Streams whose client disconnected.
+        errors: Other errors, incomplete streams among them, with their counts.
         ttft_s: Seconds from each request to the first text of its complete stream, as the client saw it.
     """
 
-    clients: int
     seconds: float
-    kill: int = 0
-    rate: float = 0.0
     complete: int = 0
-    unequal: int = 0
     rejected: int = 0
     killed: int = 0
-    stopped: int = 0
     tokens: int = 0
-    left: int = 0
-    memory: list[int] = field(default_factory=list)
-    errors: dict[str, int] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)
     ttft_s: list[float] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
-        """True if everything was correct and something was tested."""
-        is_tested = self.complete > 0 and (not self.kill or (self.killed > 0 and self.stopped > 0))
-        return is_tested and not (self.unequal or self.left or self.errors)
-
-    @property
-    def is_flat(self) -> bool:
-        """True if the memory did not grow after the first quarter."""
-        quarter = len(self.memory) // 4
-        return max(self.memory[-quarter:]) <= _GROWTH * max(self.memory[: quarter + 1])
-
-
-Answer = tuple[str, int]
-"""Text and number of tokens."""
+        """True if something was tested and there was no error."""
+        return self.complete > 0 and not self.errors
 
 
 class _Rejected(Exception):
@@ -109,85 +83,56 @@ async def load(
     prompts: int = _PROMPTS,
     rate: float = 0.0,
 ) -> LoadResult:
-    """Send each request alone, then all of them from many clients for some time, then wait until the server is idle.
+    """Send each request once, so that its documents are encoded, then all of them for some time.
 
     Args:
-        rate: Send so many requests per second at random times, whether or not earlier ones were answered.
+        clients: Number of clients that send one request after the other.
+        kill: Number of further clients per second that disconnect mid-stream.
+        rate: Instead of the clients, send so many requests per second at random times (Poisson).
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits) as http:
         model = model or (await http.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
         bodies = requests(model, prompts)
-        for body in bodies:  # the first time, documents are encoded
-            await _answer(http, body)
-        alone = [await _answer(http, body) for body in bodies]
-        result = LoadResult(clients, seconds, kill, rate, memory=[round(await _metric(http, _MEMORY))])
-        before = await _metric(http, _DISCONNECTED)
-        await _Load(http, bodies, alone, time.monotonic() + seconds, result).run()
-        result.left = await _wait_until_idle(http)
-        result.stopped = round(await _metric(http, _DISCONNECTED) - before)
-        result.memory.append(round(await _metric(http, _MEMORY)))
-    return result
+        for body in bodies:
+            await ask(http, body)
+        run = _Load(http, bodies, time.monotonic() + seconds, LoadResult(seconds))
+        senders = [run.arrivals(rate)] if rate else [run.client(random.Random(number)) for number in range(clients)]
+        await asyncio.gather(*senders, run.disconnects(kill))
+    return run.result
 
 
 @dataclass(frozen=True)
 class _Load:
-    """Requests until a time, with the answers of each request alone, and their result."""
+    """Requests until a time, and their result."""
 
     http: httpx.AsyncClient
     bodies: list[dict[str, Any]]
-    alone: list[Answer]
     end: float
     result: LoadResult
 
-    async def run(self) -> None:
-        if self.result.rate:
-            senders = [self._arrivals()]
-        else:
-            senders = [self._client(random.Random(number)) for number in range(self.result.clients)]
-        await asyncio.gather(*senders, self._disconnect(), self._watch_memory())
-
-    async def _client(self, rng: random.Random) -> None:
-        """Send one request after the other."""
+    async def client(self, rng: random.Random) -> None:
         while time.monotonic() < self.end:
-            if not await self._send(rng):
+            if not await self._send(rng.choice(self.bodies)):
                 await asyncio.sleep(_RETRY_S * (1 + rng.random()))
 
-    async def _arrivals(self) -> None:
-        """Send requests at random times, `result.rate` per second on average."""
+    async def arrivals(self, rate: float) -> None:
         rng = random.Random(0)
         tasks: list[asyncio.Task[bool]] = []
-        at = time.monotonic() + rng.expovariate(self.result.rate)
+        at = time.monotonic() + rng.expovariate(rate)
         while at < self.end:
             await asyncio.sleep(max(at - time.monotonic(), 0))
-            tasks.append(asyncio.create_task(self._send(rng)))
-            at += rng.expovariate(self.result.rate)
+            tasks.append(asyncio.create_task(self._send(rng.choice(self.bodies))))
+            at += rng.expovariate(rate)
         await asyncio.gather(*tasks)
 
-    async def _send(self, rng: random.Random) -> bool:
-        """Send a random request and count its result; return False if the server rejected it with 429."""
-        number = rng.randrange(len(self.bodies))
-        try:
-            answer, ttft_s = await _timed_answer(self.http, self.bodies[number])
-        except _Rejected:
-            self.result.rejected += 1
-            return False
-        except (httpx.HTTPError, KvragError) as error:
-            self._count(error)
-        else:
-            self.result.complete += 1
-            self.result.unequal += answer != self.alone[number]
-            self.result.tokens += answer[1]
-            self.result.ttft_s += [] if ttft_s is None else [ttft_s]
-        return True
-
-    async def _disconnect(self) -> None:
-        """Start some clients per second that disconnect after a few deltas; fewer while many wait for the first."""
+    async def disconnects(self, kill: int) -> None:
+        """Start some clients per second that disconnect after a few events; fewer while many wait for the first."""
         rng = random.Random(-1)
         tasks: set[asyncio.Task[None]] = set()
-        while self.result.kill and time.monotonic() < self.end:
-            for _ in range(min(self.result.kill, _MOST_WAITING_S * self.result.kill - len(tasks))):
+        while kill and time.monotonic() < self.end:
+            for _ in range(min(kill, _MOST_WAITING_S * kill - len(tasks))):
                 body = rng.choice(self.bodies) | {"max_tokens": _LONG}
                 task = asyncio.create_task(self._disconnect_after(body, rng.randint(1, 4)))
                 tasks.add(task)
@@ -196,47 +141,55 @@ class _Load:
         await asyncio.gather(*tasks)
 
     async def _disconnect_after(self, body: dict[str, Any], num_events: int) -> None:
-        """Retry until a stream begins, then disconnect."""
         while True:
-            try:
-                async with self.http.stream("POST", "/v1/chat/completions", json=body) as response:
-                    async for data in _events(response):
-                        num_events -= 1
-                        if not num_events:
-                            self.result.killed += data != "[DONE]"
-                            break
+            if await self._send(body, num_events):
                 return
-            except _Rejected:
-                self.result.rejected += 1
-                await asyncio.sleep(_RETRY_S)
-            except (httpx.HTTPError, KvragError) as error:
-                self._count(error)
-                return
+            await asyncio.sleep(_RETRY_S)
 
-    async def _watch_memory(self) -> None:
-        for _ in range(_SAMPLES - 1):
-            await asyncio.sleep(self.result.seconds / _SAMPLES)
-            self.result.memory.append(round(await _metric(self.http, _MEMORY)))
+    async def _send(self, body: dict[str, Any], num_events: int | None = None) -> bool:
+        """Send a request and count its result; return False if the server rejected it with 429."""
+        try:
+            answer = await ask(self.http, body, num_events)
+        except _Rejected:
+            self.result.rejected += 1
+            return False
+        except (httpx.HTTPError, KvragError) as error:
+            self.result.errors[f"{type(error).__name__}: {error}"] += 1
+            return True
+        if answer is None:
+            self.result.killed += 1
+        elif num_events is None:
+            self.result.complete += 1
+            self.result.tokens += answer.tokens
+            self.result.ttft_s += [] if answer.ttft_s is None else [answer.ttft_s]
+        return True
 
-    def _count(self, error: Exception) -> None:
-        name = f"{type(error).__name__}: {error}"
-        self.result.errors[name] = self.result.errors.get(name, 0) + 1
+
+class StreamedAnswer(NamedTuple):
+    """The answer of a complete stream; `ttft_s` are the seconds to its first text, if there is any."""
+
+    text: str
+    tokens: int
+    ttft_s: float | None
 
 
-async def _answer(http: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
-    return (await _timed_answer(http, body))[0]
+async def ask(http: httpx.AsyncClient, body: dict[str, Any], num_events: int | None = None) -> StreamedAnswer | None:
+    """Return the answer; None after disconnecting at event number `num_events`.
 
-
-async def _timed_answer(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[Answer, float | None]:
-    """Return the answer of a complete stream, and the seconds until its first text, if there is any."""
+    Raises:
+        KvragError: The stream ended early, or the server reported an error.
+    """
     text, last, usage = "", "", None
     started, ttft_s = time.monotonic(), None
+    number = 0
     async with http.stream("POST", "/v1/chat/completions", json=body) as response:
-        async for data in _events(response):
-            last = data
-            if data == "[DONE]":
+        async for last in _events(response):
+            if last == "[DONE]":
                 continue
-            event = json.loads(data)
+            number += 1
+            if number == num_events:
+                return None
+            event = json.loads(last)
             if "error" in event:
                 raise KvragError(event["error"]["message"])
             usage = event.get("usage") or usage
@@ -245,7 +198,7 @@ async def _timed_answer(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[
                 ttft_s = time.monotonic() - started
     if last != "[DONE]" or usage is None:
         raise KvragError("a stream ended early")
-    return (text, usage["completion_tokens"]), ttft_s
+    return StreamedAnswer(text, usage["completion_tokens"], ttft_s)
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[str]:
@@ -258,56 +211,23 @@ async def _events(response: httpx.Response) -> AsyncIterator[str]:
             yield line.removeprefix("data: ")
 
 
-async def _metric(http: httpx.AsyncClient, name: str) -> float:
-    response = await http.get("/metrics")
-    while response.status_code == 429:
-        await asyncio.sleep(_RETRY_S)
-        response = await http.get("/metrics")
-    for line in response.raise_for_status().text.splitlines():
-        if line.startswith(f"{name} "):
-            return float(line.rpartition(" ")[2])
-    return 0.0  # not counted yet, or not supported by the server's system
-
-
-async def _wait_until_idle(http: httpx.AsyncClient) -> int:
-    """Wait until the server is idle; return the number of remaining requests."""
-    for _ in range(round(_IDLE_S / 0.2)):
-        left = sum([round(await _metric(http, f"kvrag_num_requests_{state}")) for state in ("running", "waiting")])
-        if not left:
-            break
-        await asyncio.sleep(0.2)
-    return left
-
-
 def run(args: argparse.Namespace) -> int:
-    """Run the load test; return 1 on a failure."""
+    """Run the load test; return 1 on an error."""
     try:
         settings = (args.url, args.clients, args.seconds, args.kill, args.api_key, args.model)
         result = asyncio.run(load(*settings, rate=args.rate))
     except httpx.HTTPError as error:
         raise KvragError(f"no server answers at {args.url}: {error}") from error
     if args.json:
-        print(json.dumps(asdict(result) | {"passed": result.passed, "is_flat": result.is_flat}))
-    else:
-        _print(result)
-    return 0 if result.passed and result.is_flat else 1
-
-
-def _print(result: LoadResult) -> None:
-    memory = ", ".join(f"{size / (1 << 20):.0f}" for size in result.memory[:: _SAMPLES // 4])
-    senders = f"{result.rate:g} requests/s" if result.rate else f"{result.clients} clients"
+        print(json.dumps(asdict(result) | {"passed": result.passed}))
+        return 0 if result.passed else 1
     print(
-        f"{senders}, {result.seconds:g} s: {result.complete} complete streams, "
-        f"{result.unequal} different; {result.rejected} times 429; "
-        f"{result.tokens / result.seconds:.1f} tokens/s of complete streams"
+        f"{result.seconds:g} s: {result.complete} complete streams; {result.rejected} times 429; "
+        f"{result.killed} disconnected mid-stream; {result.tokens / result.seconds:.1f} tokens/s of complete streams"
     )
     if len(result.ttft_s) > 1:
         p50, p95 = (statistics.quantiles(result.ttft_s, n=100)[at] for at in (49, 94))
         print(f"time to first token: p50 {1000 * p50:.0f} ms, p95 {1000 * p95:.0f} ms")
-    print(
-        f"{result.killed} disconnected mid-stream, {result.killed / result.seconds:.1f} of {result.kill} per s; the "
-        f"server stopped {result.stopped} requests of disconnected clients; {result.left} requests were left at the end"
-    )
-    print(f"resident MiB at the start and after each quarter: {memory}")
-    for error, count in result.errors.items():
-        print(f"{count} x {error}", file=sys.stderr)
+    for problem, count in result.errors.items():
+        print(f"{count} x {problem}", file=sys.stderr)
+    return 0 if result.passed else 1

@@ -1,8 +1,7 @@
 """Time to first token of full prefill, an exact-prefix cache and blending, interleaved in one run.
 
-Times run from the call with messages to the first token, including rendering, tokenising, matching, disk reads,
-rotating, selecting and recomputing. Every repeat has a new order of chunks. By default the tiers in memory are off and
-the chunk files are in the page cache.
+Times run from the call with messages to the first token. Every repeat has a new order of chunks. By default the tiers
+in memory are off and the chunk files are in the page cache.
 """
 
 from __future__ import annotations

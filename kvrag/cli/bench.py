@@ -99,7 +99,7 @@ def quality(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples", type=at_least(1), metavar="N", help="number of questions (default: 200; with --docs 100)"
     )
-    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of the drawn prompts and of the intervals")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of the prompts that are made")
     parser.add_argument(
         "--policies",
         nargs="+",
@@ -118,8 +118,7 @@ def quality(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codec", choices=CODECS, default="native", help="codec of stored chunks (default: native)")
     parser.add_argument(
         "--context-tokens",
-        nargs="+",
-        type=comma_separated(checked(str, context_settings)),
+        type=context_settings,
         metavar="N|headings",
         help="encode passages with N tokens of their document as context, or with its title and headings; 0 = alone "
         "(default: as `kvrag warm` if rows name documents, else 0)",

@@ -14,7 +14,6 @@ from kvrag.cli.common import (
     add_engine_arguments,
     at_least,
     existing_path,
-    forecast,
     open_engine,
     open_index,
     progress,
@@ -22,7 +21,7 @@ from kvrag.cli.common import (
     say,
 )
 from kvrag.cli.prompt import as_prompt, stuff, text_search
-from kvrag.config import POLICIES
+from kvrag.config import DEFAULT_RATIO, POLICIES
 from kvrag.errors import PromptError
 from kvrag.types import Messages
 
@@ -63,7 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ratios to try (default: 0.05 0.15 0.3 0.6)",
     )
     parser.add_argument(
-        "--prompts", type=at_least(1), default=40, metavar="N", help="maximum number of prompts (default: 40)"
+        "--prompts",
+        type=at_least(1),
+        default=40,
+        metavar="N",
+        help="maximum number of prompts; a default takes 40 (default: 40)",
     )
     parser.add_argument("--seed", type=at_least(0), default=0, help="seed of the prompts made without --questions")
     parser.add_argument("--top-k", type=at_least(2), default=4, metavar="K", help="chunks per prompt (default: 4)")
@@ -74,12 +77,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with --questions: neighbours to retrieve with each chunk (default: 0)",
     )
+    parser.add_argument("--dry-run", action="store_true", help="measure, but leave the default as it is")
+    parser.add_argument("--reset", action="store_true", help="delete the stored calibration, and measure nothing")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, store the result beside the chunks, and print the curve."""
+    """Measure, store the result beside the chunks, and print the curve; or delete the stored one."""
     from kvrag.control.calibrate import GRID
 
+    if args.reset:
+        return _reset(args)
     ratios = tuple(dict.fromkeys(args.ratios or GRID))
     with open_engine(args, is_warmed=True, **args.context_tokens) as engine, ExitStack() as stack:
         prompts = _retrieve(engine, args) if args.questions else None
@@ -93,9 +100,6 @@ def run(args: argparse.Namespace) -> int:
             if not args.json:
                 say("making prompts from the chunks")
         report = stack.enter_context(progress("calibrating", args.json))
-        if not args.json:
-            advice = "fewer with --prompts or --ratios; Ctrl-C reports the result so far"
-            report = forecast(report, len(ratios) + 1, advice)
         calibration = engine.calibrate(
             prompts,
             namespace=args.namespace,
@@ -107,16 +111,32 @@ def run(args: argparse.Namespace) -> int:
             chunks=args.top_k,
             search=search,
             seed=args.seed,
+            save=not args.dry_run,
             progress=report,
         )
         store = engine.store.stats().path
+    is_saved = calibration.is_usable and not args.dry_run
     if args.json:
-        print(json.dumps(asdict(calibration) | {"store": store, "verdict": _verdict(calibration)}))
+        verdict = _verdict(calibration, is_saved)
+        print(json.dumps(asdict(calibration) | {"store": store, "saved": is_saved, "verdict": verdict}))
     else:
-        _print(calibration, store)
+        _print(calibration)
+        print(f"\n{_verdict(calibration, is_saved)}" + (f"; stored in {store}" if is_saved else ""))
         if not args.questions:
             say("the prompts were made from the chunks: pass your own questions with --questions FILE")
     return 130 if calibration.interrupted else 0
+
+
+def _reset(args: argparse.Namespace) -> int:
+    with open_engine(args, is_warmed=True) as engine:
+        engine.reset_calibration()
+        store = engine.store.stats().path
+    print(
+        json.dumps({"store": store})
+        if args.json
+        else f"no calibration in {store} any more: the default ratio is {DEFAULT_RATIO:g}"
+    )
+    return 0
 
 
 def _retrieve(engine: BlendEngine, args: argparse.Namespace) -> Sequence[str | Messages]:
@@ -133,7 +153,7 @@ def _retrieve(engine: BlendEngine, args: argparse.Namespace) -> Sequence[str | M
     return prompts
 
 
-def _print(calibration: Calibration, store: str) -> None:
+def _print(calibration: Calibration) -> None:
     print(
         f"first tokens that match full prefill, policy {calibration.policy}, {calibration.curve[0].prompts} prompts\n"
     )
@@ -145,14 +165,13 @@ def _print(calibration: Calibration, store: str) -> None:
         print(f"{point.ratio:>6g}{point.share:>9.1%}   {interval:<15}{later:>14}{mark}")
     for note in calibration.notes:
         say(note)
-    print(f"\n{_verdict(calibration)}" + (f"; stored in {store}" if calibration.is_usable else ""))
 
 
-def _verdict(calibration: Calibration) -> str:
-    by = "with 95 % confidence" if calibration.sure else "by the measured share"
-    if not calibration.is_usable:
-        best = "no ratio reaches" if calibration.ratio is None else f"ratio {calibration.ratio:g} reaches"
-        return f"{best} {calibration.target:.1%} {by}; too few prompts were done, so the default is left as it was"
+def _verdict(calibration: Calibration, is_saved: bool) -> str:
+    by = f"{calibration.target:.1%} {'with 95 % confidence' if calibration.sure else 'by the measured share'}"
+    best = "no ratio reaches" if calibration.ratio is None else f"ratio {calibration.ratio:g} reaches"
+    if not is_saved:
+        return f"{best} {by}; nothing was saved"
     if calibration.ratio is None:
-        return f"full: no ratio reaches {calibration.target:.1%} {by}; full prefill is now the default"
-    return f"ratio {calibration.ratio:g} reaches {calibration.target:.1%} {by} and is now the default"
+        return f"full: {best} {by}; full prefill is now the default"
+    return f"{best} {by} and is now the default"

@@ -25,6 +25,8 @@ from kvrag.config import (
 )
 from kvrag.errors import KvragError, SettingError, StoreError
 from kvrag.llm import SETTINGS
+from kvrag.retrieval import documents
+from kvrag.retrieval.documents import Content, Problem
 from kvrag.types import BlendReport, Messages
 
 if TYPE_CHECKING:
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LINE_S = 10.0  # seconds between lines of progress without a terminal
+_REDRAW_S, _LINE_S = 0.1, 10.0  # seconds between lines of progress, on a terminal and without one
+_CLEAR = "\r\x1b[K"  # removes a line of progress from a terminal
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -75,6 +78,14 @@ def context_settings(text: str) -> dict[str, Any]:
         return {"context_tokens": at_least(0)(text), "context": "text"}
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number of tokens or headings, got {text!r}") from None
+
+
+def add_number(
+    parser: argparse._ActionsContainer, name: str, default: float, what: str, least: float = 0, most: float = math.inf
+) -> None:
+    """Add an option for a number of the default's type, with the default in its help."""
+    kind = at_least(least, type(default), most)
+    parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{what} (default: {default})")
 
 
 def add_context_argument(parser: argparse._ActionsContainer, about: str) -> None:
@@ -160,10 +171,8 @@ def add_blend_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of retrieval, blending and sampling."""
-    parser.add_argument("--top-k", type=at_least(1), default=4, metavar="K", help="chunks to retrieve (default: 4)")
-    parser.add_argument(
-        "--around", type=at_least(0), default=0, metavar="N", help="neighbours to retrieve with each chunk (default: 0)"
-    )
+    add_number(parser, "--top-k", 4, "chunks to retrieve", least=1)
+    add_number(parser, "--around", 0, "neighbours to retrieve with each chunk")
     add_blend_arguments(parser)
     add_setting(parser, "max_tokens", metavar="N")
     add_setting(parser, "temperature", metavar="T")
@@ -267,8 +276,8 @@ def _nothing_warmed(folder: Path) -> StoreError:
 
 
 def require_extra() -> None:
-    """Raise KvragError if the extra for reading, retrieval and display is not installed."""
-    for module in ("rich", "faiss", "sentence_transformers", "langchain_text_splitters"):
+    """Raise KvragError if the extra for reading and retrieval is not installed."""
+    for module in ("faiss", "sentence_transformers", "langchain_text_splitters"):
         if find_spec(module) is None:
             raise KvragError(f"{module} is not installed: pip install 'kvrag[cli]'")
 
@@ -293,6 +302,29 @@ def existing_store(store: str) -> str:
     return str(folder)
 
 
+def read_files(args: argparse.Namespace, title: str, problems: list[Problem]) -> Iterator[Content]:
+    """Yield the files in `args.paths` that have texts, with progress; add to `problems` and print what was skipped.
+
+    Raises:
+        KvragError: No file could be read.
+    """
+    paths, skipped = documents.find(args.paths)
+    problems += skipped
+    num_read = 0
+    with progress(title, args.json) as report:
+        for number, path in enumerate(paths, 1):
+            content = documents.read(path, args.text_field)
+            problems += content.problems
+            if content.texts:
+                num_read += 1
+                yield content
+            report(number, len(paths))
+    for problem in problems:
+        say(str(problem))
+    if not num_read:
+        raise KvragError(f"no text: none of {len(paths)} files could be read")
+
+
 def read_text(path: Path) -> str:
     """Return the text of a file.
 
@@ -307,79 +339,40 @@ def read_text(path: Path) -> str:
 
 def say(message: str) -> None:
     """Print a line to stderr; stdout is reserved for results."""
-    print(message, file=sys.stderr, flush=True)
+    print(f"{_CLEAR if sys.stderr.isatty() else ''}{message}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress(title: str, quiet: bool = False, unit: str = "") -> Iterator[Callable[[int, int], None]]:
-    """Show progress on stderr, updated with (done, total): a bar, or without a terminal a line every ten seconds.
+    """Show progress on stderr, updated with (done, total): one changing line on a terminal, else one every ten seconds.
 
     Args:
         quiet: Show nothing.
         unit: What is counted: progress is shown from 0 % on, with the number per second.
     """
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-    except ImportError:
-        raise KvragError("rich is not installed: pip install 'kvrag[cli]'") from None
-    console = Console(stderr=True)
-    if not quiet and not console.is_terminal:
-        yield _progress_lines(title, unit)
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, TextColumn("{task.fields[speed]}"), console=console, transient=True, disable=quiet) as bar:
-        task = bar.add_task(title, total=None, speed="")
-
-        def update(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-            speed = bar.tasks[0].speed
-            bar.update(task, speed=f"{speed:.0f} {unit}/s" if unit and speed else "")
-
-        yield update
-
-
-def _progress_lines(title: str, unit: str = "") -> Callable[[int, int], None]:
+    is_terminal = sys.stderr.isatty()
     started = time.monotonic()
-    printed = -math.inf if unit else started
+    printed = -math.inf if unit or is_terminal else started
     done_at_start: int | None = None  # in an earlier run
 
     def update(done: int, total: int) -> None:
         nonlocal printed, done_at_start
         now, done_at_start = time.monotonic(), done if done_at_start is None else done_at_start
-        if now - printed < _LINE_S or not total:
+        if quiet or not total or now - printed < (_REDRAW_S if is_terminal else _LINE_S):
             return
         line = f"{title}: {done / total:.0%}"
         if done > done_at_start:
             speed = (done - done_at_start) / (now - started)
             line += f", {speed:.0f} {unit}/s" if unit else ""
             line += f", about {duration((total - done) / speed)} left"
-        say(line)
+        print(f"{_CLEAR}{line}" if is_terminal else line, end="" if is_terminal else "\n", file=sys.stderr, flush=True)
         printed = now
 
-    return update
-
-
-def forecast(update: Callable[[int, int], None], steps: int, advice: str) -> Callable[[int, int], None]:
-    """Return `update`, which also prints an estimate of the total time once the first prompt is done.
-
-    Args:
-        steps: Steps per prompt.
-        advice: Ends the line.
-    """
-    start: tuple[float, int] | None = None  # time and steps done
-    is_printed = False
-
-    def update_and_forecast(done: int, total: int) -> None:
-        nonlocal start, is_printed
-        start = start or (time.monotonic(), done)
-        if not is_printed and done - start[1] >= steps:
-            seconds = (time.monotonic() - start[0]) / (done - start[1]) * (total - start[1])
-            say(f"{(total - start[1]) // steps} prompts take about {duration(seconds)}, by the first one: {advice}")
-            is_printed = True
-        update(done, total)
-
-    return update_and_forecast
+    try:
+        yield update
+    finally:
+        if is_terminal and not quiet:
+            print(_CLEAR, end="", file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:
@@ -400,9 +393,7 @@ def human_bytes(size: float) -> str:
 
 
 def summary(report: BlendReport) -> str:
-    """Return a one-line summary of an answer, and its notes."""
-    line = (
-        f"{report.prompt_tokens} prompt tokens: {report.reused_tokens} reused ({report.recomputed_tokens} of them "
-        f"recomputed), {report.fresh_tokens} fresh; first token after {report.ttft_s * 1000:.0f} ms ({report.policy})"
-    )
-    return "\n".join(filter(None, [line, report.decision, *report.notes]))
+    """Return what was reused for an answer, how long it took, and its notes, in a line each."""
+    from kvrag.inspect.explanation import summary_of
+
+    return "\n".join(summary_of(report))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from kvrag.cli.common import add_setting, human_bytes, progress, say
+from kvrag.cli.common import DTYPES, add_number, add_setting, at_least, human_bytes, read_files
 from kvrag.config import CODECS
-from kvrag.errors import KvragError, SettingError
+from kvrag.errors import SettingError
 from kvrag.retrieval import documents
 
 _BANDWIDTHS = {  # bytes per second
@@ -23,25 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag estimate`."""
     parser.add_argument("paths", nargs="*", metavar="PATH", help="files and folders of the corpus")
     add_setting(parser, "model", "hub name, folder, or 'reader'; no weights are loaded", default="reader")
-    parser.add_argument("--tokens", type=int, metavar="N", help="size of the corpus in tokens, instead of PATH")
-    parser.add_argument(
-        "--chunk-tokens", type=int, default=256, metavar="N", help="length of a typical chunk (default: 256)"
-    )
-    parser.add_argument("--codec", choices=CODECS, default="native", help="codec of stored chunks (default: native)")
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the model (default: as stored)"
-    )
-    parser.add_argument(
-        "--text-field", default="text", metavar="NAME", help="text field of the objects in .jsonl files"
-    )
+    parser.add_argument("--tokens", type=at_least(0), metavar="N", help="size of the corpus in tokens, instead of PATH")
+    add_number(parser, "--chunk-tokens", 256, "length of a typical chunk", least=1)
+    add_setting(parser, "codec")
+    add_setting(parser, "dtype", "dtype of the model; default: as stored", choices=DTYPES[1:], default=None)
+    parser.add_argument("--text-field", default="text", metavar="NAME", help="text field of objects in .jsonl files")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the estimates."""
     if args.paths and args.tokens is not None:
         raise SettingError("PATH and --tokens exclude each other: pass one of them")
-    if args.chunk_tokens < 1 or (args.tokens or 0) < 0:
-        raise SettingError("--tokens and --chunk-tokens must be positive")
     if args.paths:
         documents.find(args.paths)  # report mistakes before the slow imports
     import torch
@@ -56,24 +48,14 @@ def run(args: argparse.Namespace) -> int:
     per_token = codecs[args.codec]
     tokens = _count(args) if args.paths else args.tokens
     chunk = args.chunk_tokens * per_token
-    loading = [
-        {
-            "from": name,
-            "bytes_per_s": bandwidth,
-            "chunk_s": chunk / bandwidth,
-            "break_even_tokens_per_s": bandwidth / per_token,
-        }
-        for name, bandwidth in _BANDWIDTHS.items()
-    ]
     if args.json:
-        result = {
-            "model": args.model,
-            "codec": args.codec,
-            "bytes_per_token": per_token,
-            "chunk_tokens": args.chunk_tokens,
-        }
+        result = {"model": args.model, "codec": args.codec, "bytes_per_token": per_token, "codecs": codecs}
         result |= {"tokens": tokens, "bytes": None if tokens is None else tokens * per_token}
-        print(json.dumps(result | {"chunk_bytes": chunk, "codecs": codecs, "loading": loading}))
+        loading = [
+            {"from": name, "bytes_per_s": speed, "chunk_s": chunk / speed, "break_even_tokens_per_s": speed / per_token}
+            for name, speed in _BANDWIDTHS.items()
+        ]
+        print(json.dumps(result | {"chunk_tokens": args.chunk_tokens, "chunk_bytes": chunk, "loading": loading}))
         return 0
     per_chunk = f"{human_bytes(chunk)} per chunk of {args.chunk_tokens} tokens"
     print(f"{args.model}: {human_bytes(per_token)} of KV per token, {per_chunk}")
@@ -81,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if tokens is not None:
         print(f"corpus of {tokens} tokens: {human_bytes(tokens * per_token)}")
     print(f"\n{'loaded from':20}{'one chunk':>12}   reuse wins if prefill is slower than")
-    for row in loading:
-        print(f"{row['from']:20}{row['chunk_s'] * 1000:>9.2f} ms   {row['break_even_tokens_per_s']:>12,.0f} tokens/s")
+    for name, speed in _BANDWIDTHS.items():
+        print(f"{name:20}{chunk / speed * 1000:>9.2f} ms   {speed / per_token:>12,.0f} tokens/s")
     print("\nReuse wins when bytes per token / bandwidth < prefill time per token.")
     return 0
 
@@ -91,17 +73,5 @@ def _count(args: argparse.Namespace) -> int:
     from kvrag.backend.transformers.loading import load_tokenizer
 
     tokenizer = load_tokenizer(args.model)
-    total = num_read = 0
-    paths, problems = documents.find(args.paths)
-    with progress("counting", args.json) as report:
-        for number, path in enumerate(paths, 1):
-            content = documents.read(path, args.text_field)
-            problems += content.problems
-            num_read += bool(content.texts)
-            total += sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in content.texts)
-            report(number, len(paths))
-    for problem in problems:
-        say(str(problem))
-    if not num_read:
-        raise KvragError(f"no text to count: none of {len(paths)} files could be read")
-    return total
+    texts = (text for content in read_files(args, "counting", []) for text in content.texts)
+    return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)

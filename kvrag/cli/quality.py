@@ -4,34 +4,37 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from hashlib import blake2b
-from pathlib import Path
+from importlib.metadata import version
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
-from kvrag.bench.grid import FULL, NONE, RIGHT, Cell, Setup, by_setup, make_cells
-from kvrag.cli.common import context_settings, forecast, progress, require_extra, say
+from kvrag.cli.common import context_settings, progress, require_extra, say
 from kvrag.cli.prompt import text_search
 from kvrag.config import DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES, BlendConfig, Sampling
-from kvrag.control.prompts import CLOZE, make_prompts
+from kvrag.control.prompts import make_prompts
 from kvrag.errors import SettingError
 from kvrag.retrieval import documents
 from kvrag.retrieval.index import ChunkIndex
 
 if TYPE_CHECKING:
     from kvrag.backend.transformers import Model
-    from kvrag.bench.quality import Journal, Task
+    from kvrag.bench.quality import Cell, Journal, Task
 
-_SELECTING = [policy for policy in POLICIES if policy not in (FULL, NONE, "random")]
-_DEFAULTS: dict[str, Any] = {"samples": 200, "policies": [_SELECTING], "max_tokens": 16}
+_REFERENCES = {"full", "none"}
+_DEFAULTS: dict[str, Any] = {
+    "samples": 200,
+    "policies": [[policy for policy in POLICIES if policy not in {*_REFERENCES, "random"}]],
+    "max_tokens": 16,
+}
 _DEFAULTS_DOCS: dict[str, Any] = {
     "samples": 100,
     "policies": [[DEFAULT_POLICY]],
@@ -42,7 +45,6 @@ _DEFAULTS_DOCS: dict[str, Any] = {
 _NOT_DOCS = ("data", "instruction", "skip_long")
 _MAX_DOCS_TOKENS = 32768  # encoded from --docs: minutes of encoding and gigabytes of disk for a model of 7B
 _DOCS_STOP = ("\n", ". ")  # the question is the rest of one sentence
-_MIN_KEPT = 0.95  # share of full prefill's answers that must be kept
 _MIN_RIGHT = 0.3  # share of the sentences that a model must complete as the documents do, for a verdict
 
 
@@ -50,21 +52,16 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print and store the results."""
     fill(args)
     rows, data = read_rows(args)
-    setups = make_setups(args, rows, [args.codec])
-    cells = make_cells({name: BlendConfig(policy=name) for name in args.policies}, args.ratios, setups)
+    config = chunk_config(rows, args.context_tokens)
     started = time.perf_counter()
     model = load_model(args)
-    evaluation = evaluate(args, model, rows, data, cells, args.out)
-    return report(args, evaluation, summarise(evaluation, args.seed), started)
-
-
-def summarise(evaluation: Evaluation, seed: int) -> list[dict[str, Any]]:
-    """Return the metrics of every cell with intervals."""
     from kvrag.bench import quality
 
-    tasks = evaluation.tasks
-    tables = quality.tables(tasks, evaluation.cells, evaluation.journal)
-    return quality.summarise(tables, quality.groups(tasks, tables[evaluation.cells[0]]), quality.contexts(tasks), seed)
+    cells = quality.make_cells({name: BlendConfig(policy=name) for name in args.policies}, args.ratios)
+    evaluation = evaluate(args, model, rows, data, cells, config, args.codec)
+    tables = quality.tables(evaluation.tasks, cells, evaluation.journal)
+    summaries = quality.summarise(cells, tables, quality.contexts(evaluation.tasks))
+    return report(args, evaluation, summaries, started, table)
 
 
 def fill(args: argparse.Namespace) -> None:
@@ -82,7 +79,7 @@ def fill(args: argparse.Namespace) -> None:
             setattr(args, name, value)
     for name in ("policies", "ratios"):
         setattr(args, name, [value for values in getattr(args, name) for value in values])
-    if args.docs is not None and not set(args.policies) - {FULL, NONE}:
+    if args.docs is not None and not set(args.policies) - _REFERENCES:
         raise SettingError("--policies with --docs needs one that recomputes tokens")
 
 
@@ -103,16 +100,19 @@ def read_rows(args: argparse.Namespace) -> tuple[list[QuestionRow], dict[str, An
     return file_rows(args.data, args.samples), {"file": args.data.name, "digest": digest}
 
 
-def make_setups(args: argparse.Namespace, rows: Sequence[QuestionRow], codecs: Sequence[str]) -> list[Setup]:
-    """Return how chunks are stored: every codec with every context in --context-tokens."""
+def chunk_config(rows: Sequence[QuestionRow], context: dict[str, Any] | None) -> BlendConfig:
+    """Return the settings that chunks are encoded with.
+
+    Args:
+        context: Of --context-tokens; None = as `kvrag warm`, if all rows name documents.
+    """
     has_documents = all(row.documents for row in rows)
-    texts = [text for values in args.context_tokens or () for text in values]
-    contexts = [context_settings(text) for text in texts or [str(DEFAULT_CONTEXT if has_documents else 0)]]
-    if any(context["context_tokens"] for context in contexts) and not has_documents:
+    context = context or context_settings(str(DEFAULT_CONTEXT if has_documents else 0))
+    if context["context_tokens"] and not has_documents:
         raise SettingError("--context-tokens needs rows with `documents`")
-    if "headings" in texts and not all(row.library for row in rows):
+    if context["context"] == "headings" and not all(row.library for row in rows):
         raise SettingError("--context-tokens headings needs documents with titles: --docs, or rows with `library`")
-    return [Setup(codec, **context) for codec in codecs for context in contexts]
+    return BlendConfig(**context)
 
 
 def load_model(args: argparse.Namespace) -> Model:
@@ -131,7 +131,6 @@ class Evaluation:
 
     model: Model
     tasks: Sequence[Task]
-    cells: Sequence[Cell]
     journal: Journal
     settings: dict[str, Any]
     is_interrupted: bool
@@ -143,15 +142,17 @@ def evaluate(
     rows: Sequence[QuestionRow],
     data: dict[str, Any],
     cells: Sequence[Cell],
-    folder: Path | None,
+    config: BlendConfig,
+    codec: str,
 ) -> Evaluation:
     """Measure these rows, or prompts made from --docs.
 
     Args:
         data: Description of the rows' source that does not depend on their number.
-        folder: Records are kept there.
+        config, codec: How chunks are encoded and stored.
     """
     from kvrag.bench import quality
+    from kvrag.engine import BlendEngine
 
     corpus: dict[str, list[str]] = {}
     if args.docs is not None:
@@ -161,35 +162,47 @@ def evaluate(
     if not args.json:
         say(f"{len(rows)} rows, {len(cells)} cells")
     tasks, skipped = quality.make_tasks(model, rows, args.max_tokens, args.instruction, args.skip_long)
-    settings = quality.identity(model, cells, sampling, args.instruction, data, args.ram_bytes)
-    journal = quality.Journal(folder, settings)
+    settings = {  # all that affects a record, besides the row
+        "model": model.name,
+        "fingerprint": model.fingerprint.digest,
+        "device": str(model.device),
+        "codec": codec,
+        "chunks": asdict(config),
+        "data": data,
+        "sampling": asdict(sampling),
+        "instruction": args.instruction,
+        "ram_bytes": args.ram_bytes,
+        "cells": [asdict(cell) for cell in cells],
+        "kvrag": version("kvrag"),
+    }
+    journal = quality.Journal(args.out and args.out / "rows.jsonl", settings)
     is_interrupted = False
     try:
-        if len(journal.finished(tasks, cells)) < len(tasks):
-            with quality.open_engines(model, cells, args.ram_bytes) as engines:
-                if corpus:
-                    with progress("encoding", args.json) as update:
-                        quality.encode(engines, corpus, update)
+        if any(task.row.key not in journal.rows for task in tasks):
+            with (
+                TemporaryDirectory(prefix="kvrag-quality-", ignore_cleanup_errors=True) as folder,
+                BlendEngine(model, folder, config, args.ram_bytes, codec) as engine,
+            ):
+                with progress("encoding", args.json) as update:
+                    for done, (name, chunks) in enumerate(corpus.items()):
+                        update(done, len(corpus))
+                        engine.warm(chunks, document=name)
                 with progress("answering", args.json) as update:
-                    if not args.json:
-                        update = forecast(update, 1, "fewer with --samples; Ctrl-C reports those that are done")
-                    quality.answer(engines, tasks, cells, sampling, journal, update)
+                    quality.answer(engine, tasks, cells, sampling, journal, update)
     except KeyboardInterrupt:
         hint = "run it again to resume" if args.out else "use --out to be able to resume"
-        num_tasks, tasks = len(tasks), journal.finished(tasks, cells)
+        num_tasks, tasks = len(tasks), [task for task in tasks if task.row.key in journal.rows]
         if not tasks:
             raise KeyboardInterrupt(f"interrupted: {hint}") from None
         say(f"interrupted after {len(tasks)} of {num_tasks} prompts, which follow: {hint}")
         is_interrupted = True
-    finally:
-        journal.close()
     settings |= {
         "samples": len(tasks),
         "contexts": int(quality.contexts(tasks).max()) + 1,
         "skipped": skipped,
         "seed": args.seed,
     }
-    return Evaluation(model, tasks, cells, journal, settings, is_interrupted)
+    return Evaluation(model, tasks, journal, settings, is_interrupted)
 
 
 def _stop(args: argparse.Namespace) -> tuple[str, ...]:
@@ -207,12 +220,9 @@ def _read_documents(args: argparse.Namespace, model: Model) -> tuple[dict[str, l
     paths, problems = documents.find([args.docs])
     random.Random(args.seed).shuffle(paths)
     corpus: dict[str, list[str]] = {}
-    num_tokens = num_read = 0
+    num_tokens = 0
     with progress("reading", args.json) as update:
         for path in paths:
-            if num_tokens >= _MAX_DOCS_TOKENS:
-                break
-            num_read += 1
             content = documents.read(path)
             problems += content.problems
             for chunk in split(content.texts):
@@ -220,20 +230,13 @@ def _read_documents(args: argparse.Namespace, model: Model) -> tuple[dict[str, l
                     corpus.setdefault(str(path), []).append(chunk)
                     num_tokens += len(encode(chunk))
             update(min(num_tokens, _MAX_DOCS_TOKENS), _MAX_DOCS_TOKENS)
+            if num_tokens >= _MAX_DOCS_TOKENS:
+                break
     for problem in problems:
         say(str(problem))
-    description = {
-        "folder": args.docs.resolve().name,
-        "digest": blake2b(json.dumps(sorted(corpus.values())).encode(), digest_size=8).hexdigest(),
-        "seed": args.seed,
-        "top_k": args.top_k,
-        "chunk_tokens": args.chunk_tokens,
-        "files": len(paths),
-        "files_read": num_read,
-        "chunks": sum(map(len, corpus.values())),
-        "tokens": num_tokens,
-    }
-    return corpus, description
+    digest = blake2b(json.dumps(sorted(corpus.values())).encode(), digest_size=8).hexdigest()
+    name = f"{args.docs.resolve().name} ({sum(map(len, corpus.values()))} chunks, {num_tokens} tokens)"
+    return corpus, {"file": name, "digest": digest, "seed": args.seed}
 
 
 def _document_rows(args: argparse.Namespace, model: Model, corpus: dict[str, list[str]]) -> list[QuestionRow]:
@@ -255,20 +258,21 @@ def report(
     evaluation: Evaluation,
     cells: list[dict[str, Any]],
     started: float,
-    lines: Callable[[dict[str, Any]], list[str]] | None = None,
+    lines: Callable[[dict[str, Any]], list[str]],
 ) -> int:
     """Store the result in --out and print it; return the exit code.
 
     Args:
         started: Time of `time.perf_counter` when the command started.
-        lines: Function that formats a result (default: as `kvrag bench quality` does).
+        lines: Formats a result.
     """
-    from kvrag.bench.quality import environment
+    from kvrag.bench.ttft import run_settings
 
     result: dict[str, Any] = {
         "settings": evaluation.settings,
         "environment": {
-            **environment(evaluation.model),
+            **run_settings(evaluation.model),
+            "kvrag": version("kvrag"),
             "command": f"{args.program} {shlex.join(sys.argv[1:])}",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": time.perf_counter() - started,
@@ -276,106 +280,72 @@ def report(
         "cells": cells,
     }
     if args.docs is not None:
-        result["verdict"], lines = verdict(result), documents_table
+        result["verdict"] = verdict(cells)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        partial = args.out / "results.tmp"
-        partial.write_text(json.dumps(result, indent=1))
-        os.replace(partial, args.out / "results.json")
-    print(json.dumps(result) if args.json else "\n".join((lines or table)(result)))
+        (args.out / "results.json").write_text(json.dumps(result, indent=1))
+    print(json.dumps(result) if args.json else "\n".join(lines(result)))
     return 130 if evaluation.is_interrupted else 0
 
 
-def heading(result: dict[str, Any], source: str) -> list[str]:
-    """Return the lines about the machine and the source of the prompts."""
-    environment = result["environment"]
-    names = ("model", "dtype", "device", "threads", "torch", "kvrag")
-    return [", ".join(f"{name} {environment[name]}" for name in names), source]
-
-
 def table(result: dict[str, Any]) -> list[str]:
-    """Return the lines of the report on questions."""
-    settings = result["settings"]
+    """Return the lines of the report; the last one on prompts made from documents is the verdict."""
+    lines = [*heading(result), "", *cell_lines(result["cells"])]
+    return [*lines, "", result["verdict"]] if "verdict" in result else lines
+
+
+def heading(result: dict[str, Any]) -> list[str]:
+    """Return the lines about the machine and the source of the prompts."""
+    environment, settings = result["environment"], result["settings"]
+    names = ("model", "dtype", "device", "threads", "torch", "kvrag")
     skipped = f", {settings['skipped']} skipped" if settings["skipped"] else ""
     shared = f" over contexts ({settings['contexts']})" if settings["contexts"] < settings["samples"] else ""
-    lines = heading(
-        result,
+    return [
+        ", ".join(f"{name} {environment[name]}" for name in names),
         f"{settings['samples']} rows of {settings['data']['file']}{skipped}; 95 % intervals{shared}; "
         "KL in nats to full prefill's first token; TTFT: median, "
         + ("KV in RAM" if settings["ram_bytes"] else "KV from disk"),
-    )
-    for setup, cells in by_setup(result["cells"]).items():
-        lines += ["", f"{setup}: {cells[1]['reused']:.0%} of the prompt reused", ""]
+    ]
+
+
+def cell_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the table: right answers, then what is kept of full prefill's."""
+    heads = f"{'EM':24}{'first tokens kept':24}{'of the right':24}{'answers kept':24}{'KL':>8}{'TTFT':>9}  speed-up"
+    lines = [f"{cells[1]['reused']:.0%} of the prompt reused", "", f"{'':26}{'ratio':>6}{'recomp.':>8}  {heads}"]
+    for cell in cells:
+        shares = "".join(f"{share(cell.get(name)):24}" for name in ("em", "agree", "agree_right", "same"))
         lines.append(
-            f"{'':26}{'ratio':>6}{'recomp.':>8}  {'EM':22}{'EM kept':22}{'F1':22}{'top-1':>7}  {'KL':25}{'TTFT':>9}"
-            "  speed-up"
+            f"{cell['policy']:26}{ratio(cell)}{cell['recomputed']:>8.3f}  {shares}{cell['kl']:>8.4f}"
+            f"{cell['ttft_s'] * 1000:>6.0f} ms  {cell['speedup']:.2f}x"
         )
-        for cell in cells:
-            lines.append(
-                f"{cell['policy']:26}{ratio(cell)}{cell['recomputed']:>8.3f}  {interval(cell['em']):22}"
-                f"{interval(cell['em_kept']):22}{interval(cell['f1']):22}{cell['agree']['value']:>7.3f}  "
-                f"{interval(cell['kl'], '.4f'):25}{cell['ttft_s'] * 1000:>6.0f} ms  {interval(cell['speedup'], '.2f')}"
-            )
     return lines
 
 
-def documents_table(result: dict[str, Any]) -> list[str]:
-    """Return the lines of the report on prompts made from documents; the last one is the verdict."""
-    settings, data = result["settings"], result["settings"]["data"]
-    full = result["cells"][0]
-    num_cloze = full["groups"].get(f"kind: {CLOZE}", {"samples": 0})["samples"]
-    lines = heading(
-        result,
-        f"{data['folder']}: {data['chunks']} chunks, {data['tokens']} tokens, from {data['files_read']} of "
-        f"{data['files']} files; {settings['samples']} prompts of {data['top_k']} chunks, {num_cloze} of them cloze; "
-        "95 % intervals",
-    )
-    lines.append(f"{RIGHT} in {full['em']['value']:.1%} of the prompts")
-    for setup, cells in by_setup(result["cells"]).items():
-        lines += ["", setup, ""]
-        lines.append(
-            f"{'':20}{'ratio':>6}  {'answers kept':36}{'right words kept':>17}{'cloze words kept':>18}"
-            f"{'top-1':>8}{'KL':>9}"
-        )
-        for cell in cells[1:]:
-            bar = "#" * round(10 * cell["same"]["value"])
-            lines.append(
-                f"{cell['policy']:20}{ratio(cell)}  {bar:11}{_percent(cell['same']):25}"
-                f"{_words_kept(cell, RIGHT):>17}{_words_kept(cell, f'kind: {CLOZE}'):>18}"
-                f"{cell['agree']['value']:>8.1%}{cell['kl']['value']:>9.4f}"
-            )
-    return [*lines, "", result["verdict"]]
+def verdict(cells: Sequence[dict[str, Any]]) -> str:
+    """Return whether blending with the first policy keeps full prefill's answers, and at which ratio, in one sentence.
 
+    As in a calibration, the prompts that full prefill completes as the documents do count, by their first tokens.
+    """
+    from kvrag.control.agreement import TARGET, choose
 
-def verdict(result: dict[str, Any]) -> str:
-    """Return whether blending keeps full prefill's answers, and at which ratio, in one sentence."""
-    full, _, *blended = next(iter(by_setup(result["cells"]).values()))  # the first setup and policy of several
-    cells = sorted((cell for cell in blended if cell["policy"] == blended[0]["policy"]), key=lambda cell: cell["ratio"])
-    failing = [number for number, cell in enumerate(cells) if cell["same"]["value"] < _MIN_KEPT]
-    keeps = not failing or failing[-1] < len(cells) - 1
-    cell = cells[failing[-1] + 1 if failing and keeps else 0 if keeps else -1]
-    shares = f"{_percent(cell['same'])} of {cell['samples']} short answers are full prefill's"
-    if RIGHT in cell["groups"]:
-        shares += f", and {_words_kept(cell, RIGHT)} of the {cell['groups'][RIGHT]['samples']} words that it gets right"
-    at = f"ratio {cell['ratio']:g}"
-    if full["em"]["value"] < _MIN_RIGHT:
+    full, _, first, *_ = cells
+    right = full["em"]["value"]
+    if right < _MIN_RIGHT:
         return (
-            f"Undecided: full prefill itself gets only {full['em']['value']:.1%} of these sentences right, so most "
-            f"answers are guesses (use --data with questions); at {at}, {shares}."
+            f"Undecided: full prefill itself gets only {right:.1%} of these sentences right, so most answers are "
+            "guesses (use --data with questions)."
         )
-    if keeps:
-        return f"Yes: blending keeps your answers from ratio {cell['ratio']:g} on; there, {shares}."
-    return (
-        f"No: blending keeps less than {_MIN_KEPT:.0%} of your answers up to ratio {cell['ratio']:g}; there, {shares}."
+    curve = {cell["ratio"]: cell for cell in cells if cell["policy"] == first["policy"]}
+    ratios = sorted(curve)
+    chosen = choose(ratios, [curve[ratio]["agree_right"]["value"] for ratio in ratios], TARGET)
+    cell = curve[ratios[-1] if chosen is None else chosen]
+    shares = (
+        f"there, {share(cell['agree_right'])} of the first tokens are full prefill's, of the {right:.0%} of the "
+        f"prompts that it gets right, and {cell['same']['value']:.1%} of all short answers"
     )
-
-
-def _words_kept(cell: dict[str, Any], group: str) -> str:
-    return f"{cell['groups'][group]['word']['value']:.1%}" if group in cell["groups"] else "-"
-
-
-def _percent(bounds: dict[str, float]) -> str:
-    return f"{bounds['value']:.1%} [{bounds['low']:.1%}, {bounds['high']:.1%}]"
+    if chosen is None:
+        return f"No: blending keeps less than {TARGET:.0%} of your answers up to ratio {cell['ratio']:g}; {shares}."
+    return f"Yes: blending keeps your answers from ratio {chosen:g} on; {shares}."
 
 
 def ratio(cell: dict[str, Any]) -> str:
@@ -383,8 +353,6 @@ def ratio(cell: dict[str, Any]) -> str:
     return f"{'' if cell['ratio'] is None else format(cell['ratio'], 'g'):>6}"
 
 
-def interval(bounds: dict[str, float | None], form: str = ".3f") -> str:
-    """Return a value with its interval."""
-    if bounds["value"] is None:
-        return "-"
-    return f"{bounds['value']:{form}} [{bounds['low']:{form}}, {bounds['high']:{form}}]"
+def share(bounds: dict[str, float] | None) -> str:
+    """Return a share with its interval; "-" if there is none."""
+    return "{value:.1%} [{low:.1%}, {high:.1%}]".format(**bounds) if bounds else "-"

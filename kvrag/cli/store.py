@@ -8,23 +8,26 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvrag.cli.common import (
     add_engine_arguments,
+    add_number,
     at_least,
     existing_store,
     folder,
     human_bytes,
     open_engine,
     progress,
-    say,
 )
 from kvrag.config import CODECS
 from kvrag.errors import SettingError
 
 if TYPE_CHECKING:
     from kvrag.store.copy import AnyStore
+
+Result = tuple[dict[str, Any], str, bool]
+"""The result as JSON and as text, and whether all is well."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,13 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("stores", nargs="*", metavar="SOURCE TARGET", help="copy: folders or URLs")
     parser.add_argument("--to-codec", choices=CODECS, help="copy: convert chunks in native precision")
-    parser.add_argument(
-        "--unused-days",
-        type=at_least(0, float),
-        default=7.0,
-        metavar="N",
-        help="gc also deletes texts of requests unused for N days (default: 7)",
-    )
+    add_number(parser, "--unused-days", 7.0, "gc also deletes texts of requests unused for N days")
     parser.add_argument("--gib", type=_gib, metavar="N", help="budget: size of --namespace in GiB, or none")
     add_engine_arguments(parser)
 
@@ -54,19 +51,18 @@ def _gib(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the action; return 1 if `check` found damage."""
+    """Run the action; return 1 if chunks are damaged or cannot be read."""
     if args.action == "copy":
-        return _copy(args)
-    if args.stores:
-        raise SettingError(f"name the store with --store {args.stores[0]}")
-    if args.action == "budget" and args.gib is None:
-        raise SettingError("budget needs --gib N, or --gib none; `kvrag store stats` shows the budgets")
-    with _open(args) as store:
-        if args.action == "stats":
-            return _stats(store, args.json)
-        if args.action == "budget":
-            return _budget(store, args.namespace, args.gib, args.json)
-        return _check(store, args.json) if args.action == "check" else _gc(store, args.unused_days, args.json)
+        result, text, is_well = _copy(args)
+    else:
+        if args.stores:
+            raise SettingError(f"name the store with --store {args.stores[0]}")
+        if args.action == "budget" and args.gib is None:
+            raise SettingError("budget needs --gib N, or --gib none; `kvrag store stats` shows the budgets")
+        with _open(args) as store:
+            result, text, is_well = _ACTIONS[args.action](store, args)
+    print(json.dumps(result) if args.json else text)
+    return 0 if is_well else 1
 
 
 @contextmanager
@@ -86,7 +82,7 @@ def _connect(name: str, cache: str | None, keep_copies: bool = True) -> AnyStore
     return SharedStore(name, cache, keep_copies=keep_copies) if is_shared(name) else FileStore(name)
 
 
-def _copy(args: argparse.Namespace) -> int:
+def _copy(args: argparse.Namespace) -> Result:
     if len(args.stores) != 2:
         raise SettingError("copy needs two stores: kvrag store copy SOURCE TARGET")
     from kvrag.control.calibrate import FILE
@@ -100,93 +96,81 @@ def _copy(args: argparse.Namespace) -> int:
         with progress("copying", args.json) as report:
             copied = copy_store(source_store, target_store, args.to_codec, report)
         calibration = source_store.read_text(FILE)
-        if calibration and args.to_codec is None and target_store.read_text(FILE) is None:
-            target_store.write_text(FILE, calibration)
-    if args.json:
-        print(json.dumps(asdict(copied)))
-    else:
-        print(
-            f"{copied.copied} chunks copied ({human_bytes(copied.bytes)}), {copied.present} were there; "
-            f"{copied.documents} documents"
+        if calibration and args.to_codec is None and not target_store.read_text(FILE):
+            target_store.change_text(FILE, lambda _: calibration)
+    size = human_bytes(copied.bytes)
+    lines = [f"{copied.copied} chunks copied ({size}), {copied.present} were there; {copied.documents} documents"]
+    if copied.documents:
+        lines.append(
+            "the index for `kvrag ask` and the server's corpus is not copied: "
+            f"run `kvrag warm DOCS --store {target}`, which encodes nothing"
         )
-        if copied.documents:
-            say(
-                "the index for `kvrag ask` and the server's corpus is not copied: "
-                f"run `kvrag warm DOCS --store {target}`, which encodes nothing"
-            )
-        if copied.unreadable:
-            say(
-                f"{copied.unreadable} chunks could not be read and were left out: run `kvrag store check` on the source"
-            )
-    return 1 if copied.unreadable else 0
+    if copied.unreadable:
+        lines.append(f"{copied.unreadable} chunks could not be read and were left out: run `kvrag store check`")
+    return asdict(copied), "\n".join(lines), not copied.unreadable
 
 
-def _stats(store: AnyStore, as_json: bool) -> int:
+def _stats(store: AnyStore, args: argparse.Namespace) -> Result:
     from kvrag.store import SharedStore
 
     stats = store.stats()
-    copies = store.local_stats() if isinstance(store, SharedStore) else None
-    if as_json:
-        names = ("path", "chunks", "bytes")
-        local = {} if copies is None else {"local": {name: getattr(copies, name) for name in names}}
-        print(json.dumps(asdict(stats) | local))
-        return 0
-    print(f"{'folder' if copies is None else 'shared'}     {stats.path}")
-    print(f"model      {stats.model or '-'}")
-    print(f"codec      {stats.codec}")
-    print(f"chunks     {stats.chunks}")
-    print(f"tokens     {stats.tokens}")
-    print(f"bytes      {stats.bytes} ({human_bytes(stats.bytes)})")
-    print(f"documents  {stats.documents}")
-    print(f"damaged    {stats.damaged} since it was created")
-    if copies is not None:
-        print(f"copies     {copies.chunks} chunks ({human_bytes(copies.bytes)}) in {copies.path}")
+    result = asdict(stats)
+    lines = [
+        f"{'shared' if isinstance(store, SharedStore) else 'folder'}     {stats.path}",
+        f"model      {stats.model or '-'}",
+        f"codec      {stats.codec}",
+        f"chunks     {stats.chunks}",
+        f"tokens     {stats.tokens}",
+        f"bytes      {stats.bytes} ({human_bytes(stats.bytes)})",
+        f"documents  {stats.documents}",
+        f"damaged    {stats.damaged} since it was created",
+    ]
+    if isinstance(store, SharedStore):
+        copies = store.local_stats()
+        result["local"] = {"path": copies.path, "chunks": copies.chunks, "bytes": copies.bytes}
+        lines.append(f"copies     {copies.chunks} chunks ({human_bytes(copies.bytes)}) in {copies.path}")
     if any(part.namespace or part.max_bytes for part in stats.namespaces):
-        width = max(len("namespace"), *(len(part.namespace) for part in stats.namespaces), len("(default)"))
-        print(
-            f"\n{'namespace':{width}}  {'texts':>8}  {'chunks':>8}  {'tokens':>10}  {'bytes':>10}  {'budget':>10}"
-            f"  {'documents':>9}"
-        )
+        heads = ("namespace", "texts", "chunks", "tokens", "bytes", "budget", "documents")
+        rows: list[tuple[str, ...]] = [heads]
         for part in stats.namespaces:
-            print(
-                f"{part.namespace or '(default)':{width}}  {part.texts:>8}  {part.chunks:>8}  {part.tokens:>10}"
-                f"  {human_bytes(part.bytes):>10}  {'-' if part.max_bytes is None else human_bytes(part.max_bytes):>10}"
-                f"  {part.documents:>9}"
-            )
-    return 0
+            budget = "-" if part.max_bytes is None else human_bytes(part.max_bytes)
+            counts = part.texts, part.chunks, part.tokens, human_bytes(part.bytes), budget, part.documents
+            rows.append((part.namespace or "(default)", *map(str, counts)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines.append("")
+        for name, *values in rows:
+            padded = (f"{value:>{width}}" for value, width in zip(values, widths[1:], strict=True))
+            lines.append("  ".join([f"{name:{widths[0]}}", *padded]))
+    return result, "\n".join(lines), True
 
 
-def _check(store: AnyStore, as_json: bool) -> int:
-    with progress("checking", as_json) as report:
+def _check(store: AnyStore, args: argparse.Namespace) -> Result:
+    with progress("checking", args.json) as report:
         result = store.check(report)
-    if as_json:
-        print(json.dumps(asdict(result)))
-    else:
-        print(f"{result.sound} chunks are sound, {result.damaged} damaged")
-        if result.adopted:
-            say(f"{result.adopted} of the sound chunks were missing from the store's index and were added to it")
-        if result.repaired:
-            say(f"the rows of {result.repaired} chunks did not match their files and were repaired")
-        if result.damaged:
-            say("damaged chunks were moved to quarantine: warm their documents again")
-        if result.unreadable:
-            say(f"{result.unreadable} chunks could not be read and were kept: check again later")
-    return 1 if result.damaged or result.unreadable else 0
+    lines = [f"{result.sound} chunks are sound, {result.damaged} damaged"]
+    if result.adopted:
+        lines.append(f"{result.adopted} of the sound chunks were missing from the store's index and were added to it")
+    if result.repaired:
+        lines.append(f"the rows of {result.repaired} chunks did not match their files and were repaired")
+    if result.damaged:
+        lines.append("damaged chunks were moved to quarantine: warm their documents again")
+    if result.unreadable:
+        lines.append(f"{result.unreadable} chunks could not be read and were kept: check again later")
+    return asdict(result), "\n".join(lines), not (result.damaged or result.unreadable)
 
 
-def _budget(store: AnyStore, namespace: str, gib: float, as_json: bool) -> int:
-    max_bytes = None if gib == inf else int(gib * (1 << 30))
-    evicted = store.set_budget(namespace, max_bytes)
-    if as_json:
-        print(json.dumps({"namespace": namespace, "max_bytes": max_bytes, "evicted": evicted}))
-    else:
-        print(f"{namespace or '(default)'}: {'no budget' if max_bytes is None else human_bytes(max_bytes)}")
-        if evicted:
-            say(f"evicted {evicted} chunks: prompts compute them, until there is room and their documents are warmed")
-    return 0
+def _budget(store: AnyStore, args: argparse.Namespace) -> Result:
+    max_bytes = None if args.gib == inf else int(args.gib * (1 << 30))
+    evicted = store.set_budget(args.namespace, max_bytes)
+    text = f"{args.namespace or '(default)'}: {'no budget' if max_bytes is None else human_bytes(max_bytes)}"
+    if evicted:
+        text += f"\nevicted {evicted} chunks: prompts compute them, until there is room and their documents are warmed"
+    return {"namespace": args.namespace, "max_bytes": max_bytes, "evicted": evicted}, text, True
 
 
-def _gc(store: AnyStore, unused_days: float, as_json: bool) -> int:
-    chunks, files = store.gc(unused_days)
-    print(json.dumps({"chunks": chunks, "files": files}) if as_json else f"deleted {chunks} chunks, {files} files")
-    return 0
+def _gc(store: AnyStore, args: argparse.Namespace) -> Result:
+    chunks, files = store.gc(args.unused_days)
+    return {"chunks": chunks, "files": files}, f"deleted {chunks} chunks, {files} files", True
+
+
+_ACTIONS = {"stats": _stats, "check": _check, "gc": _gc, "budget": _budget}

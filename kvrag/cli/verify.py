@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
+from functools import partial
 
-from kvrag.cli.common import DTYPES, add_setting, at_least
-from kvrag.config import CODECS
+from kvrag.cli.common import DTYPES, add_setting, at_least, say
 from kvrag.llm import SETTINGS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag verify`."""
     add_setting(parser, "model", default="reader")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="dtype to compute in; float32 is the strictest test"
-    )
-    parser.add_argument("--codec", choices=CODECS, default="native", help="codec of stored chunks, to see its error")
-    parser.add_argument(
-        "--chunk-tokens", type=at_least(1), metavar="N", help="length of the four test chunks in tokens"
-    )
+    add_setting(parser, "dtype", "dtype to compute in; float32 is the strictest test", choices=DTYPES)
+    add_setting(parser, "codec", "codec of stored chunks, to see its error")
+    parser.add_argument("--chunk-tokens", type=at_least(1), metavar="N", help="length of the four test chunks")
     parser.add_argument("--allow-unverified", action="store_true", help="allow an untested model family")
     parser.add_argument("--compile-decode", action="store_true", help=SETTINGS["compile_decode"].about)
 
@@ -29,15 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the checks; return 1 if one failed."""
     from kvrag.backend.transformers import Model
+    from kvrag.engine import BlendEngine
     from kvrag.inspect.verify import verify
 
-    model = Model.from_pretrained(
-        args.model,
-        dtype=args.dtype,
-        allow_unverified=args.allow_unverified,
-        compile_decode=args.compile_decode,
-    )
-    checks = verify(model, args.chunk_tokens, lambda name: print(f"... {name}", file=sys.stderr), args.codec)
+    options = {"allow_unverified": args.allow_unverified, "compile_decode": args.compile_decode}
+    model = Model.from_pretrained(args.model, dtype=args.dtype, **options)
+    checks = verify(partial(BlendEngine, model, codec=args.codec), args.chunk_tokens, lambda name: say(f"... {name}"))
     passed = all(check.passed for check in checks)
     if args.json:
         print(json.dumps({"model": model.name, "passed": passed, "checks": [asdict(check) for check in checks]}))

@@ -7,8 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,14 @@ from kvrag.cli.cluster import add_ray_argument, ray_command
 from kvrag.cli.common import (
     add_context_argument,
     add_engine_arguments,
+    add_number,
     at_least,
     folder,
     human_bytes,
     open_engine,
     open_index,
     progress,
+    read_files,
     require_extra,
     say,
 )
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
     from kvrag.retrieval.index import ChunkIndex
     from kvrag.store import KVStore
 
-_NAMED = 3  # documents or files named in a message
 TOTALS = ("chunks", "new", "reused", "skipped", "tokens", "bytes")
+_NAMED = 3  # documents or files named in a message
+_NEEDED = {"workers": "ray", "api_key": "server", "tokenizer": "server"}
 _LOCAL = ("store", "codec", "dtype", "device", "context_tokens", "embedder", "ray")
 _PROBE = "Déjà vu: 3.14 quick brown foxes (or 27) jumped, unbelievably; def f(x):\n\treturn x  # 漢字"
-INTERRUPTED = "interrupted; encoded chunks are kept: run the command again to resume"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,12 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_engine_arguments(parser)
     parser.set_defaults(model=None)  # with --server, the server's
-    parser.add_argument(
-        "--chunk-tokens", type=at_least(1), default=256, metavar="N", help="maximum tokens per chunk (default: 256)"
-    )
-    parser.add_argument(
-        "--chunk-overlap", type=at_least(0), default=0, metavar="N", help="overlap of adjacent chunks in tokens"
-    )
+    add_number(parser, "--chunk-tokens", 256, "maximum tokens per chunk", least=1)
+    add_number(parser, "--chunk-overlap", 0, "overlap of adjacent chunks in tokens")
     add_context_argument(
         parser,
         "encode chunks with N preceding tokens as context, to resolve pronouns and references, or with the document's "
@@ -95,111 +92,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True)
-class WarmPlan:
-    """Documents to encode with their chunks, and what was skipped in the files.
-
-    Attributes:
-        pages: By PDF and chunk, the first and the last page.
-    """
-
-    chunks: dict[str, list[str]]
-    pages: dict[str, dict[str, tuple[int, int]]]
-    problems: list[Problem]
-    tokens: int
-    new_tokens: int
-
-
 def run(args: argparse.Namespace) -> int:
-    """Encode the chunks that the store lacks."""
+    """Encode the chunks that the store lacks; return 1 if a file or a folder could not be read."""
     started = time.perf_counter()
     require_extra()
     documents.find(args.paths)  # report mistakes before loading the model
     documents.check_lengths(args.chunk_tokens, args.chunk_overlap)
-    if args.workers is not None and args.ray is None:
-        raise SettingError("--workers needs --ray")
-    if args.server is not None:
-        return _finish(warm_on_server(args), args, started)
-    if args.api_key is not None or args.tokenizer is not None:
-        raise SettingError("--api-key and --tokenizer need --server URL")
-    args.model = args.model or "reader"
-    if args.ray is not None:
-        return _finish(ray_command("warm")(args), args, started)
-    with open_engine(args, **args.context_tokens) as engine, open_index(engine, args.namespace, args.embedder) as index:
-        gone = find_gone(engine.store, index, args.paths, args.namespace)
-        # first: otherwise a chunk moved to another file would temporarily belong to two documents
-        dropped = drop(engine.store, index, gone, args.namespace) if args.prune else 0
-        plan = make_plan(engine, args)
-        needed = plan.new_tokens * bytes_per_token(engine, args.chunk_tokens)
-        say(
-            f"{len(plan.chunks)} documents, {plan.tokens} tokens, {plan.new_tokens} of them new: "
-            f"needs {human_bytes(needed)} in {folder(engine).stats().path}"
-        )
-        check_room(folder(engine), needed)
-        try:
-            result = warm(engine, index, plan, args.json, args.namespace)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(INTERRUPTED) from None
-        result |= {"gone": gone, "dropped": dropped, "problems": plan.problems}
-        result |= {"store": folder(engine).stats().path, "model": engine.model.name}
-    return _finish(result, args, started)
-
-
-def warm_on_server(args: argparse.Namespace) -> dict[str, Any]:
-    """Split the files here, and encode their chunks on the server in `args.server`."""
-    from kvrag.client import RemoteEngine
-
-    for option in _LOCAL:
-        if getattr(args, option) != args.parser.get_default(option):
-            raise SettingError(f"--{option.replace('_', '-')} is for a local store: leave it out with --server")
-    with RemoteEngine(args.server, args.model, api_key=args.api_key) as engine:
-        inside = _folders(args.paths)
-        known = {name for prefix in inside for name in engine.documents(prefix, namespace=args.namespace)}
-        gone = sorted(filter(_is_gone, known))
-        dropped = sum(engine.forget(name, namespace=args.namespace) for name in gone) if args.prune else 0
-        encode = _tokenizer(args.tokenizer or engine.model_name, engine)
-        chunks, _, problems = read_chunks(args, encode)
-        lengths = {name: sum(len(encode(text)) for text in texts) for name, texts in chunks.items()}
-        say(f"{len(chunks)} documents, {sum(lengths.values())} tokens, for {engine.model_name} on {args.server}")
-        totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
-        warnings: dict[str, None] = {}
-        done = 0
-        try:
-            with progress("encoding", args.json, "tokens") as report:
-                for name, texts in chunks.items():
-                    warmed = engine.warm(texts, document=name, namespace=args.namespace)
-                    for field in totals:
-                        totals[field] += getattr(warmed, field)
-                    # those about short chunks differ in their number only, which is summed up below
-                    warnings |= dict.fromkeys(warmed.warnings if not warmed.skipped else ())
-                    report(done := done + lengths[name], sum(lengths.values()))
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(INTERRUPTED) from None
-        if totals["skipped"]:
-            warnings[f"{totals['skipped']} chunks are too short: they can be retrieved but not reused"] = None
-        result = totals | {"files": len(chunks), "warnings": list(warnings), "gone": gone, "dropped": dropped}
-        return result | {"server": args.server, "model": engine.model_name, "problems": problems}
-
-
-def _tokenizer(name: str, engine: RemoteEngine) -> Callable[[str], list[int]]:
-    """Load a tokenizer, without its model, and make sure that it is the server's."""
-    from kvrag.backend.transformers.loading import load_tokenizer
-    from kvrag.backend.transformers.tokenizer import Tokenizer
-
+    for option, needed in _NEEDED.items():
+        if getattr(args, option) is not None and getattr(args, needed) is None:
+            raise SettingError(f"--{option.replace('_', '-')} needs --{needed}")
     try:
-        encode = Tokenizer(load_tokenizer(name), name).encode
-    except KvragError as error:
-        raise SettingError(f"no tokenizer {name!r} to measure chunks with ({error}): pass --tokenizer NAME") from error
-    if encode(_PROBE) != engine.encode(_PROBE):
-        raise SettingError(f"the server's tokenizer is not that of {name!r}: pass --tokenizer NAME")
-    return encode
-
-
-def _finish(result: dict[str, Any], args: argparse.Namespace, started: float) -> int:
-    """Print the result; return the exit code, which is 1 if a file or a folder could not be read."""
-    result |= {"seconds": time.perf_counter() - started}
+        if args.server is not None:
+            result = warm_on_server(args)
+        else:
+            args.model = args.model or "reader"
+            result = (warm_here if args.ray is None else ray_command("warm"))(args)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; encoded chunks are kept: run the command again to resume") from None
+    if result["skipped"]:
+        result["warnings"].append(f"{result['skipped']} chunks are too short: they can be retrieved but not reused")
     gone, problems = result["gone"], result["problems"]
-    result["problems"] = [problem.to_dict() for problem in problems]
+    result |= {"seconds": time.perf_counter() - started, "problems": [problem.to_dict() for problem in problems]}
     if args.json:
         print(json.dumps(result))
     else:
@@ -218,24 +131,101 @@ def _finish(result: dict[str, Any], args: argparse.Namespace, started: float) ->
     return 1 if unreadable else 0
 
 
+def warm_here(args: argparse.Namespace) -> dict[str, Any]:
+    """Encode the files' chunks in this process, and add them to the chunk index."""
+    with open_engine(args, **args.context_tokens) as engine, open_index(engine, args.namespace, args.embedder) as index:
+        store, place = engine.store, folder(engine).stats().path
+        gone = find_gone(args.paths, lambda prefix: [*index.documents(), *store.documents(prefix, args.namespace)])
+        # first: otherwise a chunk moved to another file would temporarily belong to two documents
+        dropped = drop(store, index, gone, args.namespace) if args.prune else 0
+        chunks, pages, problems = read_chunks(args, engine.encode)
+        new = _new_tokens(engine, chunks, args.namespace)
+        needed = new * bytes_per_token(engine, args.chunk_tokens)
+        say(f"{len(chunks)} documents, {new} new tokens: needs {human_bytes(needed)} in {place}")
+        check_room(store, needed)
+
+        def add(name: str) -> int:
+            return index.add(chunks[name], document=name, pages=pages[name])
+
+        result = _encode(engine, chunks, args, add, new)
+        result |= {"gone": gone, "dropped": dropped, "problems": problems}
+        return result | {"store": place, "model": engine.model.name}
+
+
+def warm_on_server(args: argparse.Namespace) -> dict[str, Any]:
+    """Split the files here, and encode their chunks on the server in `args.server`."""
+    from kvrag.client import RemoteEngine
+
+    for option in _LOCAL:
+        if getattr(args, option) != args.parser.get_default(option):
+            raise SettingError(f"--{option.replace('_', '-')} is for a local store: leave it out with --server")
+    with RemoteEngine(args.server, args.model, api_key=args.api_key) as engine:
+        gone = find_gone(args.paths, lambda prefix: engine.documents(prefix, namespace=args.namespace))
+        dropped = sum(engine.forget(name, namespace=args.namespace) for name in gone) if args.prune else 0
+        chunks, _, problems = read_chunks(args, _tokenizer(args.tokenizer or engine.model_name, engine))
+        say(f"{len(chunks)} documents, for {engine.model_name} on {args.server}")
+        result = _encode(engine, chunks, args) | {"gone": gone, "dropped": dropped, "problems": problems}
+        return result | {"server": args.server, "model": engine.model_name}
+
+
+def _encode(
+    engine: BlendEngine | RemoteEngine,
+    chunks: dict[str, list[str]],
+    args: argparse.Namespace,
+    add_to_index: Callable[[str], int] = lambda name: 0,
+    new_tokens: int | None = None,
+) -> dict[str, Any]:
+    """Encode documents one by one; the old chunks of each are dropped once its new ones are stored.
+
+    Args:
+        new_tokens: Number of tokens to encode, which progress counts; None = it counts chunks.
+    """
+    totals: dict[str, Any] = dict.fromkeys((*TOTALS, "indexed"), 0)
+    warnings: dict[str, None] = {}
+    before, number = 0, sum(map(len, chunks.values())) if new_tokens is None else new_tokens
+    with progress("encoding", args.json, "chunks" if new_tokens is None else "tokens") as report:
+        for name, texts in chunks.items():
+
+            def moved(done: int, total: int, before: int = before, here: int = len(texts)) -> None:
+                report(before + (done if new_tokens is not None else here * done // max(total, 1)), number)
+
+            warmed = engine.warm(texts, document=name, namespace=args.namespace, progress=moved)
+            for field in TOTALS:
+                totals[field] += getattr(warmed, field)
+            totals["indexed"] += add_to_index(name)
+            # those about short chunks differ in their number only, which is summed up
+            warnings |= dict.fromkeys(warmed.warnings if not warmed.skipped else ())
+            before += len(texts) if new_tokens is None else warmed.tokens
+            report(before, number)
+    return totals | {"files": len(chunks), "warnings": list(warnings)}
+
+
+def _tokenizer(name: str, engine: RemoteEngine) -> Callable[[str], list[int]]:
+    """Load a tokenizer, without its model, and make sure that it is the server's."""
+    from kvrag.backend.transformers.loading import load_tokenizer
+    from kvrag.backend.transformers.tokenizer import Tokenizer
+
+    try:
+        encode = Tokenizer(load_tokenizer(name), name).encode
+    except KvragError as error:
+        raise SettingError(f"no tokenizer {name!r} to measure chunks with ({error}): pass --tokenizer NAME") from error
+    if encode(_PROBE) != engine.encode(_PROBE):
+        raise SettingError(f"the server's tokenizer is not that of {name!r}: pass --tokenizer NAME")
+    return encode
+
+
 def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
-def make_plan(engine: BlendEngine, args: argparse.Namespace) -> WarmPlan:
-    """Read and split all files without encoding."""
+def _new_tokens(engine: BlendEngine, chunks: dict[str, list[str]], namespace: str) -> int:
+    """Return the number of tokens to encode."""
     from kvrag.fingerprint import text_key
 
-    encode = engine.model.tokenizer.encode
-    chunks, pages, problems = read_chunks(args, encode)
-    lengths: dict[str, int] = {}
-    for texts in chunks.values():
-        for ids in map(encode, texts):
-            if len(ids) >= engine.config.min_run:
-                lengths[text_key(args.namespace, ids)] = len(ids)
+    encoded = (ids for texts in chunks.values() for ids in map(engine.encode, texts))
+    lengths = {text_key(namespace, ids): len(ids) for ids in encoded if len(ids) >= engine.config.min_run}
     stored = engine.store.look_up(list(lengths))
-    new = sum(length for text, length in lengths.items() if not stored[text].variants)
-    return WarmPlan(chunks, pages, problems, sum(lengths.values()), new)
+    return sum(length for text, length in lengths.items() if not stored[text].variants)
 
 
 def read_chunks(
@@ -247,53 +237,24 @@ def read_chunks(
         KvragError: No file could be read.
     """
     split = documents.splitter(lambda text: len(encode(text)), args.chunk_tokens, args.chunk_overlap)
-    paths, problems = documents.find(args.paths)
+    problems: list[Problem] = []
     chunks: dict[str, list[str]] = {}
     pages: dict[str, dict[str, tuple[int, int]]] = {}
-    with progress("reading", args.json) as report:
-        for number, path in enumerate(paths, 1):
-            content = documents.read(path, args.text_field)
-            problems += content.problems
-            if content.texts:
-                name = str(path)
-                chunks[name] = split(content.texts)
-                pages[name] = documents.page_numbers(chunks[name], content.texts, content.pages)
-            report(number, len(paths))
-    for problem in problems:
-        say(str(problem))
-    if not chunks:
-        raise KvragError(f"no text to warm: none of {len(paths)} files could be read")
+    for content in read_files(args, "reading", problems):
+        chunks[content.file] = split(content.texts)
+        pages[content.file] = documents.page_numbers(chunks[content.file], content.texts, content.pages)
     return chunks, pages, problems
 
 
-def warm(engine: BlendEngine, index: ChunkIndex, plan: WarmPlan, quiet: bool, namespace: str = "") -> dict[str, Any]:
-    """Encode a plan's documents one by one; a document's old chunks are dropped once its new ones are stored."""
-    totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
-    short = indexed = 0
-    with progress("encoding", quiet, "tokens") as report:
-        for name, chunks in plan.chunks.items():
+def find_gone(paths: Sequence[str], known: Callable[[str], Iterable[str]]) -> list[str]:
+    """Return the documents from the folders among these paths whose files no longer exist, sorted.
 
-            def moved(done: int, total: int, before: int = totals["tokens"]) -> None:
-                report(before + done, plan.new_tokens)
-
-            done = engine.warm(chunks, document=name, namespace=namespace, progress=moved)
-            for field in totals:
-                totals[field] += getattr(done, field)
-            short += done.skipped
-            indexed += index.add(chunks, document=name, pages=plan.pages[name])
-    warnings = []
-    if short:
-        warnings.append(
-            f"{short} chunks have fewer than {engine.config.min_run} tokens: they can be retrieved but not reused"
-        )
-    return totals | {"files": len(plan.chunks), "indexed": indexed, "warnings": warnings}
-
-
-def find_gone(store: KVStore, index: ChunkIndex, paths: Sequence[str], namespace: str) -> list[str]:
-    """Return the documents from the folders among these paths whose files no longer exist, sorted."""
-    inside = _folders(paths)
-    known = {*index.documents(), *(name for prefix in inside for name in store.documents(prefix, namespace))}
-    return sorted(name for name in known if name.startswith(inside) and _is_gone(name))
+    Args:
+        known: Returns the documents whose names start with a prefix, possibly also others.
+    """
+    folders = [os.path.join(Path(path).resolve(), "") for path in paths if Path(path).is_dir()]
+    names = {name for folder in folders for name in known(folder) if name.startswith(folder)}
+    return sorted(filter(_is_gone, names))
 
 
 def _is_gone(name: str) -> bool:
@@ -305,10 +266,6 @@ def _is_gone(name: str) -> bool:
     except OSError:
         return False
     return False
-
-
-def _folders(paths: Sequence[str]) -> tuple[str, ...]:
-    return tuple(os.path.join(Path(path).resolve(), "") for path in paths if Path(path).is_dir())
 
 
 def drop(store: KVStore, index: ChunkIndex, names: Sequence[str], namespace: str) -> int:

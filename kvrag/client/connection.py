@@ -6,11 +6,12 @@ import asyncio
 import os
 import re
 import threading
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvrag.blocking import value_of
 from kvrag.config import check_timeout
 from kvrag.errors import (
     ContextWindowError,
@@ -19,6 +20,7 @@ from kvrag.errors import (
     ServerError,
     SettingError,
     StoreFullError,
+    needing,
 )
 
 KEY_VARIABLE = "KVRAG_API_KEY"
@@ -29,14 +31,20 @@ Body = dict[str, Any]
 # in vLLM's messages, which have no code for it
 _TOO_LONG = re.compile(r"maximum (context|model) length|max_model_len|context_length_exceeded", re.IGNORECASE)
 _ABOUT_PROMPT = ("prompt", "messages", "input", "input_text", "input_tokens")
+_ADVICE = {
+    401: "pass the server's key as api_key=",
+    403: "pass the server's key as api_key=",
+    404: "see /v1/models for its models, and check base_url=",
+    408: "retry, or send less",
+    413: "send less at once, or raise the server's limit",
+    429: "the server is busy: retry later, or raise max_retries=",
+    500: "see the server's log",
+    504: "request less, or raise the server's --timeout",
+}
 
 
 def root_of(base_url: str) -> str:
-    """Return a server's URL without a trailing `/v1`.
-
-    Raises:
-        SettingError: It is not the URL of a server.
-    """
+    """Return a server's URL without a trailing `/v1`; raise SettingError if it is not one."""
     parts = urlsplit(base_url) if isinstance(base_url, str) else None
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise SettingError(f"base_url must be the URL of a server such as http://localhost:8000, got {base_url!r:.200}")
@@ -46,115 +54,82 @@ def root_of(base_url: str) -> str:
 
 
 class Connection:
-    """A server, and the SDK's clients for it. Thread-safe.
+    """A server, and the SDK's clients for it: a blocking one, or one per event loop. Thread-safe.
 
-    Attributes:
-        root: The server's URL, without `/v1`.
+    The coroutines of a blocking connection never suspend; see `kvrag.blocking`.
     """
 
-    def __init__(self, base_url: str, api_key: str | None, timeout: float | None, max_retries: int | None) -> None:
-        self.root = root_of(base_url)
+    def __init__(
+        self, base_url: str, api_key: str | None, timeout: float | None, max_retries: int | None, is_blocking: bool
+    ) -> None:
+        self.root = root_of(base_url)  # without /v1
         check_timeout(timeout)
         if max_retries is not None and not (isinstance(max_retries, int) and max_retries >= 0):
             raise SettingError(f"max_retries must be an integer of at least 0, got {max_retries!r}")
-        try:
+        with needing("kvrag[client]"):
             import openai
-        except ImportError:
-            raise KvragError("openai is not installed: pip install 'kvrag[client]'") from None
         self._openai = openai
         # the SDK would otherwise send the key of OpenAI's own service
         key = api_key or os.environ.get(KEY_VARIABLE) or "none"
-        self._settings: dict[str, Any] = {"base_url": f"{self.root}/v1", "api_key": key}
         options = {"timeout": timeout, "max_retries": max_retries}
-        self._settings |= {name: value for name, value in options.items() if value is not None}
+        self._settings: Body = {name: value for name, value in options.items() if value is not None}
+        self._settings |= {"base_url": f"{self.root}/v1", "api_key": key}
+        self._is_blocking = is_blocking
         self._lock = threading.Lock()
-        self._client: Any = None
-        self._async_clients: dict[asyncio.AbstractEventLoop, Any] = {}
+        self._clients: dict[asyncio.AbstractEventLoop | None, Any] = {}  # None = the blocking one
+
+    def _client(self) -> Any:
+        loop = None if self._is_blocking else asyncio.get_running_loop()
+        with self._lock:
+            for other in [other for other in self._clients if other is not None and other.is_closed()]:
+                del self._clients[other]
+            if loop not in self._clients:
+                kind = self._openai.OpenAI if loop is None else self._openai.AsyncOpenAI
+                self._clients[loop] = kind(**self._settings)
+            return self._clients[loop]
 
     def close(self) -> None:
-        """Close the connections of synchronous calls; those of an event loop end with it."""
+        """Close the blocking client's connections; those of an event loop end with it."""
         with self._lock:
-            client, self._client = self._client, None
-            self._async_clients.clear()
-        if client is not None:
-            client.close()
+            clients, self._clients = self._clients, {}
+        if None in clients:
+            clients[None].close()
 
-    # ---------------------------------------------------------------- requests
+    async def send(self, method: str, path: str, **arguments: Any) -> Body:
+        """Return the JSON of a response. Further arguments are those of the SDK's `get`, `post` and `delete`."""
+        return self._checked(await self._send(method, path, **arguments))
 
-    def call(self, method: str, path: str, body: Body | None = None, params: Mapping[str, str] | None = None) -> Any:
-        """Send a request to an endpoint that OpenAI does not have; return the JSON of the response.
+    async def answers(self, body: Body, seconds: float | None) -> AsyncGenerator[Body, None]:
+        """Yield the response to a request for an answer; of a streamed answer, its events.
 
-        Args:
-            path: Path under the root.
+        Closing this ends the answer on the server. `seconds` = timeout; None = that of the connection.
         """
-        client, url = self._sync(), f"{self.root}{path}"
-        with self._as_our_errors():
-            if method == "GET":
-                return client.get(url, cast_to=object, options={"params": dict(params or {})})
-            if method == "DELETE":
-                return client.delete(url, cast_to=object)
-            return client.post(url, cast_to=object, body=body)
-
-    def answer(self, request: Body) -> Body:
-        """Return the response to a request for an answer; with `messages` to the chat endpoint."""
-        client = self._sync()
-        with self._as_our_errors():
-            return self._plain(_endpoint(client, request).create(**request))
-
-    async def aanswer(self, request: Body) -> Body:
-        """Like `answer`, without blocking the event loop."""
-        client = self._async()
-        with self._as_our_errors():
-            return self._plain(await _endpoint(client, request).create(**request))
-
-    def stream(self, request: Body) -> Generator[Body, None, None]:
-        """Yield the events of a streamed answer. Closing this ends the answer on the server."""
-        client = self._sync()
-        with self._as_our_errors():
-            events = _endpoint(client, request).create(**request)
-        with events:
-            iterator = iter(events)
+        options = {} if seconds is None else {"timeout": seconds}
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        if not body.get("stream"):
+            yield await self.send("post", path, body=body, options=options)
+            return
+        kind, step = (self._openai.Stream, next) if self._is_blocking else (self._openai.AsyncStream, anext)
+        events = await self._send("post", path, body=body, options=options, stream=True, stream_cls=kind[object])
+        try:
             while True:
                 with self._as_our_errors():
-                    event = next(iterator, None)
+                    event = await value_of(step(events, None))
                 if event is None:
                     return
-                yield self._plain(event)
+                yield self._checked(event)
+        finally:
+            await value_of(events.close())
 
-    async def astream(self, request: Body) -> AsyncGenerator[Body, None]:
-        """Like `stream`, without blocking the event loop."""
-        client = self._async()
+    async def _send(self, method: str, path: str, **arguments: Any) -> Any:
+        call = getattr(self._client(), method)
         with self._as_our_errors():
-            events = await _endpoint(client, request).create(**request)
-        async with events:
-            iterator = aiter(events)
-            while True:
-                with self._as_our_errors():
-                    event = await anext(iterator, None)
-                if event is None:
-                    return
-                yield self._plain(event)
+            return await value_of(call(f"{self.root}{path}", cast_to=object, **arguments))
 
-    def _sync(self) -> Any:
-        with self._lock:
-            if self._client is None:
-                self._client = self._openai.OpenAI(**self._settings)
-            return self._client
-
-    def _async(self) -> Any:
-        """Return the client of the running event loop: connections cannot be used in another one."""
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            for other in [other for other in self._async_clients if other.is_closed()]:
-                del self._async_clients[other]
-            if loop not in self._async_clients:
-                self._async_clients[loop] = self._openai.AsyncOpenAI(**self._settings)
-            return self._async_clients[loop]
-
-    def _plain(self, response: Any) -> Body:
-        if not hasattr(response, "to_dict"):  # the SDK returns what is not JSON as text
+    def _checked(self, response: Any) -> Body:
+        if not isinstance(response, dict):  # the SDK returns what is not JSON as text
             raise self.not_a_server()
-        return dict(response.to_dict())
+        return response
 
     # ---------------------------------------------------------------- errors
 
@@ -173,12 +148,8 @@ class Connection:
             reason = error.__cause__ or error
             message = f"cannot reach {self.root} ({_line(reason)}): start the server, or check base_url="
             raise ServerError(message) from error
-        except openai.APIStatusError as error:
-            raise self._refused(error.status_code, error.body, error.message) from error
-        except openai.APIError as error:  # an event of a stream
-            raise self._refused(None, error.body, error.message) from error
-        except KvragError:
-            raise
+        except openai.APIError as error:  # without a status: an event of a stream
+            raise self._refused(getattr(error, "status_code", None), error.body, error.message) from error
         except Exception as error:  # a response that is not JSON, or a connection that ends within an event
             raise ServerError(f"the response of {self.root} broke off or is damaged ({_line(error)}): retry") from error
 
@@ -196,22 +167,8 @@ class Connection:
             return SettingError(text) if is_setting else PromptError(text)
         if status == 507:
             return StoreFullError(f"{self.root}: {text}")
-        advice = {
-            401: "pass the server's key as api_key=",
-            403: "pass the server's key as api_key=",
-            404: f"see {self.root}/v1/models for its models, and check base_url=",
-            408: "retry, or send less",
-            413: "send less at once, or raise the server's limit",
-            429: "the server is busy: retry later, or raise max_retries=",
-            500: "see the server's log",
-            504: "request less, or raise the server's --timeout",
-        }
-        suffix = f": {advice[status]}" if status in advice else ""
-        return ServerError(f"{self.root} refused the request ({status or 'in mid-stream'}: {text}){suffix}", status)
-
-
-def _endpoint(client: Any, request: Body) -> Any:
-    return client.chat.completions if "messages" in request else client.completions
+        advice = f": {_ADVICE[status]}" if status in _ADVICE else ""
+        return ServerError(f"{self.root} refused the request ({status or 'in mid-stream'}: {text}){advice}", status)
 
 
 def _line(error: object) -> str:

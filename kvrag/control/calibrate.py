@@ -1,64 +1,30 @@
 """Calibration: find the smallest recompute ratio whose answers match full prefill on this model and corpus.
 
-Every prompt is prefilled in full once. The tokens that full prefill would answer with are then fed to each blended
-cache (teacher forcing), and the likeliest next tokens of both are compared at every step. Only the first token counts.
-Later tokens follow a prefix that full prefill wrote, so they are easier and not independent; they are reported as well.
+`kvrag.control.agreement` measures and has the rule.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from kvrag.backend.transformers import Model
-from kvrag.config import BlendConfig, check_ratio
+from kvrag.config import BlendConfig, Sampling, check_ratio
+from kvrag.control.agreement import TARGET, Prefill, Record, choose, compare, wilson
 from kvrag.control.prompts import first_word
-from kvrag.errors import ModelError, PromptError, SettingError, StoreError
-from kvrag.reuse.stitch import Prefilled
+from kvrag.errors import PromptError, SettingError, StoreError
 from kvrag.store import KVStore
 from kvrag.types import Messages
 
 FILE = "calibration.json"
 GRID = (0.05, 0.15, 0.3, 0.6)
-PROMPTS = 40  # generated prompts by default: minutes
-_CHUNKS = 1000  # stored chunks that prompts are generated from
-_FEW = 30  # prompts; with fewer, the interval is wider than any relevant difference
+PROMPTS = 40
+"""Prompts that a default takes, and generated ones by default: minutes."""
 CANDIDATES = 3  # generated prompts for each that is used: full prefill guesses at some
-_LEAST = 10  # prompts after which an interrupted calibration is kept
-_Z = 1.96  # 95 %
-
-
-@dataclass(frozen=True, slots=True)
-class Criterion:
-    """What a ratio must achieve.
-
-    Attributes:
-        target: Share of first tokens that must agree.
-        sure: Require the lower end of the 95 % interval to reach the target; 99 % takes several hundred prompts.
-        ratios: Ratios to try, each below 1.
-        tokens: Number of full prefill's tokens to compare.
-    """
-
-    target: float = 0.99
-    sure: bool = False
-    ratios: Sequence[float] = GRID
-    tokens: int = 8
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.target <= 1.0:
-            raise SettingError(f"target must be in (0, 1], got {self.target}: it is a share of first tokens")
-        if self.tokens < 1:
-            raise SettingError(f"tokens must be at least 1, got {self.tokens}")
-        object.__setattr__(self, "ratios", tuple(sorted({check_ratio(ratio) for ratio in self.ratios})))
-        if not self.ratios or self.ratios[-1] >= 1.0:
-            raise SettingError("ratios must be one or more numbers below 1 (1 is full prefill)")
+_CHUNKS = 1000  # stored chunks that prompts are generated from
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +55,11 @@ class Calibration:
 
     Attributes:
         fingerprint: Digest of the model's fingerprint.
-        policy, settings: Configuration that it is valid for; `settings` are the other fields of BlendConfig, as JSON.
-        target: Share of first tokens that must agree.
+        settings: The other fields of the BlendConfig that it is valid for, as JSON types.
         sure: The lower end of the interval had to reach the target, not just the share.
         curve: One entry per ratio, ascending.
         ratio: The smallest ratio that reaches the target together with the next larger one; None = only full prefill.
-        made: Date and time, UTC.
         notes: Caveats.
-        interrupted: It was interrupted; the curve has the prompts done until then.
     """
 
     fingerprint: str
@@ -112,8 +75,8 @@ class Calibration:
 
     @property
     def is_usable(self) -> bool:
-        """False if it was interrupted after so few prompts that it should not replace another one."""
-        return not self.interrupted or self.curve[0].prompts >= _LEAST
+        """False if it has too few prompts to become the default."""
+        return self.curve[0].prompts >= PROMPTS
 
     def to_json(self) -> str:
         """Return JSON for the store."""
@@ -144,68 +107,62 @@ class Calibration:
         return f"other settings ({', '.join(different)})" if different else ""
 
 
-Prefill = Callable[[list[int], BlendConfig], Prefilled]
-"""From prompt ids to a complete cache, like `BlendEngine.prefill`."""
-
-
 def calibrate(
     model: Model,
     prefill: Prefill,
     prompts: Sequence[list[int]],
     config: BlendConfig,
-    criterion: Criterion,
+    target: float = TARGET,
+    sure: bool = False,
+    ratios: Sequence[float] = GRID,
+    tokens: int = 8,
     progress: Callable[[int, int], None] = lambda done, total: None,
     words: Sequence[str] | None = None,
     count: int | None = None,
 ) -> Calibration:
-    """Compare blending with full prefill on the same ids, at every ratio.
+    """Compare blending with full prefill on the same ids, at every ratio; see `BlendEngine.calibrate`.
 
     Args:
         prompts: Token ids; prompts without anything to recompute are left out.
         config: Policy and its settings; its ratio is ignored.
-        progress: Called with (prefills done, prefills to do).
         words: The word that each prompt's answer should begin with. Prompts that full prefill answers otherwise are
             left out: their answers are guesses, which any rounding changes.
         count: Stop after this many prompts that were not left out.
-
-    Returns:
-        The result; of the prompts done so far on a KeyboardInterrupt, if there are any.
-
-    Raises:
-        SettingError: The policy has no ratio.
-        StoreError: No prompt contains stored chunks that could be recomputed.
-        PromptError: Full prefill answers no prompt with its word.
-        ModelError: Logits are NaN.
     """
     if config.policy in ("none", "full"):
         raise SettingError(f"policy {config.policy!r} has no ratio to calibrate")
-    grid = criterion.ratios
-    rows: list[dict[float, list[bool]]] = []  # agreement at every token, per prompt and ratio
-    done = left_out = guessed = 0
+    if not 0.0 < target <= 1.0:
+        raise SettingError(f"target must be in (0, 1], got {target}: it is a share of first tokens")
+    if tokens < 1:
+        raise SettingError(f"tokens must be at least 1, got {tokens}")
+    ratios = sorted({check_ratio(ratio) for ratio in ratios})
+    if not ratios or ratios[-1] >= 1.0:
+        raise SettingError("ratios must be one or more numbers below 1 (1 is full prefill)")
+    configs = [replace(config, ratio=ratio, controller="off") for ratio in ratios]
+    sampling = Sampling(tokens, temperature=0)
+    rows: list[list[Record]] = []  # full prefill's, then one per ratio
+    left_out = guessed = 0
     is_interrupted = False
-    count = min(count or len(prompts), len(prompts))
-    progress(0, total := count * (len(grid) + 1))
+    count, steps = min(count or len(prompts), len(prompts)), 1 + len(configs)
+    progress(0, count * steps)
     try:
-        for ids, word in zip(prompts, words or [""] * len(prompts), strict=True):
+        for number, (ids, word) in enumerate(zip(prompts, words or [""] * len(prompts), strict=True)):
             if len(rows) == count:
                 break
-            first = prefill(ids, _at(config, grid[0]))
-            if not len(first.inexact):
-                left_out += 1
-                if words is None:
-                    progress(done := done + len(grid) + 1, total)
-                continue
-            answer = _greedy(model, prefill(ids, replace(config, policy="full", controller="off")), criterion.tokens)
-            if word and first_word(model.tokenizer.decode(answer)) != word:
+            measured = compare(model, prefill, ids, configs, sampling)
+            row = [next(measured)]
+            if word and first_word(row[0].text) != word:
                 guessed += 1
                 continue
-            progress(done := done + 1, total)
-            agreements: dict[float, list[bool]] = {}
-            for ratio in grid:
-                blended = first if ratio == grid[0] else prefill(ids, _at(config, ratio))
-                agreements[ratio] = _agreements(model, blended, answer)
-                progress(done := done + 1, total)
-            rows.append(agreements)
+            done = steps * (number if words is None else len(rows))
+            progress(done + 1, count * steps)
+            for record in measured:
+                row.append(record)
+                progress(done + len(row), count * steps)
+            if row[-1].inexact_tokens:
+                rows.append(row)
+            else:
+                left_out += 1
     except KeyboardInterrupt:
         if not rows:
             raise
@@ -220,46 +177,33 @@ def calibrate(
             "no prompt contains two stored chunks, so there is nothing to recompute: "
             "warm the corpus that the prompts are about"
         )
-    curve = tuple(_agreement(ratio, [row[ratio] for row in rows]) for ratio in grid)
+    curve = tuple(_agreement(ratio, rows, at) for at, ratio in enumerate(ratios, 1))
     notes = {
         f"{left_out} prompts had nothing to recompute and were left out": left_out,
         f"{guessed} prompts were left out: full prefill continues them differently from the documents": guessed,
         f"interrupted after {len(rows)} of {count} prompts": is_interrupted,
-        f"only {len(rows)} prompts: the interval is wide, give more prompts": len(rows) < _FEW,
+        f"only {len(rows)} prompts, and a default takes {PROMPTS}: nothing is saved. Pass {PROMPTS} or more questions "
+        "(--questions FILE), or warm more documents": len(rows) < PROMPTS,
     }
     return Calibration(
         fingerprint=model.fingerprint.digest,
         policy=config.policy,
         settings=settings_of(config),
-        target=criterion.target,
-        sure=criterion.sure,
+        target=target,
+        sure=sure,
         curve=curve,
-        ratio=choose(curve, criterion.target, criterion.sure),
+        ratio=choose(ratios, [point.low if sure else point.share for point in curve], target),
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         notes=tuple(note for note, applies in notes.items() if applies),
         interrupted=is_interrupted,
     )
 
 
-def _agreement(ratio: float, rows: Sequence[list[bool]]) -> Agreement:
-    first = sum(row[0] for row in rows)
-    following = [agrees for row in rows for agrees in row[1:]]
+def _agreement(ratio: float, rows: Sequence[list[Record]], at: int) -> Agreement:
+    agrees = [[ours == theirs for ours, theirs in zip(row[at].tokens, row[0].tokens, strict=True)] for row in rows]
+    first = sum(row[0] for row in agrees)
+    following = [agree for row in agrees for agree in row[1:]]
     return Agreement(ratio, first, len(rows), *wilson(first, len(rows)), sum(following), len(following))
-
-
-def choose(curve: Sequence[Agreement], target: float, sure: bool = False) -> float | None:
-    """Return the smallest ratio that reaches the target together with the next larger ratio; None if none does."""
-    holds = [(point.low if sure else point.share) >= target for point in curve]
-    pairs = zip(curve, holds, [*holds[1:], True], strict=True)
-    return next((point.ratio for point, reached, next_reached in pairs if reached and next_reached), None)
-
-
-def wilson(hits: int, total: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share (Wilson, 1927), valid for few samples and for shares near 1."""
-    share, z2 = hits / total, _Z * _Z
-    centre = (share + z2 / (2 * total)) / (1 + z2 / total)
-    half = _Z / (1 + z2 / total) * math.sqrt(share * (1 - share) / total + z2 / (4 * total * total))
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def settings_of(config: BlendConfig) -> dict[str, Any]:
@@ -293,33 +237,3 @@ def render(model: Model, prompts: Sequence[str | Messages]) -> list[list[int]]:
     for ids in rendered:
         model.check_window(len(ids))
     return rendered
-
-
-def _at(config: BlendConfig, ratio: float) -> BlendConfig:
-    return replace(config, ratio=ratio, controller="off")
-
-
-def _greedy(model: Model, full: Prefilled, count: int) -> list[int]:
-    """Return the greedy tokens after a prompt; the last may be an end token."""
-    answer, logits = [], full.logits
-    while True:
-        answer.append(int(_without_nan(logits).argmax()))
-        if len(answer) == count or answer[-1] in model.eos_ids:
-            return answer
-        logits = model.forward_each(answer[-1:], [full.cache])
-
-
-def _agreements(model: Model, blended: Prefilled, answer: Sequence[int]) -> list[bool]:
-    """Compare this cache's likeliest token with the answer's at each position, with the answer as input."""
-    logits = blended.logits
-    if len(answer) > 1:
-        following = model.forward_all(torch.tensor([answer[:-1]]), blended.cache)[0]
-        logits = torch.cat([logits, following])  # (S, V)
-    best = _without_nan(logits).argmax(dim=-1).tolist()
-    return [token == expected for token, expected in zip(best, answer, strict=True)]
-
-
-def _without_nan(logits: Tensor) -> Tensor:
-    if torch.isnan(logits).any():
-        raise ModelError("the model's logits are NaN: a value overflowed; load it with dtype='bfloat16' or 'float32'")
-    return logits

@@ -1,4 +1,4 @@
-"""Cost model: speed of this machine with this model, estimated from the passes and loads of normal operation.
+"""Cost model: speed of this machine with this model, estimated from normal operation, and predictions from it.
 
 A forward pass takes a + b·rows + c·pairs seconds: `a` is the fixed cost (reading the weights, launching kernels), `b`
 the cost of each computed token, `c` the cost of each key that a token attends to.
@@ -18,6 +18,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvrag.backend.protocol import PREFILL_BLOCK
+from kvrag.reuse.select import CANDIDATES, NO_PASSES, Passes
 
 FILE = "speed.json"
 _KEPT = 16  # observations of each kind: enough to average out noise, few enough to follow changes in load
@@ -45,6 +48,54 @@ class Speed:
     pair_s: float
     stitch_s: float
     load: float
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Sizes of a matched prompt.
+
+    Attributes:
+        prompt, reused, inexact: Tokens of the prompt; those with stored KV; those of them that may deviate.
+        kept: Tokens of the conversation's cached prefix.
+        bytes: Bytes to load from below the RAM tier.
+        passes: Shares of the layers that the policy runs to select.
+    """
+
+    prompt: int
+    reused: int
+    inexact: int
+    bytes: float
+    passes: Passes = NO_PASSES
+    kept: int = 0
+
+
+def full_seconds(speed: Speed, prompt: int, kept: int = 0) -> float:
+    """Predict full prefill of that many tokens, the first `kept` of which are cached."""
+    pairs = (prompt * prompt - kept * kept) / 2  # causal: every token attends to those before it
+    return _pass(speed, prompt - kept, pairs)
+
+
+def blend_seconds(speed: Speed, request: Workload, ratio: float) -> float:
+    """Predict blending, from the match to the first logits.
+
+    Layers are read while others are computed: some while the policy selects, the rest while the blend recomputes.
+    """
+    fresh = request.prompt - request.kept - request.reused
+    rows = fresh + ratio * request.inexact
+    compute = _pass(speed, rows, rows * request.prompt) + (math.ceil(rows / PREFILL_BLOCK) - 1) * speed.pass_s
+    load, stitch = request.bytes / speed.load, request.reused * speed.stitch_s
+    passes = request.passes
+    selecting = min(1.0, max(passes.query, passes.candidates) + passes.detection) if ratio else 0.0
+    select = passes.query * _pass(speed, fresh, fresh * request.prompt)
+    select += passes.detection * full_seconds(speed, request.prompt, request.kept)
+    candidates = fresh + min(CANDIDATES * ratio, 1.0) * request.inexact
+    select += passes.candidates * _pass(speed, candidates, candidates * request.prompt)
+    while_selecting = max(selecting * load, (select if ratio else 0.0) + selecting * stitch)
+    return while_selecting + selecting * compute + (1 - selecting) * max(load, compute + stitch)
+
+
+def _pass(speed: Speed, rows: float, pairs: float) -> float:
+    return speed.pass_s + speed.row_s * rows + speed.pair_s * pairs
 
 
 class CostModel:

@@ -12,7 +12,7 @@ import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -38,45 +38,28 @@ _INSTRUCTION = "Complete the next sentence from the text above. Write nothing el
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A sentence that breaks off.
+    """A sentence that breaks off, and the prompt that ends with it.
 
     Attributes:
         kind: CONTINUATION or CLOZE.
         beginning: The sentence up to the gap.
         sentence: The complete sentence.
         word: The first missing word.
+        chunks: What was retrieved, in the order of the prompt.
+        ids: Token ids of the prompt.
     """
 
     kind: str
     beginning: str
     sentence: str
     word: str
-
-
-@dataclass(frozen=True, slots=True)
-class GapPrompt:
-    """A prompt with a gap at its end.
-
-    Attributes:
-        chunks: What was retrieved, in the order of the prompt.
-        ids: Token ids.
-    """
-
-    gap: Gap
-    chunks: tuple[str, ...]
-    ids: list[int]
-
-    @property
-    def across(self) -> bool | None:
-        """True if only chunks without the sentence have the word, False if its chunk has it; None = no chunk."""
-        if not any(self.gap.word in _WORD.findall(chunk) for chunk in self.chunks):
-            return None
-        return not any(self.gap.sentence in chunk for chunk in self.chunks)
+    chunks: tuple[str, ...] = ()
+    ids: list[int] = field(default_factory=list)
 
 
 def make_prompts(
     model: Model, chunks: Sequence[str], search: Search, count: int, top_k: int = 4, seed: int = 0, room: int = 8
-) -> list[GapPrompt]:
+) -> list[Gap]:
     """Make up to `count` prompts, every second one a cloze while there are any; a larger `count` appends.
 
     Args:
@@ -93,14 +76,14 @@ def make_prompts(
             f"blending needs prompts of several chunks, and there {'is only one' if chunks else 'are none'}: "
             "give more documents, or shorter chunks (--chunk-tokens)"
         )
-    prompts: list[GapPrompt] = []
+    prompts: list[Gap] = []
     shortest = 0
     for number, gap in enumerate(find_gaps(chunks, seed)):
         texts = _retrieve(gap, search, top_k)
         random.Random(f"{seed} {number}").shuffle(texts)
         ids = render(model.tokenizer, texts, gap.beginning)
         if len(ids) + room <= model.context_window:
-            prompts.append(GapPrompt(gap, tuple(texts), ids))
+            prompts.append(replace(gap, chunks=tuple(texts), ids=ids))
         else:
             shortest = min(shortest or len(ids), len(ids))
         if len(prompts) == count:

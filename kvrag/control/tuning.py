@@ -1,6 +1,8 @@
 """Calibration and measured speeds of one engine, and the settings that they give for a request.
 
-Both are stored beside the chunks.
+Both are stored beside the chunks. The controller, `decide`, chooses between full prefill and blending, and raises the
+ratio where loading hides it. It is a pure function, so that `python -m benchmarks simulate` can evaluate it for other
+machines.
 """
 
 from __future__ import annotations
@@ -18,8 +20,7 @@ from kvrag.backend.protocol import PREFILL_BLOCK, Backend
 from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO, BlendConfig
 from kvrag.control import calibrate, cost
 from kvrag.control.calibrate import Calibration
-from kvrag.control.controller import Workload, decide
-from kvrag.control.cost import CostModel
+from kvrag.control.cost import CostModel, Speed, Workload, blend_seconds, full_seconds
 from kvrag.errors import StoreError
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.select import selecting
@@ -29,6 +30,11 @@ from kvrag.store import ChunkReader, KeepsTexts, KVStore, Texts
 from kvrag.store.codec import tokens_of
 
 logger = logging.getLogger("kvrag")
+
+NOTICEABLE_S = 0.01
+"""Minimum advantage of full prefill in seconds: smaller differences should not make answers depend on timing."""
+STEP = 0.05
+"""A ratio hidden by loading is rounded down to a multiple of this, so that it does not vary with every answer."""
 
 _KEEP_S = 60.0  # seconds between writes of the measurements, and between probes of a slow disk
 _PROBE_BYTES = 1 << 20
@@ -58,6 +64,49 @@ class Plan:
         """Recompute ratio."""
         assert self.config.ratio is not None
         return self.config.ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The controller's choice and its reason."""
+
+    full: bool
+    ratio: float
+    reason: str
+
+
+def decide(speed: Speed | None, request: Workload, ratio: float) -> Decision:
+    """Choose between full prefill and blending, and the ratio.
+
+    Args:
+        speed: None = no measurements yet: blend, which gives some.
+        ratio: Lowest allowed ratio.
+    """
+    if speed is None:
+        return Decision(False, ratio, f"blend at {ratio:g}: no measurements on this machine yet")
+    full_s, load_s = full_seconds(speed, request.prompt, request.kept), request.bytes / speed.load
+    blend_s = blend_seconds(speed, request, ratio)
+    if full_s + NOTICEABLE_S <= blend_s:
+        slow_load = f"loading alone takes {_seconds(load_s)} at {speed.load / 1e9:.3g} GB/s"
+        cause = slow_load if load_s > full_s else "the context is short"
+        reason = f"full prefill: predicted {_seconds(full_s)}, blending {_seconds(blend_s)}; {cause}"
+        return Decision(True, 1.0, reason)
+    hidden = _hidden(speed, request, ratio, blend_s)
+    reason = f"blend at {hidden:g}: predicted {_seconds(blend_s)}, full prefill {_seconds(full_s)}"
+    if hidden > ratio:
+        reason += f"; {hidden:g} instead of {ratio:g} because loading takes as long"
+    return Decision(False, hidden, reason)
+
+
+def _hidden(speed: Speed, request: Workload, ratio: float, blend_s: float) -> float:
+    """Return the largest ratio that takes no longer than `ratio` because loading takes as long."""
+    steps = (round(number * STEP, 10) for number in range(1, math.ceil(1 / STEP)))
+    hidden = [step for step in steps if step > ratio and blend_seconds(speed, request, step) <= blend_s * 1.001]
+    return max([ratio, *hidden])
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
 
 
 class Tuning:
@@ -180,7 +229,7 @@ class Tuning:
         passes = 1 if self._backend.rope_follows_length else math.ceil(rows / PREFILL_BLOCK)
         if rows:
             self._costs.observe_pass("blend", rows, rows * length, pass_s, passes)
-        self._costs.observe_load(prompt.bytes_read, prompt.cold_tokens, trace.seconds["read"])
+        self._costs.observe_load(prompt.bytes_read, prompt.cold_tokens, trace.seconds["load"])
         if not prompt.kept:  # copying a cached prefix involves no rotation
             self._costs.observe_stitch(reused, trace.seconds["stitch"])
 
@@ -192,12 +241,17 @@ class Tuning:
     def keep_calibration(self, calibration: Calibration) -> Calibration:
         """Use a calibration from now on and store it. If storing fails, return it with a note."""
         try:
-            self._texts.write_text(calibrate.FILE, calibration.to_json())
+            self._texts.change_text(calibrate.FILE, lambda _: calibration.to_json())
         except StoreError as error:
             notes = (*calibration.notes, f"valid for this process only: {error}")
             calibration = replace(calibration, notes=notes)
         self._calibration = calibration, ""
         return calibration
+
+    def reset_calibration(self) -> None:
+        """Delete the stored calibration, if there is one: an empty text is none."""
+        self._texts.change_text(calibrate.FILE, lambda _: "")
+        self._calibration = None, ""
 
     def _recall_speed(self) -> None:
         try:

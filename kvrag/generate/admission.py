@@ -21,12 +21,7 @@ is_left: ContextVar[Callable[[], bool]] = ContextVar("is_left", default=lambda: 
 
 @dataclass(eq=False)
 class Admitted:
-    """An admitted answer.
-
-    Attributes:
-        num_bytes: Size of its KV at full length.
-        is_working: The engine works on it; False while its consumer has a delta.
-    """
+    """An admitted answer. `is_working` is False while its consumer has a delta."""
 
     num_bytes: int
     is_working: bool = True
@@ -43,13 +38,10 @@ class Admission:
 
     @contextmanager
     def admit(self, num_bytes: int) -> Iterator[Admitted]:
-        """Wait until an answer with KV of this size at full length fits, and hold its place.
+        """Hold a place for an answer with KV of this size at full length. Raises KvragError if `is_left` returns True.
 
         Waits at most until all admitted answers have waited for their consumers for a second: one of these consumers
         may be waiting here.
-
-        Raises:
-            KvragError: `is_left` returned True.
         """
         turn, answer = object(), Admitted(num_bytes)
         with self._changed:

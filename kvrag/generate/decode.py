@@ -44,15 +44,10 @@ def decode(
     afterwards. Never changes a position that is complete.
 
     Args:
-        ids: (T,) token ids of the prompt.
-        cache: Complete for the prompt.
+        ids: (T,) token ids of the prompt, for which `cache` is complete.
         logits: (1, V) after the prompt's last token.
         constraint: Grammar that the answer must match. It is changed.
         control_tokens: Keep control tokens in the text, for a parser of tool calls.
-
-    Raises:
-        SettingError: `sampling.logit_bias` names a token that the model does not have.
-        OutOfMemoryError: There is not enough memory even for a step of this answer alone.
 
     Yields:
         One Delta per token. Its text is empty while a character or a stop string is incomplete. The last one has

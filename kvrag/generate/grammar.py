@@ -28,12 +28,7 @@ _creating = threading.Lock()
 
 
 class Constraint:
-    """A grammar with the state of one answer.
-
-    Args:
-        matcher: In its initial state.
-        vocab_size: Vocabulary size of the matcher's tokenizer.
-    """
+    """A grammar with the state of one answer."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         from llguidance.torch import allocate_token_bitmask
@@ -44,10 +39,7 @@ class Constraint:
     def mask(self, logits: Tensor) -> Tensor:
         """Return (1, V) logits with -inf for every token that would break the grammar.
 
-        Tokens that end an answer are allowed where the grammar may end.
-
-        Raises:
-            ModelError: No token can continue the answer.
+        Tokens that end an answer are allowed where the grammar may end. Raises ModelError if no token is allowed.
         """
         from llguidance.torch import fill_next_token_bitmask
 

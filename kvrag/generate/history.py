@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from cachetools import LRUCache
 from torch import Tensor
 
 from kvrag.errors import KvragError, PromptError
@@ -24,14 +25,7 @@ _LITTLE = 0.1  # reused share that is suspiciously low
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answered prompt, as kept for explanations.
-
-    Attributes:
-        ids: (T,) token ids of the prompt.
-        selected: (S,) reused positions that were recomputed.
-        report: Report of the answer.
-        namespace: Namespace of the prompt.
-    """
+    """An answered prompt: its (T,) ids, and the (S,) reused positions that were recomputed."""
 
     ids: Tensor
     selected: Tensor
@@ -43,23 +37,16 @@ class History:
     """The most recent prompts of each namespace, as they were answered. Thread-safe."""
 
     def __init__(self) -> None:
-        self._answers: OrderedDict[str, deque[Answered]] = OrderedDict()
+        self._answers: LRUCache[str, deque[Answered]] = LRUCache(_NAMESPACES)
         self._lock = threading.Lock()
 
     def add(self, answered: Answered) -> None:
-        """Add an answered prompt; drop the oldest beyond the limits."""
+        """Add an answered prompt; drop the least recently used namespace beyond the limit."""
         with self._lock:
             self._answers.setdefault(answered.namespace, deque(maxlen=_ANSWERS)).append(answered)
-            self._answers.move_to_end(answered.namespace)
-            if len(self._answers) > _NAMESPACES:
-                self._answers.popitem(last=False)
 
     def find(self, namespace: str, report: BlendReport | dict[str, Any] | None) -> Answered:
-        """Return the prompt of a report; None = the last prompt of the namespace.
-
-        Raises:
-            PromptError: The answer is unknown.
-        """
+        """Return the prompt of a report, or the last one of the namespace. Raises PromptError if it is unknown."""
         with self._lock:
             answers = list(self._answers.get(namespace, ()))
         if not answers:
@@ -80,13 +67,10 @@ class Watch:
         self._misses = 0
 
     def look(self, answered: Answered, explain: Callable[[], tuple[str, bool]]) -> None:
-        """Check an answered prompt.
+        """Check an answered prompt; `explain` returns why little was reused, and if a changed chunk was recognised.
 
         A long prompt with little reuse gives a warning if a changed chunk is recognised in it. Otherwise it may be a
         prompt without retrieved text, such as an agent's first one; then two in a row give a warning.
-
-        Args:
-            explain: Returns why little was reused, and whether a changed chunk was recognised.
         """
         report = answered.report
         if self._has_warned or report.policy == "full" or report.prompt_tokens < _LONG:

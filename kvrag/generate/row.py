@@ -22,11 +22,8 @@ class Row:
     """A row of the batch: one answer, its cache, and the deltas that its consumer has not taken yet.
 
     Attributes:
-        cache: Complete for all tokens but the last.
-        token: The last token.
+        cache: Complete for all tokens but `token`, the last one.
         deltas: One per token, in order; the last one has `finish_reason` set and no report.
-        is_done: The answer is complete.
-        error: The error that ended the answer.
         is_parked: It ran out of memory and waits until another row leaves.
         num_waits: Number of waits of its consumer for memory.
     """
@@ -141,11 +138,7 @@ class Row:
 
 
 class _Text:
-    """Incremental text of an answer; holds back text that may be the beginning of a stop string.
-
-    Attributes:
-        stopped: A stop string was found; the text before it has been returned.
-    """
+    """Incremental text of an answer up to a stop string; holds back text that may be the beginning of one."""
 
     def __init__(self, stream: TextStream, stop: tuple[str, ...]) -> None:
         self._stream, self._stop = stream, stop

@@ -11,12 +11,9 @@ from kvrag.types import TokenLogprob
 
 
 def penalize(logits: Tensor, answer: Tensor, frequency: float, presence: float) -> Tensor:
-    """Return (1, V) logits with lower values for tokens that the answer contains.
+    """Return (1, V) logits, lower for the (N,) tokens of the answer so far.
 
-    Args:
-        answer: (N,) tokens of the answer so far; the prompt does not count.
-        frequency: Subtracted once per occurrence.
-        presence: Subtracted once per token that occurred.
+    `frequency` is subtracted once per occurrence, `presence` once per token that occurred.
     """
     counts = torch.bincount(answer, minlength=logits.shape[-1])  # (V,)
     return logits - frequency * counts - presence * (counts > 0)

@@ -10,10 +10,10 @@ import json
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from kvrag.backend.transformers.tokenizer import Tokenizer, is_token_ids
+from kvrag.backend.transformers.tokenizer import AnswerRegions, Tokenizer, checked_message, is_token_ids
 from kvrag.config import Grammar, check_json
 from kvrag.errors import PromptError, SettingError
 from kvrag.generate.grammar import guarded
@@ -22,7 +22,13 @@ from kvrag.types import CallPiece, Delta, InvalidCall, Messages, TokenIds, ToolC
 _NAME, _ARGUMENTS = "NAME", "ARGUMENTS"
 _ABSENT = "\0"  # occurs in no template
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_CALL_MARKS = ("[TOOL_CALLS]", "<|python_tag|>")  # in front of a call; text in some tokenizers
+_JSON = json.JSONDecoder(strict=False)
+
+# regions of an answer, in transformers' template of responses; `bare` ones begin it
+_TAGGED = r"(?P<open>\s*<tool_call>\s*)(?=[\[{]|\Z)"
+_CLOSED = r"(?<=[}\]]\s*</tool_call>)"
+_BARE = r'(?P<open>\A\s*(?:\[TOOL_CALLS\]|<\|python_tag\|>)?\s*)(?=\[?\s*\{\s*"|(?:%s)(?:\[ARGS\])?\{|\Z)'
+_CALLS = ("tagged", "bare", "tool_calls")  # the last one in templates of tokenizers
 
 # a call up to its arguments
 _HEAD = re.compile(
@@ -30,8 +36,6 @@ _HEAD = re.compile(
     r'"name"\s*:\s*"(?P<name>[\w.-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _MISTRAL_HEAD = re.compile(r"(?P<name>[\w.-]+)(?:\[ARGS\])?(?=\{)")
-
-_BARE = re.compile(r"\[?\s*(\{\s*(\"|\Z)|\Z)")  # a JSON object or a list of them, or a prefix of one
 
 _HERMES = (_OPEN, '\n{"name": "', _NAME, '", "arguments": ', _ARGUMENTS, "}\n", _CLOSE)
 _DIALECTS = (
@@ -59,20 +63,17 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A prompt with its tools.
+    """A prompt with its tools, and the grammar that the answer must match.
 
     Attributes:
-        prompt: Input of `Tokenizer.render`.
         template: Variables for the chat template.
-        grammar: Grammar that the answer must match.
-        tools: Tools that the answer may call.
         is_native: The chat template renders the tools.
         forced: Names of the tools of which one must be called.
     """
 
     prompt: str | Messages | TokenIds
-    template: dict[str, Any] = field(default_factory=dict)
-    grammar: Grammar | None = None
+    template: dict[str, Any]
+    grammar: Grammar | None
     tools: tuple[dict[str, Any], ...] = ()
     is_native: bool = False
     forced: tuple[str, ...] = ()
@@ -82,10 +83,6 @@ class Prepared:
         """True for a string or token ids, which the chat template does not render."""
         return isinstance(self.prompt, str) or is_token_ids(self.prompt)
 
-    def with_template(self, template: Mapping[str, Any] | None) -> Prepared:
-        """Return it with more variables for the chat template."""
-        return replace(self, template={**self.template, **(template or {})})
-
     def render(self, tokenizer: Tokenizer) -> list[int]:
         """Return the token ids of the prompt."""
         return tokenizer.render(self.prompt, **self.template)
@@ -94,9 +91,10 @@ class Prepared:
         """Return a parser for the answer to the prompt `ids`; None if it cannot call tools."""
         if not self.tools:
             return None
-        if self.is_native and tokenizer.has_response_parser:
-            return _TemplateParser(tokenizer.response_parser(ids, self.tools), self.forced)
-        return CallParser(_names(self.tools), self.forced)
+        if self.is_native and tokenizer.has_response_template:
+            regions = tokenizer.answer_regions(ids, self.tools)
+            return AnswerParser(regions, _names(self.tools), self.forced, control_tokens=True)
+        return call_parser(_names(self.tools), self.forced)
 
 
 def prepare(
@@ -105,6 +103,7 @@ def prepare(
     tools: Sequence[Mapping[str, Any]] | None = None,
     choice: str | Mapping[str, Any] | None = None,
     grammar: Grammar | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> Prepared:
     """Put the tools into the prompt, and constrain the answer to required calls.
 
@@ -113,11 +112,9 @@ def prepare(
         choice: "auto" or None = call or answer, "none" = answer, "required" or "any" = call one of them, a tool's name
             or `{"type": "function", "function": {"name": ...}}` = call that one. A forced answer is exactly one call.
         grammar: Grammar of an answer without a call; with tools, a JSON schema only.
-
-    Raises:
-        SettingError: The tools or the choice are malformed, or exclude the grammar.
-        PromptError: The prompt is one string, or the messages contain malformed tool calls.
+        template: Variables for the chat template.
     """
+    variables = dict(template or {})
     known = tuple(_checked_tool(tool) for tool in _listed(tools))
     forced = _forced(choice, _names(known))
     if choice == "none":
@@ -125,18 +122,18 @@ def prepare(
     if not isinstance(prompt, (list, tuple)) or is_token_ids(prompt):
         if known:
             raise PromptError("tools need a chat prompt: pass the prompt as a list of messages")
-        return Prepared(prompt, grammar=grammar)
-    messages = [_with_parsed_arguments(message) for message in cast(Messages, prompt)]
-    template = tokenizer.template_text(known or None)
-    dialect = next((form for has, lacks, form in _DIALECTS if has in template and lacks not in template), None)
+        return Prepared(prompt, variables, grammar)
+    messages = [_with_parsed_arguments(checked_message(message)) for message in cast(Messages, prompt)]
+    source = tokenizer.template_text(known or None)
+    dialect = next((form for has, lacks, form in _DIALECTS if has in source and lacks not in source), None)
     # a call in an unknown format cannot be forced
-    is_known = dialect is not None or (tokenizer.has_response_parser and not forced)
+    is_known = dialect is not None or (tokenizer.has_response_template and not forced)
     is_native = is_known and tokenizer.renders_tools()
     dialect = dialect if dialect and is_native else _HERMES
     if not is_native:
         messages = _as_text(messages, known)
     if not known:
-        return Prepared(messages, grammar=grammar)
+        return Prepared(messages, variables, grammar)
     if forced and grammar is not None:
         raise SettingError("a forced tool_choice and a grammar exclude each other: leave out one of them")
     if forced:
@@ -144,7 +141,8 @@ def prepare(
         grammar = _call_grammar(tokenizer, dialect, allowed)
     elif grammar is not None:
         grammar = _call_grammar(tokenizer, dialect, known, grammar)
-    return Prepared(messages, {"tools": list(known)} if is_native else {}, grammar, known, is_native, forced)
+    variables = {"tools": list(known), **variables} if is_native else variables
+    return Prepared(messages, variables, grammar, known, is_native, forced)
 
 
 def _listed(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
@@ -195,11 +193,10 @@ def _forced(choice: str | Mapping[str, Any] | None, names: tuple[str, ...]) -> t
 
 def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """Return the message with the arguments of its calls as dicts, as templates expect; clients send strings."""
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
-    if not calls:
+    if not message.get("tool_calls"):
         return message
     parsed = []
-    for call in calls:
+    for call in message["tool_calls"]:
         function = call.get("function") if isinstance(call, Mapping) else None
         arguments = _arguments(function.get("arguments")) if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or arguments is None:
@@ -219,35 +216,20 @@ def _as_text(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages
     signatures = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     instructions = _INSTRUCTIONS.format(signatures=signatures)
     first = texts[0] if texts else {}
-    if isinstance(first, dict) and first.get("role") == "system" and isinstance(first.get("content"), str):
+    if first.get("role") == "system" and first.get("content") is not None:
         return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *texts[1:]]
     return [{"role": "system", "content": instructions}, *texts]
 
 
 def _message_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        return message  # rendering raises the error
-    content = message.get("content")
-    if message.get("role") == "tool":
-        if isinstance(content, list):  # the tokenizer joins the parts of a tool message with line breaks, too
-            content = [text for part in content for text in ("\n", part)][1:]
-        return {"role": "user", "content": _around("<tool_response>\n", content, "\n</tool_response>")}
+    content = message.get("content") or ""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     if not message.get("tool_calls"):
         return message
-    calls = [
-        f"{_OPEN}\n{json.dumps({name: call['function'][name] for name in ('name', 'arguments')}, ensure_ascii=False)}"
-        f"\n{_CLOSE}"
-        for call in message["tool_calls"]
-    ]
-    text = _around("", content, "\n" + "\n".join(calls)) if content else "\n".join(calls)
-    return {"role": message["role"], "content": text}
-
-
-def _around(before: str, content: Any, after: str) -> Any:
-    """Put text around content, which may be a list of parts."""
-    if isinstance(content, list):
-        return [{"type": "text", "text": before}, *content, {"type": "text", "text": after}]
-    return f"{before}{content if content is not None else ''}{after}"
+    functions = [{name: call["function"][name] for name in ("name", "arguments")} for call in message["tool_calls"]]
+    calls = [f"{_OPEN}\n{json.dumps(function, ensure_ascii=False)}\n{_CLOSE}" for function in functions]
+    return {"role": message["role"], "content": "\n".join([content, *calls] if content else calls)}
 
 
 # ---------------------------------------------------------------- grammar
@@ -284,14 +266,22 @@ def _terms(tokenizer: Tokenizer, dialect: Sequence[str], function: Mapping[str, 
 # ---------------------------------------------------------------- answer
 
 
-class _OpenCall:
-    """A call whose arguments are being generated.
+def call_parser(names: Sequence[str], forced: Sequence[str] = ()) -> AnswerParser:
+    """Return a parser of calls of the tools `names` in the Hermes, Qwen, Llama 3 and Mistral formats.
 
-    Attributes:
-        start: Position of the arguments in the call's text.
-        taken: Number of their characters taken so far.
-        arguments: These characters, as strict JSON.
+    In Llama's and Mistral's, an answer consists of calls of known tools only. Anything else is text.
     """
+    known = "|".join(map(re.escape, names))
+    fields = {
+        "content": {},
+        "tagged": {"open_pattern": _TAGGED, "close_pattern": _CLOSED, "transform": "{open}"},
+        "bare": {"open_pattern": _BARE % known, "transform": "{open}"},
+    }
+    return AnswerParser(AnswerRegions({"start_anchor": _ABSENT, "fields": fields}, ""), names, forced)
+
+
+class _OpenCall:
+    """A call whose arguments are being generated; `arguments` are those taken so far, as strict JSON."""
 
     def __init__(self, index: int, name: str, start: int) -> None:
         self.index, self.name, self.id, self.start = index, name, _new_id(), start
@@ -323,17 +313,18 @@ class _OpenCall:
 
 
 class AnswerParser:
-    """Separates the text of one streamed answer from its tool calls.
+    """Separates the text of one streamed answer from its tool calls; may need control tokens in the text.
 
-    Attributes:
-        control_tokens: The parser needs control tokens in the text.
+    A call is invalid if it was cut off, or if it is malformed after its arguments have begun.
     """
 
-    control_tokens = False
-
-    def __init__(self, forced: Sequence[str]) -> None:
-        self._forced = forced
+    def __init__(
+        self, regions: AnswerRegions, names: Sequence[str], forced: Sequence[str], control_tokens: bool = False
+    ) -> None:
+        self.control_tokens = control_tokens
+        self._regions, self._names, self._forced = regions, names, forced
         self._num_calls = 0
+        self._text = ""  # of the open region
         self._open: _OpenCall | None = None  # pieces of it were sent
         self._pieces: list[CallPiece] = []
         self._valid: list[ToolCall] = []
@@ -341,11 +332,15 @@ class AnswerParser:
 
     def parse(self, delta: Delta) -> Delta:
         """Return the delta with its calls and with the text that cannot be part of a call."""
-        is_end = delta.finish_reason is not None
-        text = self._add(delta.text, is_end, is_cut=delta.finish_reason == "length")
-        if is_end and self._forced and not self._num_calls:
-            text = ""  # the beginning of a call
-            self._fail("")
+        text = "".join(map(self._outside, self._regions.feed(delta.text)))
+        if delta.finish_reason is not None:
+            is_cut = delta.finish_reason == "length"
+            text += "".join(self._outside(event, is_cut) for event in self._regions.end())
+            if self._num_calls:
+                text = text.rstrip()
+            elif self._forced:
+                text = ""  # the beginning of a call
+                self._fail("")
         pieces: dict[int, CallPiece] = {}
         for piece in self._pieces:
             before = pieces.get(piece.index)
@@ -354,17 +349,48 @@ class AnswerParser:
         self._pieces, self._valid, self._invalid = [], [], []
         return replace(delta, text=text, call_pieces=tuple(pieces.values()), tool_calls=valid, invalid_calls=invalid)
 
-    def _add(self, text: str, is_end: bool, is_cut: bool) -> str:
-        """Add text of the answer; return the text outside calls. Calls go through `_stream`, `_end` and `_fail`."""
-        raise NotImplementedError
+    def _outside(self, event: Mapping[str, Any], is_cut: bool = False) -> str:
+        """Process an event; return its text outside calls. `is_cut`: the answer was cut off before it."""
+        kind, field = event["type"], event["field"]
+        if field not in _CALLS:
+            return str(event["text"]) if kind == "region_chunk" else ""
+        if kind == "region_open":
+            self._text = ""
+        elif kind == "region_chunk":
+            self._text += event["text"]
+            self._stream(field)
+        else:
+            return self._close(field, event["value"], is_cut)
+        return ""
 
-    def _stream(self, text: str, head: re.Match[str] | None) -> None:
-        """Send the new part of a call's arguments; `head` is the match of the text before them, once complete."""
-        if self._open is None and head is not None:
+    def _stream(self, field: str) -> None:
+        """Send the new part of a call's arguments, once the text before them is complete."""
+        if self._open is not None:
+            if more := self._open.take(self._text):
+                self._pieces.append(CallPiece(self._open.index, more))
+            return
+        is_bare = field == "bare"
+        head = _HEAD.match(self._text) or (_MISTRAL_HEAD.match(self._text) if is_bare else None)
+        if head and (not is_bare or head["name"] in self._names):
             self._open = _OpenCall(self._num_calls, head["name"], head.end())
-            self._begin(self._open.take(text), self._open.name, self._open.id)
-        elif self._open is not None and (more := self._open.take(text)):
-            self._pieces.append(CallPiece(self._open.index, more))
+            self._begin(self._open.take(self._text), self._open.name, self._open.id)
+
+    def _close(self, field: str, value: Any, is_cut: bool) -> str:
+        """End a region with its calls, or with an invalid one; return its text if it has none."""
+        text, opening = self._text.removesuffix(_CLOSE), ""
+        if field == "tool_calls":
+            calls = [] if is_cut else _calls_in(value)  # transformers would complete the call
+        else:
+            calls, opening = _calls(text), value
+        if field == "bare" and any(call.name not in self._names for call in calls):
+            calls = []
+        if calls:
+            self._end(calls)
+        elif self._open or (is_cut and (field != "bare" or opening.strip())):
+            self._fail(text)
+        else:
+            return opening + self._text
+        return ""
 
     def _end(self, calls: Sequence[ToolCall]) -> None:
         """End these calls. The first is the streamed one, if there is one."""
@@ -397,192 +423,22 @@ class AnswerParser:
         self._num_calls += 1
 
 
-class CallParser(AnswerParser):
-    """Parses calls in the Hermes, Qwen, Llama 3 and Mistral formats.
-
-    Anything else is text. A call is invalid if it was cut off, or if it is malformed after its arguments have begun.
-    """
-
-    def __init__(self, names: Sequence[str], forced: Sequence[str] = ()) -> None:
-        """Create a parser for calls of the tools `names`; the answer must call one of `forced`, if any."""
-        super().__init__(forced)
-        self._names = names
-        self._held = ""  # possibly a call, or the beginning of one
-        self._has_text = False
-
-    def _add(self, text: str, is_end: bool, is_cut: bool) -> str:
-        self._held += text
-        outside = self._split(is_end, is_cut)
-        self._has_text = self._has_text or bool(outside.strip())
-        return outside
-
-    def _split(self, is_end: bool, is_cut: bool) -> str:
-        """Return the text outside calls."""
-        if not self._has_text and (self._open or not self._num_calls) and self._may_be_bare():
-            text = self._without_marks()
-            head = _HEAD.match(text) or _MISTRAL_HEAD.match(text)
-            self._stream(text, head if head and head["name"] in self._names else None)
-            if not is_end:
-                return ""
-            if calls := self._bare_calls():
-                self._end(calls)
-                return ""
-            if self._open or (is_cut and self._held.lstrip().startswith(_CALL_MARKS)):
-                self._fail(text)
-                return ""
-        text = ""
-        while True:
-            before, tag, rest = self._held.partition(_OPEN)
-            if not tag:
-                break
-            inside, closed, after = _first_tagged(rest)
-            self._stream(inside, _HEAD.match(inside))
-            if not is_end and not closed:
-                solid = before.rstrip()
-                self._held = self._held[len(solid) :]
-                return text + solid
-            if calls := _calls(inside):
-                self._end(calls)
-            elif self._open or (is_cut and not closed):
-                self._fail(inside)
-            else:
-                text += before + tag + inside + closed
-                self._held = after
-                continue
-            text += before.rstrip()
-            self._held = after
-        if is_end and self._num_calls:
-            self._held = self._held.rstrip()
-        kept = 0 if is_end else self._undecided()
-        text += self._held[: len(self._held) - kept]
-        self._held = self._held[len(self._held) - kept :]
-        return text
-
-    def _undecided(self) -> int:
-        """Return the number of characters at the end that may begin a tag, or the white space before one."""
-        beginning = next((n for n in range(len(_OPEN) - 1, 0, -1) if self._held.endswith(_OPEN[:n])), 0)
-        solid = self._held[: len(self._held) - beginning].rstrip()
-        return len(self._held) - len(solid)
-
-    def _may_be_bare(self) -> bool:
-        """Return whether the answer so far may be the beginning of calls without tags."""
-        head = self._held.lstrip()
-        if _BARE.match(head):
-            return True
-        starts = (*_CALL_MARKS, *(name + mark for name in self._names for mark in ("{", "[ARGS]")))
-        return any(head.startswith(start) or start.startswith(head) for start in starts)
-
-    def _without_marks(self) -> str:
-        text = self._held.strip()
-        for mark in _CALL_MARKS:
-            text = text.removeprefix(mark).strip()
-        return text
-
-    def _bare_calls(self) -> list[ToolCall]:
-        text = self._without_marks()
-        for name in self._names:  # Mistral's: name{...}
-            rest = text.removeprefix(name).removeprefix("[ARGS]")
-            if rest != text and rest and (arguments := _arguments(rest)) is not None:
-                return [_call(name, arguments)]
-        calls = _calls(text) or [call for part in text.split(";") for call in _calls(part)]
-        return calls if all(call.name in self._names for call in calls) else []
-
-
-class _TemplateParser(AnswerParser):
-    """transformers' own parser, for tokenizers with a response template."""
-
-    control_tokens = True
-
-    def __init__(self, parser: Any, forced: Sequence[str]) -> None:
-        super().__init__(forced)
-        self._parser = parser
-        self._unparsed = ""  # text since the last complete event
-        self._region: str | None = None  # text of the open call
-        self._has_failed = False
-
-    def _add(self, text: str, is_end: bool, is_cut: bool) -> str:
-        outside = self._feed(text)
-        return outside + self._finalize(is_cut) if is_end else outside
-
-    def _feed(self, text: str) -> str:
-        self._unparsed += text
-        if self._has_failed:
-            return self._rest()
-        try:
-            return self._text_of(self._parser.feed(text))
-        except ValueError:  # for example a call whose arguments are not JSON
-            return self._give_up(is_cut=False)
-
-    def _finalize(self, is_cut: bool) -> str:
-        if self._has_failed:
-            return ""
-        if is_cut and self._region is not None:  # the parser would complete the call
-            return self._give_up(is_cut)
-        try:
-            return self._text_of(self._parser.finalize()[1])
-        except ValueError:
-            return self._give_up(is_cut)
-
-    def _text_of(self, events: Sequence[dict[str, Any]]) -> str:
-        """Return the text outside calls in these events."""
-        if any(event["type"] != "region_open" and not event.get("dirty") for event in events):
-            self._unparsed = ""
-        text = ""
-        for event in events:
-            if event["field"] != "tool_calls":
-                text += event["text"] if event["type"] == "region_chunk" else ""
-            elif event["type"] == "region_chunk":
-                self._region = (self._region or "") + event["text"]
-                self._stream(self._region, _HEAD.match(self._region))
-            elif event["type"] == "region_open":
-                self._region = ""
-            else:
-                calls = _calls_in(event["value"])
-                if calls or not self._open:
-                    self._end(calls)
-                else:
-                    self._fail(self._region or "")
-                self._region = None
-        return text
-
-    def _give_up(self, is_cut: bool) -> str:
-        """Stop parsing; return the text outside calls."""
-        self._has_failed = True
-        if self._region is None or not (is_cut or self._open):
-            return self._rest()
-        self._fail(self._region)
-        self._unparsed = ""
-        return ""
-
-    def _rest(self) -> str:
-        text, self._unparsed = self._unparsed, ""
-        return text
-
-
-def _first_tagged(text: str) -> tuple[str, str, str]:
-    """Split at the closing tag into text before, tag and text after. Tags inside JSON strings are skipped."""
-    inside, closed, after = text.partition(_CLOSE)
-    while closed and _ends_in_string(inside):
-        more, closed, after = after.partition(_CLOSE)
-        inside += _CLOSE + more
-    return inside, closed, after
-
-
-def _ends_in_string(text: str) -> bool:
-    """Return whether this is JSON that ends inside a string."""
-    try:
-        json.loads(text, strict=False)
-    except (ValueError, RecursionError) as error:
-        return getattr(error, "msg", "").startswith("Unterminated string")
-    return False
-
-
 def _calls(text: str) -> list[ToolCall]:
     """Return the calls that the text consists of; none if it contains anything else."""
+    calls: list[ToolCall] = []
+    rest = text.strip()
     try:
-        return _calls_in(json.loads(text, strict=False))
+        while rest:
+            head = _MISTRAL_HEAD.match(rest)
+            value, end = _JSON.raw_decode(rest, head.end() if head else 0)
+            found = _calls_in({"name": head["name"], "arguments": value} if head else value)
+            if not found:
+                return []
+            calls += found
+            rest = rest[end:].lstrip(" \n;")
     except (ValueError, RecursionError):
         return []
+    return calls
 
 
 def _calls_in(value: Any) -> list[ToolCall]:

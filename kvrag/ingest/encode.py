@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend
 
+# per forward pass, padding included: large enough to use all cores, small enough for memory
 BATCH_TOKENS = 4096
-"""Tokens per forward pass, padding included: large enough to use all cores, small enough for memory."""
-
-BATCH_BYTES = 256 << 20
-"""Bytes of KV per forward pass; limits the number of tokens for large models."""
-
-CPU_TOKENS = 512
-"""Tokens per forward pass on a CPU, where a pass takes seconds: finished chunks are stored between two passes."""
+BATCH_BYTES = 256 << 20  # of KV, for large models
+CPU_TOKENS = 512  # on a CPU, where a pass takes seconds: finished chunks are stored between two passes
 
 _ENOUGH = 1024  # tokens: larger passes are not faster per token, so rows are padded little to be part of them
 _PADDING = 1.03
@@ -28,29 +23,33 @@ LayerKV = tuple[Tensor, Tensor]
 """Keys (position-free) and values of one chunk on one layer, each (H, T, D), on the CPU."""
 
 
+class Branch(NamedTuple):
+    """A row that shares its first tokens with the row of a tree, and ends with a chunk."""
+
+    at: int  # number of the shared tokens
+    ids: list[int]  # the tokens after them
+    chunk: int
+    first: int  # position of the chunk's first token
+
+
 @dataclass
 class Tree:
-    """A row to compute, and its branches: rows that share a prefix with it, and the KV of that prefix.
-
-    Attributes:
-        ids: Token ids of the row.
-        branches: Length of the shared prefix, and the branch's token ids after it.
-        chunks: Number of a chunk -> places of its tokens, counted through the row and then the branches.
-    """
+    """A row to compute, the places of the chunks in it, and its branches, which reuse the KV of shared tokens."""
 
     ids: list[int]
-    branches: list[tuple[int, list[int]]] = field(default_factory=list)
-    chunks: dict[int, list[slice]] = field(default_factory=dict)
+    chunks: dict[int, slice] = field(default_factory=dict)
+    branches: list[Branch] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens to compute."""
-        return len(self.ids) + sum(len(ids) for _, ids in self.branches)
+        return len(self.ids) + sum(len(branch.ids) for branch in self.branches)
 
     @property
     def num_pairs(self) -> float:
         """Number of pairs of a token and a key that it attends to."""
-        return sum(len(ids) * (start + len(ids) / 2) for start, ids in [(0, self.ids), *self.branches])
+        rows = [(0, self.ids), *((branch.at, branch.ids) for branch in self.branches)]
+        return sum(len(ids) * (start + len(ids) / 2) for start, ids in rows)
 
 
 def encode(
@@ -62,15 +61,8 @@ def encode(
     """Encode chunks after the model's preamble and their contexts. Only the chunks' own KV is kept.
 
     Shared prefixes are computed once, see `trees`. On a CPU, long rows are computed in blocks, and a chunk is yielded
-    when it is complete.
-
-    Args:
-        chunks: Token ids of each chunk, not empty, without the preamble.
-        contexts: Token ids between the preamble and each chunk; None = no context.
-        most_tokens: Maximum per forward pass, but at least one chunk; None = `batch_tokens(model)`.
-
-    Yields:
-        (number of the chunk in `chunks`, keys and values per layer).
+    when it is complete: its number, with keys and values per layer. A pass has at least one chunk, and otherwise at
+    most `most_tokens` or `batch_tokens(model)`.
     """
     forest = trees(model, chunks, contexts, most_tokens or BATCH_TOKENS)
     lengths = {number: len(tree.ids) for number, tree in enumerate(forest) if not tree.branches}
@@ -105,10 +97,7 @@ def trees(
     """Return the rows that `encode` computes for these chunks.
 
     Attention is causal, so a shared prefix has the same KV in both rows, unless RoPE depends on the length. A row
-    becomes a branch of a longer one if they share at least its first half.
-
-    Args:
-        most_tokens: Maximum number of tokens of a tree with branches.
+    becomes a branch of a longer one if they share at least its first half, and the tree has at most `most_tokens`.
     """
     preamble, contexts = list(model.preamble), contexts or [()] * len(chunks)
     rows = [[*preamble, *context, *chunk] for context, chunk in zip(contexts, chunks, strict=True)]
@@ -122,15 +111,12 @@ def trees(
         for number in cluster:
             row, first = rows[number], len(rows[number]) - len(chunks[number])
             shared = _common(tree.ids, row)
-            rest = row[shared:]
-            if rest and (2 * shared < len(row) or tree.num_tokens + len(rest) > most_tokens):
+            if shared == len(row):
+                tree.chunks[number] = slice(first, shared)
+            elif 2 * shared < len(row) or tree.num_tokens + len(row) - shared > most_tokens:
                 left.append(number)
-                continue
-            tree.chunks[number] = [slice(first, shared)] if first < shared else []
-            if rest:
-                start = tree.num_tokens - shared + max(first, shared)
-                tree.branches.append((shared, rest))
-                tree.chunks[number].append(slice(start, tree.num_tokens))
+            else:
+                tree.branches.append(Branch(shared, row[shared:], number, first))
         forest.append(tree)
         todo += _clusters(rows, left, model.stable_length)
     return forest
@@ -142,8 +128,7 @@ def _clusters(rows: Sequence[list[int]], order: Sequence[int], stable_length: in
     for number in order:
         row, before = rows[number], rows[clusters[-1][-1]] if clusters else []
         shortest = min(len(row), len(before))
-        is_near = 0 < shortest <= 2 * _common(row, before) and max(len(row), len(before)) <= stable_length
-        if is_near:
+        if 0 < shortest <= 2 * _common(row, before) and max(len(row), len(before)) <= stable_length:
             clusters[-1].append(number)
         else:
             clusters.append([number])
@@ -183,16 +168,16 @@ def _encode_batch(model: Backend, batch: Sequence[Tree]) -> Iterator[dict[int, l
     for start in range(0, longest, size):
         stop = min(start + size, longest)
         # branches follow the row's tokens, and the next block overwrites them
-        branches = [(at, ids) for at, ids in batch[0].branches if start < at <= stop]
-        positions = torch.cat([torch.arange(stop), *(torch.arange(at, at + len(ids)) for at, ids in branches)])
+        branches = [branch for branch in batch[0].branches if start < branch.at <= stop]
+        lengths = [(branch.at, len(branch.ids)) for branch in branches]
+        positions = torch.cat([torch.arange(stop), *(torch.arange(at, at + length) for at, length in lengths)])
         block = torch.tensor([row[start:stop] for row in rows])  # (B, T)
         if branches:
-            ids = torch.cat([block, torch.tensor([[token for _, ids in branches for token in ids]])], dim=1)
-            model.forward_branches(observe, ids, cache, [(at, len(ids)) for at, ids in branches], start)
+            ids = torch.cat([block, torch.tensor([[token for branch in branches for token in branch.ids]])], dim=1)
+            model.forward_until(observe, ids, cache, torch.arange(start, stop), lengths)
         else:
             model.forward_until(observe, block, cache, torch.arange(start, stop) if len(batch) == 1 else None)
-        complete = [_complete(tree, start, stop) for tree in batch]
-        places = [(row, chunk, where) for row, chunks in enumerate(complete) for chunk, where in chunks.items()]
+        places = [(row, *place) for row, tree in enumerate(batch) for place in _complete(tree, branches, start, stop)]
         first = min((where[0].start for _, _, where in places), default=len(positions))
         encoded: dict[int, list[LayerKV]] = {chunk: [] for _, chunk, _ in places}
         tables = model.tables(positions[first:]) if encoded else []
@@ -213,25 +198,17 @@ def _encode_batch(model: Backend, batch: Sequence[Tree]) -> Iterator[dict[int, l
         yield encoded
 
 
-def _complete(tree: Tree, start: int, stop: int) -> dict[int, list[slice]]:
-    """Return the chunks that the pass over the row's tokens from `start` to `stop` completes, and their places.
+def _complete(tree: Tree, branches: Sequence[Branch], start: int, stop: int) -> Iterator[tuple[int, list[slice]]]:
+    """Yield the chunks that a pass over the row's tokens from `start` to `stop` completes, and their places.
 
-    Places are counted through the tokens of the row up to `stop` and those of the branches that begin in this block.
+    Places are counted through the row up to `stop` and then the branches that begin in between.
     """
-    begins = list(accumulate((len(ids) for _, ids in tree.branches), initial=len(tree.ids)))
-    shifts, end = dict[int, int](), stop
-    for number, (at, ids) in enumerate(tree.branches):
-        if start < at <= stop:
-            shifts[number] = end - begins[number]
-            end += len(ids)
-    complete: dict[int, list[slice]] = {}
-    for chunk, (*before, place) in tree.chunks.items():
-        if place.start < len(tree.ids):
-            if start < place.stop <= stop:
-                complete[chunk] = [*before, place]
-        elif (shift := shifts.get(bisect(begins, place.start) - 1)) is not None:
-            complete[chunk] = [*before, slice(place.start + shift, place.stop + shift)]
-    return complete
+    yield from ((chunk, [place]) for chunk, place in tree.chunks.items() if start < place.stop <= stop)
+    end = stop
+    for at, ids, chunk, first in branches:
+        begin, end = end, end + len(ids)
+        shared = [slice(first, at)] if first < at else []
+        yield chunk, [*shared, slice(begin + max(first - at, 0), end)]
 
 
 def _batches(lengths: Mapping[int, int], most_tokens: int, stable_length: int) -> Iterator[list[int]]:

@@ -14,12 +14,9 @@ def title(source: str) -> str:
 
 
 def headings_after(path: list[str], text: str) -> list[str]:
-    """Return the title and the Markdown headings above the text after `text`.
+    """Return the title and the Markdown headings above the text after `text`, given those above it, outermost first.
 
     Lines of a code block are not headings if the text contains the fence that opens it.
-
-    Args:
-        path: The title and the headings above `text`, the outermost first.
     """
     in_code = False
     for line in text.splitlines():

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
-from kvrag.backend.protocol import Encoder, Outline
+from kvrag.backend.protocol import Backend, Outline
 from kvrag.config import BlendConfig, check_names
 from kvrag.control.tuning import Tuning
 from kvrag.errors import SettingError, reporting_memory
 from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.ingest.encode import batch_tokens, encode, trees
 from kvrag.ingest.headings import headings_after, title
-from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore, TextState
+from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore
 from kvrag.store.codec import pack
 from kvrag.types import WarmReport
 
@@ -41,38 +41,16 @@ Mode = Literal["replace", "add", "on request"]
 have an anonymous holder and expire when unused."""
 
 
-@dataclass(frozen=True)
-class TokenizedTexts:
-    """Texts in stored form.
-
-    Attributes:
-        ids: Each text's tokens.
-        chunk_keys: Key of each text's variant encoded alone; None if the text is too short to be matched.
-        skipped: Number of different texts that are too short.
-        warnings: Warnings about the texts.
-    """
-
-    ids: list[list[int]]
-    chunk_keys: list[str | None]
-    skipped: int
-    warnings: list[str]
-
-
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A text at its place in a source and a document.
-
-    Attributes:
-        context: Token ids that precede it in its source; of a chosen variant, those that it is encoded with.
-        chunk_key: Key of the chosen variant; "" before the choice.
-    """
+    """A text at its place in a source and a document, later the chosen variant of it."""
 
     document: str
     source: str
     text_key: str
     ids: list[int]
-    context: list[int]
-    chunk_key: str = ""
+    context: list[int]  # that precedes it in its source, or that the variant is encoded with
+    chunk_key: str = ""  # of the variant
 
 
 @dataclass
@@ -92,59 +70,42 @@ class Choosing:
     def __init__(self, model: Outline, store: KVStore, config: BlendConfig, fingerprint: Fingerprint) -> None:
         self._outline, self._store, self._config, self._fingerprint = model, store, config, fingerprint
 
-    def tokenize(self, texts: Iterable[str], namespace: str = "") -> TokenizedTexts:
-        """Tokenize texts. Raises the errors of `BlendEngine.warm` for texts that cannot be chunks."""
+    def tokenize(self, texts: Iterable[str], namespace: str = "") -> list[tuple[list[int], str | None]]:
+        """Return each text's token ids, and its chunk key if encoded alone: None if it is too short to be matched."""
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             value = "one string" if isinstance(texts, str) else repr(texts)
             raise SettingError(f"texts must be a list of strings, not {value:.80}")
-        tokens: list[list[int]] = []
-        chunk_keys: list[str | None] = []
-        short: set[str] = set()
-        least = self._config.min_run
+        tokenized: list[tuple[list[int], str | None]] = []
         for number, text in enumerate(texts):
             if not isinstance(text, str):
                 raise SettingError(f"chunk {number} must be a string, got {type(text).__name__}")
             ids = self._outline.tokenizer.encode(text)
             self._outline.check_window(len(ids) + len(self._outline.preamble), f"chunk {number}")
-            tokens.append(ids)
-            if len(ids) < least:
-                short.add(text)
-            chunk_keys.append(None if len(ids) < least else self._fingerprint.chunk_key(ids, (), namespace))
-        warnings = []
-        if short:
-            warnings.append(
-                f"{len(short)} chunks have fewer than {least} tokens and will not be reused: "
-                "they are computed with the rest of the prompt"
-            )
-        return TokenizedTexts(tokens, chunk_keys, len(short), warnings)
+            is_short = len(ids) < self._config.min_run
+            tokenized.append((ids, None if is_short else self._fingerprint.chunk_key(ids, (), namespace)))
+        return tokenized
 
     def is_warm(self, texts: Sequence[str], document: str, namespace: str = "") -> bool:
         """Return whether `warm` with these texts of a document would encode nothing and change nothing."""
         names = [document] * len(texts)
         pieces = self._pieces(self.tokenize(texts, namespace), names, names, namespace, {})
-        states = self._look_up(pieces)
-        choices = self._choose(pieces, states, namespace, set())
+        choices, missing = self._choose(pieces, namespace, set())
         held = self._store.documents(document, namespace).get(document, [])
-        return not _missing(choices, states) and held == sorted({choice.chunk_key for choice in choices})
+        return not missing and held == sorted({choice.chunk_key for choice in choices})
 
     def _pieces(
         self,
-        texts: TokenizedTexts,
+        texts: Sequence[tuple[list[int], str | None]],
         names: Sequence[str],
         sources: Sequence[str],
         namespace: str,
         before: dict[str, list[int]],
     ) -> list[_Piece]:
-        """Return the pieces to store: each text once per document and source, at its first position.
-
-        Args:
-            before: See `warm`.
-        """
+        """Return the pieces to store: each text once per document and source, at its first position."""
         pieces: dict[tuple[str, str, str], _Piece] = {}
-        contexts = self._headings if self._config.context == "headings" else self._preceding
-        for name, source, ids, chunk_key, context in zip(
-            names, sources, texts.ids, texts.chunk_keys, contexts(texts.ids, sources, before), strict=True
-        ):
+        find_contexts = self._headings if self._config.context == "headings" else self._preceding
+        contexts = find_contexts([ids for ids, _ in texts], sources, before)
+        for name, source, (ids, chunk_key), context in zip(names, sources, texts, contexts, strict=True):
             if chunk_key:
                 piece = _Piece(name, source, text_key(namespace, ids), ids, context)
                 pieces.setdefault((name, source, piece.text_key), piece)
@@ -202,17 +163,13 @@ class Choosing:
         """Return the number of tokens that the window has for the context of a text."""
         return self._outline.context_window - len(self._outline.preamble) - len(ids)
 
-    def _look_up(self, pieces: Sequence[_Piece]) -> dict[str, TextState]:
-        return self._store.look_up(list(dict.fromkeys(piece.text_key for piece in pieces)))
-
-    def _choose(
-        self, pieces: Sequence[_Piece], states: Mapping[str, TextState], namespace: str, shared: set[str]
-    ) -> list[_Piece]:
+    def _choose(self, pieces: Sequence[_Piece], namespace: str, shared: set[str]) -> tuple[list[_Piece], list[_Piece]]:
         """Choose the variant of each piece: with context, or encoded alone if the text is held elsewhere too.
 
-        Args:
-            shared: Texts held elsewhere with another context under the same source; adds to them.
+        Adds texts that are held elsewhere, with another context under the same source, to `shared`. Also returns those
+        of the variants that are not stored, each once.
         """
+        states = self._store.look_up(list(dict.fromkeys(piece.text_key for piece in pieces)))
         sources = {key: set(state.sources) for key, state in states.items()}
         for piece in pieces:
             sources[piece.text_key].add(piece.source)
@@ -220,14 +177,16 @@ class Choosing:
         several = shared | {key for key, names in sources.items() if len(names) > 1}
         variants = [replace(piece, context=[]) if piece.text_key in several else piece for piece in pieces]
         key = self._fingerprint.chunk_key
-        return [replace(piece, chunk_key=key(piece.ids, piece.context, namespace)) for piece in variants]
+        choices = [replace(piece, chunk_key=key(piece.ids, piece.context, namespace)) for piece in variants]
+        missing = {c.chunk_key: c for c in choices if c.chunk_key not in states[c.text_key].variants}
+        return choices, list(missing.values())
 
 
 class Ingestion(Choosing):
     """Fills the store of one engine. Thread-safe; several processes may fill one store."""
 
     def __init__(
-        self, model: Encoder, store: KVStore, config: BlendConfig, codec: str, fingerprint: Fingerprint, tuning: Tuning
+        self, model: Backend, store: KVStore, config: BlendConfig, codec: str, fingerprint: Fingerprint, tuning: Tuning
     ) -> None:
         super().__init__(model, store, config, fingerprint)
         self._model, self._codec, self._tuning = model, codec, tuning
@@ -244,14 +203,12 @@ class Ingestion(Choosing):
     ) -> WarmReport:
         """See BlendEngine.warm.
 
-        Args:
-            before: Token ids that precede the texts in their sources, by source, from an earlier call. Changed to
-                those that precede the texts of the next call.
+        `before` are the token ids that precede the texts, by source, from an earlier call; changed for the next one.
         """
         started = time.perf_counter()
         tokenized = self.tokenize(texts, namespace)
-        names = _per_text(document, tokenized, "document names")
-        sources = _per_text(document if sources is None else sources, tokenized, "sources")
+        names = _per_text(document, len(tokenized), "document names")
+        sources = _per_text(document if sources is None else sources, len(tokenized), "sources")
         check_names(*{*names, *sources})
         if mode == "on request":
             document, names = ON_REQUEST, [ON_REQUEST] * len(names)
@@ -259,22 +216,25 @@ class Ingestion(Choosing):
         documents = {*names, document} if isinstance(document, str) else set(names)  # also those without texts
         tally = _Tally()
 
-        states = self._look_up(pieces)
         shared: set[str] = set()
-        choices = self._choose(pieces, states, namespace, shared)
-        missing = _missing(choices, states)
+        choices, missing = self._choose(pieces, namespace, shared)
         for _ in range(_ROUNDS):
             self._encode_and_put(missing, namespace, tally, progress)
             self._hold(choices, documents, namespace, mode)
             # re-check after recording the holders: others may have stored, shared or evicted these texts
-            states, previous = self._look_up(pieces), choices
-            choices = self._choose(pieces, states, namespace, shared)
-            missing = _missing(choices, states)
+            previous = choices
+            choices, missing = self._choose(pieces, namespace, shared)
             if choices == previous and (not missing or not self._has_room(missing, namespace)):
                 break
 
         self._tuning.keep_speed()
-        warnings = tokenized.warnings
+        warnings = []
+        skipped = len({tuple(ids) for ids, chunk_key in tokenized if not chunk_key})
+        if skipped:
+            warnings.append(
+                f"{skipped} chunks have fewer than {self._config.min_run} tokens and will not be reused: "
+                "they are computed with the rest of the prompt"
+            )
         if missing:
             warnings.append(
                 f"{len(missing)} of these chunks were evicted at once: the store's byte budget is too small for "
@@ -282,12 +242,12 @@ class Ingestion(Choosing):
             )
         num_texts = len({piece.text_key for piece in pieces})
         return WarmReport(
-            chunks=num_texts + tokenized.skipped,
+            chunks=num_texts + skipped,
             tokens=tally.tokens,
             bytes=tally.bytes,
             new=len(tally.text_keys),
             reused=num_texts - len(tally.text_keys),
-            skipped=tokenized.skipped,
+            skipped=skipped,
             seconds=time.perf_counter() - started,
             warnings=tuple(warnings),
         )
@@ -361,19 +321,8 @@ class Ingestion(Choosing):
             self._tuning.observe_encoding(tokens, pairs, math.ceil(tokens / batch_tokens(self._model)), seconds)
 
 
-def _missing(choices: Sequence[_Piece], states: Mapping[str, TextState]) -> list[_Piece]:
-    """Return the choices whose variant is not stored, each variant once, in reading order."""
-    missing = {
-        choice.chunk_key: choice
-        for choice in reversed(choices)
-        if choice.chunk_key not in states[choice.text_key].variants
-    }
-    return list(reversed(missing.values()))
-
-
-def _per_text(names: str | Sequence[str], texts: TokenizedTexts, kind: str) -> Sequence[str]:
+def _per_text(names: str | Sequence[str], num_texts: int, kind: str) -> Sequence[str]:
     """Return one name per text."""
-    num_texts = len(texts.ids)
     if isinstance(names, str):
         return [names] * num_texts
     if len(names) != num_texts:

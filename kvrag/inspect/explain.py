@@ -1,7 +1,15 @@
-"""Explain what was reused of a prompt, and why a retrieved chunk was not."""
+"""Explain what was reused of a prompt, and why a chunk was not.
+
+Every text in question gets one verdict by the same rules: a retrieved text, a stored chunk that is recognised in the
+prompt, or a stretch of the prompt that is in no stored chunk. What chains do to chunks before they paste them, such as
+escaping, is found by undoing it in the prompt.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -12,24 +20,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrag.backend.transformers import Tokenizer
-from kvrag.errors import SettingError
+from kvrag.errors import SettingError, StoreError
 from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.generate.history import Answered
-from kvrag.inspect.changes import CHANGES, pieces, unquoted
-from kvrag.inspect.elsewhere import Elsewhere, segment_of
-from kvrag.inspect.explanation import Explanation, Finding, Kind, Reason, Stretch
-from kvrag.reuse.match import TextRun, match
-from kvrag.reuse.segment import GRAM
-from kvrag.store import KVStore
+from kvrag.inspect.explanation import Explanation, Finding, Kind, Reason, Stretch, summary_of
+from kvrag.reuse.match import match
+from kvrag.reuse.segment import GRAM, Segment
+from kvrag.store import Entry, FileStore, KVStore, entries_of, other_stores, read_owner
 from kvrag.types import BlendReport, Run
 
-Find = Callable[[Sequence[int], int], list[tuple[Run, NDArray[np.uint32]]]]
+logger = logging.getLogger("kvrag")
+
+Ids = NDArray[np.uint32]
+Find = Callable[[Sequence[int], int], list[tuple[Run, Ids]]]
 """Function of token ids and the shortest run; returns the runs of stored chunks, each with the ids of its chunk."""
 
-_STRETCH = 64  # tokens of a fresh stretch that may be a chunk
-_CANDIDATES = 16  # candidate chunks of a stretch; text shared by more chunks is boilerplate
+_STRETCH = 64  # tokens of a stretch that may be a chunk
+_CANDIDATES = 16  # chunks that a stretch may come from; text shared by more is boilerplate
 _EDGES = 4  # tokens at a chunk's ends merge with neighbouring text
+_PIECE = 32  # characters of a chunk that are looked for at once
 _RECOGNISED, _VERBATIM = 0.3, 0.95  # shares of a chunk's pieces
+_UNESCAPED = "only text between the escaped characters is reused: paste it unescaped, or warm the escaped text too"
 
 
 def explain(
@@ -53,46 +64,32 @@ def explain(
     """
     if isinstance(retrieved, str) or not all(isinstance(text, str) for text in retrieved or ()):
         raise SettingError("retrieved must be a list of strings: the texts of the chunks")
-    namespace = answered.namespace
-    prompt, elsewhere = _Prompt(tokenizer, find, answered, min_run), Elsewhere(store, fingerprint, min_run, namespace)
-    documents = _documents(store, {run.key: text_key(namespace, ids.tolist()) for run, ids in prompt.stored}, namespace)
-    if retrieved is None:
-        findings = [*prompt.recognised(shortest=GRAM), *prompt.unrecognised(elsewhere)]
-    else:
-        findings = [prompt.judge(text, elsewhere) for text in retrieved]
+    namespace, prompt = answered.namespace, _Prompt(tokenizer, find, answered, min_run)
+    findings = list(prompt.recognised() if retrieved is None else map(prompt.judge, retrieved))
+    missing = [finding for finding in findings if finding.reason == "never warmed"]
+    for name, segment in _others(store, fingerprint) if missing else ():
+        for finding in missing:
+            ids = tokenizer.encode(finding.text)
+            if 2 * sum(map(len, match([segment], ids, min_run, namespace))) >= len(ids):
+                detail = f"in {name}: open that store with its settings, or warm the text here too"
+                findings[findings.index(finding)] = replace(finding, reason="warmed elsewhere", detail=detail)
+        missing = [finding for finding in findings if finding.reason == "never warmed"]
+    documents = _documents(store, prompt.chunks, namespace)
     findings = [replace(finding, documents=documents.get(finding.key, ())) for finding in findings]
     findings.sort(key=lambda finding: finding.reason == "reused")
-    summary = [*_summary(answered.report)]
+    summary = list(summary_of(answered.report))
     if _is_empty(store, namespace) or not (findings or answered.report.reused_tokens):
         summary.append(_nothing(store, answered))
     stretches = tuple(_stretches(tokenizer, answered, documents))
     return Explanation(tuple(summary), stretches, tuple(findings), answered.report)
 
 
-def _documents(store: KVStore, text_keys: dict[str, str], namespace: str) -> dict[str, tuple[str, ...]]:
-    """Return the names of the documents that hold each chunk's text, in any variant.
-
-    Args:
-        text_keys: Text key by chunk key.
-    """
-    holders: dict[str, list[str]] = {}
-    for name, keys in store.documents(namespace=namespace).items():
-        for key in keys:
-            holders.setdefault(key, []).append(name)
-    states = store.look_up(list(set(text_keys.values())))
-    variants = {chunk_key: {*states[text_key].variants, chunk_key} for chunk_key, text_key in text_keys.items()}
-    return {
-        chunk_key: tuple(sorted({name for key in keys for name in holders.get(key, ())}))
-        for chunk_key, keys in variants.items()
-    }
-
-
 def why_little(tokenizer: Tokenizer, store: KVStore, find: Find, answered: Answered, min_run: int) -> tuple[str, bool]:
     """Return why little of a prompt was reused, and whether that is because a changed chunk is in it."""
-    changed = (chunk for chunk in _Prompt(tokenizer, find, answered, min_run).recognised() if chunk.detail)
-    if chunk := next(changed, None):
-        # without the chunk's text, which must not be logged
-        return f"chunk {chunk.key[:8]} is {chunk.reason}, {chunk.detail}", True
+    for chunk in _Prompt(tokenizer, find, answered, min_run).recognised():
+        if chunk.key and chunk.detail:
+            # without the chunk's text, which must not be logged
+            return f"chunk {chunk.key[:8]} is {chunk.reason}, {chunk.detail}", True
     return _nothing(store, answered), False
 
 
@@ -109,22 +106,32 @@ def _is_empty(store: KVStore, namespace: str) -> bool:
     return not any(share.chunks for share in store.stats().namespaces if share.namespace == namespace)
 
 
+def _documents(store: KVStore, chunks: dict[str, Ids], namespace: str) -> dict[str, tuple[str, ...]]:
+    """Return the names of the documents that hold each chunk's text, in any variant."""
+    held = [(name, set(keys)) for name, keys in store.documents(namespace=namespace).items()]
+    texts = {key: text_key(namespace, ids.tolist()) for key, ids in chunks.items()}
+    states = store.look_up(list(set(texts.values())))
+    variants = {key: {*states[text].variants, key} for key, text in texts.items()}
+    return {key: tuple(sorted(name for name, keys in held if keys & same)) for key, same in variants.items()}
+
+
+def _others(store: KVStore, fingerprint: Fingerprint) -> Iterator[tuple[str, Segment]]:
+    """Yield the texts of the stores nearby for another model, dtype or codec, each with a description."""
+    mine = fingerprint.parts()
+    for path in other_stores(store.path) if isinstance(store, FileStore) else ():
+        try:
+            parts = read_owner(path)
+            if parts.get("tokenizer") != mine["tokenizer"]:
+                continue
+            theirs = {name: str(json.loads(parts.get(name, '"?"'))) for name in mine}
+            different = [name for name in mine if name != "model" and mine[name] != parts.get(name)]
+            settings = [theirs["model"], *(f"{name} {theirs[name]:.12}" for name in different)]
+            yield f"{path}, for {', '.join(settings)}", Segment.of(entries_of(path))
+        except StoreError as error:
+            logger.warning("%s is skipped: %s", path, error)
+
+
 # -------------------------------------------------------------------- the prompt
-
-
-def _summary(report: BlendReport) -> Iterator[str]:
-    prompt, computed = report.prompt_tokens, report.fresh_tokens + report.recomputed_tokens
-    kept = f", {report.conversation_tokens} of them from the conversation" if report.conversation_tokens else ""
-    yield (
-        f"{prompt} prompt tokens: {report.reused_tokens} reused{kept}, {report.recomputed_tokens} of them recomputed "
-        f"(policy {report.policy}, ratio {report.ratio:.2f}), {report.fresh_tokens} fresh"
-    )
-    if computed < prompt:
-        yield f"{computed / prompt:.0%} of the tokens were computed: at most {prompt / computed:.1f}x faster"
-    seconds = {"matching": report.match_s, "waiting for chunks": report.load_stall_s, "stitching": report.stitch_s}
-    seconds |= {"selecting": report.select_s, "computing": report.blend_s}
-    yield "milliseconds: " + ", ".join(f"{name} {value * 1000:.0f}" for name, value in seconds.items())
-    yield from filter(None, [report.decision, *report.notes])
 
 
 def _stretches(tokenizer: Tokenizer, answered: Answered, documents: dict[str, tuple[str, ...]]) -> Iterator[Stretch]:
@@ -171,50 +178,63 @@ def _texts(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> Iterator[st
 
 
 class _Prompt:
-    """One prompt, compared with chunks."""
+    """One prompt, compared with chunks.
+
+    Attributes:
+        chunks: Token ids of the stored chunks that are in the prompt, by key.
+    """
 
     def __init__(self, tokenizer: Tokenizer, find: Find, answered: Answered, min_run: int) -> None:
         self._tokenizer, self._find, self._report, self._min_run = tokenizer, find, answered.report, min_run
         self._ids: list[int] = answered.ids.tolist()
-        self._reused = np.zeros(len(self._ids), bool)
-        for _, stop, kind, run in _parts(len(self._ids), answered.report):
-            if kind != "fresh":
-                self._reused[run.start if run else 0 : stop] = True
-        self._explained: set[int] = set()  # starts of explained stretches
+        self._reused, self._stored = np.zeros((2, len(self._ids)), bool)
+        for start, stop, kind, _ in _parts(len(self._ids), answered.report):
+            self._reused[start:stop] = kind != "fresh"
+        self.chunks: dict[str, Ids] = {}
+        for run, ids in find(self._ids, min_run):  # stored now
+            self._stored[run.start : run.stop] = True
+            self.chunks[run.key] = ids
 
     @cached_property
     def _text(self) -> str:
         return self._tokenizer.decode(self._ids, control_tokens=True)
 
     @cached_property
-    def stored(self) -> list[tuple[Run, NDArray[np.uint32]]]:
-        """Return the runs of the chunks that are stored now, each with the ids of its chunk."""
-        return self._find(self._ids, self._min_run)
+    def _undone(self) -> list[tuple[str, Reason, str]]:
+        """Return the prompt after undoing each change that chains make to chunks, with reason and advice."""
+        return [
+            (_folded(self._text), "rewritten", "its white space or its case differs: warm it as it is pasted"),
+            (_folded(unescape(self._text)), "escaped", f"for HTML or XML: {_UNESCAPED}"),
+            (
+                _folded(unquoted(self._text)),
+                "escaped",
+                f"as JSON, or by Python's repr as when a list of documents is not joined into one text: {_UNESCAPED}",
+            ),
+        ]
 
-    def recognised(self, shortest: int = _STRETCH) -> list[Finding]:
-        """Return the stored chunks that are in the prompt, whole, partial or changed.
+    def recognised(self) -> Iterator[Finding]:
+        """Yield findings about the chunks in the prompt, changed ones too, and then about its other long stretches."""
+        strange = []
+        for start, stop in self._unmatched():
+            changed = False
+            for key, ids in self._candidates(start, stop).items():
+                if change := self._change(self._tokenizer.decode(ids.tolist())):
+                    self.chunks[key] = ids
+                    changed |= change[0] != "reused"
+            if not changed and stop - start >= _STRETCH:
+                strange.append(self._ids[start:stop])
+        for key, ids in self.chunks.items():
+            yield self.judge(self._tokenizer.decode(ids.tolist()), ids.tolist(), key)
+        for stretch in strange:
+            yield self.judge(self._tokenizer.decode(stretch, control_tokens=True), stretch)
 
-        Args:
-            shortest: Length of the shortest unmatched stretch in which changed chunks are looked for.
-        """
-        chunks = {run.key: ids for run, ids in self.stored}
-        for start, stop in self._unmatched(shortest):
-            candidates = self._candidates(start, stop)
-            chunks |= candidates
-            if any(self._change(self._tokenizer.decode(ids.tolist())) for ids in candidates.values()):
-                self._explained.add(start)
-        findings = (self._recognise(key, ids) for key, ids in chunks.items())
-        return [finding for finding in findings if finding]
+    def _unmatched(self) -> list[tuple[int, int]]:
+        """Return the stretches that are in no stored chunk unchanged."""
+        matched = np.concatenate([[True], self._reused | self._stored, [True]])
+        borders = np.flatnonzero(np.diff(matched)).tolist()
+        return [pair for pair in zip(borders[::2], borders[1::2], strict=True) if pair[1] - pair[0] >= GRAM]
 
-    def _unmatched(self, shortest: int = _STRETCH) -> list[tuple[int, int]]:
-        """Return the stretches of this length or more that are in no stored chunk unchanged."""
-        matched = self._reused.copy()
-        for run, _ in self.stored:
-            matched[run.start : run.stop] = True
-        borders = np.flatnonzero(np.diff(np.concatenate([[True], matched, [True]]).astype(int))).tolist()
-        return [pair for pair in zip(borders[::2], borders[1::2], strict=True) if pair[1] - pair[0] >= shortest]
-
-    def _candidates(self, start: int, stop: int) -> dict[str, NDArray[np.uint32]]:
+    def _candidates(self, start: int, stop: int) -> dict[str, Ids]:
         """Return the chunks that a stretch may come from."""
         text = self._tokenizer.decode(self._ids[start:stop])
         matches = self._find(self._ids[start:stop], GRAM)
@@ -223,96 +243,97 @@ class _Prompt:
         matches.sort(key=lambda match: -len(match[0]))
         return {run.key: ids for run, ids in matches[:_CANDIDATES]}
 
-    def _recognise(self, key: str, ids: NDArray[np.uint32]) -> Finding | None:
-        """Return None if the match is small enough to be chance, or if another chunk has the same text."""
-        text = self._tokenizer.decode(ids.tolist())
-        # its tokens, not the prompt's: a prompt may contain a chunk twice
-        runs = (run for run in self._report.runs if run.key == key)
-        reused = len({place for run in runs for place in range(run.offset, run.offset + len(run))})
-        missed = sum(int((~self._reused[run.start : run.stop]).sum()) for run, _ in self.stored if run.key == key)
-        why: tuple[Reason, str] | None = None
-        if missed > _EDGES:
-            why = self._not_reused()
-        elif len(ids) - reused > _EDGES:
-            why = self._change(text)
-        if why is None and reused:
-            why = "reused", ""
-        if why is None and all(piece in self._text for piece in pieces(text)):
-            why = self._too_few(self._runs(ids.tolist()))
-        return why and Finding(text, len(ids), reused, *why, key)
+    def judge(self, text: str, ids: list[int] | None = None, key: str = "") -> Finding:
+        """Return the finding about a text.
 
-    def _not_reused(self) -> tuple[Reason, str]:
-        """Return why a chunk is not reused although it is in the prompt unchanged."""
-        if self._report.policy == "full":
-            return "full prefill", "all tokens were computed, as requested or because it was predicted to be faster"
-        return "not stored then", "it was warmed after this prompt, or could not be read"
-
-    def _too_few(self, runs: Sequence[TextRun]) -> tuple[Reason, str] | None:
-        """Return the reason if no run of a text is long enough to be reused."""
-        if any(len(run) >= self._min_run for run in runs):
-            return None
-        consecutive = f"fewer than {self._min_run} of its tokens are consecutive in the prompt, too few to reuse"
-        return "too short", f"{consecutive}: paste it whole and unchanged, separated from the text around it"
-
-    def unrecognised(self, elsewhere: Elsewhere) -> Iterator[Finding]:
-        """Yield the long stretches in which no stored chunk was recognised."""
-        for start, stop in self._unmatched():
-            if start not in self._explained:
-                ids = self._ids[start:stop]
-                detail = "in no stored chunk: if it was retrieved, warm it as it is pasted here"
-                why = elsewhere.find(ids) or ("never warmed", detail + elsewhere.not_searched)
-                yield Finding(self._tokenizer.decode(ids, control_tokens=True), len(ids), 0, *why)
-
-    def judge(self, text: str, elsewhere: Elsewhere) -> Finding:
-        """Return the finding for a retrieved text."""
-        ids = self._tokenizer.encode(text)
-        stored = self._find(ids, self._min_run)
-        key = next((run.key for run, chunk in stored if len(chunk) == len(ids) == len(run)), "")
+        Args:
+            ids: Its token ids, if they are known.
+            key: Its key, if it is a stored chunk of the prompt.
+        """
+        ids = self._tokenizer.encode(text) if ids is None else ids
+        if len(ids) < self._min_run:
+            detail = f"chunks under {self._min_run} tokens are computed with the rest of the prompt"
+            return Finding(text, len(ids), 0, "too short", detail)
+        stored = [] if key else self._find(ids, self._min_run)
+        for run, chunk in stored:
+            if len(run) == len(chunk) == len(ids):
+                key, self.chunks[run.key] = run.key, chunk
         # a splitter may have divided it into several chunks
         is_stored = bool(key) or sum(len(run) for run, _ in stored) >= _VERBATIM * len(ids)
-        runs = self._runs(ids)
-        reused = min(sum(int(self._reused[run.start : run.stop].sum()) for run in runs), len(ids))  # from any chunk
-        why = self._why(text, ids, runs, reused, is_stored)
-        if why[0] == "never warmed":
-            why = elsewhere.find(ids) or (why[0], why[1] + elsewhere.not_searched)
-        return Finding(text, len(ids), reused, *why, key)
+        reused, found = np.zeros((2, len(ids)), bool)  # by its tokens: a prompt may contain a text twice
+        segment = Segment.of([Entry(1, "", "", np.asarray(ids, np.uint32))])
+        for part in match([segment], self._ids, self._min_run):
+            place = slice(part.offset, part.offset + len(part))
+            reused[place] |= self._reused[part.start : part.stop]
+            found[place] = True
+        num_reused = int(reused.sum())
+        why = self._why(text, num_reused, len(ids) - num_reused, int(found.sum()) - num_reused, is_stored)
+        return Finding(text, len(ids), num_reused, *why, key)
 
-    def _runs(self, ids: list[int]) -> list[TextRun]:
-        """Return the runs of a text in the prompt."""
-        return match([segment_of(ids)], self._ids, min(self._min_run, max(len(ids), GRAM)))
+    def _why(self, text: str, reused: int, rest: int, missed: int, is_stored: bool) -> tuple[Reason, str]:
+        """Return why not more of a text was reused.
 
-    def _why(
-        self, text: str, ids: list[int], runs: Sequence[TextRun], reused: int, is_stored: bool
-    ) -> tuple[Reason, str]:
-        if len(ids) < self._min_run:
-            return "too short", f"chunks under {self._min_run} tokens are computed with the rest of the prompt"
-        if len(ids) - reused <= _EDGES:
+        Args:
+            reused, rest: Numbers of its tokens.
+            missed: Number of the rest that are in runs of the prompt which are long enough to be reused.
+        """
+        if rest <= _EDGES:
             return "reused", ""
         change = self._change(text)
         if not change and not any(piece in self._text for piece in pieces(text)):
             return "not in the prompt", "the chain dropped or rephrased it, for example in a summary"
         if not is_stored:
-            part = f"{reused} of its tokens are in stored chunks: " if reused else ""
-            return "never warmed", f"{part}warm it as it is pasted, with its metadata if the prompt has them"
-        if not change and reused:
+            part = f"{reused} of its tokens are in stored chunks" if reused else "in no stored chunk"
+            return "never warmed", f"{part}: warm it as it is pasted, with its metadata if the prompt has them"
+        if missed > _EDGES and self._report.policy == "full":
+            return "full prefill", "all tokens were computed, as requested or because it was predicted to be faster"
+        if missed > _EDGES:
+            return "not stored then", "it was warmed after this prompt, or could not be read"
+        if change and change[0] != "reused":
+            return change
+        if reused:
             return "reused", ""  # except for a few characters, or the part that is in the prompt
-        return change or self._too_few(runs) or self._not_reused()
+        consecutive = f"fewer than {self._min_run} of its tokens are consecutive in the prompt, too few to reuse"
+        return "too short", f"{consecutive}: paste it whole and unchanged, separated from the text around it"
 
     def _change(self, text: str) -> tuple[Reason, str] | None:
-        """Return how a chunk in the prompt was changed; None if it is unchanged or absent."""
+        """Return how a text in the prompt was changed, "reused" if it is whole; None if it is not recognised."""
         parts = pieces(text)
         verbatim = [part in self._text for part in parts]
-        shares = [(sum(verbatim) / len(parts), 0)]
-        for number, change in enumerate(CHANGES, 1):
-            prompt = change.on_prompt(self._text)
-            shares.append((sum(change.on_chunk(part) in prompt for part in parts) / len(parts), -number))
-        share, number = max(shares)  # the first on a tie
-        if share < _RECOGNISED or shares[0][0] > _VERBATIM:
+        share = sum(verbatim) / len(parts)
+        if share > _VERBATIM:
+            return "reused", ""
+        shares = [sum(_folded(part) in undone for part in parts) / len(parts) for undone, *_ in self._undone]
+        largest = max(share, *shares)
+        if largest < _RECOGNISED:
             return None
-        if number:
-            reason, detail, *_ = CHANGES[-number - 1]
-            return reason, detail if share > _VERBATIM else f"{detail}; about {share:.0%} of it is there"
+        if largest > share:
+            _, reason, detail = self._undone[shares.index(largest)]
+            return reason, detail if largest > _VERBATIM else f"{detail}; about {largest:.0%} of it is there"
         first, last = verbatim.index(True), len(verbatim) - verbatim[::-1].index(True)
         if all(verbatim[first:last]):
             return "cut", f"about {share:.0%} of it is in the prompt, the rest was cut off"
         return "rewritten", f"about {share:.0%} of it is in the prompt, with other words between"
+
+
+def pieces(text: str) -> list[str]:
+    """Return a text in pieces of equal length; a shorter rest is dropped unless it is the whole text."""
+    text = text.strip()
+    return [text[start : start + _PIECE] for start in range(0, len(text) - _PIECE + 1, _PIECE)] or [text]
+
+
+def _folded(text: str) -> str:
+    return " ".join(text.split()).lower()
+
+
+def unquoted(text: str) -> str:
+    """Return the text that a JSON or Python string literal contains."""
+    controls = {"n": "\n", "r": "\r", "t": "\t"}
+
+    def replacement(escape_sequence: re.Match[str]) -> str:
+        code: str = escape_sequence[1]
+        return chr(int(code[1:], 16)) if len(code) > 1 else controls.get(code, code)
+
+    text = re.sub(r"\\(u[0-9a-fA-F]{4}|.)", replacement, text)
+    # JSON encodes some characters as two surrogates
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

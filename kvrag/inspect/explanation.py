@@ -31,9 +31,8 @@ class Stretch:
 
     Attributes:
         kind: "reused" = a run of a chunk, "conversation" = kept from the turn before, "fresh" = neither.
-        pieces: Its text in order, as (text, was recomputed) pairs.
-        key, offset: For a run: the chunk, and the run's offset in it.
-        documents: Names of the documents that hold the chunk.
+        pieces: Its text in order, as (text, was recomputed) pairs; `recomputed` counts its recomputed tokens.
+        key, offset, documents: For a run: the chunk, the run's offset in it, and the documents that hold it.
     """
 
     start: int
@@ -52,10 +51,13 @@ class Stretch:
 
     @property
     def source(self) -> str:
-        """Origin of the stretch, in words."""
-        if self.kind != "reused":
-            return "the conversation so far" if self.kind == "conversation" else ""
-        return f"{_chunk_name(self)} from token {self.offset}"
+        """Origin of the stretch and how much was recomputed, in words; "" for fresh ones."""
+        if self.kind == "fresh":
+            return ""
+        origin = "the conversation so far"
+        if self.kind == "reused":
+            origin = f"{_name(self.documents, self.key)} from token {self.offset}"
+        return f"{origin}, {self.recomputed} recomputed" if self.recomputed else origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +65,10 @@ class Finding:
     """Finding about a chunk, or about a text that may be one.
 
     Attributes:
-        text: Its text.
-        tokens: Length of the text in tokens; `reused` of them were reused in this prompt.
-        reason: Short reason why not more was reused; "reused" = no problem.
+        tokens: Length of the text; `reused` of them were reused in this prompt.
+        reason: Why not more was reused; "reused" = no problem.
         detail: The reason and the remedy in a sentence; "" if there is nothing to do.
-        key: Key of the stored chunk; "" if it is not one.
-        documents: Names of the documents that hold the chunk.
+        key, documents: The stored chunk and the documents that hold it; "" and none if it is not one.
     """
 
     text: str
@@ -78,6 +78,11 @@ class Finding:
     detail: str = ""
     key: str = ""
     documents: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """Name of the chunk and the beginning of its text."""
+        return f"{_name(self.documents, self.key)}: {_brief(self.text)}" if self.key else _brief(self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +118,14 @@ class Explanation:
         yield from self.summary
         yield ""
         for stretch in self.stretches:
-            source = f"  [{stretch.source}{_recomputed(stretch)}]" if stretch.source else ""
+            source = f"  [{stretch.source}]" if stretch.source else ""
             size = stretch.stop - stretch.start
-            yield f"{stretch.start:6d}  {size:5d}  {stretch.kind:12s}  {brief(stretch.text)}{source}"
+            yield f"{stretch.start:6d}  {size:5d}  {stretch.kind:12s}  {_brief(stretch.text)}{source}"
         if self.chunks:
             yield ""
         for chunk in self.chunks:
             detail = f": {chunk.detail}" if chunk.detail else ""
-            yield f"{chunk.reason} ({chunk.reused} of {chunk.tokens} tokens reused), {title(chunk)}{detail}"
+            yield f"{chunk.reason} ({chunk.reused} of {chunk.tokens} tokens reused), {chunk.title}{detail}"
 
     def html(self) -> str:
         """Return a self-contained HTML page."""
@@ -131,13 +136,13 @@ class Explanation:
         """Return HTML for notebooks."""
         summary = "".join(f"<p>{escape(line)}</p>" for line in self.summary)
         rows = "".join(
-            f"<tr><td>{escape(chunk.reason)}<td>{chunk.reused} of {chunk.tokens}<td>{escape(title(chunk))}"
+            f"<tr><td>{escape(chunk.reason)}<td>{chunk.reused} of {chunk.tokens}<td>{escape(chunk.title)}"
             f"<td>{escape(chunk.detail)}</tr>"
             for chunk in self.chunks
         )
         table = f"<table><tr><th>chunk<th>tokens reused<th><th></tr>{rows}</table>" if rows else ""
         prompt = "".join(
-            f'<span class="{stretch.kind}" title="{escape(_hint(stretch))}">'
+            f'<span class="{stretch.kind}" title="tokens {stretch.start} to {stretch.stop}\n{escape(stretch.source)}">'
             + "".join(f"<mark>{escape(text)}</mark>" if marked else escape(text) for text, marked in stretch.pieces)
             + "</span>"
             for stretch in self.stretches
@@ -149,38 +154,38 @@ class Explanation:
         return f'<div class="kvrag-explain"><style>{_STYLE}</style>{summary}{table}{legend}<pre>{prompt}</pre></div>'
 
 
-def brief(text: str, length: int = 60) -> str:
+def summary_of(report: BlendReport) -> Iterator[str]:
+    """Yield what was reused of a prompt, how long it took, and the report's notes."""
+    prompt, computed = report.prompt_tokens, report.fresh_tokens + report.recomputed_tokens
+    kept = f"{report.conversation_tokens} of them from the conversation, " if report.conversation_tokens else ""
+    yield (
+        f"{prompt} prompt tokens: {report.reused_tokens} reused ({kept}{report.recomputed_tokens} of them recomputed), "
+        f"{report.fresh_tokens} fresh; first token after {report.ttft_s * 1000:.0f} ms "
+        f"(policy {report.policy}, ratio {report.ratio:.2f})"
+    )
+    if computed < prompt:
+        yield f"{computed / prompt:.0%} of the tokens were computed: at most {prompt / computed:.1f}x faster"
+    seconds = {"matching": report.match_s, "waiting for chunks": report.load_stall_s, "stitching": report.stitch_s}
+    seconds |= {"selecting": report.select_s, "computing": report.blend_s}
+    yield "milliseconds: " + ", ".join(f"{name} {value * 1000:.0f}" for name, value in seconds.items())
+    yield from filter(None, [report.decision, *report.notes])
+
+
+def _brief(text: str) -> str:
     """Return a text on one line, with its middle left out."""
     text = " ".join(text.split())
-    return repr(text if len(text) <= length else f"{text[: length - 20]} ... {text[-15:]}")
+    return repr(text if len(text) <= 60 else f"{text[:40]} ... {text[-15:]}")
 
 
-def title(chunk: Finding) -> str:
-    """Return a display name of a chunk."""
-    return f"{_chunk_name(chunk)}: {brief(chunk.text)}" if chunk.key else brief(chunk.text)
-
-
-def _chunk_name(chunk: Finding | Stretch) -> str:
-    document, *others = chunk.documents or ("no named document",)
-    return f"{document}{f' and {len(others)} more' if others else ''}, chunk {chunk.key[:8]}"
-
-
-def _hint(stretch: Stretch) -> str:
-    size = f"{stretch.kind}: tokens {stretch.start} to {stretch.stop}"
-    return f"{size}{_recomputed(stretch)}\n{stretch.source}".strip()
-
-
-def _recomputed(stretch: Stretch) -> str:
-    return f", {stretch.recomputed} recomputed" if stretch.recomputed else ""
+def _name(documents: tuple[str, ...], key: str) -> str:
+    document, *others = documents or ("no named document",)
+    return f"{document}{f' and {len(others)} more' if others else ''}, chunk {key[:8]}"
 
 
 _STYLE = """
 .kvrag-explain { color: #1c2733; background: #fff; font: 14px/1.5 system-ui, sans-serif; padding: 1em; }
-.kvrag-explain p { margin: 0.2em 0; }
-.kvrag-explain table { border-collapse: collapse; margin: 0.8em 0; }
-.kvrag-explain th, .kvrag-explain td { text-align: left; vertical-align: top; padding: 0.2em 0.8em 0.2em 0; }
-.kvrag-explain pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; }
-.kvrag-explain span { border-radius: 2px; }
+.kvrag-explain td, .kvrag-explain th { text-align: left; vertical-align: top; padding: 0.2em 0.8em 0.2em 0; }
+.kvrag-explain pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 .kvrag-explain .reused { background: #d3efd8; border-left: 2px solid #4a9a5b; }
 .kvrag-explain .conversation { background: #dbe7fb; border-left: 2px solid #5b7fc0; }
 .kvrag-explain .fresh { background: #f2f2f2; }

@@ -7,36 +7,25 @@ forward pass and `generate`, on the same token ids.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvrag.backend.transformers import Model
-from kvrag.config import Sampling
+from kvrag.config import BlendConfig, Sampling
 from kvrag.generate.decode import decode
-from kvrag.ingest.encode import encode
-from kvrag.reuse.blend import blend
-from kvrag.reuse.catalog import Catalog
-from kvrag.reuse.load import load
-from kvrag.reuse.lookup import Lookup
-from kvrag.reuse.prompt import Prompt
-from kvrag.reuse.select import Selection
-from kvrag.reuse.stitch import Stitched, stitch
-from kvrag.reuse.trace import Trace
-from kvrag.store import ChunkRecord, FileStore
-from kvrag.store.codec import pack
+from kvrag.store import FileStore, KVStore
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}  # relative, over many layers
 # added by a codec: for keys, half a step of at most twice the largest, rotated by RoPE; for logits, a tolerance
 _KEYS = {"native": 0.0, "int8": 1.5 / 255, "int4": 1.5 / 15}
 _LOGITS = {"native": 0.0, "int8": 0.1, "int4": 0.1}
-_MIN_RUN = 16
+_PLAIN = BlendConfig(policy="none", controller="off")
 _NEW_TOKENS = 20
 _TOPICS = ("harbour", "mountain railway", "glass works", "orchard")
 
@@ -53,52 +42,54 @@ class Check:
 
 
 def verify(
-    model: Model,
+    open_engine: Callable[[KVStore], Any],
     chunk_tokens: int | None = None,
     progress: Callable[[str], None] = lambda name: None,
-    codec: str = "native",
 ) -> list[Check]:
     """Run the gate.
 
     Args:
-        model: Any model, including one loaded with `allow_unverified`.
+        open_engine: Opens a BlendEngine with the model and the codec to test; the codec's error is allowed for.
         chunk_tokens: Length of each of the four chunks; None = enough to exceed a sliding window of up to 4,096.
         progress: Called with the name of each check before it runs.
-        codec: Codec of the stored chunks. Its error is allowed for where stored KV is compared.
     """
-    windows = [window for window in model.windows if window is not None and window <= 4096]
-    chunks = _texts(model, chunk_tokens or max([128, *(window // 3 for window in windows)]))
-    tolerance = _TOLERANCE.get(model.dtype, 1e-4)
-    with tempfile.TemporaryDirectory(prefix="kvrag-verify-") as name:
-        folder = Path(name)
-        _warm(model, chunks, folder, codec)
-        ids = _after_preamble(model, "\n\n".join(reversed(chunks)) + "\n\nWhich of these places is the oldest?")
-        progress("full prefill by transformers")
-        reference, tokens = _reference(model, ids)
+    with tempfile.TemporaryDirectory(prefix="kvrag-verify-") as folder:
+        with open_engine(FileStore(Path(folder), min_free_bytes=0)) as engine:
+            model, codec, prefill = engine.model, engine.codec, engine.prefill
+            windows = [window for window in model.windows if window is not None and window <= 4096]
+            chunks = _texts(model, chunk_tokens or max([128, *(window // 3 for window in windows)]))
+            tolerance = _TOLERANCE.get(model.dtype, 1e-4)
+            engine.warm(chunks)
+            ids = _after_preamble(model, "\n\n".join(reversed(chunks)) + "\n\nWhich of these places is the oldest?")
+            progress("full prefill by transformers")
+            reference, tokens = _reference(model, ids)
 
-        progress("ratio 1.0")
-        stitched = _stitch(model, ids, folder, codec)
-        reused = stitched.reused.nonzero().squeeze(1)
-        keys, expected = (layer[:, :, reused] for layer in (stitched.cache.layer(0)[0], _layer0_keys(model, ids)))
-        limit = tolerance + _KEYS[codec]
-        checks = [_check("layer-0 keys of stitched chunks = the model's own", keys, expected, limit)]
-        blended = blend(model, stitched, Selection(stitched.inexact))
-        checks.append(_check("ratio 1.0 = full prefill (logits)", blended, reference, tolerance))
-        checks.append(_check_tokens(model, tokens, _greedy(model, ids, stitched, blended)))
+            progress("ratio 1.0")
+            plain = prefill(ids, _PLAIN)
+            reused = plain.reused.nonzero().squeeze(1)
+            keys, expected = (layer[:, :, reused] for layer in (plain.cache.layer(0)[0], _layer0_keys(model, ids)))
+            limit = tolerance + _KEYS[codec]
+            checks = [_check("layer-0 keys of stitched chunks = the model's own", keys, expected, limit)]
+            blended = prefill(ids, BlendConfig(ratio=1.0, controller="off"))
+            checks.append(_check("ratio 1.0 = full prefill (logits)", blended.logits, reference, tolerance))
+            sampling = Sampling(max_new_tokens=_NEW_TOKENS, temperature=0)
+            deltas = decode(model, torch.tensor(ids), blended.cache, blended.logits, sampling)
+            checks.append(_check_tokens(model, tokens, [token for delta in deltas for token in delta.token_ids]))
 
-        progress("one chunk after its preamble")
-        alone = _after_preamble(model, chunks[0] + " So the")
-        plain, (reference, _) = _reuse(model, alone, folder, codec), _reference(model, alone, 0)
-        limit = tolerance + _LOGITS[codec]
-        checks.append(_check("plain reuse after the preamble = full prefill", plain, reference, limit))
+            progress("one chunk after its preamble")
+            alone = _after_preamble(model, chunks[0] + " So the")
+            logits, (reference, _) = prefill(alone, _PLAIN).logits, _reference(model, alone, 0)
+            limit = tolerance + _LOGITS[codec]
+            checks.append(_check("plain reuse after the preamble = full prefill", logits, reference, limit))
 
-        progress("two answers in one step")
-        step, reference = _step_of_two(model, ids)
-        checks.append(_check("a decode step of two answers = full prefill (logits)", step, reference, tolerance))
+            progress("two answers in one step")
+            step, reference = _step_of_two(model, ids)
+            checks.append(_check("a decode step of two answers = full prefill (logits)", step, reference, tolerance))
 
         progress("restart")
-        before, after = (_reuse(model, ids, folder, codec) for _ in range(2))
-        checks.append(_check("plain reuse after a restart = before it", after, before, 0.0))
+        with open_engine(FileStore(Path(folder), min_free_bytes=0)) as engine:
+            after = engine.prefill(ids, _PLAIN).logits
+        checks.append(_check("plain reuse after a restart = before it", after, plain.logits, 0.0))
     return checks
 
 
@@ -116,43 +107,8 @@ def _texts(model: Model, num_tokens: int) -> list[str]:
     return texts
 
 
-def _warm(model: Model, chunks: Sequence[str], folder: Path, codec: str) -> None:
-    """Encode chunks alone and store them in a folder."""
-    fingerprint = model.fingerprint.stored_as(codec)
-    ids = [np.asarray(model.tokenizer.encode(chunk), np.uint32) for chunk in chunks]
-    no_context = np.empty(0, np.uint32)
-    records = [
-        ChunkRecord(fingerprint.chunk_key(ids[i]), "", ids[i], no_context, pack(layers, codec, chunks[i][:60]))
-        for i, layers in encode(model, [chunk_ids.tolist() for chunk_ids in ids])
-    ]
-    with closing(FileStore(folder, min_free_bytes=0)) as store:
-        store.bind(fingerprint)
-        store.put(records)
-
-
 def _after_preamble(model: Model, text: str) -> list[int]:
     return [*model.tokenizer.preamble, *model.tokenizer.encode(text)]
-
-
-def _stitch(model: Model, ids: list[int], folder: Path, codec: str) -> Stitched:
-    """Stitch from a reopened store; everything is read before it is closed."""
-    with closing(FileStore(folder, min_free_bytes=0)) as store, closing(Catalog(store)) as catalog:
-        store.bind(model.fingerprint.stored_as(codec))
-        matches = Lookup(catalog, store, alone_only=True).find(ids, _MIN_RUN)
-        readers = {key: reader for key in {match.run.key for match in matches} if (reader := store.open(key))}
-        with (
-            closing(Prompt(ids, matches=matches, readers=readers)) as prompt,
-            load(model, prompt, codec, Trace(model), len(ids) + _NEW_TOKENS) as layers,
-        ):
-            stitched = stitch(model, prompt, layers)
-            for number in range(model.num_layers):
-                stitched.cache.layer(number)
-    return stitched
-
-
-def _reuse(model: Model, ids: list[int], folder: Path, codec: str) -> Tensor:
-    stitched = _stitch(model, ids, folder, codec)
-    return blend(model, stitched, Selection(stitched.inexact[:0]))
 
 
 @torch.inference_mode()
@@ -167,12 +123,6 @@ def _reference(model: Model, ids: list[int], new_tokens: int = _NEW_TOKENS) -> t
             tensor, attention_mask=torch.ones_like(tensor), max_new_tokens=new_tokens, do_sample=False
         )
     return logits, [token for token in output[0, len(ids) :].tolist() if token not in model.eos_ids]
-
-
-def _greedy(model: Model, ids: list[int], stitched: Stitched, logits: Tensor) -> list[int]:
-    sampling = Sampling(max_new_tokens=_NEW_TOKENS, temperature=0)
-    deltas = decode(model, torch.tensor(ids), stitched.cache, logits, sampling)
-    return [token for delta in deltas for token in delta.token_ids]
 
 
 def _step_of_two(model: Model, ids: list[int]) -> tuple[Tensor, Tensor]:

@@ -14,9 +14,8 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from io import BytesIO
-from itertools import accumulate, groupby, islice
+from io import BytesIO, StringIO
+from itertools import accumulate, chain, groupby, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,8 @@ _BOMS = {  # UTF-32's begin with UTF-16's
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-_IMAGE = re.compile(
-    rb"\x89(?P<PNG>PNG)|(?P<JPEG>\xff\xd8\xff)|(?P<GIF>GIF8[79]a)|RIFF....(?P<WebP>WEBP)|(?P<TIFF>II\*\0|MM\0\*)"
-    rb"|(?P<BMP>BM....\0\0\0\0)|....ftyp(?P<HEIF>heic|heix|mif1|avif)",
-    re.DOTALL,
-)
+_OLD_OFFICE = b"\xd0\xcf\x11\xe0"
+_NOT_TEXT = (b"%PDF-", b"PK\3\4", _OLD_OFFICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +86,6 @@ class Content:
         if line is None or self._num_lines <= _MAX_LINES:
             self.problems.append(Problem(self.file, message, line))
 
-    def close(self) -> None:
-        """Note the number of lines that are not listed."""
-        if self._num_lines > _MAX_LINES:
-            self.note(f"skipped: {self._num_lines - _MAX_LINES} more lines")
-
 
 class _UnreadableError(Exception):
     """A file or a line without readable text. The message gives the reason."""
@@ -116,51 +107,41 @@ def find(paths: Iterable[str | Path]) -> tuple[list[Path], list[Problem]]:
             files |= dict.fromkeys(_find_in(path, problems))
         elif path.exists():
             files[path.resolve()] = None
-        elif path.is_symlink():
-            raise KvragError(f"{path} is a broken link: check its target")
         else:
-            raise KvragError(f"{path} does not exist: check the path")
+            raise KvragError(f"{path} does not exist{' or is a broken link' * path.is_symlink()}: check the path")
     if not files:
         why = "".join(f"; {problem}" for problem in problems if problem.is_unreadable)
         raise KvragError(f"no files with text in {', '.join(map(str, roots))} (looked for {' '.join(SUFFIXES)}){why}")
     return list(files), problems
 
 
-def _find_in(folder: Path, problems: list[Problem]) -> Iterator[Path]:
-    """Yield the files with known suffixes in a folder; add those left out to `problems`."""
-    others: Counter[str] = Counter()
-    for file in sorted(_files(folder, problems)):
+def _find_in(folder: Path, problems: list[Problem]) -> list[Path]:
+    """Return the files with known suffixes in a folder; add those left out to `problems`."""
+    names: list[Path] = []
+    for parent, folders, files in os.walk(folder, onerror=lambda error: problems.append(_unreadable(error))):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        names += [Path(parent, name) for name in files if not name.startswith(".")]
+    found, others = [], Counter[str]()
+    for file in sorted(names):
+        suffix = file.suffix.lower()
         try:
-            if file.is_dir():  # a link to one
-                continue
-            suffix = file.suffix.lower()
             if suffix not in SUFFIXES:
                 others[suffix or "without suffix"] += 1
             elif file.is_symlink() and not file.exists():
                 problems.append(Problem(str(file.absolute()), "skipped: the link is broken"))
-            else:
-                yield file.resolve()
+            elif file.stat():
+                found.append(file.resolve())
         except OSError as error:
-            problems.append(_unreadable(file, error))
+            problems.append(_unreadable(error))
     if others:
         kinds = ", ".join(f"{number} {suffix}" for suffix, number in others.most_common())
         reason = f"skipped: files of other kinds ({kinds}): to read one as text, name the file itself"
         problems.append(Problem(str(folder.resolve()), reason))
+    return found
 
 
-def _files(folder: Path, problems: list[Problem]) -> Iterator[Path]:
-    """Yield the files in a folder that are not hidden; add folders that cannot be listed to `problems`."""
-
-    def note(error: OSError) -> None:
-        problems.append(_unreadable(Path(error.filename), error))
-
-    for parent, folders, names in os.walk(folder, onerror=note):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(parent, name) for name in names if not name.startswith("."))
-
-
-def _unreadable(path: Path, error: OSError) -> Problem:
-    return Problem(str(path.absolute()), f"skipped: {error.strerror or error}", is_unreadable=True)
+def _unreadable(error: OSError) -> Problem:
+    return Problem(os.path.abspath(error.filename), f"skipped: {error.strerror or error}", is_unreadable=True)
 
 
 def read(path: Path, text_field: str = "text") -> Content:
@@ -172,17 +153,17 @@ def read(path: Path, text_field: str = "text") -> Content:
     Raises:
         KvragError: A package for its kind is not installed.
     """
+    content = Content(str(path))
     try:
         if not path.is_file():  # reading a device or a pipe may never end
-            raise _UnreadableError("it is not a regular file")
-        if path.stat().st_size > _MAX_BYTES:
-            raise _UnreadableError("the file is larger than 1 GiB: split it")
-        content = path.read_bytes()
+            content.note("skipped: it is not a regular file")
+        elif path.stat().st_size > _MAX_BYTES:
+            content.note("skipped: the file is larger than 1 GiB: split it")
+        else:
+            return parse(str(path), path.suffix, path.read_bytes(), text_field)
     except OSError as error:
-        return Content(str(path), problems=[_unreadable(path, error)])
-    except _UnreadableError as error:
-        return Content(str(path), problems=[Problem(str(path), f"skipped: {error}")])
-    return parse(str(path), path.suffix, content, text_field)
+        content.problems.append(_unreadable(error))
+    return content
 
 
 def parse(name: str, kind: str, content: bytes, text_field: str = "text") -> Content:
@@ -192,28 +173,23 @@ def parse(name: str, kind: str, content: bytes, text_field: str = "text") -> Con
         name: Its name in the list of problems.
         kind: Its suffix, such as ".pdf". Unknown kinds are read as text.
     """
-    readers: dict[str, Callable[[bytes, Content], list[str]]] = {
-        ".html": _html,
-        ".htm": _html,
-        ".pdf": _pdf,
-        ".docx": _docx,
-        ".csv": _csv,
-        ".jsonl": partial(_jsonl, text_field=text_field),
-    }
     parsed = Content(name)
     try:
-        if image := _IMAGE.match(content):
-            raise _UnreadableError(
-                f"it is an image ({image.lastgroup}), and only text is read: extract its text with OCR, "
-                "for example with tesseract"
-            )
-        texts = readers.get(kind.lower(), _plain)(content, parsed)
+        kind = kind.lower()
+        texts = (
+            _jsonl(content, parsed, text_field) if kind == ".jsonl" else [_READERS.get(kind, _text)(content, parsed)]
+        )
         parsed.texts = [_without_surrogates(text) for text in texts if text.strip()]
         if not parsed.texts and not parsed._num_lines:
             raise _UnreadableError("the file contains no text")
     except _UnreadableError as error:
         parsed.note(f"skipped: {error}")
-    parsed.close()
+    except KvragError:  # a package is not installed
+        raise
+    except Exception as error:  # pypdf, python-docx, zipfile, lxml and html.parser raise various types
+        parsed.note(f"skipped: it is a broken or protected {kind} file ({type(error).__name__}: {error})")
+    if parsed._num_lines > _MAX_LINES:
+        parsed.note(f"skipped: {parsed._num_lines - _MAX_LINES} more lines")
     return parsed
 
 
@@ -263,31 +239,21 @@ def _text(content: bytes, parsed: Content, declared: str | None = None) -> str:
     Args:
         declared: Encoding that the file names.
     """
-    for bom, encoding in _BOMS.items():
-        if content.startswith(bom):
-            text = _decode_or_none(content, encoding)
-            if text is None:
-                raise _UnreadableError(f"the file begins as {encoding} but is not: it is damaged or binary")
-            return text
-    if content.startswith(b"%PDF-"):
-        raise _UnreadableError("it is a PDF: give its name the suffix .pdf")
-    if content.startswith((b"PK\3\4", b"\xd0\xcf\x11\xe0")):
-        raise _UnreadableError("it is an archive or an Office document: save it as .docx, .csv or .pdf")
-    if b"\0" not in content:
-        for encoding in filter(None, ("utf-8", declared)):
-            if (text := _decode_or_none(content, encoding)) is not None:
-                return text
-        guesses = _guesses(content)
+    if content.startswith(_NOT_TEXT):
+        raise _UnreadableError("it is a PDF, an archive or an Office document: give its name the suffix .pdf or .docx")
+    guesses: Iterable[str] = ()
+    if bom := next(filter(content.startswith, _BOMS), None):
+        sure = [_BOMS[bom]]
     else:
-        # in UTF-16, one half of every ASCII character is 0
-        is_little = content[1::2].count(0) > content[::2].count(0)
-        guesses = iter(["utf-16-le" if is_little else "utf-16-be"])
-    for encoding in guesses:
+        sure, guesses = ["utf-8", *filter(None, [declared])], _guesses(content)
+    for encoding in chain(sure, guesses):
         text = _decode_or_none(content, encoding)
+        if text is not None and encoding in sure:
+            return text
         if text is not None and _is_plausible(text):
             parsed.note(f"not in UTF-8: read as {encoding}, a guess; save it as UTF-8 if characters are wrong")
             return text
-    raise _UnreadableError("the file is binary: convert it to .txt, .html or .pdf")
+    raise _UnreadableError("the file is binary: extract its text, for example with OCR from images (tesseract)")
 
 
 def _is_plausible(text: str) -> bool:
@@ -305,7 +271,12 @@ def _decode_or_none(content: bytes, encoding: str) -> str | None:
 
 
 def _guesses(content: bytes) -> Iterator[str]:
-    """Yield likely encodings of text that is neither UTF-8 nor UTF-16, the likeliest first."""
+    """Yield likely encodings of text that is not UTF-8, the likeliest first."""
+    if b"\0" in content:
+        # in UTF-16, one half of every ASCII character is 0
+        is_little = content[1::2].count(0) > content[::2].count(0)
+        yield "utf-16-le" if is_little else "utf-16-be"
+        return
     with needing(_EXTRA):
         from charset_normalizer import from_bytes
     high = re.compile(rb"[\x80-\xff]")
@@ -327,54 +298,39 @@ def _without_surrogates(text: str) -> str:
 # ---------------------------------------------------------------- kinds of files
 
 
-def _plain(content: bytes, parsed: Content) -> list[str]:
-    return [_text(content, parsed)]
-
-
-def _html(content: bytes, parsed: Content) -> list[str]:
+def _html(content: bytes, parsed: Content) -> str:
     with needing(_EXTRA):
         from bs4 import BeautifulSoup
         from bs4.dammit import EncodingDetector
     text = _text(content, parsed, EncodingDetector.find_declared_encoding(content, is_html=True))
-    try:
-        soup = BeautifulSoup(text, "html.parser")
-        for tag in soup(["script", "style", "noscript"]):
-            tag.decompose()
-        return [soup.get_text("\n", strip=True)]
-    except (RecursionError, AssertionError, ValueError) as error:  # of the parser
-        raise _UnreadableError(f"it is broken HTML ({type(error).__name__}: {error})") from error
+    soup = BeautifulSoup(text, "html.parser")
+    for tag in soup(["script", "style", "noscript"]):
+        tag.decompose()
+    return str(soup.get_text("\n", strip=True))
 
 
-def _pdf(content: bytes, parsed: Content) -> list[str]:
+def _pdf(content: bytes, parsed: Content) -> str:
     with needing(_EXTRA):
         from pypdf import PdfReader
     logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns about many valid PDFs
-    try:
-        pages = [_without_surrogates(page.extract_text()) + "\n\n" for page in PdfReader(BytesIO(content)).pages]
-    except Exception as error:  # pypdf raises various types: KeyError, RecursionError, zlib.error
-        raise _UnreadableError(f"it is a broken or protected PDF ({type(error).__name__}: {error})") from error
+    pages = [_without_surrogates(page.extract_text()) + "\n\n" for page in PdfReader(BytesIO(content)).pages]
     if not any(page.strip() for page in pages):
         raise _UnreadableError("the PDF has no text, only images: run OCR first, for example with ocrmypdf")
     parsed.pages = list(accumulate(map(len, pages[:-1]), initial=0))
-    return ["".join(pages).removesuffix("\n\n")]
+    return "".join(pages).removesuffix("\n\n")
 
 
-def _docx(content: bytes, parsed: Content) -> list[str]:
+def _docx(content: bytes, parsed: Content) -> str:
     with needing(_EXTRA):
         from docx import Document
-    if content.startswith(b"\xd0\xcf\x11\xe0"):
+    if content.startswith(_OLD_OFFICE):
         raise _UnreadableError("it is protected by a password, or a .doc file: save it as .docx without a password")
-    try:
-        # unpacking stops at these sizes
-        sizes = {info.filename: info.file_size for info in zipfile.ZipFile(BytesIO(content)).infolist()}
-        xml = sum(size for name, size in sizes.items() if name.endswith((".xml", ".rels")))
-        if sum(sizes.values()) > _MAX_BYTES or xml > _MAX_XML_BYTES:
-            raise _UnreadableError("the document is larger than 64 MiB of text or 1 GiB when unpacked: split it")
-        return ["\n\n".join(_blocks(Document(BytesIO(content))))]
-    except _UnreadableError:
-        raise
-    except Exception as error:  # python-docx, zipfile and lxml raise various types
-        raise _UnreadableError(f"it is a broken Word document ({type(error).__name__}: {error})") from error
+    # unpacking stops at these sizes
+    sizes = {info.filename: info.file_size for info in zipfile.ZipFile(BytesIO(content)).infolist()}
+    xml = sum(size for name, size in sizes.items() if name.endswith((".xml", ".rels")))
+    if sum(sizes.values()) > _MAX_BYTES or xml > _MAX_XML_BYTES:
+        raise _UnreadableError("the document is larger than 64 MiB of text or 1 GiB when unpacked: split it")
+    return "\n\n".join(_blocks(Document(BytesIO(content))))
 
 
 def _blocks(container: Any) -> Iterator[str]:
@@ -390,63 +346,55 @@ def _blocks(container: Any) -> Iterator[str]:
         yield "\n".join(rows)
 
 
-def _csv(content: bytes, parsed: Content) -> list[str]:
+def _csv(content: bytes, parsed: Content) -> str:
     """Return one text, in which each row is a paragraph of lines `column: value`."""
-    text = _text(content, parsed)
-    if "\n" not in text:
-        text = text.replace("\r", "\n")
-    # only the header is examined: it contains few of the other delimiters
-    delimiter = max(",;\t|", key=lambda delimiter: len(next(_rows(text, delimiter, Content("")), [])))
-    rows = _rows(text, delimiter, parsed)
+    lines = StringIO(_text(content, parsed), newline=None)
+    first = next((line for line in lines if line.strip()), "")  # it contains few of the other delimiters
+    lines.seek(0)
+    rows = _rows(csv.reader(lines, delimiter=max(",;\t|", key=first.count)), parsed)
     header = next(rows, [])
     paragraphs = []
     for row in rows:
-        names = [*header, *[""] * (len(row) - len(header))]
-        values = zip(names, row, strict=False)
-        paragraphs.append("\n".join(f"{name}: {value}" if name else value for name, value in values if value.strip()))
-    return ["\n\n".join(filter(None, paragraphs))]
+        fields = zip_longest(header, row, fillvalue="")
+        paragraphs.append("\n".join(f"{name}: {value}" if name else value for name, value in fields if value))
+    return "\n\n".join(filter(None, paragraphs))
 
 
-def _rows(text: str, delimiter: str, parsed: Content) -> Iterator[list[str]]:
+def _rows(reader: Any, parsed: Content) -> Iterator[list[str]]:
     """Yield the rows that are not empty. A row that cannot be read is noted."""
-    reader = csv.reader((line.group() for line in re.finditer(r"[^\n]*\n|[^\n]+", text)), delimiter=delimiter)
     while True:
         start = reader.line_num + 1
         try:
-            row = next(reader)
+            row = [value.strip() for value in next(reader)]
         except StopIteration:
             return
         except csv.Error as error:  # a field is too long, mostly because of a quote that is not closed
             parsed.note(f"skipped: the row cannot be read ({error}): check its quotes", start)
             continue
-        if any(value.strip() for value in row):
-            yield [value.strip() for value in row]
+        if any(row):
+            yield row
 
 
 def _jsonl(content: bytes, parsed: Content, text_field: str) -> list[str]:
     texts = []
     for number, line in enumerate(_text(content, parsed).split("\n"), 1):
-        if not line.strip():
-            continue
         try:
-            texts.append(_text_in(line, text_field))
-        except _UnreadableError as error:
-            parsed.note(f"skipped: {error}", number)
+            value = json.loads(line) if line.strip() else {text_field: ""}
+        except (ValueError, RecursionError) as error:
+            parsed.note(f"skipped: it is not JSON ({error})", number)
+            continue
+        text = value.get(text_field) if isinstance(value, dict) else None
+        if isinstance(text, str):
+            texts.append(text)
+        else:
+            parsed.note(f"skipped: it is not a JSON object with a text in {text_field!r} (see --text-field)", number)
     return texts
 
 
-def _text_in(line: str, text_field: str) -> str:
-    try:
-        value = json.loads(line)
-    except RecursionError:
-        raise _UnreadableError("it is nested too deeply") from None
-    except ValueError as error:
-        raise _UnreadableError(f"it is not JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise _UnreadableError(f"it must be a JSON object, got {type(value).__name__}")
-    if text_field not in value:
-        fields = ", ".join(map(repr, value)) or "none"
-        raise _UnreadableError(f"it has no field {text_field!r}, but {fields:.80} (see --text-field)")
-    if not isinstance(value[text_field], str):
-        raise _UnreadableError(f"{text_field!r} must be a string, got {type(value[text_field]).__name__}")
-    return str(value[text_field])
+_READERS: dict[str, Callable[[bytes, Content], str]] = {
+    ".html": _html,
+    ".htm": _html,
+    ".pdf": _pdf,
+    ".docx": _docx,
+    ".csv": _csv,
+}

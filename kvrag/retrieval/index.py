@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrag.backend.lock import Shared
 from kvrag.errors import KvragError, SettingError, StoreError, needing, reason_of
 from kvrag.openmp import own_team
 
@@ -40,7 +39,6 @@ CREATE TABLE IF NOT EXISTS pages (
 );
 CREATE INDEX IF NOT EXISTS documents_by_chunk ON documents (chunk);
 """
-
 
 Pages = Mapping[str, tuple[int, int]]
 """First and last page of texts of a PDF, from 1."""
@@ -72,44 +70,13 @@ class Hit:
         return f"{name} (page {first})" if first == last else f"{name} (pages {first}-{last})"
 
 
-class _Embedder:
-    """A sentence-transformers model, loaded on first use and shared by all indexes of a process."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()  # tokenizers fail when used by two threads at once
-
-    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        with self._lock:
-            vectors = self._encoder.encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
-        return np.ascontiguousarray(vectors, np.float32)
-
-    def count_tokens(self, texts: Sequence[str]) -> int:
-        with self._lock:
-            limit = self._encoder.max_seq_length
-            ids = self._encoder.tokenizer(list(texts), truncation=True, max_length=limit)["input_ids"]
-        return sum(map(len, ids))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        with self._lock:
-            tokenizer = self._encoder.tokenizer
-            plain = [token for token in ids if token not in tokenizer.all_special_ids]
-            is_known = all(0 <= token < len(tokenizer) for token in plain)
-            text = str(tokenizer.decode(plain)) if is_known else ""
-            # ids of another tokenizer would silently become an unrelated text
-            if not text or tokenizer.encode(text, add_special_tokens=False) != plain:
-                raise SettingError(
-                    f"these are not token ids of {self._name}: send texts (in LangChain: "
-                    "OpenAIEmbeddings(check_embedding_ctx_length=False))"
-                )
-        return text
-
-    @cached_property
-    def _encoder(self) -> Any:
-        return load_embedder(self._name)
+_embedding = threading.Lock()  # tokenizers fail when used by two threads at once
 
 
-_embedders: Shared[_Embedder] = Shared()
+@cache
+def _encoder(name: str) -> Any:
+    """Return a sentence-transformers model, loaded once in a process; `_embedding` must be held."""
+    return load_embedder(name)
 
 
 class ChunkIndex:
@@ -135,13 +102,11 @@ class ChunkIndex:
             row = self._db.execute("SELECT value FROM settings WHERE name = 'embedder'").fetchone()
         except sqlite3.Error as error:
             raise StoreError(f"cannot open the chunk index {self.path}: {error}") from error
-        built_with = row[0] if row else None
-        if embedder and built_with and embedder != built_with:
+        self.embedder: str = row[0] if row else embedder or DEFAULT_EMBEDDER
+        if embedder and embedder != self.embedder:
             raise StoreError(
-                f"{self.path} was built with the embedder {built_with}, not {embedder}: delete it and warm again"
+                f"{self.path} was built with the embedder {self.embedder}, not {embedder}: delete it and warm again"
             )
-        self.embedder: str = built_with or embedder or DEFAULT_EMBEDDER
-        self._embedder = _embedders.get(self.embedder, lambda: _Embedder(self.embedder))
 
     def add(
         self,
@@ -150,15 +115,10 @@ class ChunkIndex:
         progress: Callable[[int, int], None] = lambda done, total: None,
         pages: Pages = _NO_PAGES,
     ) -> int:
-        """Set a document's chunks, in order. Drops its chunks from earlier calls that are not among them.
+        """Set a document's chunks, in order, in place of those from earlier calls; return how many were embedded.
 
         Args:
-            document: "" adds without a name and drops nothing.
             progress: Called with (texts embedded, texts to embed).
-            pages: Pages of the texts of a PDF.
-
-        Returns:
-            Number of new texts that were embedded.
         """
         texts = [text for text in dict.fromkeys(texts) if text.strip()]
         vectors: dict[str, NDArray[np.float32]] = {}
@@ -202,7 +162,8 @@ class ChunkIndex:
             hits: dict[int, Hit] = {}
             for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True):
                 for chunk, document, text, first, last in self._neighbours(int(ids[row]), around):
-                    hits.setdefault(chunk, Hit(text, document, score, None if first is None else (first, last)))
+                    pages = None if first is None else (first, last)
+                    hits.setdefault(chunk, Hit(text, document, score, pages))
             return list(hits.values())
 
     def documents(self) -> list[str]:
@@ -220,12 +181,16 @@ class ChunkIndex:
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return (N, E) unit vectors; loads the embedder on first use."""
-        with own_team():
-            return self._embedder.embed(texts)
+        with own_team(), _embedding:
+            vectors = _encoder(self.embedder).encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
+        return np.ascontiguousarray(vectors, np.float32)
 
     def count_tokens(self, texts: Sequence[str]) -> int:
         """Return the number of tokens that the embedder counts in these texts."""
-        return self._embedder.count_tokens(texts)
+        with _embedding:
+            encoder = _encoder(self.embedder)
+            ids = encoder.tokenizer(list(texts), truncation=True, max_length=encoder.max_seq_length)["input_ids"]
+        return sum(map(len, ids))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids of the embedder's tokenizer.
@@ -233,7 +198,18 @@ class ChunkIndex:
         Raises:
             SettingError: They are the ids of another tokenizer.
         """
-        return self._embedder.decode(ids)
+        with _embedding:
+            tokenizer = _encoder(self.embedder).tokenizer
+            plain = [token for token in ids if token not in tokenizer.all_special_ids]
+            is_known = all(0 <= token < len(tokenizer) for token in plain)
+            text = str(tokenizer.decode(plain)) if is_known else ""
+            # ids of another tokenizer would silently become an unrelated text
+            if not text or tokenizer.encode(text, add_special_tokens=False) != plain:
+                raise SettingError(
+                    f"these are not token ids of {self.embedder}: send texts (in LangChain: "
+                    "OpenAIEmbeddings(check_embedding_ctx_length=False))"
+                )
+        return text
 
     def __len__(self) -> int:
         return int(self._read("SELECT count(*) FROM chunks")[0][0])
@@ -255,15 +231,11 @@ class ChunkIndex:
         with self._lock:
             self._faiss = None
             try:
-                self._db.execute("BEGIN IMMEDIATE")
-                yield self._db
-                self._db.execute("COMMIT")
-            except BaseException as error:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                if isinstance(error, sqlite3.Error):
-                    raise StoreError(f"cannot write the chunk index {self.path}: {error}") from error
-                raise
+                with self._db:  # commits, or rolls back
+                    self._db.execute("BEGIN IMMEDIATE")
+                    yield self._db
+            except sqlite3.Error as error:
+                raise StoreError(f"cannot write the chunk index {self.path}: {error}") from error
 
     def _read(self, query: str, values: Sequence[object] = ()) -> list[Any]:
         with self._lock:
@@ -285,21 +257,14 @@ class ChunkIndex:
             "INSERT OR IGNORE INTO chunks (text, vector) VALUES (?, ?)",
             [(text, vector.tobytes()) for text, vector in vectors.items()],
         )
-        if document:
-            self._clear(db, document)
-        else:
-            held = "SELECT 1 FROM documents JOIN chunks ON id = chunk WHERE document = '' AND text = ?"
-            texts = [text for text in texts if not self._read(held, (text,))]
-        (first,) = db.execute(
-            "SELECT coalesce(max(position), -1) + 1 FROM documents WHERE document = ?", (document,)
-        ).fetchone()
+        self._clear(db, document)
         db.executemany(
             "INSERT INTO documents SELECT ?, ?, id FROM chunks WHERE text = ?",
-            [(document, position, text) for position, text in enumerate(texts, first)],
+            [(document, position, text) for position, text in enumerate(texts)],
         )
         db.executemany(
             "INSERT INTO pages VALUES (?, ?, ?, ?)",
-            [(document, position, *pages[text]) for position, text in enumerate(texts, first) if text in pages],
+            [(document, position, *pages[text]) for position, text in enumerate(texts) if text in pages],
         )
         self._drop_orphans(db)
 
@@ -338,15 +303,14 @@ class ChunkIndex:
                     import faiss
                 index = faiss.IndexFlatIP(vectors.shape[1])
                 index.add(vectors)
-            self._faiss = (version, np.array([number for number, _ in rows], np.int64), index)
-        return self._faiss[1], self._faiss[2]
+            self._faiss = version, np.array([number for number, _ in rows], np.int64), index
+        return self._faiss[1:]
 
 
 def load_embedder(name: str, extra: str = "kvrag[cli]", **settings: Any) -> Any:
-    """Load a SentenceTransformer.
+    """Load a SentenceTransformer: `DEFAULT_EMBEDDER`, or one by its hub name or folder.
 
     Args:
-        name: `DEFAULT_EMBEDDER`, a hub name or a folder.
         extra: Extra to install if a package is missing.
         settings: Passed to SentenceTransformer, such as `device`.
 

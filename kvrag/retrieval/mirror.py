@@ -45,21 +45,25 @@ class SharedIndex(ChunkIndex):
                 return
             latest = {name.partition("-")[0]: name for name in sorted(self._store.published(self._folder))}
             copies = {name: (version, document) for name, version, document in self._read("SELECT * FROM mirrored")}
-            for name in set(copies) - set(latest):
-                super().remove(copies[name][1])
-                with self._transaction() as db:
-                    db.execute("DELETE FROM mirrored WHERE name = ?", (name,))
+            for document in [document for name, (_, document) in copies.items() if name not in latest]:
+                self._drop(document)
             for name, version in latest.items():
-                if copies.get(name, ("", ""))[0] == version:
+                if name in copies and copies[name][0] == version:
                     continue
                 content = self._store.read_published(self._folder, version)
                 if content is None:  # replaced in the meantime
                     continue
-                if version != f"{name}-{_digest(content)}":
+                if version == _version(name, content):
+                    self._copy(name, version, content)
+                else:
                     logger.warning("%s in the index is damaged: add its document again", version)
-                    continue
-                self._copy(name, version, content)
             self._seen = publications
+
+    def _drop(self, document: str) -> int:
+        """Remove a document from this machine's copy."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM mirrored WHERE document = ?", (document,))
+        return super().remove(document)
 
     def _copy(self, name: str, version: str, content: bytes) -> None:
         record = json.loads(zlib.decompress(content))
@@ -90,19 +94,16 @@ class SharedIndex(ChunkIndex):
         self._sync()
         added = super().add(texts, document, progress, pages)
         rows = self._read(
-            "SELECT text, vector FROM documents JOIN chunks ON id = chunk WHERE document = ? ORDER BY position",
+            "SELECT text, vector, first, last FROM documents JOIN chunks ON id = chunk "
+            "LEFT JOIN pages USING (document, position) WHERE document = ? ORDER BY position",
             (document,),
         )
-        page_rows = self._read(
-            "SELECT text, first, last FROM pages JOIN documents USING (document, position) JOIN chunks ON id = chunk"
-            " WHERE document = ?",
-            (document,),
-        )
-        chunks = [[text, base64.b64encode(vector).decode()] for text, vector in rows]
-        record = {"embedder": self.embedder, "document": document, "chunks": chunks, "pages": page_rows}
+        chunks = [[text, base64.b64encode(vector).decode()] for text, vector, *_ in rows]
+        in_pages = [[text, first, last] for text, _, first, last in rows if first is not None]
+        record = {"embedder": self.embedder, "document": document, "chunks": chunks, "pages": in_pages}
         content = zlib.compress(json.dumps(record).encode(), 1)
         name = _hash(document)
-        version = f"{name}-{_digest(content)}"
+        version = _version(name, content)
         published = self._published(name)
         if version not in published or self._store.read_published(self._folder, version) != content:  # damaged
             self._store.publish(self._folder, version, content, [other for other in published if other != version])
@@ -116,12 +117,9 @@ class SharedIndex(ChunkIndex):
 
     def remove(self, document: str) -> int:
         """See ChunkIndex.remove. The document is withdrawn first."""
-        name = _hash(document)
-        if published := self._published(name):
+        if published := self._published(_hash(document)):
             self._store.withdraw(self._folder, published)
-        with self._transaction() as db:
-            db.execute("DELETE FROM mirrored WHERE name = ?", (name,))
-        return super().remove(document)
+        return self._drop(document)
 
     def search(self, question: str, k: int = 4, around: int = 0) -> list[Hit]:
         """See ChunkIndex.search."""
@@ -134,8 +132,8 @@ class SharedIndex(ChunkIndex):
         return super().counts()
 
 
-def _digest(content: bytes) -> str:
-    return blake2b(content, digest_size=8).hexdigest()
+def _version(name: str, content: bytes) -> str:
+    return f"{name}-{blake2b(content, digest_size=8).hexdigest()}"
 
 
 def _hash(text: str) -> str:

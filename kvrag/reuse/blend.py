@@ -9,38 +9,26 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend, prefill_blocks
-from kvrag.reuse.select import Selection
 from kvrag.reuse.stitch import Stitched
 
 
-def blend(backend: Backend, stitched: Stitched, selection: Selection) -> Tensor:
+def blend(backend: Backend, stitched: Stitched, selected: Tensor) -> Tensor:
     """Recompute fresh and selected positions in `stitched.cache`. The cache is then ready to decode.
 
     With nothing reused, this is full prefill: the model's ordinary forward pass. A backend that leaves the tail to its
-    engine otherwise gets no rows of it, which can be none at all.
-
-    Returns:
-        (1, V) float32 logits after the prompt's last token.
+    engine otherwise gets no rows of it, which can be none at all. Returns (1, V) float32 logits after the last token.
     """
     if not stitched.reused.any():
         return backend.forward(stitched.ids[None], stitched.cache)
-    for rows in prefill_blocks(backend, blended_rows(backend, stitched, selection)):
+    for rows in prefill_blocks(backend, blended_rows(backend, stitched, selected)):
         logits = backend.forward(stitched.ids[rows][None], stitched.cache, rows)
     stitched.cache.set_length(len(stitched.ids))
     return logits
 
 
-def blended_rows(backend: Backend, stitched: Stitched, selection: Selection) -> Tensor:
-    """Return the (N,) positions that `blend` computes."""
-    rows = uncomputed(stitched, selection)
+def blended_rows(backend: Backend, stitched: Stitched, selected: Tensor) -> Tensor:
+    """Return the (N,) positions that `blend` computes, fresh and selected ones."""
+    is_computed = ~stitched.reused
+    is_computed[selected] = True
+    rows = is_computed.nonzero().squeeze(1)
     return rows[rows < stitched.tail] if backend.leaves_tail else rows
-
-
-def uncomputed(stitched: Stitched, selection: Selection) -> Tensor:
-    """Return the (N,) positions without final KV: fresh and selected ones, except those that are final already."""
-    rows = ~stitched.reused
-    rows[selection.positions] = True
-    final, inexact = selection.final_rows, stitched.inexact
-    if len(inexact):  # positions before the first inexact one, such as a system prompt, cannot change
-        rows[final[final < inexact[0]]] = False
-    return rows.nonzero().squeeze(1)

@@ -16,20 +16,22 @@ import os
 import threading
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 from filelock import FileLock, Timeout
+from numpy.typing import NDArray
 
 from kvrag.errors import StoreError
-from kvrag.reuse.match import TextRun, match
+from kvrag.reuse.match import match
 from kvrag.reuse.segment import MAX_TOKENS, SUFFIX, DamagedSegmentError, Ids, Segment, join, read, write
 from kvrag.store.durable import write_file
 from kvrag.store.protocol import KVStore
+from kvrag.types import Run
 
 logger = logging.getLogger("kvrag")
 
@@ -44,29 +46,16 @@ _DEAD = 0.25  # share of a file's texts before it is written again
 _HEAD, _LOCK = "head.json", "head.lock"
 
 
-class _Closed(Exception):
-    """The catalog has been closed while a file was written."""
-
-
 @dataclass(frozen=True)
 class _Snapshot:
-    """Immutable state that prompts are matched against.
+    """Immutable state that prompts are matched against."""
 
-    Attributes:
-        segments: Segments on disk, followed by the tail.
-        base: Texts up to this number are in segments on disk.
-        last: Texts up to this number are in segments.
-        position: Position up to which the store's removal log has been applied; 0 = no entries yet.
-        removals: The store's counter at that time.
-        head: Signature of the head file.
-    """
-
-    segments: tuple[Segment, ...] = ()
-    base: int = 0
-    last: int = 0
-    position: int = 0
-    removals: int = -1
-    head: tuple[int, ...] = ()
+    segments: tuple[Segment, ...] = ()  # those on disk, followed by the tail
+    base: int = 0  # texts up to this number are in segments on disk ...
+    last: int = 0  # ... and up to this one in any segment
+    position: int = 0  # up to which the store's removal log has been applied; 0 = no entries yet
+    removals: int = -1  # the store's counter at that time
+    head: tuple[int, ...] = ()  # signature of the head file
 
     @property
     def files(self) -> tuple[Segment, ...]:
@@ -88,23 +77,22 @@ class Catalog:
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
-        self._folder = store.catalog_folder
+        self._folder = store.catalog_folder or Path(os.devnull)
         self._snapshot = _Snapshot()
         self._refreshing = threading.Lock()  # held while building the next snapshot; prompts do not wait for it
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()  # held while starting the thread
         self._closed = threading.Event()
-        self._is_writable = self._folder is not None and not store.read_only
+        self._is_writable = store.catalog_folder is not None and not store.read_only
         self._damaged: set[str] = set()  # files that have been logged
         with self._refreshing:
             is_behind = self._advance(_AT_ONCE)
         self._maintain(is_behind)
 
     def update(self) -> int:
-        """Index what has been stored or removed, unless another thread is doing so; a thread indexes large additions.
+        """Index what was stored or removed; return the store's counter of removals. Call it once per prompt.
 
-        Returns:
-            The store's counter of removals.
+        It does not wait for another thread that is doing so, and leaves large additions to a thread.
         """
         removals = self._store.removals()
         if self._refreshing.acquire(blocking=False):
@@ -115,7 +103,7 @@ class Catalog:
             self._maintain(is_behind)
         return removals
 
-    def match(self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[TextRun]:
+    def match(self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[Run]:
         """Return the prompt's runs in the current snapshot; see `kvrag.reuse.match.match`."""
         return match(self._snapshot.segments, ids, min_run, namespace)
 
@@ -131,11 +119,7 @@ class Catalog:
             self._maintain(False)
 
     def ids(self, text_key: str) -> Ids:
-        """Return a text's token ids.
-
-        Raises:
-            KeyError: The text is not in the catalog.
-        """
+        """Return a text's token ids; raises KeyError."""
         for segment in reversed(self._snapshot.segments):
             row = segment.row(text_key)
             if row is not None:
@@ -188,8 +172,10 @@ class Catalog:
         if log is None:
             if snapshot.segments and not is_patient:
                 return snapshot, True  # prompts do not wait for it: the store is asked for every match
+            if snapshot.segments:
+                logger.info("the log of removals is too short: all texts are indexed again")
             position, _ = self._store.removed(0) or (0, ())
-            return replace(self._compare(snapshot), position=position, removals=removals), False
+            return _Snapshot(position=position, removals=removals, head=snapshot.head), False
         position, removed = log
         segments = snapshot.segments
         if removed:
@@ -198,28 +184,10 @@ class Catalog:
             segments = tuple(join([s]) if not s.name and 2 * s.num_alive < len(s) else s for s in segments)
         return replace(snapshot, segments=segments, position=position, removals=removals), False
 
-    def _compare(self, snapshot: _Snapshot) -> _Snapshot:
-        """Find removed texts without the log, by comparing all entries."""
-        logger.info("the log of removals is too short: comparing the catalog with the store")
-        alive = [np.zeros(len(segment), bool) for segment in snapshot.segments]
-        for entry in self._store.entries(0):
-            if entry.number > snapshot.last:
-                break
-            for segment, mask in zip(snapshot.segments, alive, strict=True):
-                row = int(np.searchsorted(segment.numbers, entry.number))
-                if row < len(segment) and segment.numbers[row] == entry.number:
-                    if segment.text_key(row) != entry.text_key:
-                        return _Snapshot(head=snapshot.head)  # another store's numbers: start again
-                    mask[row] = True
-        segments = tuple(replace(s, alive=s.alive & mask) for s, mask in zip(snapshot.segments, alive, strict=True))
-        return replace(snapshot, segments=segments)
-
     # ---------------------------------------------------------------- files
 
     def _adopt(self, snapshot: _Snapshot) -> _Snapshot:
         """Use the files listed by the head, if it has changed."""
-        if self._folder is None:
-            return snapshot
         signature = _signature(self._folder / _HEAD)
         if signature == snapshot.head:
             return snapshot
@@ -233,7 +201,6 @@ class Catalog:
 
     def _read_head(self, snapshot: _Snapshot) -> tuple[list[Segment], int, int]:
         """Return the intact files listed by the head, the last number in them, and the position in the log."""
-        assert self._folder is not None
         known = {segment.name: segment for segment in snapshot.files}
         try:
             raw = (self._folder / _HEAD).read_bytes()
@@ -253,8 +220,7 @@ class Catalog:
             except DamagedSegmentError as error:
                 self._log_damage(error.name, error)
                 return files, files[-1].last if files else 0, head["position"]
-            alive = np.unpackbits(_unpack(listed["alive"]), count=len(segment)).astype(bool)
-            files.append(replace(segment, alive=segment.alive & alive))
+            files.append(replace(segment, alive=segment.alive & _unpack(listed["alive"], len(segment))))
         return files, head["last"], head["position"]
 
     def _log_damage(self, name: str, error: Exception) -> None:
@@ -297,12 +263,8 @@ class Catalog:
         return self._is_writable and (self._tail_size() >= _TAIL or _to_merge(self._snapshot.files) is not None)
 
     def _write(self, merges: bool = True) -> bool:
-        """Write the tail, merge files, replace the head. One process at a time; prompts do not wait.
-
-        Returns:
-            Whether this process has done it.
-        """
-        if self._folder is None or not self._is_writable:
+        """Write the tail, merge files, replace the head; return whether this process, and no other, has done it."""
+        if not self._is_writable:
             return False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -312,12 +274,16 @@ class Catalog:
                     snapshot = self._snapshot
                 if not self._should_write():  # another process has written it
                     return False
-                files = self._write_segments(snapshot, merges)
+                files = list(snapshot.files)
+                if snapshot.tail:
+                    files += self._write_file(snapshot.tail)
+                if merges and (adjacent := _to_merge(files)) is not None:
+                    files[adjacent] = self._write_file(files[adjacent])
                 self._write_head(files, snapshot)
                 with self._refreshing:
                     self._advance(0)
                 self._clean(files)
-        except (Timeout, _Closed):  # another process is writing, or the catalog was closed
+        except (Timeout, CancelledError):  # another process is writing, or the catalog was closed
             return False
         except DamagedSegmentError as error:
             self._log_damage(error.name, error)
@@ -330,34 +296,22 @@ class Catalog:
             return False
         return True
 
-    def _write_segments(self, snapshot: _Snapshot, merges: bool) -> list[Segment]:
-        """Write the snapshot's tail, merge files, and return the segments on disk."""
-        segments = list(snapshot.files)
-        if snapshot.tail:
-            segments += self._write_file(snapshot.tail)
-        if merges and (adjacent := _to_merge(segments)) is not None:
-            segments[adjacent] = self._write_file(segments[adjacent])
-        return segments
-
     def _write_file(self, segments: Sequence[Segment]) -> list[Segment]:
-        assert self._folder is not None
         alive = [segment for segment in segments if segment.num_alive]
         return [read(self._folder / write(alive, self._folder, self._check_open))] if alive else []
 
     def _check_open(self) -> None:
         if self._closed.is_set():
-            raise _Closed
+            raise CancelledError
 
     def _write_head(self, files: Sequence[Segment], snapshot: _Snapshot) -> None:
-        assert self._folder is not None
-        listed = [{"name": file.name, "alive": _pack(np.packbits(file.alive))} for file in files]
-        head: dict[str, Any] = {"last": snapshot.last, "position": snapshot.position, "segments": listed}
+        listed = [{"name": file.name, "alive": _pack(file.alive)} for file in files]
+        head = {"last": snapshot.last, "position": snapshot.position, "segments": listed}
         text = json.dumps(head).encode()
         write_file(self._folder / _HEAD, xxhash.xxh3_64_hexdigest(text).encode() + b"\n" + text)
 
     def _clean(self, files: Sequence[Segment]) -> None:
         """Delete files that the head does not list; processes that have mapped them keep them."""
-        assert self._folder is not None
         names = {file.name for file in files}
         for path in [*self._folder.glob(f"*{SUFFIX}"), *self._folder.glob(".*.tmp")]:
             if path.name not in names:
@@ -395,9 +349,10 @@ def _signature(path: Path) -> tuple[int, ...]:
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
-def _pack(bits: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
-    return base64.b64encode(zlib.compress(bits.tobytes(), 1)).decode()
+def _pack(alive: NDArray[np.bool_]) -> str:
+    return base64.b64encode(zlib.compress(np.packbits(alive).tobytes(), 1)).decode()
 
 
-def _unpack(text: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
+def _unpack(text: str, count: int) -> NDArray[np.bool_]:
+    bits = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
+    return np.unpackbits(bits, count=count).astype(bool)

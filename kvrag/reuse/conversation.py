@@ -7,7 +7,6 @@ do not interfere.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -18,50 +17,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrag.backend.protocol import KVCache
-from kvrag.config import BlendConfig, check_bytes
+from kvrag.config import BlendConfig
 
 _MOST = 64  # conversations; a prompt is compared with each of them
 
 
 class Turn(NamedTuple):
-    """One prompt of a conversation: its start, the end of its question, and its end.
-
-    The chat template's generation prompt is between `asked` and `stop`.
-    """
+    """One prompt of a conversation."""
 
     start: int
-    asked: int
+    asked: int  # end of the question; between it and `stop` is the chat template's generation prompt
     stop: int
 
 
 @dataclass(frozen=True, eq=False)
 class Conversation:
-    """Prompts and answers with their KV.
+    """Prompts and answers with their KV."""
 
-    Attributes:
-        ids: (N,) tokens.
-        cache: Complete for them.
-        exact: Number of leading positions with full prefill's KV.
-        config: Settings that the other positions were blended with.
-        turns: The prompts, each a prefix of the next.
-        namespace: Namespace of the conversation.
-        keys: Keys of the chunks whose KV it contains.
-        with_context: Chunk keys of those that were encoded with context, by text key.
-    """
-
-    ids: NDArray[np.int64]
-    cache: KVCache
-    exact: int
-    config: BlendConfig
-    turns: tuple[Turn, ...]
+    ids: NDArray[np.int64]  # (N,)
+    cache: KVCache  # complete for them
+    exact: int  # number of leading positions with full prefill's KV
+    config: BlendConfig  # settings that the other positions were blended with
+    turns: tuple[Turn, ...]  # each a prefix of the next
     namespace: str = ""
-    keys: frozenset[str] = frozenset()
-    with_context: Mapping[str, str] = field(default_factory=dict)
-
-    @functools.cached_property
-    def num_bytes(self) -> int:
-        """Size of the KV in bytes."""
-        return self.cache.num_bytes
+    keys: frozenset[str] = frozenset()  # of the chunks whose KV it contains
+    with_context: Mapping[str, str] = field(default_factory=dict)  # as `Prompt.with_context`
 
     def prefix(self, prompt: NDArray[np.int64], config: BlendConfig) -> CachedPrefix:
         """Return the prefix that a prompt with `config` can reuse.
@@ -87,17 +67,12 @@ class Conversation:
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """The first `length` positions of a conversation, for a prompt with the same first tokens.
-
-    Attributes:
-        turns: Turns in these positions.
-        is_all: The prompt has no further tokens in common with the conversation.
-    """
+    """The first `length` positions of a conversation, for a prompt with the same first tokens."""
 
     conversation: Conversation
     length: int
-    turns: tuple[Turn, ...]
-    is_all: bool
+    turns: tuple[Turn, ...]  # those in these positions
+    is_all: bool  # whether the prompt has no further tokens in common with the conversation
 
     @property
     def exact(self) -> int:
@@ -106,17 +81,14 @@ class CachedPrefix:
 
 
 class Conversations:
-    """The most recent conversations, bounded in bytes and number. Thread-safe."""
+    """The most recent conversations, bounded in bytes and number. Thread-safe.
+
+    Those of more than `longest` tokens are not kept: beyond it, the model's RoPE depends on the length of the prompt,
+    and KV computed at another length cannot be reused.
+    """
 
     def __init__(self, max_bytes: int, longest: int) -> None:
-        """Create an empty collection.
-
-        Args:
-            max_bytes: Maximum size of all KV; 0 = keep no conversations.
-            longest: Maximum number of tokens of a conversation or prompt. Beyond it, the model's RoPE depends on the
-                length of the prompt, and KV computed at another length cannot be reused.
-        """
-        self._max_bytes, self._longest = check_bytes("conversation_bytes", max_bytes), longest
+        self._max_bytes, self._longest = max_bytes, longest
         # most recently used last; replaced and never changed, because garbage collection can end an abandoned stream,
         # which keeps its conversation, at any point, even in here
         self._kept: list[Conversation] = []
@@ -142,20 +114,18 @@ class Conversations:
         with self._lock:
             self._begun[answer] = keys
 
-    def finish(self, answer: Hashable, conversation: Conversation, prefix: CachedPrefix | None) -> None:
-        """Keep the conversation of an answer that has begun, unless one of its chunks was dropped since."""
-        with self._lock:
-            if answer in self._begun:
-                self.keep(conversation, prefix)
+    def keep(self, answer: Hashable, conversation: Conversation, prefix: CachedPrefix | None) -> None:
+        """Keep the conversation of an answer that has begun in place of the one it continues; drop the oldest ones.
 
-    def keep(self, conversation: Conversation, prefix: CachedPrefix | None) -> None:
-        """Keep a conversation in place of the one it continues, and drop the oldest ones beyond the bound."""
+        It is not kept if one of its chunks was dropped since.
+        """
         with self._lock:
-            if conversation.num_bytes > self._max_bytes or len(conversation.ids) > self._longest:
+            is_too_large = conversation.cache.num_bytes > self._max_bytes or len(conversation.ids) > self._longest
+            if is_too_large or answer not in self._begun:
                 return
             replaced = prefix.conversation if prefix is not None and prefix.is_all else None
             kept = [*_without(replaced, self._kept), conversation][-_MOST:]
-            while sum(older.num_bytes for older in kept) > self._max_bytes:
+            while sum(older.cache.num_bytes for older in kept) > self._max_bytes:
                 del kept[0]
             self._kept = kept
 
@@ -171,11 +141,6 @@ class Conversations:
             for answer in [answer for answer, reused in self._begun.items() if reused & dropped]:
                 self._begun.pop(answer, None)
             self._kept = [conversation for conversation in self._kept if not conversation.keys & dropped]
-
-    @property
-    def num_bytes(self) -> int:
-        """Total size of the KV in bytes."""
-        return sum(conversation.num_bytes for conversation in self._kept)
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from itertools import pairwise
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend
-from kvrag.errors import ChunkUnreadableError, DamagedChunkError, out_of_memory
+from kvrag.errors import ChunkUnreadableError, out_of_memory
 from kvrag.openmp import own_team
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.trace import Trace
@@ -28,29 +27,8 @@ _lanes = ThreadPoolExecutor(max_workers=16, thread_name_prefix="kvrag-read")  # 
 _Chunks = dict[str, tuple[Tensor, Tensor]]
 """Chunk key -> position-free keys and values of one layer, each (H, T, D)."""
 
-
-class _Laid(NamedTuple):
-    """Keys and values of one layer, each (1, H, capacity, D), and the end of their copy to a GPU."""
-
-    keys: Tensor
-    values: Tensor
-    copied: torch.cuda.Event | None
-
-
-def load(
-    backend: Backend, prompt: Prompt, codec: str, trace: Trace, capacity: int
-) -> AbstractContextManager[LayerLoader]:
-    """Start reading the first layer of the prompt's chunks, or all of them if a pass may not wait.
-
-    Args:
-        prompt: Runs and open readers. The caller closes it.
-        codec: Codec of the tensors that the readers return.
-        capacity: Number of positions of a layer, including those that are not filled.
-
-    Returns:
-        A context manager, which waits for pending reads at its end.
-    """
-    return closing(LayerLoader(backend, prompt, codec, trace, capacity))
+_Laid = tuple[Tensor, Tensor, torch.cuda.Event | None]
+"""Keys and values of one layer, each (1, H, capacity, D), and the end of their copy to a GPU."""
 
 
 class LayerLoader:
@@ -58,15 +36,13 @@ class LayerLoader:
 
     All runs of a layer are laid out by one concatenation and, for a GPU, in pinned memory and by one copy on a separate
     stream: an operation per run and layer would cost more than the bytes.
-
-    Attributes:
-        codec: Codec of the chunks.
-        trace: Where the time is recorded.
-        capacity: Number of positions of a layer.
     """
 
     def __init__(self, backend: Backend, prompt: Prompt, codec: str, trace: Trace, capacity: int) -> None:
-        """See `load`."""
+        """Start reading the first layer of the prompt's chunks, or all of them if a pass may not wait.
+
+        Close the loader before the prompt. A layer has `capacity` positions, including those that are not filled.
+        """
         self.codec, self.trace, self.capacity = codec, trace, capacity
         self._backend, self._prompt = backend, prompt
         # then no read has to queue after those of a slow disk
@@ -74,10 +50,8 @@ class LayerLoader:
         self._ahead = _AHEAD if backend.passes_may_wait else backend.num_layers
         self._reads: dict[int, Future[_Laid | _Chunks]] = {}
         self._start(0)
-        if prompt.runs and not backend.passes_may_wait:
+        if not backend.passes_may_wait:
             self._read_ahead(0)
-            with trace.step("stall", synchronise=False):
-                self._wait_for_all()
 
     @property
     def span(self) -> slice:
@@ -85,26 +59,29 @@ class LayerLoader:
         runs = self._prompt.runs
         return slice(runs[0].start, runs[-1].stop) if runs else slice(0, 0)
 
+    def wait(self) -> None:
+        """Wait until all layers are in memory, if a pass may not wait; raises as `layer`."""
+        if not self._backend.passes_may_wait:
+            with self.trace.step("load_stall", synchronise=False):
+                for read in self._reads.values():
+                    read.result()
+
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Return position-free keys and values of a layer, each (1, H, capacity, D), on its device.
 
-        Positions outside of the runs are undefined. Each layer can be requested once. Other threads can use the model
-        while this one waits.
-
-        Raises:
-            DamagedChunkError: A chunk's bytes differ from those that were written.
-            ChunkUnreadableError: A chunk cannot be read at the moment.
+        Raises DamagedChunkError and ChunkUnreadableError. Positions outside of the runs are undefined. Each layer can
+        be requested once. Other threads can use the model while this one waits.
         """
-        with self.trace.step("stall", synchronise=False):
+        with self.trace.step("load_stall", synchronise=False):
             read = self._read(number) if self._is_in_memory else self._await(number)
         with self.trace.step("stitch", synchronise=False):
-            laid = read if isinstance(read, _Laid) else self._lay_out(number, read)
-            if laid.copied is not None:
-                stream = torch.cuda.current_stream(laid.keys.device)
-                stream.wait_event(laid.copied)
-                for tensor in (laid.keys, laid.values):
-                    tensor.record_stream(stream)
-        return laid.keys, laid.values
+            keys, values, copied = self._lay_out(number, read) if isinstance(read, dict) else read
+            if copied is not None:
+                stream = torch.cuda.current_stream(keys.device)
+                stream.wait_event(copied)
+                keys.record_stream(stream)
+                values.record_stream(stream)
+        return keys, values
 
     def close(self) -> None:
         """Wait for pending reads, so that the readers can be closed."""
@@ -121,18 +98,6 @@ class LayerLoader:
                 read.exception()
         self._read_ahead(number)  # not before: the pass waits for this layer
         return read.result()
-
-    def _wait_for_all(self) -> None:
-        """Wait until all layers are in memory. An error in one process is raised in all of them."""
-        error = None
-        try:
-            for read in self._reads.values():
-                read.result()
-        except (DamagedChunkError, ChunkUnreadableError) as caught:
-            error = caught
-        for other in filter(None, self._backend.gather(error)):
-            self.close()
-            raise other
 
     def _read_ahead(self, number: int) -> None:
         for layer in range(number, min(number + 1 + self._ahead, self._backend.num_layers)):
@@ -153,9 +118,8 @@ class LayerLoader:
         readers = list(self._prompt.readers.items())
         if self._is_in_memory:
             return self._read_some(number, readers)
-        lanes = [
-            _lanes.submit(self._read_some, number, readers[lane::_LANES]) for lane in range(min(_LANES, len(readers)))
-        ]
+        parts = [readers[lane::_LANES] for lane in range(min(_LANES, len(readers)))]
+        lanes = [_lanes.submit(self._read_some, number, part) for part in parts]
         wait(lanes)  # also if one fails: the readers are closed then
         return {key: layer for lane in lanes for key, layer in lane.result().items()}
 
@@ -168,13 +132,13 @@ class LayerLoader:
 
     def _lay_out(self, number: int, chunks: _Chunks) -> _Laid:
         device = self._backend.layer_device(number)
-        with _copying(device):
+        with torch.cuda.stream(_copy_stream(device)):
             for key, packed in chunks.items():
                 with _unreadable_without_memory(key):
                     chunks[key] = unpack(packed, self.codec, device)
             keys, values = (self._lay_out_side(side, chunks, device) for side in (0, 1))
             copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        return _Laid(keys, values, copied)
+        return keys, values, copied
 
     def _lay_out_side(self, side: int, chunks: _Chunks, device: torch.device) -> Tensor:
         """Return the (1, H, capacity, D) keys (side 0) or values (1) of a layer."""
@@ -215,15 +179,12 @@ def device_tier(backend: Backend, codec: str, max_bytes: int) -> MemoryTier | No
 
     def place(number: int, layer: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
         device = backend.layer_device(number)
-        try:
+        with suppress(ChunkUnreadableError), _unreadable_without_memory(""):
             keys, values = (part.to(device) for part in unpack(layer, codec, device))
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # other streams read it
-        except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
-                raise
-            return None
-        return keys, values
+            return keys, values
+        return None
 
     return MemoryTier(max_bytes, name="device", place=place)
 
@@ -244,11 +205,7 @@ def _unreadable_without_memory(key: str) -> Iterator[None]:
         raise ChunkUnreadableError(key, "out of memory") from error
 
 
-def _copying(device: torch.device) -> AbstractContextManager[Any]:
-    """Work on the stream that copies to this device, beside the model's stream."""
-    return torch.cuda.stream(_copy_stream(device)) if device.type == "cuda" else nullcontext()
-
-
 @functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the stream that copies to this device, beside the model's; None for a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

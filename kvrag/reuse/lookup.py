@@ -13,17 +13,11 @@ from kvrag.types import Run
 
 
 class Match(NamedTuple):
-    """A run of a stored chunk in a prompt.
+    """A run of a stored chunk in a prompt."""
 
-    Attributes:
-        run: Its `key` is the chunk key.
-        text_key: Key of the chunk's text.
-        context_tokens: Number of context tokens that the chunk was encoded with.
-    """
-
-    run: Run
+    run: Run  # its `key` is the chunk key
     text_key: str
-    context_tokens: int
+    context_tokens: int  # that the chunk was encoded with
 
 
 class Lookup:
@@ -35,14 +29,7 @@ class Lookup:
     def __init__(self, catalog: Catalog, store: KVStore, alone_only: bool) -> None:
         """Combine a catalog and its store. `alone_only`: use only chunks that were encoded without context."""
         self._catalog, self._store, self._alone_only = catalog, store, alone_only
-
-    def update(self) -> int:
-        """Index what was stored or removed since; return the store's counter of removals. Call it once per prompt."""
-        return self._catalog.update()
-
-    def refresh(self) -> None:
-        """Index everything that was stored or removed, however much. Call it after ingestion."""
-        self._catalog.refresh()
+        self.update, self.refresh = catalog.update, catalog.refresh
 
     def find(
         self,
@@ -54,17 +41,16 @@ class Lookup:
     ) -> list[Match]:
         """Return the runs of stored chunks in a prompt after its first `kept` tokens, ascending and disjoint.
 
-        Args:
-            withheld: Receives the keys of the matched texts without a usable variant.
+        Adds the keys of the matched texts without a usable variant to `withheld`.
         """
         runs = self._catalog.match(ids[kept:], min_run, namespace)
-        variants = self._variants(run.text_key for run in runs)
+        variants = self._variants(run.key for run in runs)
         if withheld is not None:
             withheld.update(text_key for text_key, variant in variants.items() if variant is None)
         return [
-            Match(Run(run.start + kept, run.stop + kept, variant[0], run.offset), run.text_key, variant[1])
+            Match(Run(run.start + kept, run.stop + kept, variant[0], run.offset), run.key, variant[1])
             for run in runs
-            if (variant := variants.get(run.text_key))
+            if (variant := variants.get(run.key))
         ]
 
     def find_chunks(self, ids: Sequence[int], min_run: int, namespace: str = "") -> list[tuple[Run, Ids]]:
@@ -89,10 +75,6 @@ class Lookup:
         return variants
 
     def withdrawn(self, variants: Mapping[str, str]) -> list[str]:
-        """Return the chunk keys that a prompt may no longer use, because another source has their text by now.
-
-        Args:
-            variants: Chunk key by text key.
-        """
+        """Return those of the chunk keys (by text key) that may no longer be used: other sources have the text too."""
         usable = self.usable(variants) if variants else {}
         return [chunk_key for text_key, chunk_key in variants.items() if usable.get(text_key) != chunk_key]

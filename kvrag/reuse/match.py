@@ -22,8 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +33,7 @@ from kvrag.reuse.segment import (
     WINDOW,
     Hashes,
     Ids,
+    Numbers,
     Segment,
     gram_hashes,
     salt,
@@ -41,6 +41,7 @@ from kvrag.reuse.segment import (
     spread,
     window_minima,
 )
+from kvrag.types import Run
 
 _CANDIDATES = 16  # per anchor: boilerplate that is in every text says little about its origin
 _PER_TOKEN = 2  # candidates looked at, per token of the prompt; beyond, each anchor has one
@@ -54,24 +55,6 @@ _STEP = 4  # comparisons that following a text over a gap counts as
 _PER_STEP = 64  # tokens covered by other runs that count as one comparison
 _GOLDEN = 0x9E3779B1  # 2**32 divided by the golden ratio: its multiples are spread evenly, modulo 2**32
 _BLOCK = 4096  # candidates compared at once: temporaries stay in the CPU's cache
-
-Numbers = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class TextRun:
-    """A stretch of prompt tokens identical to a stretch of a stored text.
-
-    Prompt positions `start` to `stop` (half-open) equal the text's tokens from `offset` on.
-    """
-
-    start: int
-    stop: int
-    text_key: str
-    offset: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,25 +70,14 @@ class _Run:
     last: int  # ... and its end
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidates:
-    """Places that share a stretch with the prompt: arrays of equal length, in the order of trial."""
-
-    rank: Numbers  # of the anchor; equal for candidates of the same one
-    position: Numbers  # in the prompt
-    segment: Numbers
-    row: Numbers
-    address: Numbers
-    first: Numbers  # address of the text ...
-    last: Numbers  # ... and of its end
-    from_start: NDArray[np.bool_]  # whether the prompt seems to have the text from its beginning, see `_have_start`
-
-    def __getitem__(self, index: NDArray[Any]) -> _Candidates:
-        return _Candidates(*(getattr(self, column.name)[index] for column in fields(self)))
+_Candidates = NDArray[np.int64]
+"""(8, N) places that share a stretch with the prompt, in the order of trial. Each has the rank of its anchor, its
+position in the prompt, segment, row and address, the addresses where its text begins and ends, and whether the prompt
+seems to have the text from its beginning, see `_have_start`."""
 
 
-def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[TextRun]:
-    """Return disjoint, ascending runs of the namespace's live texts.
+def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[Run]:
+    """Return disjoint, ascending runs of the namespace's live texts; their `key` is the text key.
 
     Runs have at least `min_run` tokens, except continuations of another run after a small gap. No stretch of `min_run`
     tokens (15 or more) outside of the runs is part of a text, unless its anchors have more than 16 postings. Under the
@@ -123,11 +95,12 @@ def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, n
     else:
         positions = np.arange(len(hashes))  # shorter stretches need not share an anchor
     candidates = _look_up(segments, prompt, positions, spread(hashes[positions]), min_run, namespace)
+    has_start = candidates[-1].astype(bool)
     raw = prompt.tobytes()
     runs: list[_Run] = []
-    for tried, from_start in ((candidates[candidates.from_start], True), (candidates, False)):
+    for tried, from_start in ((candidates[:, has_start], True), (candidates, False)):
         runs = _bridge(segments, raw, _cover(segments, raw, tried, min_run, runs, from_start), frozenset(runs))
-    return [TextRun(r.start, r.stop, segments[r.segment].text_key(r.row), r.address - r.first) for r in runs]
+    return [Run(r.start, r.stop, segments[r.segment].text_key(r.row), r.address - r.first) for r in runs]
 
 
 def _look_up(
@@ -148,8 +121,11 @@ def _look_up(
     choice = (within * total[rank] + np.where(take > 1, turn, 0)[rank]) // take[rank]
     anchor = order[rank]
     window = min(min_run, PAD)
-    windows = _windows(prompt, window)
-    parts: list[list[NDArray[Any]]] = []
+    padding = np.zeros(PAD, np.uint32)
+    padded = np.concatenate([padding, prompt, padding])
+    # (T, W) tokens around every position: `window - GRAM` tokens before it and `window` from it on
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * window - GRAM)[PAD - window + GRAM :]
+    parts = [np.empty((8, 0), np.int64)]
     before = np.zeros(len(hashes), np.int64)
     for number, (segment, (begin, count)) in enumerate(zip(segments, postings, strict=True)):
         at = choice - before[anchor]
@@ -170,12 +146,9 @@ def _look_up(
         first, last = segment.starts[row], segment.starts[row + 1]
         from_start = _have_start(prompt, position, segment, address, first)
         columns = rank[indices], position, np.full(len(indices), number), row, address, first, last, from_start
-        parts.append([column[inside] for column in columns])
-    if not parts:
-        empty: NDArray[Any] = np.empty(0, np.int64)
-        return _Candidates(*[empty] * 8)
-    candidates = _Candidates(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-    return candidates[np.argsort(candidates.rank, kind="stable")]
+        parts.append(np.stack(columns)[:, inside])
+    candidates = np.concatenate(parts, axis=1)
+    return candidates[:, np.argsort(candidates[0], kind="stable")]
 
 
 def _have_start(
@@ -189,12 +162,6 @@ def _have_start(
     at = position - (address - first) + _EDGE
     same = (grams[at.clip(0, len(grams) - 1)] == text_grams[(first + _EDGE).clip(0, len(text_grams) - 1)]).all(axis=1)
     return (address - first <= _EDGE) | ((at >= 0) & same)
-
-
-def _windows(prompt: Ids, window: int) -> NDArray[np.uint32]:
-    """Return (T, W) tokens around every position: `window - GRAM` tokens before it and `window` from it on."""
-    padded = np.concatenate([np.zeros(PAD, np.uint32), prompt, np.zeros(PAD, np.uint32)])
-    return np.lib.stride_tricks.sliding_window_view(padded, 2 * window - GRAM)[PAD - window + GRAM :]
 
 
 def _share_a_run(
@@ -220,24 +187,21 @@ def _cover(
 ) -> list[_Run]:
     """Add the best candidate of each anchor in turn, up to other runs; ascending.
 
-    The longest candidate is the best, of several the one that is closest to the end of its text.
-
-    Args:
-        taken: Runs to start with, ascending.
-        from_start: Whether to take only runs of texts whose first half is in the prompt. No more than `_EDGE` tokens
-            may be missing before the run, and candidates with fewer are better than longer ones.
+    The longest candidate is the best, of several the one that is closest to the end of its text. With `from_start`,
+    only texts whose first half is in the prompt are taken. No more than `_EDGE` tokens may be missing before the run,
+    and candidates with fewer are better than longer ones.
     """
     end = len(prompt) // 4
     is_covered = bytearray(end)
     for run in taken:
         is_covered[run.start : run.stop] = b"\1" * (run.stop - run.start)
-    c = c[~np.frombuffer(is_covered, bool)[c.position]]
-    if len(c.rank) == 0:
+    c = c[:, ~np.frombuffer(is_covered, bool)[c[1]]]
+    if c.shape[1] == 0:
         return taken
-    groups = np.flatnonzero(np.diff(c.rank, prepend=-1)).tolist()  # the candidates of one anchor each
-    positions, segment, row, address, first, last = (
-        column.tolist() for column in (c.position[groups], c.segment, c.row, c.address, c.first, c.last)
-    )
+    rank, position, *columns, _ = c
+    groups = np.flatnonzero(np.diff(rank, prepend=-1)).tolist()  # the candidates of one anchor each
+    positions = position[groups].tolist()
+    segment, row, address, first, last = (column.tolist() for column in columns)
     taken, starts = list(taken), [run.start for run in taken]
     budget = max(int(_FROM_START * end), _LEAST) if from_start else _COMPARED * end
     for p, i, j in zip(positions, groups, [*groups[1:], len(segment)], strict=True):
@@ -289,8 +253,7 @@ def _cover(
 def _missing(prompt: bytes, raw: memoryview, run: _Run, low: int) -> tuple[int, int]:
     """Return how many tokens at the beginning of a run's text are missing before it in the prompt, and the cost.
 
-    Args:
-        low: End of the run before. Its tokens can be this text, too.
+    The tokens of the run before, which ends at `low`, can be this text, too.
     """
     missing = run.address - run.first
     if not missing or run.start > low:
@@ -300,11 +263,9 @@ def _missing(prompt: bytes, raw: memoryview, run: _Run, low: int) -> tuple[int, 
 
 
 def _has_first_half(segments: Sequence[Segment], prompt: bytes, run: _Run, high: int, steps: int) -> tuple[bool, int]:
-    """Return whether the prompt has a run's text up to its half, and the number of gaps crossed to find out.
+    """Return whether the prompt has a run's text up to its half, and the gaps crossed to find out, at most `steps`.
 
-    Args:
-        high: Start of the next run. Its tokens can be this text, too.
-        steps: Number of gaps to cross, at most.
+    The tokens of the next run, which starts at `high`, can be this text, too.
     """
     stop, half = run.address + run.stop - run.start, (run.first + run.last) // 2
     if stop < half and run.stop == high:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from kvrag.backend.protocol import prefill_blocks
-from kvrag.reuse.select import Context, Scores, no_rows
+from kvrag.reuse.select import Context
 
 _MIN_QUERIES = 8
 _FIRST_SHARE = 1 / 2  # of the budget, at most, for the first tokens of runs
@@ -21,19 +21,17 @@ def deviation(context: Context, layer: int, rows: Tensor) -> Tensor:
     keys, values = stitched.cache.layer(layer)
     scores = torch.full((len(stitched.ids),), -torch.inf)
 
-    def measure(block: Tensor, fresh_keys: Tensor, fresh_values: Tensor) -> None:
-        at = block.to(keys.device)
-        pairs = {"k": (fresh_keys, keys[:, :, at]), "v": (fresh_values, values[:, :, at])}
-        deviations = [_METRICS[config.metric](*pairs[name]) for name in config.deviation_of]
-        total = backend.sum_over_processes(torch.stack(deviations).sum(dim=0))
-        scores[block] = (total / backend.num_processes if config.metric == "cosine" else total).cpu()
-        stitched.cache.write(layer, at, fresh_keys, fresh_values)
-
     def run(block: Tensor, positions: Tensor | None) -> None:
         def observe(number: int, fresh_keys: Tensor, fresh_values: Tensor) -> bool:
-            if number == layer:
-                measure(block, fresh_keys, fresh_values)
-            return number == layer
+            if number < layer:
+                return False
+            at = block.to(keys.device)
+            pairs = {"k": (fresh_keys, keys[:, :, at]), "v": (fresh_values, values[:, :, at])}
+            deviations = [_distances(config.metric, *pairs[name]) for name in config.deviation_of]
+            total = backend.sum_over_processes(torch.stack(deviations).sum(dim=0))
+            scores[block] = (total / backend.num_processes if config.metric == "cosine" else total).cpu()
+            stitched.cache.write(layer, at, fresh_keys, fresh_values)
+            return True
 
         backend.forward_until(observe, stitched.ids[block][None], stitched.cache, positions)
 
@@ -48,8 +46,8 @@ def deviation(context: Context, layer: int, rows: Tensor) -> Tensor:
     return torch.full_like(scores, -torch.inf).index_copy_(0, stitched.inexact, measured)
 
 
-def attention(context: Context) -> Scores:
-    """Return the attention of the question, the tokens after the last run.
+def attention(context: Context) -> Tensor:
+    """Return the (T,) attention of the question, the tokens after the last run.
 
     Root mean square over the heads and a band of layers, so that one head with high attention counts more than many
     with low attention; optionally smoothed over neighbours.
@@ -71,10 +69,8 @@ def attention(context: Context) -> Scores:
         else:
             backend.forward_until(lambda number, *_: number == layers.stop, ids, stitched.cache, rows)
     received = (received / num_queries).sqrt_()
-    values = avg_pool1d(
-        received[None], config.smoothing, stride=1, padding=config.smoothing // 2, count_include_pad=False
-    )[0]
-    return Scores(values, fresh if layers.stop == backend.num_layers else no_rows())
+    width = config.smoothing
+    return avg_pool1d(received[None], width, stride=1, padding=width // 2, count_include_pad=False)[0]
 
 
 def first_tokens(context: Context) -> Tensor:
@@ -88,14 +84,9 @@ def first_tokens(context: Context) -> Tensor:
     return scores
 
 
-def _l2(fresh: Tensor, cached: Tensor) -> Tensor:
-    """Return the (T,) squared distance of two (1, H, T, D) tensors."""
-    return (fresh.float() - cached.float()).square().sum(dim=(0, 1, 3))
-
-
-def _cosine(fresh: Tensor, cached: Tensor) -> Tensor:
-    """Return the (T,) cosine distance of two (1, H, T, D) tensors, mean over heads."""
-    return 1 - torch.cosine_similarity(fresh.float(), cached.float(), dim=-1).mean(dim=(0, 1))
-
-
-_METRICS = {"l2": _l2, "cosine": _cosine}
+def _distances(metric: str, fresh: Tensor, cached: Tensor) -> Tensor:
+    """Return the (T,) squared distances of two (1, H, T, D) tensors, or the cosine distances, mean over heads."""
+    fresh, cached = fresh.float(), cached.float()
+    if metric == "l2":
+        return (fresh - cached).square().sum(dim=(0, 1, 3))
+    return 1 - torch.cosine_similarity(fresh, cached, dim=-1).mean(dim=(0, 1))

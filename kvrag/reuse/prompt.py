@@ -17,25 +17,15 @@ _MEMORY = ("ram", "device")  # tiers
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt to prefill.
-
-    Attributes:
-        ids: Token ids.
-        config: Blend settings, as they were asked for.
-        namespace: Namespace of the chunks to reuse.
-        prefix: Cached prefix from a conversation.
-        notes: Notes for the report.
-        matches: Runs of stored chunks after the cached prefix, ascending and disjoint.
-        readers: An open reader for the chunk key of every run. The prompt closes them.
-    """
+    """A prompt to prefill."""
 
     ids: Sequence[int]
-    config: BlendConfig = field(default_factory=BlendConfig)
+    config: BlendConfig = field(default_factory=BlendConfig)  # as it was asked for
     namespace: str = ""
-    prefix: CachedPrefix | None = None
-    notes: Sequence[str] = ()
-    matches: Sequence[Match] = ()
-    readers: Mapping[str, ChunkReader] = field(default_factory=dict)
+    prefix: CachedPrefix | None = None  # from a conversation
+    notes: Sequence[str] = ()  # for the report
+    matches: Sequence[Match] = ()  # runs of stored chunks after the cached prefix, ascending and disjoint
+    readers: Mapping[str, ChunkReader] = field(default_factory=dict)  # by the runs' chunk keys; the prompt closes them
 
     @functools.cached_property
     def runs(self) -> list[Run]:

@@ -25,10 +25,8 @@ class Recovery:
     """Opens the chunks of one prompt, and repeats its prefill without those that fail.
 
     A chunk that fails during a forward pass wastes that pass. After a few failures, the chunks of an unreadable store
-    are therefore skipped, and the chunks of a damaged store are read completely before the pass.
-
-    Attributes:
-        notes: What was left out and why, for the report.
+    are therefore skipped, and the chunks of a damaged store are read completely before the pass. `notes`, for the
+    report, say what was left out and why.
     """
 
     def __init__(self, backend: Backend, store: KVStore, memory: MemoryTier) -> None:
@@ -99,11 +97,15 @@ class Recovery:
             return reader
         if len(self._unreadable) >= _FAILURES:
             return None
+        reader = None
         try:
             reader = self._store.open(key)
             if reader and len(self._damaged) >= _FAILURES:
-                _read_whole(reader)
+                for number in range(reader.num_layers):
+                    reader.layer(number)  # verifies its digest
         except (DamagedChunkError, ChunkUnreadableError) as error:
+            if reader:
+                reader.close()
             self._leave_out(error)
             return None
         return self._memory.keeping(reader) if reader else None
@@ -118,13 +120,3 @@ class Recovery:
             self._memory.drop([error.key])
             with suppress(StoreError):  # on a full disk it stays in place
                 self._store.quarantine(error.key)
-
-
-def _read_whole(reader: ChunkReader) -> None:
-    """Read every layer, which verifies its digest. Closes the reader on failure."""
-    try:
-        for number in range(reader.num_layers):
-            reader.layer(number)
-    except BaseException:
-        reader.close()
-        raise

@@ -54,11 +54,7 @@ Numbers = NDArray[np.int64]
 
 
 class DamagedSegmentError(StoreError):
-    """A segment's file is missing or differs from what was written.
-
-    Attributes:
-        name: Name of the file.
-    """
+    """A segment's file is missing or differs from what was written."""
 
     def __init__(self, name: str, reason: object) -> None:
         super().__init__(f"{name}: {reason}")
@@ -100,28 +96,25 @@ def spread(hashes: Hashes) -> Hashes:
     return (hashes * np.uint64(0x9E3779B1)) & _LOW
 
 
-def window_minima(hashes: Hashes, window: int = WINDOW) -> NDArray[np.int64]:
+def window_minima(hashes: Hashes) -> NDArray[np.int64]:
     """Return the position of the first smallest 32-bit hash of every window; ascending, with repetitions."""
     minima = hashes << _SHIFT
     minima |= np.arange(len(hashes), dtype=np.uint64)
-    size = 1
-    while size < window:
-        step = min(size, window - size)
+    for step in (1, 2, 4):  # windows of 2, 4 and 8
         minima = np.minimum(minima[:-step], minima[step:])
-        size += step
     return (minima & _LOW).astype(np.int64)
 
 
-def _postings(ids: Ids, starts: Numbers, salts: Hashes, window: int) -> Hashes:
+def _postings(ids: Ids, starts: Numbers, salts: Hashes) -> Hashes:
     """Return unsorted postings of consecutive texts. `starts` are their addresses in `ids`, and the last one's end."""
     ids = ids[starts[0] : starts[-1]]
     lengths = np.diff(starts)
     left = np.repeat(starts[1:], lengths) - np.arange(starts[0], starts[-1])  # tokens from here to the text's end
     hashes = salted(gram_hashes(ids), np.repeat(salts, lengths)[: max(len(ids) - GRAM + 1, 0)])
     chosen = np.zeros(len(hashes), bool)
-    if len(hashes) >= window:
-        minima = window_minima(hashes, window)
-        chosen[minima[left[: len(minima)] >= GRAM + window - 1]] = True
+    if len(hashes) >= WINDOW:
+        minima = window_minima(hashes)
+        chosen[minima[left[: len(minima)] >= GRAM + WINDOW - 1]] = True
     ends = (starts - starts[0])[:-1], (starts - starts[0])[1:] - GRAM  # so that short texts have anchors too
     for end in ends:
         chosen[end[lengths >= GRAM]] = True
@@ -133,35 +126,24 @@ def _postings(ids: Ids, starts: Numbers, salts: Hashes, window: int) -> Hashes:
 class Segment:
     """Texts, their postings, and their liveness. Immutable; arrays may be views of a mapped file.
 
-    Attributes:
-        ids: (N,) uint32, all texts in sequence, padded at both ends.
-        postings: (M,) uint64, `hash << 32 | address`, ascending.
-        directory: (2**b + 1,) uint32, start of the postings of each value of the hash's top bits.
-        starts: (R + 1,) int64, addresses of the starts of the texts, and of the end of the last one.
-        numbers: (R,) int64, the store's numbers, ascending.
-        keys: (R,) text keys, ASCII.
-        spaces: (R,) uint32, rows of `namespaces`.
-        alive: (R,) bool.
-        last: All texts up to this number are in this segment or an earlier one, or were removed before its creation.
-        name: File name, "" in memory.
-        digests: Digests of the arrays in the file.
+    All texts up to number `last` are in this segment or an earlier one, or were removed before its creation.
     """
 
-    ids: Ids
-    postings: Hashes
-    directory: NDArray[np.uint32]
-    starts: Numbers
-    numbers: Numbers
-    keys: NDArray[np.bytes_]
-    spaces: NDArray[np.uint32]
+    ids: Ids  # (N,) all texts in sequence, padded at both ends
+    postings: Hashes  # (M,) `hash << 32 | address`, ascending
+    directory: NDArray[np.uint32]  # (2**b + 1,) start of the postings of each value of the hash's top bits
+    starts: Numbers  # (R + 1,) addresses of the starts of the texts, and of the end of the last one
+    numbers: Numbers  # (R,) the store's numbers, ascending
+    keys: NDArray[np.bytes_]  # (R,) text keys
+    spaces: NDArray[np.uint32]  # (R,) rows of `namespaces`
     namespaces: tuple[str, ...]
-    alive: NDArray[np.bool_]
+    alive: NDArray[np.bool_]  # (R,)
     last: int = 0
-    name: str = ""
-    digests: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""  # of the file
+    digests: Mapping[str, str] = field(default_factory=dict)  # of the arrays in the file
 
     @classmethod
-    def of(cls, entries: Sequence[Entry], window: int = WINDOW) -> Segment:
+    def of(cls, entries: Sequence[Entry]) -> Segment:
         """Index texts, in ascending order of their numbers."""
         lengths = np.array([len(entry.ids) for entry in entries], np.int64)
         starts = np.concatenate([[0], np.cumsum(lengths)]) + PAD
@@ -176,7 +158,7 @@ class Segment:
         parts, row = [np.empty(0, np.uint64)], 0
         while row < len(entries):
             stop = min(max(int(np.searchsorted(starts, starts[row] + _BATCH)), row + 1), len(entries))
-            parts.append(_postings(ids, starts[row : stop + 1], salts[row:stop], window))
+            parts.append(_postings(ids, starts[row : stop + 1], salts[row:stop]))
             row = stop
         postings = _thinned(np.sort(np.concatenate(parts)), starts)
         counts = _zero_counts(len(postings))
@@ -256,11 +238,7 @@ class Segment:
         return replace(self, alive=alive) if self.alive[rows].any() else self
 
     def check(self, names: Iterable[str] = ()) -> None:
-        """Compare arrays (default: all) with their digests.
-
-        Raises:
-            DamagedSegmentError: An array has changed.
-        """
+        """Raise DamagedSegmentError if the digest of an array (default: of any) has changed."""
         for name in names or self.digests:
             if xxhash.xxh3_64_hexdigest(getattr(self, name).view(np.uint8).data) != self.digests[name]:
                 raise DamagedSegmentError(self.name, f"{name} are damaged")
@@ -297,25 +275,33 @@ class _Merge:
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = segments
+        self.last = max(segment.last for segment in segments)
         rows = [np.flatnonzero(segment.alive) for segment in segments]
-        lengths = [np.diff(segment.starts) for segment in segments]
-        self.starts = np.concatenate([[0], *(n[alive] for n, alive in zip(lengths, rows, strict=True))]).cumsum() + PAD
-        if self.starts[-1] >= MAX_TOKENS:
-            raise ValueError(f"{self.starts[-1]:,} tokens are too many for one segment")
+        pairs = list(zip(segments, rows, strict=True))
+        self._starts = np.concatenate([[0], *(np.diff(segment.starts)[alive] for segment, alive in pairs)]).cumsum()
+        self._starts += PAD
         self._shifts, begin = [], 0  # added to the addresses of each row
-        for segment, alive in zip(segments, rows, strict=True):
+        for segment, alive in pairs:
             shift = np.zeros(len(segment) + 1, np.int64)
-            shift[alive] = self.starts[begin : begin + len(alive)] - segment.starts[alive]
+            shift[alive] = self._starts[begin : begin + len(alive)] - segment.starts[alive]
             self._shifts.append(shift.astype(np.uint64))
             begin += len(alive)
         self.namespaces = tuple(sorted({name for segment in segments for name in segment.namespaces}))
         number = {name: i for i, name in enumerate(self.namespaces)}
-        spaces = [np.array([number[n] for n in s.namespaces], np.uint32)[s.spaces] for s in segments]
-        pairs = list(zip(segments, rows, strict=True))
-        self.numbers = np.concatenate([segment.numbers[alive] for segment, alive in pairs])
-        self.keys = np.concatenate([segment.keys[alive] for segment, alive in pairs])
-        self.spaces = np.concatenate([space[alive] for space, alive in zip(spaces, rows, strict=True)])
+        spaces = [np.array([number[name] for name in segment.namespaces], np.uint32) for segment in segments]
+        self._tables = {
+            "starts": self._starts,
+            "numbers": np.concatenate([segment.numbers[alive] for segment, alive in pairs]),
+            "keys": np.concatenate([segment.keys[alive] for segment, alive in pairs]),
+            "spaces": np.concatenate([of[s.spaces[alive]] for of, (s, alive) in zip(spaces, pairs, strict=True)]),
+        }
         self._counts = _zero_counts(sum(len(segment.postings) for segment in segments))
+
+    def arrays(self) -> dict[str, Iterable[NDArray[Any]]]:
+        """Return the portions of each array, to be read in this order."""
+        directory = (np.cumsum(self._counts, dtype=np.uint32) for _ in range(1))  # known after the postings
+        tables = {name: [table] for name, table in self._tables.items()}
+        return {"ids": self.ids(), "postings": self.postings(), "directory": directory, **tables}
 
     def ids(self) -> Iterator[Ids]:
         """Yield the tokens of all texts, padded."""
@@ -348,56 +334,29 @@ class _Merge:
             _count(self._counts, merged)
             yield merged
 
-    def directory(self) -> NDArray[np.uint32]:
-        """Return the directory of the postings, once all of them have been yielded."""
-        return np.cumsum(self._counts, dtype=np.uint32)
-
 
 def join(segments: Sequence[Segment]) -> Segment:
     """Return one segment, in memory, of all live texts."""
     merge = _Merge(segments)
-    return Segment(
-        ids=np.concatenate([*merge.ids()]),
-        postings=np.concatenate([*merge.postings()]),
-        directory=merge.directory(),
-        starts=merge.starts,
-        numbers=merge.numbers,
-        keys=merge.keys,
-        spaces=merge.spaces,
-        namespaces=merge.namespaces,
-        alive=np.ones(len(merge.numbers), bool),
-        last=max(segment.last for segment in segments),
-    )
+    arrays: dict[str, Any] = {name: np.concatenate([*portions]) for name, portions in merge.arrays().items()}
+    alive = np.ones(len(arrays["numbers"]), bool)
+    return Segment(**arrays, namespaces=merge.namespaces, alive=alive, last=merge.last)
 
 
 def write(segments: Sequence[Segment], folder: Path, check: Callable[[], None] = lambda: None) -> str:
-    """Write all live texts as one file, portion by portion, and return its name.
+    """Write all live texts as one file and return its name; raises DamagedSegmentError.
 
-    Args:
-        check: Called before every portion; an error that it raises ends the writing.
-
-    Raises:
-        DamagedSegmentError: One of the segments is damaged.
-        OSError: Nothing has been written.
+    An error that `check` raises, which is called before every portion, ends the writing.
     """
     for segment in segments:
         segment.check()
     merge = _Merge(segments)
-    last = max(segment.last for segment in segments)
-    arrays: dict[str, tuple[str, Iterable[NDArray[Any]]]] = {
-        "ids": ("<u4", merge.ids()),
-        "postings": ("<u8", merge.postings()),
-        "directory": ("<u4", (merge.directory() for _ in range(1))),  # known when the postings have been written
-        "starts": ("<i8", [merge.starts]),
-        "numbers": ("<i8", [merge.numbers]),
-        "keys": (f"|S{merge.keys.dtype.itemsize}", [merge.keys]),
-        "spaces": ("<u4", [merge.spaces]),
-    }
-    footer: dict[str, Any] = {"last": last, "window": WINDOW, "namespaces": list(merge.namespaces), "arrays": {}}
+    last, namespaces = merge.last, list(merge.namespaces)
+    footer: dict[str, Any] = {"last": last, "window": WINDOW, "namespaces": namespaces, "arrays": {}}
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=".tmp", delete=False) as file:
         try:
-            for name, (dtype, portions) in arrays.items():
-                footer["arrays"][name] = _write_array(file, dtype, portions, check)
+            for name, portions in merge.arrays().items():
+                footer["arrays"][name] = _write_array(file, portions, check)
             text = json.dumps(footer).encode()
             file.write(text + len(text).to_bytes(8, "little") + xxhash.xxh3_64_digest(text) + _MAGIC)
             file.flush()
@@ -411,25 +370,20 @@ def write(segments: Sequence[Segment], folder: Path, check: Callable[[], None] =
     return name
 
 
-def _write_array(
-    file: IO[bytes], dtype: str, portions: Iterable[NDArray[Any]], check: Callable[[], None]
-) -> dict[str, Any]:
+def _write_array(file: IO[bytes], portions: Iterable[NDArray[Any]], check: Callable[[], None]) -> dict[str, Any]:
     file.write(bytes(-file.tell() % 64))
-    begin, digest = file.tell(), xxhash.xxh3_64()
+    begin, digest, dtype = file.tell(), xxhash.xxh3_64(), ""
     for portion in portions:
         check()
-        raw = np.ascontiguousarray(portion, dtype).view(np.uint8).data
+        dtype = portion.dtype.str
+        raw = np.ascontiguousarray(portion).view(np.uint8).data
         file.write(raw)
         digest.update(raw)
     return {"dtype": dtype, "begin": begin, "bytes": file.tell() - begin, "digest": digest.hexdigest()}
 
 
 def read(path: Path) -> Segment:
-    """Map a segment's file. Its footer and its tables of texts are checked, the rest when it is merged.
-
-    Raises:
-        DamagedSegmentError: It is missing, cut or changed.
-    """
+    """Map a segment's file; raises DamagedSegmentError. The long arrays are checked when it is merged."""
     try:
         with open(path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

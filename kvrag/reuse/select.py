@@ -6,7 +6,7 @@ same positions are used for keys and values and on every layer. To add a policy,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -17,39 +17,7 @@ from kvrag.backend.protocol import Backend
 from kvrag.config import DEFAULT_RATIO, BlendConfig
 from kvrag.reuse.stitch import Stitched
 
-CANDIDATES = 2
-"""Number of candidates of a policy that measures candidates, as a multiple of its budget."""
-
-
-def no_rows() -> Tensor:
-    """Return an empty (0,) tensor of positions."""
-    return torch.empty(0, dtype=torch.long)
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The positions to recompute.
-
-    Attributes:
-        positions: (S,) reused positions.
-        final_rows: (F,) fresh positions that the policy has already computed on every layer, over the stitched KV.
-    """
-
-    positions: Tensor
-    final_rows: Tensor = field(default_factory=no_rows)
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Scores of a policy.
-
-    Attributes:
-        values: (T,) a position with a higher score is recomputed first; -inf = never.
-        final_rows: See Selection.
-    """
-
-    values: Tensor
-    final_rows: Tensor = field(default_factory=no_rows)
+CANDIDATES = 2  # of a policy that measures candidates, as a multiple of its budget
 
 
 @dataclass(frozen=True)
@@ -63,32 +31,26 @@ class Context:
 
 
 class Passes(NamedTuple):
-    """Shares of the layers that a policy runs to score, for the cost model.
+    """Shares of the layers that a policy runs to score, for the cost model."""
 
-    Attributes:
-        query: On the fresh tokens.
-        detection: On all tokens.
-        candidates: On the fresh tokens and `CANDIDATES` times the budget.
-    """
-
-    query: float = 0.0
-    detection: float = 0.0
-    candidates: float = 0.0
+    query: float = 0.0  # on the fresh tokens
+    detection: float = 0.0  # on all tokens
+    candidates: float = 0.0  # on the fresh tokens and `CANDIDATES` times the budget
 
 
 NO_PASSES = Passes()
 
 
-def select(backend: Backend, stitched: Stitched, config: BlendConfig) -> Selection:
-    """Choose `config.ratio` of the inexact reused positions, ascending."""
+def select(backend: Backend, stitched: Stitched, config: BlendConfig) -> Tensor:
+    """Return `config.ratio` of the inexact reused positions, (S,) ascending."""
     inexact = stitched.inexact
     budget = round((DEFAULT_RATIO if config.ratio is None else config.ratio) * len(inexact))
     if budget == 0 or config.policy == "none":
-        return Selection(inexact[:0])
+        return inexact[:0]
     if budget == len(inexact) and config.min_deviation == 0:
-        return Selection(inexact)  # all of them, regardless of scores
-    scores: Scores = _module(config.policy).score(Context(backend, stitched, config, budget))
-    return Selection(inexact[best(scores.values[inexact], budget)], scores.final_rows)
+        return inexact  # regardless of scores
+    scores: Tensor = _module(config.policy).score(Context(backend, stitched, config, budget))
+    return inexact[best(scores[inexact], budget)]
 
 
 def selecting(config: BlendConfig, num_layers: int) -> Passes:

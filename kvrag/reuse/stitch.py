@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -21,22 +21,16 @@ from kvrag.types import BlendReport, Run
 class Stitched:
     """A prompt with KV at its reused positions; the other positions are computed later.
 
-    Attributes:
-        ids: (T,) token ids of the prompt.
-        runs: Runs of reused chunks, ascending and disjoint.
-        reused: (T,) bool.
-        exact: (T,) bool, reused positions whose KV equals full prefill's: a run right after the preamble, encoded
-            there, with a lossless codec.
-        cache: Each layer is stitched when a forward pass first reaches it.
-        prefix: Cached prefix from a conversation.
+    A reused position is exact if its KV equals full prefill's: in a run right after the preamble, encoded there, with a
+    lossless codec.
     """
 
-    ids: Tensor
-    runs: Sequence[Run]
-    reused: Tensor
-    exact: Tensor
-    cache: KVCache
-    prefix: CachedPrefix | None = None
+    ids: Tensor  # (T,)
+    runs: Sequence[Run]  # ascending and disjoint
+    reused: Tensor  # (T,) bool
+    exact: Tensor  # (T,) bool
+    cache: KVCache  # each layer is stitched when a forward pass first reaches it
+    prefix: CachedPrefix | None = None  # from a conversation
 
     @property
     def kept(self) -> int:
@@ -69,32 +63,21 @@ class Stitched:
 
 @dataclass(frozen=True, eq=False)
 class Prefilled(Stitched):
-    """A prompt with a complete cache, ready for `kvrag.generate.decode`.
+    """A prompt with a complete cache, ready for `kvrag.generate.decode`."""
 
-    Attributes:
-        selected: (S,) reused positions that were recomputed.
-        logits: (1, V) float32, after the last token.
-        config: Settings that it was blended with.
-        report: Report without `ttft_s`, which the caller sets.
-        with_context: Chunk keys of the reused chunks that were encoded with context, by text key.
-        keys: Keys of the chunks that the prompt contains, reused or computed, with those of its cached prefix.
-    """
-
-    selected: Tensor = field(kw_only=True)
-    logits: Tensor = field(kw_only=True)
-    config: BlendConfig = field(kw_only=True)
-    report: BlendReport = field(kw_only=True)
-    with_context: Mapping[str, str] = field(kw_only=True)
-    keys: frozenset[str] = field(kw_only=True)
+    _: KW_ONLY
+    selected: Tensor  # (S,) reused positions that were recomputed
+    logits: Tensor  # (1, V) float32, after the last token
+    config: BlendConfig  # that it was blended with
+    report: BlendReport  # without `ttft_s`, which the caller sets
+    with_context: Mapping[str, str]  # as in `Prompt`
+    keys: frozenset[str]  # as in `Prompt`
 
 
 def stitch(backend: Backend, prompt: Prompt, loader: LayerLoader) -> Stitched:
     """Return the prompt with a cache whose layers are stitched when a forward pass first reaches them.
 
     The last position is never reused: its logits are needed.
-
-    Args:
-        loader: Provides the layers of the prompt's chunks.
     """
     ids, runs, prefix = prompt.ids, prompt.runs, prompt.prefix
     num_tokens = len(ids)

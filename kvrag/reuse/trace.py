@@ -13,19 +13,15 @@ from kvrag.backend.protocol import Backend
 
 
 class Trace:
-    """Seconds per step of one request.
+    """Seconds per step of one request: `seconds` with nested steps, `own_seconds` without.
 
     Steps: `match`, `select`, `blend` in this order; within `select` and `blend`, as layers are loaded while others are
-    computed, `stall` (waiting for chunks) and `stitch` (rotation, and layout where the reading threads did not do it);
-    `read` while at least one thread was reading chunks, mostly beside the others.
-
-    Attributes:
-        seconds: Duration of each step, including nested steps.
-        own_seconds: Duration of each step, excluding nested steps.
+    computed, `load_stall` (waiting for chunks) and `stitch` (rotation, and layout where the reading threads did not do
+    it); `load` while at least one thread was reading chunks, mostly beside the others.
     """
 
     def __init__(self, backend: Backend) -> None:
-        self.seconds = dict.fromkeys(("match", "stall", "stitch", "select", "blend", "read"), 0.0)
+        self.seconds = dict.fromkeys(("match", "load", "load_stall", "stitch", "select", "blend"), 0.0)
         self.own_seconds = dict(self.seconds)
         self._inside = 0.0  # seconds of the steps inside of the current one
         self._backend, self._waits = backend, backend.waits
@@ -60,7 +56,7 @@ class Trace:
             with self._mutex:
                 self._readers -= 1
                 if not self._readers:
-                    self.seconds["read"] += time.perf_counter() - self._reading_since
+                    self.seconds["load"] += time.perf_counter() - self._reading_since
 
     @property
     def is_contended(self) -> bool:

@@ -5,20 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import TypeVar
 
 from kvrag.server.errors import ApiError
 
 T = TypeVar("T")
-
-Waiting = deque[asyncio.Future[None]]
-
-
-class _EndOfPieces:
-    """Marks the end of a generator."""
 
 
 class AdmissionQueue:
@@ -29,16 +23,12 @@ class AdmissionQueue:
     """
 
     def __init__(self, places: int, queue: int, name: str) -> None:
-        """Create an empty queue.
-
-        Args:
-            places: Number of requests admitted at a time.
-            queue: Number of requests per namespace that may wait.
-            name: Prefix of the worker threads' names.
-        """
+        """Create an empty queue that admits `places` requests, while `queue` requests per namespace may wait."""
         self._places, self._queue = places, queue
         self._running: Counter[str] = Counter()
-        self._waiting: dict[str, Waiting] = {}  # never contains an empty queue; the first one is next
+        self._waiting: dict[
+            str, deque[asyncio.Future[None]]
+        ] = {}  # never contains an empty queue; the first one is next
         self._pool = ThreadPoolExecutor(places, thread_name_prefix=f"kvrag-{name}")
         self._idle = asyncio.Event()
         self._idle.set()
@@ -65,7 +55,6 @@ class AdmissionQueue:
 
         Args:
             limit: Time limit in seconds, waiting included.
-            namespace: Queue to wait in.
             admitted: Called with the waiting time in seconds.
 
         Raises:
@@ -73,14 +62,17 @@ class AdmissionQueue:
         """
         loop = asyncio.get_running_loop()
         started = loop.time()
-        with _timeout_as_504(limit):
+        late = ApiError(504, f"the answer took longer than {limit:g} s: request fewer tokens", "timeout")
+        try:
             async with asyncio.timeout(limit):
                 await self._admit(namespace)
-        pieces: asyncio.Queue[T | _EndOfPieces | BaseException] = asyncio.Queue()
+        except TimeoutError:
+            raise late from None
+        pieces: asyncio.Queue[T | BaseException | None] = asyncio.Queue()  # None = the end
         abandoned = threading.Event()
 
         def pump() -> None:
-            end: _EndOfPieces | BaseException = _EndOfPieces()
+            end: BaseException | None = None
             try:
                 with closing(work()) as items:
                     for piece in items:
@@ -95,13 +87,12 @@ class AdmissionQueue:
         self._pool.submit(pump)
         if admitted is not None:
             admitted(loop.time() - started)
-        timer = loop.call_at(started + limit, pieces.put_nowait, TimeoutError())
+        timer = loop.call_at(started + limit, pieces.put_nowait, late)
         try:
-            with _timeout_as_504(limit):
-                while not isinstance(piece := await pieces.get(), _EndOfPieces):
-                    if isinstance(piece, BaseException):
-                        raise piece
-                    yield piece
+            while (piece := await pieces.get()) is not None:
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
         finally:
             timer.cancel()
             abandoned.set()
@@ -163,14 +154,6 @@ class AdmissionQueue:
                 admission.set_result(None)
         if not self._running.total():
             self._idle.set()
-
-
-@contextmanager
-def _timeout_as_504(limit: float) -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError:
-        raise ApiError(504, f"the answer took longer than {limit:g} s: request fewer tokens", "timeout") from None
 
 
 def _stopping() -> ApiError:

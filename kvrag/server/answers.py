@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import aclosing, suppress
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from fastapi import Request
-from sse_starlette import EventSourceResponse
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvrag.engine import BlendEngine
@@ -19,7 +19,7 @@ from kvrag.errors import PromptError
 from kvrag.retrieval.index import Hit
 from kvrag.server.errors import ApiError, ClientDisconnected, describe, json_response, log
 from kvrag.server.response import Builder, Event, Piece
-from kvrag.server.schemas import ChatRequest, CompletionRequest, Document, Retrieval
+from kvrag.server.schemas import AnswerFields, ChatRequest, CompletionRequest, Document, Retrieval
 from kvrag.server.settings import ServerSettings
 from kvrag.server.state import State, Tenant
 from kvrag.types import Messages
@@ -28,26 +28,14 @@ T = TypeVar("T")
 
 Work = Callable[[], Generator[Piece, None, None]]
 
-_FOR_ANSWER = 1 / 8
-"""Share of the window that retrieved chunks leave free."""
-
-KEEP_ALIVE_S = 5.0
-"""Seconds without an event until a stream gets a comment, so that proxies and clients keep the connection."""
+_FOR_ANSWER = 1 / 8  # share of the window that retrieved chunks leave free
+KEEP_ALIVE_S = 5.0  # without an event, a stream then gets a comment: proxies and clients keep the connection
 
 
-# ---------------------------------------------------------------- engine work
-
-
-def chat_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, request: ChatRequest) -> Work:
-    """Return the work of a chat for the engine, not started yet.
-
-    Raises:
-        ApiError, SettingError: The request is contradictory or exceeds a limit.
-    """
-    call = request.sampling(settings) | {"namespace": tenant.namespace}
-    if request.tools or request.tool_choice not in (None, "auto", "none"):
-        call |= {"tools": request.tools, "tool_choice": request.tool_choice}
-    call["template"] = request.template()
+def chat_work(state: State, tenant: Tenant, request: ChatRequest) -> Work:
+    """Return the engine's work for a chat, not started yet."""
+    engine, settings = state.engine, state.settings
+    calls = _calls(state, tenant, request)
     messages: Messages = [message.plain() for message in request.messages]
     retrieves = request.model == settings.rag_name
     if request.retrieval is not None and not retrieves:
@@ -58,11 +46,10 @@ def chat_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, req
 
     def work() -> Generator[Piece, None, None]:
         if retrieves:
-            options = request.retrieval or Retrieval()
-            top_k = settings.top_k if options.top_k is None else options.top_k
-            around = settings.around if options.around is None else options.around
-            retrieved = tenant.require_corpus().search(_question(messages), top_k, around)
-            hits = _fitting(engine, settings, messages, retrieved)
+            wanted = (request.retrieval or Retrieval()).model_dump(exclude_none=True)
+            wanted = {"top_k": settings.top_k, "around": settings.around} | wanted
+            hits = tenant.require_corpus().search(_question(messages)[1], **wanted)
+            hits = _fitting(engine, settings, messages, hits)
             yield hits
             texts = [hit.text for hit in hits]
         else:
@@ -70,76 +57,59 @@ def chat_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, req
         if texts:
             place_context(messages, settings, texts)
         texts += request.chunks or []
-        calls = _calls(call, request.num_choices())
         yield from engine.stream_batch([messages] * len(calls), calls, documents=None if retrieves else texts)
 
     return work
 
 
-def completion_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, request: CompletionRequest) -> Work:
+def completion_work(state: State, tenant: Tenant, request: CompletionRequest) -> Work:
     """Return the engine's work for a completion, not started yet."""
-    if request.model == settings.rag_name:
-        raise ApiError(
-            400, f"the model {settings.rag_name!r} supports /v1/chat/completions only", "invalid_value", "model"
-        )
-    prompts = request.prompts()
-    calls = _calls(request.sampling(settings) | {"namespace": tenant.namespace}, request.num_choices())
-
-    def work() -> Generator[Piece, None, None]:
-        repeated = [prompt for prompt in prompts for _ in calls]
-        yield from engine.stream_batch(repeated, calls * len(prompts), documents=request.chunks)
-
-    return work
+    if request.model == state.settings.rag_name:
+        message = f"the model {request.model!r} supports /v1/chat/completions only"
+        raise ApiError(400, message, "invalid_value", "model")
+    calls, prompts = _calls(state, tenant, request), request.prompts()
+    repeated = [prompt for prompt in prompts for _ in calls]
+    return lambda: state.engine.stream_batch(repeated, calls * len(prompts), documents=request.chunks)
 
 
-def _calls(call: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Return the arguments of `count` answers, with consecutive seeds if one is set."""
-    seed = call["seed"]
-    return [call | {"seed": None if seed is None else (seed + i) % (1 << 64)} for i in range(count)]
+def _calls(state: State, tenant: Tenant, request: AnswerFields) -> list[dict[str, Any]]:
+    """Return the engine's arguments for each answer to a prompt, with consecutive seeds if one is set."""
+    state.check_model(request.model)
+    call = request.options(state.settings) | {"namespace": tenant.namespace}
+    seeds = [None if request.seed is None else (request.seed + i) % (1 << 64) for i in range(request.num_choices())]
+    return [call | {"seed": seed} for seed in seeds]
 
 
-def _fitting(engine: BlendEngine, settings: ServerSettings, messages: Messages, hits: Sequence[Hit]) -> list[Hit]:
+def _fitting(engine: BlendEngine, settings: ServerSettings, messages: Messages, hits: list[Hit]) -> list[Hit]:
     """Return the best hits that fit into the model's window, at least one; a part of it stays free for the answer."""
     tokenizer, bare = engine.model.tokenizer, list(messages)
     place_context(bare, settings, [])
     room = engine.model.context_window * (1 - _FOR_ANSWER) - len(tokenizer.render(bare))
     if sum(len(hit.text.encode()) + 2 for hit in hits) <= room:  # no token is shorter than a byte: nothing to count
-        return list(hits)
-    fitting: list[Hit] = []
-    for hit, length in zip(hits, tokenizer.lengths([f"{hit.text}\n\n" for hit in hits]), strict=True):
-        room -= length
-        if room < 0 and fitting:
-            break
-        fitting.append(hit)
-    return fitting
+        return hits
+    totals = accumulate(tokenizer.lengths([f"{hit.text}\n\n" for hit in hits]))
+    return hits[: max(1, sum(total <= room for total in totals))]
 
 
 def place_context(messages: Messages, settings: ServerSettings, texts: list[str]) -> None:
     """Insert texts into the last user message with the template. Changes `messages`."""
-    question = _question(messages)
-    last = _last_user(messages)
-    messages[last] = {**messages[last], "content": settings.prompt(texts, question)}
+    number, question = _question(messages)
+    messages[number] = {**messages[number], "content": settings.prompt(texts, question)}
 
 
-def _question(messages: Messages) -> str:
-    content = messages[_last_user(messages)]["content"]
+def _question(messages: Messages) -> tuple[int, str]:
+    """Return the number and the text of the last user message."""
+    numbers = [number for number, message in enumerate(messages) if message["role"] == "user"]
+    if not numbers:
+        raise PromptError("the messages contain no user message: add one with the question")
+    content = messages[numbers[-1]]["content"]
     if isinstance(content, list):
         if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
             raise PromptError("only text is supported: the last user message has other content")
         content = "".join(part["text"] for part in content)
     if not content.strip():
         raise PromptError("the last user message is empty: put the question into it")
-    return str(content)
-
-
-def _last_user(messages: Messages) -> int:
-    for number in range(len(messages) - 1, -1, -1):
-        if messages[number]["role"] == "user":
-            return number
-    raise PromptError("the messages contain no user message: add one with the question")
-
-
-# ---------------------------------------------------------------- responses
+    return numbers[-1], content
 
 
 async def respond(request: Request, state: State, tenant: Tenant, work: Work, builder: Builder) -> Response:
@@ -148,18 +118,16 @@ async def respond(request: Request, state: State, tenant: Tenant, work: Work, bu
     A stream is returned once its first events exist, so that earlier errors get their own HTTP status, but not later
     than the first keep-alive.
     """
-    events = _events(_measured(state, tenant, work), builder)
+    pieces = _measured(state, tenant, work)
     if not builder.is_stream:
-        async with aclosing(events):
-            await while_connected(request, _exhaust(events))
-        return json_response(builder.whole())
-    parts = _with_pauses(events)
+        return json_response(await while_connected(request.receive, _whole(pieces, builder)))
+    events = _events(pieces, builder)
     try:
-        first = await while_connected(request, anext(parts))
+        first = await while_connected(request.receive, anext(events))
     except BaseException:
-        await parts.aclose()
+        await events.aclose()
         raise
-    return EventStream(_stream(first, parts, builder), parts, state.settings.timeout)
+    return EventStream(first, events, builder, state.settings.timeout)
 
 
 async def _measured(state: State, tenant: Tenant, work: Work) -> AsyncGenerator[Piece, None]:
@@ -167,8 +135,8 @@ async def _measured(state: State, tenant: Tenant, work: Work) -> AsyncGenerator[
     metrics = tenant.metrics
     started = time.perf_counter()
     last: dict[int, float] = {}  # by choice
-    is_complete, status, num_complete = False, 499, 0
-    admitted = state.answering.run(work, state.settings.timeout, tenant.namespace, metrics.queued)
+    status, num_complete = 499, 0
+    admitted = state.answering.run(work, state.settings.timeout, tenant.namespace, metrics.queue_time.observe)
     try:
         async with aclosing(admitted) as pieces:
             async for piece in pieces:
@@ -180,114 +148,90 @@ async def _measured(state: State, tenant: Tenant, work: Work) -> AsyncGenerator[
                         assert delta.report is not None
                         metrics.answered(delta.report, delta.finish_reason, now - started)
                         num_complete += 1
-                    is_complete = num_complete == len(last)
                 yield piece
     except Exception as error:
         status, _ = describe(error)
         raise
     finally:
-        if not is_complete:
-            metrics.failed(status)
+        if num_complete < max(1, len(last)):
+            metrics.failed.labels(str(status)).inc()
 
 
-async def _events(pieces: AsyncGenerator[Piece, None], builder: Builder) -> AsyncGenerator[Sequence[Event], None]:
-    """Yield the stream events of each delta."""
+async def _whole(pieces: AsyncGenerator[Piece, None], builder: Builder) -> dict[str, Any]:
+    """Return the body of a response that is not streamed."""
     async with aclosing(pieces):
         async for piece in pieces:
-            events = builder.add(piece)
-            if isinstance(piece, tuple):
-                yield events
+            builder.add(piece)
+    return builder.whole()
 
 
-async def _with_pauses(items: AsyncGenerator[T, None]) -> AsyncGenerator[T | None, None]:
-    """Yield the items, and None after every `KEEP_ALIVE_S` seconds without one."""
-    step: asyncio.Future[T] | None = None
+async def _events(pieces: AsyncGenerator[Piece, None], builder: Builder) -> AsyncGenerator[bytes, None]:
+    """Yield the encoded events of a stream, and a comment after every `KEEP_ALIVE_S` seconds without one."""
+    step: asyncio.Future[Piece | None] | None = None
     try:
         while True:
-            step = step or asyncio.ensure_future(anext(items))
+            step = step or asyncio.ensure_future(anext(pieces, None))
             await asyncio.wait({step}, timeout=KEEP_ALIVE_S)
             if not step.done():
-                yield None
+                yield b": waiting\n\n"
                 continue
-            try:
-                item = step.result()
-            except StopAsyncIteration:
-                return
-            step = None
-            yield item
+            piece, step = step.result(), None
+            if piece is None:
+                break
+            if events := builder.add(piece):
+                yield _encoded(events)
     finally:
         if step is not None:
             step.cancel()
             await asyncio.wait({step})
-        await items.aclose()
+        await pieces.aclose()
+    yield _encoded(builder.last_events())
 
 
-async def _stream(
-    first: Sequence[Event] | None, rest: AsyncGenerator[Sequence[Event] | None, None], builder: Builder
-) -> AsyncGenerator[Event | None, None]:
-    """Yield the events of a stream, and None for keep-alives."""
-    try:
-        for event in (None,) if first is None else first:
-            yield event
-        async for events in rest:
-            for event in (None,) if events is None else events:
-                yield event
-    except Exception as error:  # the status has already been sent
-        log(error)
-        _, content = describe(error)
-        for event in builder.error_events(content):
-            yield event
-        return
-    for event in builder.last_events():
-        yield event
+def _encoded(events: Sequence[Event]) -> bytes:
+    """Return server-sent events; those of `/v1/responses` have types."""
+    lines = []
+    for event in events:
+        if isinstance(event, str):
+            lines.append(f"data: {event}\n\n")
+        else:
+            name = f"event: {event['type']}\n" if "type" in event else ""
+            lines.append(f"{name}data: {json.dumps(event)}\n\n")
+    return "".join(lines).encode()
 
 
-class EventStream(EventSourceResponse):
+class EventStream(StreamingResponse):
     """Server-sent events. A client that disconnects or stops reading ends the work."""
 
-    def __init__(
-        self, events: AsyncGenerator[Event | None, None], source: AsyncGenerator[Any, None], limit: float
-    ) -> None:
-        super().__init__(
-            _encoded(events),
-            headers={"Cache-Control": "no-cache"},
-            sep="\n",
-            ping=4 * limit,  # never: the events contain the keep-alives
-            shutdown_grace_period=2 * limit,  # a stopping server finishes its streams
-        )
-        self._events, self._source, self._limit = events, source, limit
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], builder: Builder, limit: float) -> None:
+        async def events() -> AsyncGenerator[bytes, None]:
+            yield first
+            try:
+                async for more in rest:
+                    yield more
+            except Exception as error:  # the status has already been sent
+                log(error)
+                yield _encoded(builder.error_events(describe(error)[1]))
+
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter for nginx
+        super().__init__(events(), media_type="text/event-stream", headers=headers)
+        self._rest, self._limit = rest, limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
         try:
             # the work has its own limit, but a client that never reads would keep the connection open
-            with suppress(TimeoutError):
+            with suppress(ClientDisconnected, TimeoutError):
                 async with asyncio.timeout(2 * self._limit):
-                    await super().__call__(scope, receive, send)
+                    await while_connected(receive, self.stream_response(send))
         finally:
-            await self._events.aclose()
-            await self._source.aclose()
+            await self._rest.aclose()
 
 
-async def _encoded(events: AsyncGenerator[Event | None, None]) -> AsyncGenerator[dict[str, str], None]:
-    async with aclosing(events):
-        async for event in events:
-            if event is None:
-                yield {"comment": "waiting"}
-            elif isinstance(event, str):
-                yield {"data": event}
-            else:  # the events of responses have types
-                yield {"data": json.dumps(event)} | ({"event": event["type"]} if "type" in event else {})
-
-
-async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Wait for work while the client is connected.
-
-    Raises:
-        ClientDisconnected: The client disconnected, and the work was cancelled.
-    """
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """Return the result of work. If the client disconnects, cancel the work and raise ClientDisconnected."""
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(request.receive))
+    leaving = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -301,9 +245,4 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _exhaust(items: AsyncIterator[Any]) -> None:
-    async for _ in items:
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import mimetypes
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
@@ -12,10 +13,12 @@ from importlib.metadata import version
 from pathlib import PurePosixPath
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel, ValidationError
+from numpy.typing import NDArray
+from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -23,40 +26,32 @@ from starlette.responses import Response
 
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError
-from kvrag.retrieval.documents import Content
+from kvrag.retrieval.documents import SUFFIXES, Content, parse
 from kvrag.server import page
 from kvrag.server.admission import AdmissionQueue
 from kvrag.server.answers import chat_work, completion_work, respond, while_connected
 from kvrag.server.corpus import Corpus, check_id
 from kvrag.server.errors import ApiError, ClientDisconnected, handle_errors, json_response
-from kvrag.server.guard import Guard
+from kvrag.server.guard import UPLOADS, Guard
 from kvrag.server.response import ResponseBuilder
 from kvrag.server.responses import ResponsesBuilder, ResponsesRequest
 from kvrag.server.schemas import (
-    AnswerFields,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     NewChunks,
     NewDocument,
+    NewFiles,
     TokenizeRequest,
 )
 from kvrag.server.settings import ServerSettings
-from kvrag.server.state import UPLOADS, State, Tenant
+from kvrag.server.state import State, Tenant
 from kvrag.types import WarmReport
 
 T = TypeVar("T")
-M = TypeVar("M", bound=BaseModel)
 
-_KINDS = {
-    "text/plain": ".txt",
-    "text/markdown": ".md",
-    "text/html": ".html",
-    "application/pdf": ".pdf",
-    "application/vnd.openxmlformats-officedocument.wordprocessingml.document": ".docx",
-    "text/csv": ".csv",
-    "application/jsonl": ".jsonl",
-}
+mimetypes.add_type("application/vnd.openxmlformats-officedocument.wordprocessingml.document", ".docx")
+mimetypes.add_type("application/jsonl", ".jsonl")
 _ENCODING_S = 10.0  # seconds for the corpora to reach a point where the next server can resume
 
 
@@ -77,56 +72,45 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def chat(body: ChatRequest, request: Request, state: Server, tenant: Caller) -> Response:
     """Answer a conversation. The model with the suffix -rag retrieves from the corpus itself."""
-    state.check_model(body.model)
-    body.check()
-    work = chat_work(state.engine, state.settings, tenant, body)
-    return await respond(request, state, tenant, work, _builder(body, state))
+    work = chat_work(state, tenant, body)
+    return await respond(request, state, tenant, work, ResponseBuilder(body, state.engine))
 
 
 @router.post("/v1/responses")
 async def respond_to_input(body: ResponsesRequest, request: Request, state: Server, tenant: Caller) -> Response:
     """Answer a conversation, in the form of OpenAI's Responses API. Nothing is stored."""
-    state.check_model(body.model)
-    chat = body.chat()
-    chat.check()
-    work = chat_work(state.engine, state.settings, tenant, chat)
-    return await respond(request, state, tenant, work, ResponsesBuilder(body, state.engine.model.tokenizer.token_text))
+    work = chat_work(state, tenant, body.chat())
+    return await respond(request, state, tenant, work, ResponsesBuilder(body, state.engine))
 
 
 @router.post("/v1/completions")
 async def complete(body: CompletionRequest, request: Request, state: Server, tenant: Caller) -> Response:
     """Continue texts or token ids."""
-    state.check_model(body.model)
-    body.check()
-    work = completion_work(state.engine, state.settings, tenant, body)
-    return await respond(request, state, tenant, work, _builder(body, state))
-
-
-def _builder(body: AnswerFields, state: State) -> ResponseBuilder:
-    fingerprint = f"kvrag-{state.engine.fingerprint.digest[:12]}"
-    return ResponseBuilder(body, fingerprint, state.engine.model.tokenizer.token_text)
+    work = completion_work(state, tenant, body)
+    return await respond(request, state, tenant, work, ResponseBuilder(body, state.engine))
 
 
 @router.post("/v1/embeddings")
 async def embed(body: EmbeddingRequest, request: Request, state: Server, tenant: Caller) -> Response:
     """Embed texts, or token ids of the embedder's tokenizer, with the corpus's embedder."""
-    corpus = tenant.require_corpus()
-    if body.model != corpus.embedder:
-        message = f"unknown embedder {body.model!r:.280}: this server has {corpus.embedder!r}"
+    index = tenant.require_corpus().index
+    if body.model != index.embedder:
+        message = f"unknown embedder {body.model!r:.280}: this server has {index.embedder!r}"
         raise ApiError(404, message, "model_not_found", "model")
     inputs = body.inputs()
-    vectors, tokens = await _result(request, state.answering, lambda: corpus.embed(inputs))
+
+    def work() -> tuple[NDArray[np.float32], int]:
+        texts = [text if isinstance(text, str) else index.decode(text) for text in inputs]
+        return index.embed(texts), index.count_tokens(texts)
+
+    vectors, tokens = await _result(request, state.answering, work)
     if body.dimensions not in (None, vectors.shape[1]):
         raise ApiError(400, f"dimensions must be {vectors.shape[1]}", "unsupported_value", "dimensions")
-    as_text = body.encoding_format == "base64"
-    data = [
-        {
-            "object": "embedding",
-            "index": number,
-            "embedding": base64.b64encode(vector.tobytes()).decode() if as_text else vector.tolist(),
-        }
-        for number, vector in enumerate(vectors.astype("<f4"))
+    rows = [
+        base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
+        for vector in vectors.astype("<f4")
     ]
+    data = [{"object": "embedding", "index": number, "embedding": row} for number, row in enumerate(rows)]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return json_response({"object": "list", "data": data, "model": body.model, "usage": usage})
 
@@ -145,24 +129,16 @@ async def model(name: str, state: Server) -> Response:
     return json_response(known[name])
 
 
-_BINARY = {"type": "string", "format": "binary"}
-_FORM = {
-    "type": "object",
-    "properties": {"file": {"type": "array", "items": _BINARY}, "id": {"type": "string"}},
-    "required": ["file"],
-}
-_FILE = {"requestBody": {"content": {"application/octet-stream": {"schema": _BINARY}}}}
+_FILE = {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
 _TEXT_OR_FORM = {
-    "requestBody": {
-        "content": {
-            "application/json": {"schema": NewDocument.model_json_schema()},
-            "multipart/form-data": {"schema": _FORM},
-        }
+    "content": {
+        "application/json": {"schema": NewDocument.model_json_schema()},
+        "multipart/form-data": {"schema": NewFiles.model_json_schema()},
     }
 }
 
 
-@router.post("/v1/corpus", status_code=202, openapi_extra=_TEXT_OR_FORM)
+@router.post("/v1/corpus", status_code=202, openapi_extra={"requestBody": _TEXT_OR_FORM})
 async def add_document(request: Request, state: Server, tenant: Caller) -> Response:
     """Add a text, or the files of a form, to be encoded in the background. They replace documents with the same id.
 
@@ -170,8 +146,22 @@ async def add_document(request: Request, state: Server, tenant: Caller) -> Respo
     """
     corpus = tenant.require_corpus()
     if _is_form(request):
-        return await _add_files(request, state, tenant)
-    body = await _json_body(NewDocument, request)
+        async with request.form(max_files=UPLOADS) as form:
+            files, name = [part for part in form.getlist("file") if isinstance(part, UploadFile)], form.get("id")
+            if not files or (isinstance(name, str) and len(files) > 1):
+                message = "the form needs a field `file` with a file, or several of them without the field `id`"
+                raise ApiError(400, message, "invalid_value", "file")
+            contents = {}
+            for file in files:
+                document = name if isinstance(name, str) else file.filename or ""
+                contents[document] = await _read(request, document, await file.read(), file.content_type or "")
+        added = [await _add(corpus, document, content) for document, content in contents.items()]
+        return json_response(added[0] if len(added) == 1 else {"object": "list", "data": added}, 202)
+    try:  # FastAPI reads no JSON where it may be a form as well
+        body = NewDocument.model_validate_json(await request.body())
+    except ValidationError as error:
+        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
+        raise RequestValidationError(problems) from None
     if not body.text.strip():
         raise ApiError(400, "the text is empty: send one with content", "invalid_value", "text")
     name = body.id if body.id is not None else f"doc-{time.time_ns():x}"
@@ -179,66 +169,40 @@ async def add_document(request: Request, state: Server, tenant: Caller) -> Respo
     return json_response(status.to_dict(), 202)
 
 
-async def _json_body(schema: type[M], request: Request) -> M:
-    """Return the body; for endpoints that take other content as well, which FastAPI cannot read."""
-    try:
-        content = await request.json()
-    except (ValueError, RecursionError):  # UnicodeDecodeError, too
-        raise ApiError(400, "the body must be JSON, or a form with files", "invalid_json") from None
-    try:
-        return schema.model_validate(content)
-    except ValidationError as error:
-        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
-        raise RequestValidationError(problems, body=content) from None
-
-
 def _is_form(request: Request) -> bool:
     return request.headers.get("content-type", "").startswith("multipart/form-data")
 
 
-async def _add_files(request: Request, state: State, tenant: Tenant) -> Response:
-    corpus, statuses = tenant.require_corpus(), []
-    async with _uploading(tenant), request.form(max_files=UPLOADS) as form:
-        files, name = [part for part in form.getlist("file") if isinstance(part, UploadFile)], form.get("id")
-        if not files or (isinstance(name, str) and len(files) > 1):
-            message = "the form needs a field `file` with a file, or several of them without the field `id`"
-            raise ApiError(400, message, "invalid_value", "file")
-        contents = {}
-        for file in files:
-            document = name if isinstance(name, str) else file.filename or ""
-            check_id(document)
-            contents[document] = await _read_file(document, await file.read(), file.content_type or "", request, state)
-        for document, content in contents.items():
-            statuses.append(await _add(corpus, document, content))
-    return json_response(statuses[0] if len(statuses) == 1 else {"object": "list", "data": statuses}, 202)
-
-
-@asynccontextmanager
-async def _uploading(tenant: Tenant) -> AsyncIterator[None]:
-    """Count an upload; raise ApiError if there are too many."""
-    if tenant.uploads >= UPLOADS:
-        raise ApiError(429, "too many concurrent uploads: retry later", "queue_full")
-    tenant.uploads += 1
-    try:
-        yield
-    finally:
-        tenant.uploads -= 1
-
-
-@router.put("/v1/corpus/{document:path}", status_code=202, openapi_extra=_FILE)
-async def upload_document(document: str, request: Request, state: Server, tenant: Caller) -> Response:
+@router.put("/v1/corpus/{document:path}", status_code=202, openapi_extra={"requestBody": _FILE})
+async def upload_document(document: str, request: Request, tenant: Caller) -> Response:
     """Add the uploaded file (text, Markdown, HTML, PDF, Word, CSV or JSONL, by the id's suffix or the content type).
 
     The response lists what was skipped in it as `problems`.
     """
     corpus = tenant.require_corpus()
-    check_id(document)
     if _is_form(request):
         raise ApiError(400, "send forms to POST /v1/corpus, and a file alone to this path", "invalid_value")
-    async with _uploading(tenant):
-        media_type = request.headers.get("content-type", "")
-        content = await _read_file(document, await request.body(), media_type, request, state)
+    content = await _read(request, document, await request.body(), request.headers.get("content-type", ""))
     return json_response(await _add(corpus, document, content), 202)
+
+
+async def _read(request: Request, document: str, content: bytes, media_type: str) -> Content:
+    """Read a file, by the suffix of its id or the media type."""
+    check_id(document)
+    kind = PurePosixPath(document).suffix.lower()
+    if kind not in SUFFIXES:
+        kind = mimetypes.guess_extension(media_type.partition(";")[0].strip()) or ".txt"
+
+    def work() -> Content:
+        try:
+            parsed = parse(document, kind, content)
+        except KvragError as error:
+            raise ApiError(400, f"{document} cannot be read: {error}", "unreadable_document") from error
+        if not parsed.texts:
+            raise ApiError(400, "; ".join(map(str, parsed.problems[:3])), "unreadable_document")
+        return parsed
+
+    return await _result(request, _state(request).reading, work)
 
 
 async def _add(corpus: Corpus, document: str, content: Content) -> dict[str, Any]:
@@ -247,46 +211,25 @@ async def _add(corpus: Corpus, document: str, content: Content) -> dict[str, Any
     return status.to_dict() | {"problems": [problem.to_dict() for problem in content.problems]}
 
 
-async def _read_file(document: str, content: bytes, media_type: str, request: Request, state: State) -> Content:
-    """Read a file, by the document's suffix or the media type."""
-    corpus, kind = _tenant(request).require_corpus(), PurePosixPath(document).suffix.lower()
-    if kind not in (*_KINDS.values(), ".htm"):
-        kind = _KINDS.get(media_type.partition(";")[0].strip().lower(), ".txt")
-
-    def work() -> Content:
-        try:
-            parsed = corpus.read(document, kind, content)
-        except KvragError as error:
-            raise ApiError(400, f"{document} cannot be read: {error}", "unreadable_document") from error
-        if not parsed.texts:
-            raise ApiError(400, "; ".join(map(str, parsed.problems[:3])), "unreadable_document")
-        return parsed
-
-    return await _result(request, state.reading, work)
-
-
 @router.get("/v1/corpus")
-async def list_documents(
-    tenant: Caller, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000, after: str = ""
-) -> Response:
+def list_documents(tenant: Caller, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000, after: str = "") -> Response:
     """List the documents by id, with the progress of unfinished ones."""
-    statuses = await asyncio.to_thread(tenant.require_corpus().statuses)
+    statuses = tenant.require_corpus().statuses()
     rest = [status for status in statuses if status.id > after]
     data = [status.to_dict() for status in rest[:limit]]
     return json_response({"object": "list", "data": data, "has_more": len(rest) > limit, "total": len(statuses)})
 
 
 @router.get("/v1/corpus/{document:path}")
-async def show_document(document: str, tenant: Caller) -> Response:
+def show_document(document: str, tenant: Caller) -> Response:
     """Return a document's status."""
-    status = await asyncio.to_thread(tenant.require_corpus().status, document)
-    return json_response(status.to_dict())
+    return json_response(tenant.require_corpus().status(document).to_dict())
 
 
 @router.delete("/v1/corpus/{document:path}")
-async def delete_document(document: str, tenant: Caller) -> Response:
+def delete_document(document: str, tenant: Caller) -> Response:
     """Delete a document. It is no longer retrieved from now on."""
-    await asyncio.to_thread(tenant.require_corpus().remove, document)
+    tenant.require_corpus().remove(document)
     return json_response({"id": document, "object": "corpus.document", "deleted": True})
 
 
@@ -312,32 +255,27 @@ async def warm_chunks(body: NewChunks, request: Request, state: Server, tenant: 
 
 
 @router.get("/v1/chunks")
-async def list_chunks(state: Server, tenant: Caller, prefix: str = "") -> Response:
+def list_chunks(state: Server, tenant: Caller, prefix: str = "") -> Response:
     """Return the names of the documents that start with `prefix` and have chunks, sorted."""
-    documents = await asyncio.to_thread(state.engine.documents, prefix, namespace=tenant.namespace)
-    return json_response({"documents": documents})
+    return json_response({"documents": state.engine.documents(prefix, namespace=tenant.namespace)})
 
 
 @router.delete("/v1/chunks/{document:path}")
-async def forget_chunks(document: str, state: Server, tenant: Caller) -> Response:
+def forget_chunks(document: str, state: Server, tenant: Caller) -> Response:
     """Delete a document's chunks unless another document has them."""
-    removed = await asyncio.to_thread(state.engine.forget, document, namespace=tenant.namespace)
+    removed = state.engine.forget(document, namespace=tenant.namespace)
     return json_response({"document": document, "removed": removed})
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, state: Server) -> Response:
+def tokenize(body: TokenizeRequest, state: Server) -> Response:
     """Return the token ids of a prompt, as vLLM does; `add_special_tokens=false`: of a chunk's text."""
-    body.check()
     engine = state.engine
-
-    def ids() -> list[int]:
-        if body.messages is not None:
-            return engine.tokenize([message.plain() for message in body.messages], tools=body.tools)
+    if body.messages is not None:
+        tokens = engine.tokenize([message.plain() for message in body.messages], tools=body.tools)
+    else:
         assert body.prompt is not None
-        return engine.encode(body.prompt) if body.add_special_tokens is False else engine.tokenize(body.prompt)
-
-    tokens = await asyncio.to_thread(ids)
+        tokens = engine.encode(body.prompt) if body.add_special_tokens is False else engine.tokenize(body.prompt)
     return json_response({"count": len(tokens), "max_model_len": engine.context_window, "tokens": tokens})
 
 
@@ -364,33 +302,14 @@ async def _result(request: Request, queue: AdmissionQueue, work: Callable[[], T]
         yield work()
 
     async with aclosing(queue.run(results, _state(request).settings.timeout, request.state.namespace)) as pieces:
-        return await while_connected(request, anext(pieces))
-
-
-def _name_models(app: FastAPI, state: State) -> None:
-    """List the model names in the OpenAPI description."""
-    embedding = [] if state.embedder is None else [state.embedder]
-    named = {
-        "ChatRequest": state.answering_models,
-        "ResponsesRequest": state.answering_models,
-        "CompletionRequest": state.answering_models[:1],
-        "EmbeddingRequest": embedding,
-    }
-    schemas = app.openapi()["components"]["schemas"]
-    for request, names in named.items():
-        if names:
-            schemas[request]["properties"]["model"]["enum"] = names
+        return await while_connected(request.receive, anext(pieces))
 
 
 def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[Corpus] = ()) -> FastAPI:
     """Return an ASGI app that answers with an engine. It closes neither the engine nor the corpora's indexes.
 
     Args:
-        corpora: One per namespace in `settings.namespaces`, for the -rag model, for embeddings and `/v1/corpus`;
-            empty = without these.
-
-    Raises:
-        SettingError: The corpora do not match the namespaces.
+        corpora: One per namespace in `settings.namespaces`; empty = no -rag model, embeddings and `/v1/corpus`.
     """
     state = State(engine, settings, corpora)
 
@@ -414,7 +333,6 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[
     app.include_router(router)
     app.include_router(page.router)
     handle_errors(app)
-    _name_models(app, state)
     app.add_middleware(Guard, settings=settings)
     if settings.hosts and not settings.api_keys:
         # IPv6 addresses need brackets, as in URLs

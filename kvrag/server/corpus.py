@@ -9,36 +9,31 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, BinaryIO, Literal
 
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError, StoreError, StoreFullError, StoreReadOnlyError
-from kvrag.retrieval.documents import Content, page_numbers
+from kvrag.retrieval.documents import page_numbers
 from kvrag.retrieval.index import ChunkIndex, Hit
 from kvrag.server.errors import ApiError
+from kvrag.store.durable import TEMPORARY, write_file
 
 logger = logging.getLogger("kvrag")
 
 _MAX_ID = 256
+MAX_PENDING = 256  # documents of a namespace that may wait
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusTask:
     """A change of a document: encode its texts, or drop its chunks.
 
-    Attributes:
-        number: Order of the tasks.
-        pages: Of a PDF, where its pages begin; see `Content`.
-        error: Reason of a failure; failed tasks are kept for the document's status.
+    `texts` and `pages` are those of a `Content`. Failed tasks are kept, with their `error`, for the document's status.
     """
 
     number: int
@@ -51,12 +46,9 @@ class CorpusTask:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Status of a document.
+    """Status of a document: "queued", "encoding", "ready" or "failed".
 
-    Attributes:
-        status: "queued", "encoding", "ready" or "failed".
-        chunks: Number of retrievable chunks.
-        tokens_done, tokens: Progress of the encoding; of a ready document, the tokens of its stored chunks.
+    `tokens_done` and `tokens` are the progress of the encoding; of a ready document, the tokens of its stored chunks.
     """
 
     id: str
@@ -87,40 +79,31 @@ class Corpus:
         engine: BlendEngine,
         index: ChunkIndex,
         folder: Path,
-        read: Callable[[str, str, bytes], Content],
         split: Callable[[Sequence[str]], list[str]],
-        max_pending: int = 256,
         namespace: str = "",
     ) -> None:
         """Open a corpus, with the unfinished tasks of an earlier server.
 
         Args:
             folder: Folder of the tasks, created if missing.
-            read: Reads a file, given its name, suffix (".pdf") and content.
             split: Splits texts into chunks.
-            max_pending: Maximum number of waiting documents.
-            namespace: Namespace of the chunks.
 
         Raises:
             CorpusInUseError: Another server uses this folder.
             StoreReadOnlyError: The folder is not writable.
         """
-        self._engine, self._index, self._folder = engine, index, folder
-        self.read, self._split, self._max_pending = read, split, max_pending
-        self.namespace = namespace
+        self.index, self.namespace = index, namespace
+        self._engine, self._folder, self._split = engine, folder, split
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock_file = open(folder.with_suffix(".lock"), "ab")  # noqa: SIM115  held until `stop`
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock_file = _locked(folder)  # until `stop`
             self._tasks = _tasks_in(folder)
         except BlockingIOError:
-            raise CorpusInUseError(
-                f"another server uses the corpus in {folder}: use another --store, or --no-corpus"
-            ) from None
+            message = f"another server uses the corpus in {folder}: use another --store, or --no-corpus"
+            raise CorpusInUseError(message) from None
         except OSError as error:
-            raise StoreReadOnlyError(
-                f"{folder} is not writable ({error.strerror}): choose another store, or use --no-corpus"
-            ) from error
+            message = f"{folder} is not writable ({error.strerror}): choose another store, or use --no-corpus"
+            raise StoreReadOnlyError(message) from error
         self._next = max(self._tasks, default=0) + 1
         self._active = 0  # number of the current task
         self._progress = (0, 0)
@@ -128,64 +111,42 @@ class Corpus:
         self._is_stopping = False
         self._thread = threading.Thread(target=self._work, name="kvrag-corpus", daemon=True)
 
-    # ---------------------------------------------------------------- documents
-
     def add(self, document: str, texts: Sequence[str], pages: Sequence[int] = ()) -> Status:
-        """Queue a document to be encoded. It replaces the document with the same id.
-
-        Args:
-            texts, pages: Of a `Content`.
-
-        Raises:
-            ApiError: 400 if the id is invalid, 429 if too many documents wait.
-        """
+        """Queue a document, in the form of a `Content`, to be encoded. It replaces the document with the same id."""
         check_id(document)
         with self._changed:
-            if len(self._undone()) >= self._max_pending:
-                raise ApiError(429, f"{self._max_pending} documents are waiting: retry later", "queue_full")
-            self._put("add", document, tuple(texts), tuple(pages))
-            return self._status(document)
+            if self.count_pending() >= MAX_PENDING:
+                raise ApiError(429, f"{MAX_PENDING} documents are waiting: retry later", "queue_full")
+            self._put(CorpusTask(self._next, "add", document, tuple(texts), tuple(pages)))
+            return self.status(document)
 
     def remove(self, document: str) -> None:
-        """Delete a document. It is no longer retrieved, and its chunks' KV is deleted in the background.
-
-        Raises:
-            ApiError: 404 if the document does not exist.
-        """
+        """Delete a document. It is no longer retrieved, and its chunks' KV is deleted in the background."""
         with self._changed:
             self.status(document)  # raises if it does not exist
-            self._put("drop", document)
-            self._index.remove(document)
+            self._put(CorpusTask(self._next, "drop", document))
+            self.index.remove(document)
 
     def status(self, document: str) -> Status:
-        """Return the status of a document.
+        """Return the status of a document; raise ApiError if it does not exist."""
+        if not (found := self.statuses(document)):
+            raise ApiError(404, f"unknown document {document!r:.280}: see GET /v1/corpus", "document_not_found")
+        return found[0]
 
-        Raises:
-            ApiError: 404 if the document does not exist.
-        """
+    def statuses(self, document: str | None = None) -> list[Status]:
+        """Return the status of all documents, or of one if it exists, sorted by id."""
         with self._changed:
-            if not (status := self._status(document)).status:
-                raise _unknown(document)
-            return status
-
-    def statuses(self) -> list[Status]:
-        """Return the status of all documents, sorted by id."""
-        with self._changed:
-            counts, tokens = self._index.counts(), self._engine.store.count_tokens(namespace=self.namespace)
-            latest = {task.document: task for task in self._tasks.values()}
+            counts, latest = self.index.counts(), self._latest()
+            tokens = self._engine.store.count_tokens(document or "", namespace=self.namespace)
             statuses = (
-                self._status_of(name, latest.get(name), counts.get(name, 0), tokens.get(name, 0))
-                for name in sorted({*counts, *latest} - {""})
+                self._status(name, latest.get(name), counts.get(name, 0), tokens.get(name, 0))
+                for name in (sorted({*counts, *latest} - {""}) if document is None else [document])
             )
-            return [status for status in statuses if status.status]
+            return [status for status in statuses if status is not None]
 
     def search(self, question: str, top_k: int, around: int) -> list[Hit]:
-        """Return the chunks nearest to a question.
-
-        Raises:
-            ApiError: The corpus is empty.
-        """
-        hits = self._index.search(question, top_k, around)
+        """Return the chunks nearest to a question; raise ApiError if the corpus is empty."""
+        hits = self.index.search(question, top_k, around)
         if not hits:
             how = "add documents with POST /v1/corpus, or run `kvrag warm PATH`, and wait until they are ready"
             raise ApiError(400, f"the corpus is empty: {how}", "corpus_empty")
@@ -194,27 +155,6 @@ class Corpus:
     def count_pending(self) -> int:
         """Return the number of unfinished tasks."""
         return len(self._undone())
-
-    @property
-    def num_chunks(self) -> int:
-        """Number of retrievable chunks."""
-        return len(self._index)
-
-    def embed(self, inputs: Sequence[str | list[int]]) -> tuple[NDArray[np.float32], int]:
-        """Return (N, E) vectors of texts or token ids, and their number of tokens.
-
-        Raises:
-            SettingError: Token ids are not those of the embedder's tokenizer.
-        """
-        texts = [text if isinstance(text, str) else self._index.decode(text) for text in inputs]
-        return self._index.embed(texts), self._index.count_tokens(texts)
-
-    @property
-    def embedder(self) -> str:
-        """Name of the embedder."""
-        return self._index.embedder
-
-    # ---------------------------------------------------------------- background work
 
     def start(self) -> None:
         """Start the background thread."""
@@ -235,20 +175,17 @@ class Corpus:
         for folder in self._folder.parent.glob("corpus*/"):
             if folder == self._folder or not any(folder.glob("*.json")):
                 continue
-            with open(folder.with_suffix(".lock"), "ab") as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    continue
+            with suppress(BlockingIOError), _locked(folder):
                 for number in _tasks_in(folder):
                     task = _read_task(path := folder / f"{number:012}.json")
                     with self._changed:
-                        if not task.error and self._latest(task.document) is None:
-                            self._put(task.action, task.document, task.texts, task.pages)
+                        if not task.error and task.document not in self._latest():
+                            self._put(replace(task, number=self._next))
                     path.unlink()
 
     def _work(self) -> None:
         while (task := self._await_task()) is not None:
+            reason = ""
             try:
                 self._do(task)
             except _Stopped:
@@ -256,13 +193,10 @@ class Corpus:
             except Exception as error:  # a failing document must not stop the others
                 if self._is_stopping:  # the store may be closed already
                     return
-                reason = str(error) if isinstance(error, KvragError) else f"{type(error).__name__}: {error}"
-                logger.warning("cannot add %s: %s", task.document, reason)
-                if not isinstance(error, KvragError):
-                    logger.error("adding a document failed", exc_info=error)
-                self._finish(task, reason)
-            else:
-                self._finish(task)
+                is_ours = isinstance(error, KvragError)
+                reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
+                logger.warning("cannot add %s: %s", task.document, reason, exc_info=None if is_ours else error)
+            self._finish(task, reason)
 
     def _await_task(self) -> CorpusTask | None:
         with self._changed:
@@ -275,7 +209,7 @@ class Corpus:
 
     def _do(self, task: CorpusTask) -> None:
         if task.action == "drop":
-            self._index.remove(task.document)  # again: it may have been added after it was removed
+            self.index.remove(task.document)  # again: it may have been added after it was removed
             self._engine.forget(task.document, namespace=self.namespace)
             return
         task = _read_task(self._path(task))
@@ -285,7 +219,7 @@ class Corpus:
         # KV first: every retrievable chunk has its KV
         self._engine.warm(chunks, document=task.document, namespace=self.namespace, progress=self._advance)
         pages = page_numbers(chunks, task.texts, task.pages)
-        self._index.add(chunks, task.document, lambda done, total: self._check_stop(), pages)
+        self.index.add(chunks, task.document, lambda done, total: self._check_stop(), pages)
 
     def _advance(self, done: int, total: int) -> None:
         self._progress = (done, total)
@@ -298,7 +232,7 @@ class Corpus:
     def _finish(self, task: CorpusTask, error: str = "") -> None:
         with self._changed:
             self._active = 0
-            if error and task.action == "add" and self._latest(task.document) == task:
+            if error and task.action == "add" and self._latest().get(task.document) == task:
                 self._tasks[task.number] = failed = replace(task, error=error)
                 with suppress(StoreError):  # a full disk may be the cause of the error
                     self._write(failed)
@@ -308,33 +242,25 @@ class Corpus:
     # ---------------------------------------------------------------- tasks, with the lock held
 
     def _undone(self) -> list[CorpusTask]:
-        return [task for _, task in sorted(self._tasks.items()) if not task.error]
+        return [task for task in list(self._tasks.values()) if not task.error]
 
-    def _put(
-        self,
-        action: Literal["add", "drop"],
-        document: str,
-        texts: tuple[str, ...] = (),
-        pages: tuple[int, ...] = (),
-    ) -> None:
+    def _latest(self) -> dict[str, CorpusTask]:
+        """Return the last task of each document."""
+        return {task.document: task for task in self._tasks.values()}
+
+    def _put(self, task: CorpusTask) -> None:
         """Queue a change of a document, in place of its changes that have not started."""
-        before = [t for t in self._tasks.values() if t.document == document and t.number != self._active]
-        self._write(CorpusTask(self._next, action, document, texts, pages))  # first, because this may fail
+        before = [t for t in self._tasks.values() if t.document == task.document and t.number != self._active]
+        self._write(task)  # first, because this may fail
         self._next += 1
-        for task in before:
-            if task.action == "add":
-                self._delete(task)
+        for old in before:
+            if old.action == "add":
+                self._delete(old)
         self._changed.notify_all()
 
     def _write(self, task: CorpusTask) -> None:
-        path = self._path(task)
-        part = path.with_suffix(".part")
         try:
-            with open(part, "w") as file:
-                json.dump(asdict(task), file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.rename(path)
+            write_file(self._path(task), json.dumps(asdict(task)).encode())
         except OSError as error:
             raise StoreFullError(f"cannot store the document in {self._folder}: {error.strerror}") from error
         self._tasks[task.number] = replace(task, texts=(), pages=())  # many long documents may wait
@@ -346,19 +272,12 @@ class Corpus:
     def _path(self, task: CorpusTask) -> Path:
         return self._folder / f"{task.number:012}.json"
 
-    def _status(self, document: str) -> Status:
-        tokens = self._engine.store.count_tokens(document, namespace=self.namespace).get(document, 0)
-        return self._status_of(document, self._latest(document), self._index.counts().get(document, 0), tokens)
-
-    def _latest(self, document: str) -> CorpusTask | None:
-        return next((task for _, task in sorted(self._tasks.items(), reverse=True) if task.document == document), None)
-
-    def _status_of(self, document: str, task: CorpusTask | None, chunks: int, tokens: int) -> Status:
-        """Return a document's status; its `status` is "" if the document does not exist."""
+    def _status(self, document: str, task: CorpusTask | None, chunks: int, tokens: int) -> Status | None:
+        """Return a document's status by its last task; None if it does not exist."""
         if task is None:
-            return Status(document, "ready" if chunks else "", chunks, tokens, tokens)
+            return Status(document, "ready", chunks, tokens, tokens) if chunks else None
         if task.action == "drop":
-            return Status(document, "")
+            return None
         if task.error:
             return Status(document, "failed", chunks, error=task.error)
         if task.number == self._active:
@@ -368,25 +287,26 @@ class Corpus:
 
 def check_id(document: str) -> None:
     """Raise ApiError unless this is a valid document id."""
-    parts = document.split("/")
-    if not document or len(document) > _MAX_ID or not document.isprintable() or {".", ".."} & set(parts):
-        raise ApiError(
-            400,
-            f"a document id needs 1 to {_MAX_ID} printable characters, without '.' or '..' between slashes, "
-            f"got {document!r:.80}",
-            "invalid_value",
-            "id",
-        )
+    if not 0 < len(document) <= _MAX_ID or not document.isprintable() or {".", ".."} & set(document.split("/")):
+        allowed = f"1 to {_MAX_ID} printable characters, without '.' or '..' between slashes"
+        raise ApiError(400, f"a document id needs {allowed}, got {document!r:.80}", "invalid_value", "id")
 
 
-def _unknown(document: str) -> ApiError:
-    return ApiError(404, f"unknown document {document!r:.280}: see GET /v1/corpus", "document_not_found")
+def _locked(folder: Path) -> BinaryIO:
+    """Lock a folder of tasks; return the file whose end releases it. Raise BlockingIOError if it is locked."""
+    file = open(folder.with_suffix(".lock"), "ab")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def _tasks_in(folder: Path) -> dict[int, CorpusTask]:
     """Return the tasks stored in a folder, in order."""
     tasks: dict[int, CorpusTask] = {}
-    for part in folder.glob("*.part"):  # a server was killed while writing this, before it responded
+    for part in folder.glob(TEMPORARY):  # a server was killed while writing this, before it responded
         part.unlink()
     for path in sorted(folder.glob("*.json")):
         try:
@@ -401,4 +321,4 @@ def _tasks_in(folder: Path) -> dict[int, CorpusTask]:
 
 def _read_task(path: Path) -> CorpusTask:
     fields = json.loads(path.read_text())
-    return CorpusTask(**{**fields, "texts": tuple(fields["texts"]), "pages": tuple(fields.get("pages", ()))})
+    return CorpusTask(**{**fields, "texts": tuple(fields["texts"]), "pages": tuple(fields["pages"])})

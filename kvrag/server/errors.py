@@ -26,19 +26,11 @@ from kvrag.errors import (
 logger = logging.getLogger("kvrag")
 
 _CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "body_too_large"}
-
-RETRY_AFTER = 5
-"""Seconds after which clients should retry on 429 and 503."""
+_RETRY_AFTER_S = 5
 
 
 class ApiError(KvragError):
-    """An error response.
-
-    Attributes:
-        status: The HTTP status.
-        code: Machine-readable error code.
-        param: Name of the invalid request field.
-    """
+    """An error response; `param` is the name of the invalid request field."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -54,23 +46,25 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
     return Response(json.dumps(content), status, dict(headers or {}), "application/json")
 
 
+_STATUSES: tuple[tuple[Any, int, str | None], ...] = (
+    (ContextWindowError, 400, "context_length_exceeded"),
+    ((PromptError, SettingError), 400, "invalid_value"),
+    ((StoreFullError, StoreReadOnlyError), 507, "store_full"),
+    (OutOfMemoryError, 503, "out_of_memory"),
+    (Exception, 500, None),
+)
+_TYPES_OF_ERRORS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     """Return the HTTP status and OpenAI's error object. Details of internal errors are hidden from clients."""
-    code = param = None
-    status, message = 500, str(error)
+    status, code = next((status, code) for kind, status, code in _STATUSES if isinstance(error, kind))
+    param = None
     if isinstance(error, ApiError):
         status, code, param = error.status, error.code, error.param
-    elif isinstance(error, ContextWindowError):
-        status, code = 400, "context_length_exceeded"
-    elif isinstance(error, (PromptError, SettingError)):
-        status, code = 400, "invalid_value"
-    elif isinstance(error, (StoreFullError, StoreReadOnlyError)):
-        status, code = 507, "store_full"
-    elif isinstance(error, OutOfMemoryError):
-        status, code = 503, "out_of_memory"
-    elif not isinstance(error, KvragError):
-        message = "internal error: see the server's log"
-    return status, {"error": {"message": message, "type": _kind(status), "param": param, "code": code}}
+    message = str(error) if isinstance(error, KvragError) else "internal error: see the server's log"
+    kind = _TYPES_OF_ERRORS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def log(error: Exception) -> None:
@@ -80,15 +74,10 @@ def log(error: Exception) -> None:
         logger.error("%s", error if is_ours else "a request failed", exc_info=None if is_ours else error)
 
 
-def _kind(status: int) -> str:
-    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    return kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-
-
 def error_response(error: Exception) -> Response:
     """Return the response to a failed request."""
     status, content = describe(error)
-    headers = {"Retry-After": str(RETRY_AFTER)} if status in (429, 503) else {}
+    headers = {"Retry-After": str(_RETRY_AFTER_S)} if status in (429, 503) else {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return json_response(content, status, headers)
@@ -116,22 +105,22 @@ def _invalid(error: RequestValidationError, is_json: bool) -> ApiError:
         message = "the body must be JSON: set the header Content-Type: application/json"
         return ApiError(400, message, "invalid_json")
     param = _place(names, error.body) or str(names[0] if names else "body")
-    number = "integer" if isinstance(value, int) else "decimal"
+    message, code = f"Invalid '{param}': {problem['msg']}.", "invalid_value"
     if kind == "missing":
-        return ApiError(400, f"Missing required parameter: '{param}'.", "missing_required_parameter", param)
-    if kind == "extra_forbidden":
-        return ApiError(400, f"Unknown parameter: '{param}'.", "unknown_parameter", param)
-    if kind == "literal_error":
+        message, code = f"Missing required parameter: '{param}'.", "missing_required_parameter"
+    elif kind == "extra_forbidden":
+        message, code = f"Unknown parameter: '{param}'.", "unknown_parameter"
+    elif kind == "literal_error":
         message = f"Invalid value for '{param}': {value!r:.80}. Supported values are: {context['expected']}."
-        return ApiError(400, message, "invalid_value", param)
-    if kind in _BOUNDS:
-        code, word, bound = _BOUNDS[kind]
+    elif kind in _BOUNDS:
+        name, word, bound = _BOUNDS[kind]
+        number = "integer" if isinstance(value, int) else "decimal"
         expected = f"Expected a value {bound.format(**context)}, but got {value} instead."
-        return ApiError(400, f"Invalid '{param}': {number} {word} value. {expected}", f"{number}_{code}_value", param)
-    if type_name := _EXPECTED.get(kind.removesuffix("_type")):
-        message = f"Invalid type for '{param}': expected {type_name}, but got {_type_name(value)} instead."
-        return ApiError(400, message, "invalid_type", param)
-    return ApiError(400, f"Invalid '{param}': {problem['msg']}.", "invalid_value", param)
+        message, code = f"Invalid '{param}': {number} {word} value. {expected}", f"{number}_{name}_value"
+    elif type_name := _EXPECTED.get(kind.removesuffix("_type")):
+        given = "null" if value is None else _TYPES.get(type(value).__name__, "a string")
+        message, code = f"Invalid type for '{param}': expected {type_name}, but got {given} instead.", "invalid_type"
+    return ApiError(400, message, code, param)
 
 
 def _place(names: Sequence[str | int], body: Any) -> str:
@@ -143,10 +132,6 @@ def _place(names: Sequence[str | int], body: Any) -> str:
         elif isinstance(body, dict) and (name in body or number == len(names) - 1):
             place, body = f"{place}.{name}" if place else str(name), body.get(name)
     return place
-
-
-def _type_name(value: Any) -> str:
-    return "null" if value is None else _TYPES.get(type(value).__name__, "a string")
 
 
 def handle_errors(app: FastAPI) -> None:
@@ -176,10 +161,8 @@ def handle_errors(app: FastAPI) -> None:
         return Response(status_code=499)  # nginx's status for disconnected clients; never sent
 
     @app.exception_handler(KvragError)
-    async def failed(_: Request, error: KvragError) -> Response:
-        log(error)
-        return error_response(error)
-
     @app.exception_handler(Exception)
-    async def broken(_: Request, error: Exception) -> Response:
-        return error_response(error)  # Starlette raises it again, and uvicorn logs it
+    async def failed(_: Request, error: Exception) -> Response:
+        if isinstance(error, KvragError):  # Starlette raises others again, and uvicorn logs them
+            log(error)
+        return error_response(error)

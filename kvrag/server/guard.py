@@ -19,6 +19,7 @@ from kvrag.server.settings import ServerSettings
 # for load balancers, and for browsers, which send no key with a page; the chat page asks for the key itself
 _OPEN = ("/health", "/docs", "/openapi.json", *FILES)
 _READING = 64  # requests per namespace beyond those in the admission queue; each may hold a body
+UPLOADS = 16  # per namespace; each may hold a file
 
 
 class Guard:
@@ -29,7 +30,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app, self._settings = app, settings
-        self._inside: Counter[str] = Counter()
+        self._inside: Counter[tuple[str, bool]] = Counter()  # by namespace, and whether they are uploads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or respond with an error."""
@@ -39,23 +40,24 @@ class Guard:
         namespace = self._settings.namespace
         try:
             headers = Headers(scope=scope)
+            is_upload = scope["path"].startswith("/v1/corpus") and (
+                scope["method"] == "PUT" or headers.get("content-type", "").startswith("multipart/form-data")
+            )
             if scope["path"] not in _OPEN:
                 namespace = self._check_sender(headers)
-                self._check_number(namespace)
-            receive = self._bounded(scope, headers, receive)
+                most = UPLOADS if is_upload else self._settings.concurrency + self._settings.queue + _READING
+                if self._inside[namespace, is_upload] >= most:
+                    raise ApiError(429, "too many concurrent requests: retry later", "queue_full")
+            receive = self._bounded(is_upload, headers, receive)
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
         scope.setdefault("state", {})["namespace"] = namespace
-        self._inside[namespace] += 1
+        self._inside[namespace, is_upload] += 1
         try:
             await self._app(scope, receive, send)
         finally:
-            self._inside[namespace] -= 1
-
-    def _check_number(self, namespace: str) -> None:
-        if self._inside[namespace] >= self._settings.concurrency + self._settings.queue + _READING:
-            raise ApiError(429, "too many concurrent requests: retry later", "queue_full")
+            self._inside[namespace, is_upload] -= 1
 
     def _check_sender(self, headers: Headers) -> str:
         """Return the sender's namespace; raise an error for a wrong key or origin."""
@@ -70,10 +72,8 @@ class Guard:
         # without keys, any web page in a local browser could send requests
         origin = headers.get("origin")
         if origin is not None and not {"*", origin} & set(self._settings.origins) and not self._is_own(headers):
-            message = (
-                f"requests from the origin {origin:.80} are rejected: start the server with --cors-origin or --api-key"
-            )
-            raise ApiError(403, message)
+            how = "start the server with --cors-origin or --api-key"
+            raise ApiError(403, f"requests from the origin {origin:.80} are rejected: {how}")
         return self._settings.namespace
 
     def _is_own(self, headers: Headers) -> bool:
@@ -89,11 +89,8 @@ class Guard:
                 return False
         return urlsplit(headers["origin"]).netloc == host.netloc
 
-    def _bounded(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
+    def _bounded(self, is_upload: bool, headers: Headers, receive: Receive) -> Receive:
         """Return `receive` with limits on the body's size and duration."""
-        is_upload = scope["path"].startswith("/v1/corpus") and (
-            scope["method"] == "PUT" or headers.get("content-type", "").startswith("multipart/form-data")
-        )
         limit = self._settings.max_upload if is_upload else self._settings.max_body
         option = "--max-upload-mib" if is_upload else "--max-body-mib"
         too_long = f"the body exceeds this server's limit of {limit / (1 << 20):g} MiB ({option}): send less at once"

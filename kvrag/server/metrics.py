@@ -17,11 +17,7 @@ class Metrics:
     """Counters and histograms of one namespace, in their own registry."""
 
     def __init__(self, *, with_process: bool = True) -> None:
-        """Create metrics.
-
-        Args:
-            with_process: Add memory and CPU time of the whole process.
-        """
+        """Create metrics, `with_process` with the memory and CPU time of the whole process."""
         self._registry = registry = CollectorRegistry()
         if with_process:
             ProcessCollector(registry=registry)
@@ -30,8 +26,8 @@ class Metrics:
         self._generated = Counter("kvrag_generation_tokens", "Generated tokens", registry=registry)
         self._finished = Counter("kvrag_request_success", "Answers", ["finished_reason"], registry=registry)
         failed = "Failed requests by HTTP status; 499 = the client disconnected"
-        self._failed = Counter("kvrag_request_failure", failed, ["status"], registry=registry)
-        self._queued = self._histogram("request_queue_time", "Time from the request to its admission", _WHOLE)
+        self.failed = Counter("kvrag_request_failure", failed, ["status"], registry=registry)
+        self.queue_time = self._histogram("request_queue_time", "Time from the request to its admission", _WHOLE)
         self._first = self._histogram("time_to_first_token", "Time from the request to the first token", _FIRST_TOKEN)
         self._between = self._histogram("inter_token_latency", "Time between tokens", _BETWEEN)
         self._whole = self._histogram("e2e_request_latency", "Time from the request to the end of the answer", _WHOLE)
@@ -45,10 +41,6 @@ class Metrics:
     def watch(self, name: str, about: str, value: Callable[[], float]) -> None:
         """Add a gauge whose value is read at every scrape."""
         Gauge(f"kvrag_{name}", about, registry=self._registry).set_function(value)
-
-    def queued(self, seconds: float) -> None:
-        """Count a request with its waiting time."""
-        self._queued.observe(seconds)
 
     def token(self, seconds: float, count: int, is_first: bool) -> None:
         """Count tokens with the time since the request (first token) or since the previous tokens."""
@@ -66,10 +58,6 @@ class Metrics:
         self._finished.labels(finish_reason).inc()
         self._whole.observe(seconds)
         self._prefill.observe(report.ttft_s)
-
-    def failed(self, status: int) -> None:
-        """Count a failed request."""
-        self._failed.labels(str(status)).inc()
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""

@@ -10,9 +10,8 @@ from starlette.responses import FileResponse, Response
 from kvrag import sample
 from kvrag.server.errors import json_response
 
+# path -> file; they hold no data, so they need no API key
 FILES = {"/": "index.html", "/style.css": "style.css", "/app.js": "app.js"}
-"""Path -> file. They hold no data, so they need no API key."""
-
 _FOLDER = Path(__file__).parent / "web"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
@@ -33,8 +32,7 @@ for _path in FILES:
 
 @router.get("/samples.json")
 def samples(request: Request) -> Response:
-    """Return the sample documents by name, the questions about them, and whether these may refer to earlier ones."""
+    """Return the names of the sample documents, questions about them, and whether these may refer to earlier ones."""
     fitting = sample.of(request.app.state.kvrag.engine.model.name)
-    return json_response(
-        {"documents": fitting.documents(), "questions": list(fitting.questions), "is_chat": fitting.is_chat}
-    )
+    names, questions = list(fitting.documents()), list(fitting.questions)
+    return json_response({"documents": names, "questions": questions, "is_chat": fitting.is_chat})

@@ -1,49 +1,24 @@
-"""OpenAI's JSON for chats and completions: built piece by piece, returned as a whole or as stream events."""
+"""Responses to chats and completions in OpenAI's JSON: built piece by piece, returned whole or as stream events."""
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
+from kvrag.engine import BlendEngine
 from kvrag.retrieval.index import Hit
 from kvrag.server.schemas import AnswerFields, ChatRequest
-from kvrag.types import BlendReport, CallPiece, Delta, InvalidCall, TokenLogprob, ToolCall
+from kvrag.types import BlendReport, CallPiece, Delta, TokenLogprob
 
 Piece = tuple[int, Delta] | list[Hit]
 """A piece of an answer: first the retrieved chunks, if any, then the number of a choice and its next delta."""
 
 Event = dict[str, Any] | str
 """Data of a server-sent event."""
-
-TokenText = Callable[[int], tuple[str, bytes]]
-"""Function of a token id that returns its text and its bytes."""
-
-
-class Builder(Protocol):
-    """Protocol: builds the response to one request from the pieces of its answer.
-
-    Attributes:
-        is_stream: The request wants a stream.
-    """
-
-    is_stream: bool
-
-    def add(self, piece: Piece) -> Sequence[Event]:
-        """Add a piece; return its stream events."""
-
-    def last_events(self) -> Sequence[Event]:
-        """Return the last events of a complete stream."""
-
-    def error_events(self, content: dict[str, Any]) -> Sequence[Event]:
-        """Return the last events of a stream that fails with this error object."""
-
-    def whole(self) -> dict[str, Any]:
-        """Return the body of a non-streamed response."""
 
 
 @dataclass
@@ -52,14 +27,14 @@ class Choice:
 
     Attributes:
         is_chat: White space before the text is dropped.
+        has_one_call: Tool calls after the first are dropped.
         offset: Length of the text of the tokens whose log probabilities were sent.
-        max_calls: Tool calls after these are dropped; None = none are.
     """
 
     is_chat: bool = True
-    max_calls: int | None = None
+    has_one_call: bool = False
     text: str = ""
-    calls: list[ToolCall | InvalidCall] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_tokens: int = 0
     report: BlendReport | None = None
@@ -67,20 +42,20 @@ class Choice:
     offset: int = 0
 
     def add(self, delta: Delta) -> Delta:
-        """Add a delta; return the part that is visible to the client."""
+        """Add a delta; return it without the text and the calls that the client does not see."""
         text = delta.text.lstrip() if self.is_chat and not self.text else delta.text
-        pieces, valid, invalid = delta.call_pieces, delta.tool_calls, delta.invalid_calls
-        if self.max_calls is not None:
-            room = max(0, self.max_calls - len(self.calls))
-            pieces = tuple(piece for piece in pieces if piece.index < self.max_calls)
-            valid, invalid = valid[:room], invalid[: max(0, room - len(valid))]
+        pieces = tuple(piece for piece in delta.call_pieces if piece.index == 0 or not self.has_one_call)
         self.text += text
-        self.calls += [*valid, *invalid]
+        for piece in pieces:
+            if piece.id:
+                function = {"name": piece.name, "arguments": ""}
+                self.calls.append({"id": piece.id, "type": "function", "function": function})
+            self.calls[piece.index]["function"]["arguments"] += piece.arguments
         self.logprobs += delta.logprobs
         self.num_tokens += delta.num_tokens
         if delta.finish_reason is not None:
             self.report, self.is_cut_off = delta.report, delta.finish_reason == "length"
-        return Delta(text, call_pieces=pieces, tool_calls=valid, invalid_calls=invalid, logprobs=delta.logprobs)
+        return replace(delta, text=text, call_pieces=pieces)
 
     @property
     def finish_reason(self) -> str | None:
@@ -90,44 +65,78 @@ class Choice:
         return "length" if self.is_cut_off else "tool_calls" if self.calls else "stop"
 
 
-class ResponseBuilder:
-    """Builds the response to a chat or a completion; see Builder."""
+class Builder:
+    """Builds the response to one request from the pieces of its answer."""
 
-    def __init__(self, request: AnswerFields, fingerprint: str, token_text: TokenText) -> None:
-        self.request, self.is_stream = request, bool(request.stream)
-        self._fingerprint, self._token_text = fingerprint, token_text
-        self._is_chat = isinstance(request, ChatRequest)
-        self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+    def __init__(self, is_stream: bool | None, engine: BlendEngine) -> None:
+        self.is_stream = bool(is_stream)
+        self._token_text = engine.model.tokenizer.token_text
         self._created = int(time.time())
-        self._choices: dict[int, Choice] = {}
-        self._hits: list[Hit] | None = None
+        self._extras: dict[str, Any] = {}  # the citations, once something was retrieved
 
-    def add(self, piece: Piece) -> Sequence[Event]:
-        """See Builder."""
-        if isinstance(piece, list):
-            self._hits = piece
-            return ()
-        events = []
-        number, delta = piece
+    def add(self, piece: Piece) -> list[Event]:
+        """Add a piece; return its stream events."""
+        if isinstance(piece, tuple):
+            return list(self._add(*piece))
+        self._extras["citations"] = [{"index": number, **asdict(hit)} for number, hit in enumerate(piece, 1)]
+        return []
+
+    def _add(self, number: int, delta: Delta) -> Iterator[Event]:
+        raise NotImplementedError
+
+    def last_events(self) -> Sequence[Event]:
+        """Return the last events of a complete stream."""
+        raise NotImplementedError
+
+    def error_events(self, content: dict[str, Any]) -> Sequence[Event]:
+        """Return the last events of a stream that fails with this error object."""
+        return (content,)
+
+    def whole(self) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
+        raise NotImplementedError
+
+    def _logprob(self, row: TokenLogprob) -> dict[str, Any]:
+        """Return a token's log probability in the form of chats and responses."""
+
+        def entry(token: int, value: float) -> dict[str, Any]:
+            text, content = self._token_text(token)
+            return {"token": text, "logprob": value, "bytes": list(content)}
+
+        return entry(row.token, row.logprob) | {"top_logprobs": [entry(token, value) for token, value in row.top]}
+
+
+class ResponseBuilder(Builder):
+    """Builds the response to a chat or a completion."""
+
+    def __init__(self, request: AnswerFields, engine: BlendEngine) -> None:
+        super().__init__(request.stream, engine)
+        self._request = request
+        self._is_chat = isinstance(request, ChatRequest)
+        self._has_one_call = isinstance(request, ChatRequest) and request.parallel_tool_calls is False
+        self._wants_usage = request.stream_options is not None and request.stream_options.include_usage
+        self._fingerprint = f"kvrag-{engine.fingerprint.digest[:12]}"
+        self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._choices: dict[int, Choice] = {}
+
+    def _add(self, number: int, delta: Delta) -> Iterator[Event]:
         if number not in self._choices:
-            one_call = isinstance(self.request, ChatRequest) and self.request.parallel_tool_calls is False
-            self._choices[number] = Choice(self._is_chat, 1 if one_call else None)
+            self._choices[number] = Choice(self._is_chat, self._has_one_call)
             if self._is_chat:
-                cited = self._citations() if len(self._choices) == 1 else {}
-                events.append(self._chunk(number, {"role": "assistant", "content": ""}) | cited)
+                extras = self._extras if len(self._choices) == 1 else {}
+                yield self._chunk(number, {"role": "assistant", "content": ""}) | extras
         choice = self._choices[number]
         shown = choice.add(delta)
         if shown.text or shown.call_pieces or shown.logprobs:
-            events.append(self._chunk(number, self._content(shown), self._logprobs(shown.logprobs, choice)))
+            yield self._chunk(number, self._content(shown), self._logprobs(shown.logprobs, choice))
         if choice.report is not None:
             last = self._chunk(number, {} if self._is_chat else "", finish_reason=choice.finish_reason)
-            events.append(last | {"kvrag": choice.report.to_dict()})
-        return events
+            yield last | {"kvrag": choice.report.to_dict()}
 
     def whole(self) -> dict[str, Any]:
         """See Builder."""
         choices = [self._whole_choice(number, choice) for number, choice in sorted(self._choices.items())]
-        body = self._envelope("", choices) | {"usage": self._usage()} | self._citations()
+        body = self._envelope("", choices) | {"usage": self._usage()} | self._extras
         if len(choices) == 1:
             body["kvrag"] = choices[0].pop("kvrag")
         return body
@@ -137,10 +146,6 @@ class ResponseBuilder:
         usage = [self._envelope(".chunk", []) | {"usage": self._usage()}] if self._wants_usage else []
         return (*usage, "[DONE]")
 
-    def error_events(self, content: dict[str, Any]) -> Sequence[Event]:
-        """See Builder."""
-        return (content,)
-
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.report is not None
         choice.offset = 0
@@ -148,10 +153,10 @@ class ResponseBuilder:
         body |= {"finish_reason": choice.finish_reason, "kvrag": choice.report.to_dict()}
         if not self._is_chat:
             return body | {"text": choice.text}
-        calls = [_call(call) for call in choice.calls]
-        content = None if calls and not choice.text else choice.text
-        message = {"role": "assistant", "content": content, "refusal": None}
-        return body | {"message": {**message, "tool_calls": calls} if calls else message}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.calls:
+            message |= {"content": choice.text or None, "tool_calls": choice.calls}
+        return body | {"message": message}
 
     def _content(self, delta: Delta) -> Any:
         if not self._is_chat:
@@ -163,10 +168,10 @@ class ResponseBuilder:
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any] | None:
         """Return the next log probabilities of a choice in OpenAI's form. Advances `choice.offset`."""
-        if self.request.num_logprobs() is None:
+        if self._request.num_logprobs() is None:
             return None
         if self._is_chat:
-            return {"content": [openai_logprob(row, self._token_text) for row in logprobs], "refusal": None}
+            return {"content": [self._logprob(row) for row in logprobs], "refusal": None}
         texts = [self._token_text(row.token)[0] for row in logprobs]
         top = [{self._token_text(token)[0]: value for token, value in row.top} for row in logprobs]
         *starts, choice.offset = accumulate(map(len, texts), initial=choice.offset)
@@ -175,12 +180,7 @@ class ResponseBuilder:
 
     def _usage(self) -> dict[str, Any]:
         # the choices of one prompt follow each other, and the report of its first answer has the cached tokens
-        return openai_usage([choice for _, choice in sorted(self._choices.items())], self.request.num_choices())
-
-    @property
-    def _wants_usage(self) -> bool:
-        options = self.request.stream_options
-        return options is not None and options.include_usage
+        return openai_usage([choice for _, choice in sorted(self._choices.items())], self._request.num_choices())
 
     def _chunk(
         self, number: int, content: Any, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
@@ -192,19 +192,8 @@ class ResponseBuilder:
     def _envelope(self, part: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         # OpenAI's streamed completions have the same `object` as non-streamed ones
         kind = f"chat.completion{part}" if self._is_chat else "text_completion"
-        envelope = {"id": self._id, "object": kind, "created": self._created, "model": self.request.model}
+        envelope = {"id": self._id, "object": kind, "created": self._created, "model": self._request.model}
         return envelope | {"system_fingerprint": self._fingerprint, "choices": choices}
-
-    def _citations(self) -> dict[str, Any]:
-        return {} if self._hits is None else {"citations": citations(self._hits)}
-
-
-def citations(hits: Sequence[Hit]) -> list[dict[str, Any]]:
-    """Return the retrieved chunks, in prompt order."""
-    return [
-        {"index": number, "document": hit.document, "pages": hit.pages, "text": hit.text, "score": hit.score}
-        for number, hit in enumerate(hits, 1)
-    ]
 
 
 def openai_usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
@@ -220,24 +209,8 @@ def openai_usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
     }
 
 
-def openai_logprob(row: TokenLogprob, token_text: TokenText) -> dict[str, Any]:
-    """Return a token's log probability in the form of chats and responses."""
-
-    def entry(token: int, value: float) -> dict[str, Any]:
-        text, content = token_text(token)
-        return {"token": text, "logprob": value, "bytes": list(content)}
-
-    return entry(row.token, row.logprob) | {"top_logprobs": [entry(token, value) for token, value in row.top]}
-
-
 def _fragment(piece: CallPiece) -> dict[str, Any]:
     function = {"arguments": piece.arguments}
     if not piece.id:
         return {"index": piece.index, "function": function}
     return {"index": piece.index, "id": piece.id, "type": "function", "function": {"name": piece.name, **function}}
-
-
-def _call(call: ToolCall | InvalidCall) -> dict[str, Any]:
-    is_valid = isinstance(call, ToolCall)
-    arguments = json.dumps(call.arguments, ensure_ascii=False) if is_valid else call.arguments
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

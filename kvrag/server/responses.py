@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvrag.retrieval.index import Hit
+from kvrag.engine import BlendEngine
 from kvrag.server.errors import ApiError
-from kvrag.server.response import Choice, Event, Piece, TokenText, citations, openai_logprob, openai_usage
+from kvrag.server.response import Builder, Choice, Event, openai_usage
 from kvrag.server.schemas import ChatRequest, Common, Contextual, Effort, Request, Verbosity
-from kvrag.types import CallPiece, Delta, InvalidCall, Messages, ToolCall
+from kvrag.types import CallPiece, Delta, Messages
 
 _LOGPROBS = "message.output_text.logprobs"
 
 
 class _Sent(BaseModel):
-    """Base of what clients copy from earlier responses: unknown fields are ignored."""
+    """Base of what clients copy from earlier responses; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -99,25 +99,22 @@ class ResponsesRequest(Common, Contextual):
             if getattr(self, name) is not None:
                 message = f"{name} is not supported: responses are not stored, send the whole conversation as input"
                 raise ApiError(400, message, "unsupported_value", name)
-        shared = {name: getattr(self, name) for name in (*Common.model_fields, *Contextual.model_fields)}
-        has_logprobs = _LOGPROBS in (self.include or ())
-        choice, format_ = self.tool_choice, None if self.text is None else self.text.format
-        if isinstance(choice, dict) and "name" in choice:
-            choice = {"type": "function", "function": {"name": choice["name"]}}
-        if format_ is not None and format_.get("type") == "json_schema":
-            format_ = {"type": "json_schema", "json_schema": format_}
-        tools = [{"type": "function", "function": _plain(tool)} for tool in self.tools or ()]
-        shared |= {"tools": tools or None, "tool_choice": choice, "response_format": format_}
-        return ChatRequest.model_validate(
-            shared
-            | {
-                "messages": self._messages(),
-                "max_completion_tokens": self.max_output_tokens,
-                "logprobs": has_logprobs,
-                "top_logprobs": self.top_logprobs if has_logprobs else None,
-                "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
-            }
-        )
+        fields = {name: getattr(self, name) for name in (*Common.model_fields, *Contextual.model_fields)}
+        fields["messages"] = self._messages()
+        fields["max_completion_tokens"] = self.max_output_tokens
+        if _LOGPROBS in (self.include or ()):
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        if isinstance(self.tool_choice, dict) and "name" in self.tool_choice:
+            fields["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice["name"]}}
+        if self.tools:
+            functions = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in self.tools]
+            fields["tools"] = [{"type": "function", "function": function} for function in functions]
+        if self.reasoning is not None:
+            fields["reasoning_effort"] = self.reasoning.effort
+        if self.text is not None and (format_ := self.text.format) is not None:
+            is_schema = format_.get("type") == "json_schema"
+            fields["response_format"] = {"type": "json_schema", "json_schema": format_} if is_schema else format_
+        return ChatRequest.model_validate(fields)
 
     def _messages(self) -> Messages:
         messages: Messages = []
@@ -154,86 +151,18 @@ def _text(content: str | list[TextPart], between: str = "") -> str:
     return content if isinstance(content, str) else between.join(part.text for part in content)
 
 
-def _plain(tool: FunctionTool) -> dict[str, Any]:
-    return tool.model_dump(exclude_none=True, exclude={"type"})
+class ResponsesBuilder(Builder):
+    """Builds the response to a request of `/v1/responses`."""
 
-
-class ResponsesBuilder:
-    """Builds a response; see `kvrag.server.response.Builder`."""
-
-    def __init__(self, request: ResponsesRequest, token_text: TokenText) -> None:
-        self.is_stream = bool(request.stream)
-        self._request, self._token_text = request, token_text
-        self._has_logprobs = _LOGPROBS in (request.include or ())
-        self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
-        self._choice = Choice(max_calls=1 if request.parallel_tool_calls is False else None)
-        self._hits: list[Hit] | None = None
+    def __init__(self, request: ResponsesRequest, engine: BlendEngine) -> None:
+        super().__init__(request.stream, engine)
+        self._choice = Choice(has_one_call=request.parallel_tool_calls is False)
         self._output: list[dict[str, Any]] = []
         self._message: dict[str, Any] | None = None  # the last item, while text is added to it
-        self._calls: list[int] = []  # numbers of the items that are calls
+        self._logprobs: list[dict[str, Any]] = []  # of the next text
         self._num_events = 0
-        self._num_logprobs = 0  # that were sent
-
-    def add(self, piece: Piece) -> Sequence[Event]:
-        """See Builder."""
-        if isinstance(piece, list):
-            self._hits = piece
-            return ()
-        events: list[Event] = []
-        if not self._num_events:
-            events += [self._event(f"response.{kind}", response=self._body()) for kind in ("created", "in_progress")]
-        shown = self._choice.add(piece[1])
-        if shown.text:
-            events += self._add_text(shown)
-        for fragment in shown.call_pieces:
-            events += self._add_arguments(fragment)
-        ended: list[ToolCall | InvalidCall] = [*shown.tool_calls, *shown.invalid_calls]
-        for call in ended:
-            events += self._close_call(call)
-        if self._choice.report is not None:
-            if not self._output:
-                events += self._open_message()
-            events += self._close_message()
-        return events
-
-    def last_events(self) -> Sequence[Event]:
-        """See Builder."""
-        body = self.whole()
-        return (self._event(f"response.{body['status']}", response=body),)
-
-    def error_events(self, content: dict[str, Any]) -> Sequence[Event]:
-        """See Builder."""
-        error = content["error"]
-        details = {name: error[name] for name in ("code", "message", "param")}
-        failed = {"code": "server_error", "message": error["message"]}  # one of the few codes that OpenAI's schema has
-        body = self._body() | {"status": "failed", "error": failed}
-        return self._event("error", **details), self._event("response.failed", response=body)
-
-    def whole(self) -> dict[str, Any]:
-        """See Builder."""
-        choice, usage = self._choice, openai_usage([self._choice], 1)
-        assert choice.report is not None
-        extras: dict[str, Any] = {"kvrag": choice.report.to_dict()}
-        if self._hits is not None:
-            extras["citations"] = citations(self._hits)
-        return self._body() | {
-            "status": "incomplete" if choice.is_cut_off else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if choice.is_cut_off else None,
-            "usage": {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage["total_tokens"],
-            },
-            **extras,
-        }
-
-    def _body(self) -> dict[str, Any]:
-        request = self._request
-        text = request.text or TextOptions()
-        return {
-            "id": self._id,
+        self._body = {
+            "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": self._created,
             "status": "in_progress",
@@ -243,13 +172,13 @@ class ResponsesBuilder:
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
             "model": request.model,
-            "output": list(self._output),
+            "output": self._output,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
             "store": False,
             "temperature": request.temperature,
-            "text": {"format": text.format or {"type": "text"}},
+            "text": {"format": (request.text and request.text.format) or {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
             "tools": [tool.model_dump() for tool in request.tools or ()],
             "top_logprobs": request.top_logprobs or 0,
@@ -258,74 +187,108 @@ class ResponsesBuilder:
             "usage": None,
         }
 
-    def _add_text(self, delta: Delta) -> Sequence[Event]:
-        opened = () if self._message is not None else self._open_message()
-        assert self._message is not None
-        part = self._message["content"][0]
-        new = self._choice.logprobs[self._num_logprobs :] if self._has_logprobs else []
-        self._num_logprobs += len(new)
-        logprobs = [openai_logprob(row, self._token_text) for row in new]
-        part["text"] += delta.text
-        part["logprobs"] += logprobs
-        return *opened, self._part_event("output_text.delta", delta=delta.text, logprobs=logprobs)
+    def _add(self, number: int, delta: Delta) -> Iterator[Event]:
+        if not self._num_events:
+            yield self._event("response.created", response=self._body)
+            yield self._event("response.in_progress", response=self._body)
+        shown = self._choice.add(delta)
+        self._logprobs += map(self._logprob, shown.logprobs)
+        if shown.text:
+            yield from self._add_text(shown.text)
+        for piece in shown.call_pieces:
+            yield from self._add_arguments(piece)
+        for is_whole, calls in ((True, shown.tool_calls), (False, shown.invalid_calls)):
+            ended = {call.id for call in calls}
+            for item in self._calls():
+                if item["call_id"] in ended:
+                    item["status"] = "completed" if is_whole else "incomplete"
+                    done = {"name": item["name"], "arguments": item["arguments"]}
+                    yield self._item_event("function_call_arguments.done", item, **done)
+                    yield self._item_event("output_item.done", item)
+        if self._choice.report is not None:
+            if not self._output:
+                yield from self._open_message()
+            yield from self._close_message()
 
-    def _open_message(self) -> Sequence[Event]:
-        item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        self._message = item | {"status": "in_progress", "content": [part]}
-        self._output.append(self._message)
-        return (
-            self._item_event("added", item | {"status": "in_progress", "content": []}),
-            self._part_event("content_part.added", part=part | {"logprobs": []}),
-        )
+    def last_events(self) -> Sequence[Event]:
+        """See Builder."""
+        body = self.whole()
+        return (self._event(f"response.{body['status']}", response=body),)
 
-    def _close_message(self) -> Sequence[Event]:
+    def error_events(self, content: dict[str, Any]) -> Sequence[Event]:
+        """See Builder."""
+        details = {name: content["error"][name] for name in ("code", "message", "param")}
+        # one of the few codes that OpenAI's schema has
+        body = self._body | {"status": "failed", "error": {"code": "server_error", "message": details["message"]}}
+        return self._event("error", **details), self._event("response.failed", response=body)
+
+    def whole(self) -> dict[str, Any]:
+        """See Builder."""
+        choice, usage = self._choice, openai_usage([self._choice], 1)
+        assert choice.report is not None
+        return self._body | {
+            "status": "incomplete" if choice.is_cut_off else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if choice.is_cut_off else None,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+            "kvrag": choice.report.to_dict(),
+            **self._extras,
+        }
+
+    def _add_text(self, text: str) -> Iterator[Event]:
         if self._message is None:
-            return ()
-        item, part = self._message, self._message["content"][0]
-        item["status"] = "incomplete" if self._choice.is_cut_off else "completed"
-        events = (
-            self._part_event("output_text.done", text=part["text"], logprobs=part["logprobs"]),
-            self._part_event("content_part.done", part=part),
-            self._item_event("done", item),
-        )
-        self._message = None
-        return events
+            yield from self._open_message()
+        assert self._message is not None
+        part, logprobs = self._message["content"][0], self._logprobs
+        part["text"] += text
+        part["logprobs"] += logprobs
+        self._logprobs = []
+        yield self._item_event("output_text.delta", self._message, content_index=0, delta=text, logprobs=logprobs)
 
-    def _add_arguments(self, piece: CallPiece) -> Sequence[Event]:
-        events: list[Event] = []
+    def _open_message(self) -> Iterator[Event]:
+        item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "status": "in_progress"}
+        self._message = item | {"content": []}
+        self._output.append(self._message)
+        yield self._item_event("output_item.added", self._message)
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._message["content"].append(part)
+        yield self._item_event("content_part.added", self._message, content_index=0, part=part)
+
+    def _close_message(self) -> Iterator[Event]:
+        item, self._message = self._message, None
+        if item is not None:
+            item["status"] = "incomplete" if self._choice.is_cut_off else "completed"
+            part = item["content"][0]
+            done = {"text": part["text"], "logprobs": part["logprobs"]}
+            yield self._item_event("output_text.done", item, content_index=0, **done)
+            yield self._item_event("content_part.done", item, content_index=0, part=part)
+            yield self._item_event("output_item.done", item)
+
+    def _calls(self) -> list[dict[str, Any]]:
+        return [item for item in self._output if item["type"] == "function_call"]
+
+    def _add_arguments(self, piece: CallPiece) -> Iterator[Event]:
         if piece.id:
-            events += self._close_message()
+            yield from self._close_message()
             item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": piece.id, "name": piece.name}
-            self._calls.append(len(self._output))
             self._output.append(item | {"arguments": "", "status": "in_progress"})
-            events.append(self._item_event("added", dict(self._output[-1])))
-        number = self._calls[piece.index]
-        item = self._output[number]
+            yield self._item_event("output_item.added", self._output[-1])
+        item = self._calls()[piece.index]
         item["arguments"] += piece.arguments
         if piece.arguments:
-            place = {"item_id": item["id"], "output_index": number}
-            events.append(self._event("response.function_call_arguments.delta", **place, delta=piece.arguments))
-        return events
+            yield self._item_event("function_call_arguments.delta", item, delta=piece.arguments)
 
-    def _close_call(self, call: ToolCall | InvalidCall) -> Sequence[Event]:
-        number = next(number for number in self._calls if self._output[number]["call_id"] == call.id)
-        item = self._output[number]
-        item["status"] = "completed" if isinstance(call, ToolCall) else "incomplete"
-        done = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
-        return (
-            self._event("response.function_call_arguments.done", output_index=number, **done),
-            self._event("response.output_item.done", output_index=number, item=item),
-        )
-
-    def _item_event(self, what: str, item: dict[str, Any]) -> Event:
-        return self._event(f"response.output_item.{what}", output_index=len(self._output) - 1, item=item)
-
-    def _part_event(self, what: str, **fields: Any) -> Event:
-        assert self._message is not None
-        place = {"item_id": self._message["id"], "output_index": len(self._output) - 1, "content_index": 0}
-        return self._event(f"response.{what}", **place, **fields)
+    def _item_event(self, kind: str, item: dict[str, Any], **fields: Any) -> Event:
+        """Return an event about a whole item, or, with fields, about a part of it."""
+        about = {"item_id": item["id"], **fields} if fields else {"item": item}
+        return self._event(f"response.{kind}", output_index=self._output.index(item), **about)
 
     def _event(self, kind: str, **fields: Any) -> Event:
         self._num_events += 1
-        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
+        # copied, because items grow before the event is sent
+        return deepcopy({"type": kind, "sequence_number": self._num_events - 1, **fields})

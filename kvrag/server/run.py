@@ -15,13 +15,7 @@ from kvrag.errors import SettingError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket that is not listening yet; port 0 = any free port.
-
-    Raises:
-        SettingError: The address cannot be bound.
-    """
-    if not 0 <= port < 1 << 16:  # getaddrinfo would reduce it modulo 65536
-        raise SettingError(f"cannot listen on port {port}: choose one in [0, 65535]")
+    """Return a bound socket that is not listening yet; port 0 = any free port. Raise SettingError if it is taken."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         taken = socket.socket(family, socket.SOCK_STREAM)
@@ -47,17 +41,13 @@ class _Server(uvicorn.Server):
         app: FastAPI = self.config.app  # type: ignore[assignment]
         # deferred: the signal may interrupt the admission of a request
         asyncio.get_running_loop().call_soon_threadsafe(app.state.kvrag.answering.close)
-        # uvicorn's own handler raises the signal again at the end, which would skip the code after `serve`
+        # uvicorn's own handler raises the signal again at the end, which would skip the code after `run`
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 
 
 def make_server(app: FastAPI, shutdown_timeout: float) -> uvicorn.Server:
-    """Return a server for an app of `create_app`. `.run([socket])` runs it, `should_exit` stops it.
-
-    Args:
-        shutdown_timeout: Seconds for pending answers to finish.
-    """
+    """Return a server for an app of `create_app`. `.run([socket])` runs it, `should_exit` stops it."""
     config = uvicorn.Config(
         app,
         http="h11",
@@ -69,8 +59,3 @@ def make_server(app: FastAPI, shutdown_timeout: float) -> uvicorn.Server:
         timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
     )
     return _Server(config)
-
-
-def serve(app: FastAPI, taken: socket.socket, shutdown_timeout: float) -> None:
-    """Serve until SIGINT or SIGTERM; see `make_server`."""
-    make_server(app, shutdown_timeout).run([taken])

@@ -5,9 +5,9 @@ Unknown fields are rejected, never ignored: they could change the answer.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from kvrag.config import CONTROLLERS, POLICIES, Grammar
 from kvrag.server.errors import ApiError
@@ -21,6 +21,12 @@ Verbosity = Literal["low", "medium", "high"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 _MOST_CHOICES = 128  # of a request, as by OpenAI
+
+# options that the engine has under the same name
+_SAME = (
+    *("top_p", "top_k", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("ratio", "policy", "controller"),
+)
 
 
 class Request(BaseModel):
@@ -118,43 +124,27 @@ class AnswerFields(Common):
         """Return how many of the likeliest tokens to report with each token; None = report nothing."""
         raise NotImplementedError
 
-    def check(self) -> None:
-        """Raise ApiError for options that exclude each other."""
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options require stream=true", "invalid_value", "stream_options")
+        return self
 
-    def sampling(self, settings: ServerSettings) -> dict[str, Any]:
-        """Return the arguments of `BlendEngine.stream`.
-
-        Raises:
-            ApiError, SettingError: A value is out of range.
-        """
-        max_tokens = self.longest() or settings.max_tokens
+    def options(self, settings: ServerSettings) -> dict[str, Any]:
+        """Return the arguments of `BlendEngine.stream`, but for the seed."""
+        max_tokens = getattr(self, "max_completion_tokens", None) or self.max_tokens or settings.max_tokens
         if max_tokens > settings.token_limit:
             message = f"{max_tokens} tokens exceed this server's limit of {settings.token_limit}: request fewer"
             raise ApiError(400, message, "invalid_value", "max_tokens")
-        format_ = self.response_format
         return {
+            **{name: getattr(self, name) for name in _SAME},
             "max_new_tokens": max_tokens,
             "temperature": settings.temperature if self.temperature is None else self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "repetition_penalty": self.repetition_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "presence_penalty": self.presence_penalty,
             "logit_bias": {int(token): value for token, value in (self.logit_bias or {}).items()} or None,
             "logprobs": self.num_logprobs(),
-            "seed": None if self.seed is None else self.seed % (1 << 64),  # OpenAI allows negative seeds
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop or [],
-            "ratio": self.ratio,
-            "policy": self.policy,
-            "controller": self.controller,
-            "grammar": None if format_ is None else Grammar.of_response_format(format_),
+            "grammar": None if self.response_format is None else Grammar.of_response_format(self.response_format),
         }
-
-    def longest(self) -> int | None:
-        """Return the requested maximum number of tokens, or None."""
-        return self.max_tokens
 
 
 class Message(BaseModel):
@@ -195,25 +185,24 @@ class ChatRequest(AnswerFields, Contextual):
     verbosity: Verbosity | None = None
     prediction: dict[str, Any] | None = None
 
-    def check(self) -> None:
-        """See AnswerFields.check."""
-        super().check()
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs require logprobs=true", "invalid_value", "top_logprobs")
+        return self
 
     def num_logprobs(self) -> int | None:
         """See AnswerFields.num_logprobs."""
         return self.top_logprobs or 0 if self.logprobs else None
 
-    def template(self) -> dict[str, Any]:
-        """Return the variables for the chat template."""
+    def options(self, settings: ServerSettings) -> dict[str, Any]:
+        """See AnswerFields.options."""
+        options = super().options(settings)
+        if self.tools or self.tool_choice not in (None, "auto", "none"):
+            options |= {"tools": self.tools, "tool_choice": self.tool_choice}
+        variables = (self.chat_template_kwargs or TemplateVariables()).model_dump(exclude_none=True)
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        variables = self.chat_template_kwargs or TemplateVariables()
-        return effort | variables.model_dump(exclude_none=True)
-
-    def longest(self) -> int | None:
-        """See AnswerFields.longest."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return options | {"template": effort | variables}
 
 
 class CompletionRequest(AnswerFields):
@@ -225,11 +214,11 @@ class CompletionRequest(AnswerFields):
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
 
-    def check(self) -> None:
-        """See AnswerFields.check."""
-        super().check()
+    @model_validator(mode="after")
+    def _check_best_of(self) -> Self:
         if self.best_of not in (None, self.num_choices()):
             raise ApiError(400, "best_of must be equal to n: choose among the answers yourself", "unsupported_value")
+        return self
 
     def num_logprobs(self) -> int | None:
         """See AnswerFields.num_logprobs."""
@@ -261,12 +250,13 @@ class TokenizeRequest(Request):
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
 
-    def check(self) -> None:
-        """Raise ApiError unless there is either a prompt or messages."""
+    @model_validator(mode="after")
+    def _check_prompt(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "send either prompt or messages", "invalid_value", "prompt")
         if self.prompt is not None and self.tools:
             raise ApiError(400, "tools need messages", "invalid_value", "tools")
+        return self
 
 
 class EmbeddingRequest(Request):
@@ -290,6 +280,13 @@ class NewDocument(Request):
     """The body of `POST /v1/corpus`."""
 
     text: str
+    id: str | None = None
+
+
+class NewFiles(Request):
+    """The form of `POST /v1/corpus`."""
+
+    file: list[bytes]
     id: str | None = None
 
 

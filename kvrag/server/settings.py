@@ -31,50 +31,27 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Settings of a server. Sizes are in bytes, times in seconds.
+    """Settings of a server. Sizes are in bytes, times in seconds."""
 
-    Attributes:
-        name: Name of the model in requests. With a corpus, `name` + "-rag" is the model with retrieval.
-        api_keys: Accepted keys; empty = no key is required. Requests see only the documents, conversations, metrics and
-            queue of their key's namespace.
-        namespace: Namespace of all requests without keys.
-        hosts: Host names that requests without a key may use, which prevents DNS rebinding from browser pages; empty =
-            any.
-        origins: Web origins that may use the server from a browser, such as "http://localhost:3000"; "*" = all.
-        template: Template of the last user message, with `{context}` (the chunks joined by blank lines) and
-            `{question}`.
-        top_k, around: Retrieval, as in `ChunkIndex.search`.
-        max_tokens: Default of requests without a limit ...
-        token_limit: ... and maximum that a request may ask for.
-        temperature: Default of requests; None = the model's own generation config.
-        concurrency: Number of concurrent requests. Their answers are decoded together.
-        queue: Waiting requests per namespace; more are rejected with 429.
-        timeout: Time limit of a request's body, and of its answer including waiting.
-        max_body: Maximum size of a request ...
-        max_upload: ... and of an uploaded document.
-        max_pending: Maximum number of waiting documents per namespace.
-    """
-
-    name: str
-    api_keys: tuple[ApiKey, ...] = ()
-    namespace: str = ""
-    hosts: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
-    template: str = TEMPLATE
-    top_k: int = 4
+    name: str  # of the model in requests; with a corpus, `name` + "-rag" is the model with retrieval
+    api_keys: tuple[ApiKey, ...] = ()  # empty = no key is required. Requests see only their key's namespace
+    namespace: str = ""  # of all requests without keys
+    hosts: tuple[str, ...] = ()  # host names in requests without keys, against DNS rebinding; empty = any
+    origins: tuple[str, ...] = ()  # web origins, such as "http://localhost:3000", of browser clients; "*" = all
+    template: str = TEMPLATE  # of the last user message; `{context}` becomes the chunks, joined by blank lines
+    top_k: int = 4  # as in `ChunkIndex.search`, like `around`
     around: int = 0
-    max_tokens: int = 256
-    token_limit: int = 4096
-    temperature: float | None = None
-    concurrency: int = 16
-    queue: int = 32
-    timeout: float = 600.0
-    max_body: int = 8 << 20
-    max_upload: int = 64 << 20
-    max_pending: int = 256
+    max_tokens: int = 256  # default of requests without a limit ...
+    token_limit: int = 4096  # ... and maximum that a request may ask for
+    temperature: float | None = None  # default of requests; None = the model's own generation config
+    concurrency: int = 16  # requests whose answers are decoded together
+    queue: int = 32  # waiting requests per namespace; more are rejected with 429
+    timeout: float = 600.0  # of a request's body, and of its answer, waiting included
+    max_body: int = 8 << 20  # of a request ...
+    max_upload: int = 64 << 20  # ... and of an uploaded document
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(("top_k", "max_tokens", "concurrency", "max_body", "max_upload", "max_pending"), 1)
+        least = dict.fromkeys(("top_k", "max_tokens", "concurrency", "max_body", "max_upload"), 1)
         for name, bound in {**least, "token_limit": self.max_tokens, "around": 0, "queue": 0}.items():
             if getattr(self, name) < bound:
                 raise SettingError(f"{name} must be at least {bound}, got {getattr(self, name)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 from kvrag.engine import BlendEngine
@@ -12,19 +11,24 @@ from kvrag.errors import SettingError
 from kvrag.server.admission import AdmissionQueue
 from kvrag.server.corpus import Corpus
 from kvrag.server.errors import ApiError
+from kvrag.server.guard import UPLOADS
 from kvrag.server.metrics import Metrics
 from kvrag.server.settings import ServerSettings
 
 _READERS = 2  # concurrent file readers
-UPLOADS = 16  # files of a namespace being received or waiting for a reader
 
 
 class Tenant:
-    """One namespace of a server: corpus, metrics, uploads. Requests never see another namespace's."""
+    """One namespace of a server: its corpus and metrics. Requests never see another namespace's."""
 
-    def __init__(self, namespace: str, corpus: Corpus | None, metrics: Metrics) -> None:
-        self.namespace, self.corpus, self.metrics = namespace, corpus, metrics
-        self.uploads = 0
+    def __init__(self, namespace: str, corpus: Corpus | None, queue: AdmissionQueue, is_shared: bool) -> None:
+        self.namespace, self.corpus = namespace, corpus
+        # the process's load would reveal the activity of other namespaces
+        self.metrics = Metrics(with_process=not is_shared)
+        self.metrics.watch("num_requests_running", "Admitted requests", lambda: queue.running(namespace))
+        self.metrics.watch("num_requests_waiting", "Waiting requests", lambda: queue.waiting(namespace))
+        if corpus is not None:
+            self.metrics.watch("corpus_pending", "Documents waiting to be encoded or dropped", corpus.count_pending)
 
     def require_corpus(self) -> Corpus:
         """Return the corpus; raise ApiError without one."""
@@ -34,32 +38,19 @@ class Tenant:
 
 
 class State:
-    """Engine, settings, admission queues and namespaces of one server.
-
-    Attributes:
-        answering: Admission queue of the model.
-        reading: Admission queue of the file readers.
-    """
+    """Engine, settings, admission queues (`answering`, and `reading` of files) and namespaces of one server."""
 
     def __init__(self, engine: BlendEngine, settings: ServerSettings, corpora: Iterable[Corpus]) -> None:
         self.engine, self.settings = engine, settings
         self.answering = AdmissionQueue(settings.concurrency, settings.queue, "answer")
         self.reading = AdmissionQueue(_READERS, UPLOADS, "read")
         self.started = int(time.time())
-        by_namespace = {corpus.namespace: corpus for corpus in corpora}
-        if by_namespace and set(by_namespace) != set(settings.namespaces):
-            raise SettingError(f"the corpora must match the namespaces {', '.join(map(repr, settings.namespaces))}")
-        self.is_shared = len(settings.namespaces) > 1
-        self.tenants = {name: self._tenant(name, by_namespace.get(name)) for name in settings.namespaces}
-
-    def _tenant(self, namespace: str, corpus: Corpus | None) -> Tenant:
-        # the process's load would reveal the activity of other namespaces
-        metrics = Metrics(with_process=not self.is_shared)
-        metrics.watch("num_requests_running", "Admitted requests", partial(self.answering.running, namespace))
-        metrics.watch("num_requests_waiting", "Waiting requests", partial(self.answering.waiting, namespace))
-        if corpus is not None:
-            metrics.watch("corpus_pending", "Documents waiting to be encoded or dropped", corpus.count_pending)
-        return Tenant(namespace, corpus, metrics)
+        found = {corpus.namespace: corpus for corpus in corpora}
+        names = settings.namespaces
+        if found and set(found) != set(names):
+            raise SettingError(f"the corpora must match the namespaces {', '.join(map(repr, names))}")
+        self.is_shared = len(names) > 1
+        self.tenants = {name: Tenant(name, found.get(name), self.answering, self.is_shared) for name in names}
 
     @property
     def corpora(self) -> list[Corpus]:
@@ -69,7 +60,7 @@ class State:
     @property
     def embedder(self) -> str | None:
         """Name of the shared embedder; None without corpora."""
-        return next((corpus.embedder for corpus in self.corpora), None)
+        return next((corpus.index.embedder for corpus in self.corpora), None)
 
     @property
     def answering_models(self) -> list[str]:

@@ -1,9 +1,9 @@
 """Storage of chunk KV: the protocol, the embedded store, shared stores, the RAM tier."""
 
 from kvrag.store.base import StoreCheck
-from kvrag.store.files import FileStore
+from kvrag.store.files import FileStore, entries_of, other_stores
 from kvrag.store.memory import MemoryTier
-from kvrag.store.others import OtherStore, other_stores
+from kvrag.store.owner import read_owner
 from kvrag.store.protocol import (
     ON_REQUEST,
     ChunkReader,
@@ -12,9 +12,7 @@ from kvrag.store.protocol import (
     Holding,
     KeepsTexts,
     KVStore,
-    NamespaceStats,
     ReadsAhead,
-    StoreStats,
     Texts,
     TextState,
     visible_variant,
@@ -32,16 +30,15 @@ __all__ = [
     "KVStore",
     "KeepsTexts",
     "MemoryTier",
-    "NamespaceStats",
-    "OtherStore",
     "ReadsAhead",
     "SharedStore",
     "StoreCheck",
-    "StoreStats",
     "TextState",
     "Texts",
+    "entries_of",
     "is_shared",
     "open_store",
     "other_stores",
+    "read_owner",
     "visible_variant",
 ]

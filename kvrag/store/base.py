@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import json
+import logging
+import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from kvrag.errors import SettingError, StoreFullError, StoreReadOnlyError
+from kvrag.errors import DamagedChunkError, SettingError, StoreError, StoreFullError, StoreReadOnlyError
+from kvrag.fingerprint import Fingerprint
 from kvrag.store import chunkfile
 from kvrag.store.chunkfile import SUFFIX, PackedChunk
 from kvrag.store.log import Log
-from kvrag.store.manifest import EVICT, Holder, Manifest, ManifestRow
-from kvrag.store.owner import codec_of
+from kvrag.store.manifest import Manifest, ManifestRow, Removed
+from kvrag.store.owner import check_owner, codec_of
 from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
 from kvrag.store.schema import translated
 
-MANIFEST = "manifest.sqlite"
-_LOW_WATERMARK = 0.8  # share of a budget that eviction leaves
+logger = logging.getLogger("kvrag")
 
-UNUSED_DAYS = 7.0
-"""Days after which unused texts of requests are collected."""
+MANIFEST = "manifest.sqlite"
+_REMOVE, _ADD, _USES = 500, 200, 5000  # chunks that one change removes, adds, or counts the uses of
+_LOW_WATERMARK = 0.8  # share of a budget that eviction leaves
 
 Progress = Callable[[int, int], None]
 """Called with (chunks done, chunks to do)."""
@@ -37,55 +42,52 @@ def no_progress(done: int, total: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StoreCheck:
-    """Result of `check`.
-
-    Attributes:
-        sound: Intact chunks, including `adopted` and `repaired` ones.
-        damaged: Chunks moved to quarantine.
-        adopted: Intact files that had no row.
-        repaired: Chunks whose row did not match their file.
-        unreadable: Chunks that could not be read at the moment; they are kept.
-    """
+    """Numbers of chunks: intact ones, those among them whose row was missing or wrong, and others."""
 
     sound: int
-    damaged: int
+    damaged: int  # moved to quarantine
     adopted: int
     repaired: int
-    unreadable: int
+    unreadable: int  # at the moment
 
 
 class ManifestStore(ABC):
-    """A store whose manifest answers every query except for the content of chunks. Thread-safe.
+    """A store whose manifest answers every query except for the content of chunks. Thread-safe."""
 
-    Subclasses set these before they are used:
-        path: The local folder.
-        read_only: Whether all writes fail.
-        max_bytes: Byte budget of the chunks in the local folder.
-        _manifest: Rows of all chunks.
-        _changes: Records changes: the manifest itself, or the log that it follows.
-        _writers: Threads that write chunks.
-    """
-
-    path: Path
+    name: str  # in messages
+    path: Path  # the local folder
     read_only: bool
-    max_bytes: int | None
     _manifest: Manifest
-    _changes: Manifest | Log
+    _changes: Manifest | Log  # takes changes: the manifest itself, or the log that it follows
     _writers: ThreadPoolExecutor
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._touched: Counter[str] = Counter()  # under _lock
 
     @property
     def catalog_folder(self) -> Path:
         """See KVStore.catalog_folder."""
         return self.path / "catalog"
 
-    @property
-    @abstractmethod
-    def _fingerprint(self) -> str:
-        """Return the digest of the fingerprint that chunks are written and read with."""
-
     @abstractmethod
     def owner(self) -> dict[str, str]:
         """Return the parts of the fingerprint that the store is claimed for, {} if unclaimed."""
+
+    @abstractmethod
+    def _claim(self, fingerprint: Fingerprint) -> None:
+        """Claim the store, unless another process is faster."""
+
+    @property
+    def _fingerprint(self) -> str:
+        return self.owner().get("digest", "")
+
+    def bind(self, fingerprint: Fingerprint) -> None:
+        """See KVStore.bind."""
+        if not self.owner() and not self.read_only:
+            self._claim(fingerprint)
+        if owner := self.owner():
+            check_owner(owner, fingerprint, self.name)
 
     @abstractmethod
     def _write_chunk(self, name: str, header: bytes, body: memoryview) -> None:
@@ -96,12 +98,20 @@ class ManifestStore(ABC):
         """Delete chunks without a row. `gc` deletes those that cannot be deleted now."""
 
     @abstractmethod
+    def _open_file(self, name: str, key: str) -> PackedChunk:
+        """Open a chunk by its file; raises DamagedChunkError if there is none."""
+
+    @abstractmethod
+    def _put_aside(self, name: str) -> None:
+        """Move a chunk without a row to quarantine; a missing one is ignored."""
+
+    @abstractmethod
     def delete_leftovers(self) -> int:
         """Delete chunks without a row and quarantined ones, unless they are recent; return their number."""
 
     @abstractmethod
-    def _record_uses(self) -> None:
-        """Record the uses that `touch` has collected."""
+    def _correct(self, row: ManifestRow) -> None:
+        """Replace a chunk's rows by this one."""
 
     def _check_open(self) -> None:  # noqa: B027
         """Raise StoreError if the store cannot be used."""
@@ -128,9 +138,12 @@ class ManifestStore(ABC):
             raise StoreReadOnlyError(f"{self.path} is not writable: choose another store folder")
         new = {record.key: record for record in records}
         wanted = [new[key] for key in self.missing(list(new))]
-        sizes: Counter[str] = Counter()
+        if not wanted:
+            return 0, []
+        sizes: Counter[str | None] = Counter()
         for record in wanted:
-            sizes[record.namespace] += chunkfile.estimate(record)
+            size = chunkfile.estimate(record)
+            sizes.update({record.namespace: size, None: size})
         self._make_room(sizes)
         writing = [self._writers.submit(self._write, record) for record in wanted]
         wait(writing)  # wait for all of them, so that no writer is still running after an error
@@ -148,18 +161,44 @@ class ManifestStore(ABC):
         name = f"{record.key}-{uuid.uuid4().hex[:8]}{SUFFIX}"
         header, body = chunkfile.serialise(record, self._fingerprint)
         self._write_chunk(name, header, body)
-        size = len(header) + body.nbytes
-        return ManifestRow.of(record.key, record.namespace, record.ids, len(record.context), name, size)
+        return ManifestRow.of(record, name, len(header) + body.nbytes)
 
     def _add(self, rows: Sequence[ManifestRow]) -> list[ManifestRow]:
         """Record stored chunks; return the rows whose key had another file already."""
-        return self._changes.add(rows)
+        pages = [rows[i : i + _ADD] for i in range(0, len(rows), _ADD)]
+        return [row for page in pages for row in self._changes.change("put", rows=page)]
 
     def remove(self, keys: Sequence[str]) -> None:
         """See KVStore.remove. Rows first: a file without a row is a leftover, a row without a file is damage."""
         self._check_open()
-        for i in range(0, len(keys), EVICT):
-            self._delete(self._changes.remove(keys[i : i + EVICT]))
+        for i in range(0, len(keys), _REMOVE):
+            self._delete(file for _, file in self._remove(keys[i : i + _REMOVE]))
+
+    def _remove(self, keys: Sequence[str], counter: str | None = None, file: str | None = None) -> Sequence[Removed]:
+        """Delete rows; see Manifest.remove."""
+        removed: Sequence[Removed] = self._changes.change("remove", keys=keys, counter=counter, file=file)
+        return removed
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """See KVStore.touch."""
+        with self._lock:
+            self._touched.update(keys)
+
+    def _record_uses(self) -> None:
+        """Record the uses that `touch` has collected."""
+        with self._lock:
+            uses, self._touched = self._touched, Counter()
+        try:
+            counted = sorted(self._counted(list(uses)))
+            for i in range(0, len(counted), _USES):
+                keys = counted[i : i + _USES]
+                self._changes.change("used", keys=keys, uses=[uses[key] for key in keys])
+        except StoreError as error:  # a full disk must not fail a request; and a remote may only be read
+            logger.warning("uses are not recorded: %s", error)
+
+    def _counted(self, keys: Sequence[str]) -> Collection[str]:
+        """Return those of these chunks whose uses matter."""
+        return keys
 
     # ---------------------------------------------------------------- texts and their holders
 
@@ -186,7 +225,9 @@ class ManifestStore(ABC):
     ) -> list[str]:
         """See KVStore.set_document."""
         self._check_open()
-        removed = self._changes.hold(document, holdings, namespace, replace and document not in ("", ON_REQUEST))
+        replace = replace and document not in ("", ON_REQUEST)
+        names = {"document": document, "namespace": namespace}
+        removed = self._changes.change("hold", **names, holdings=holdings, replace=replace)
         self._delete(name for _, name in removed)
         return [key for key, _ in removed]
 
@@ -207,58 +248,52 @@ class ManifestStore(ABC):
     def set_budget(self, namespace: str, max_bytes: int | None) -> int:
         """Set the byte budget of a namespace, for all processes and machines; None = none.
 
-        Chunks of this namespace are evicted beyond it, now and whenever chunks are stored.
-
-        Returns:
-            The number of chunks evicted now.
-
-        Raises:
-            SettingError: The budget is not positive.
-            StoreReadOnlyError: The store is not writable.
+        Its chunks are evicted beyond it, now and whenever chunks are stored. Returns the number evicted now.
         """
         if max_bytes is not None and not 0 < max_bytes < 1 << 63:
             raise SettingError(f"a budget must be positive, got {max_bytes} bytes")
         self._check_open()
-        self._changes.set_budget(namespace, max_bytes)
+        self._changes.change("budget", namespace=namespace, bytes=max_bytes)
         return 0 if max_bytes is None else self._evict(max_bytes, namespace)
 
-    def keep_budgets(self, namespaces: Collection[str] | None = None) -> None:
+    def _limits(self) -> dict[str | None, int]:
+        """Return the byte budget of each namespace that has one; that of None is for all together."""
+        return dict[str | None, int](self._manifest.budgets().items())
+
+    def keep_budgets(self, namespaces: Collection[str | None] | None = None) -> None:
         """Evict the chunks that exceed the budgets of these namespaces; None = all."""
-        for namespace, max_bytes in self._manifest.budgets().items():
+        for namespace, max_bytes in self._limits().items():
             if namespaces is None or namespace in namespaces:
                 self._evict(max_bytes, namespace)
 
-    def _make_room(self, sizes: Mapping[str, int]) -> None:
-        """Evict enough chunks to store this many bytes in each namespace."""
-        budgets = {name: size for name, size in self._manifest.budgets().items() if name in sizes}
-        for namespace, max_bytes in budgets.items():
+    def _make_room(self, sizes: Mapping[str | None, int]) -> None:
+        """Evict enough chunks to store this many bytes in each namespace, down to the low watermark of its budget."""
+        limits = {name: size for name, size in self._limits().items() if name in sizes}
+        for namespace, max_bytes in limits.items():
             if sizes[namespace] > max_bytes:
-                name = f"the namespace {namespace!r}" if namespace else "the default namespace"
+                whose, remedy = f"the namespace {namespace!r}", "raise it with `kvrag store budget`"
+                if namespace is None:
+                    whose, remedy = "the store", "raise max_bytes"
                 raise StoreFullError(
-                    f"{sizes[namespace]} bytes exceed the budget of {max_bytes} bytes of {name}: "
-                    "raise it with `kvrag store budget`"
+                    f"{sizes[namespace]} bytes exceed the budget of {max_bytes} bytes of {whose}: {remedy}"
                 )
-        for namespace, max_bytes in budgets.items():
-            self._evict_for(sizes[namespace], max_bytes, namespace)
-
-    def _evict_for(self, needed: int, max_bytes: int, namespace: str | None = None) -> None:
-        """Make room for `needed` bytes: down to the low watermark of a budget, so that not every `put` evicts."""
-        if self._manifest.num_bytes(namespace) + needed > max_bytes:
-            self._evict(max(0, int(max_bytes * _LOW_WATERMARK) - needed), namespace)
+        for namespace, max_bytes in limits.items():
+            needed = sizes[namespace]
+            if self._manifest.num_bytes(namespace) + needed > max_bytes:
+                self._evict(max(0, int(max_bytes * _LOW_WATERMARK) - needed), namespace)
 
     def _evict(self, limit: int, namespace: str | None = None) -> int:
-        """Remove the chunks that save least until a namespace (None = the store) takes at most `limit` bytes.
-
-        Returns:
-            The number of removed chunks.
-        """
+        """Remove the chunks that save least until a namespace (None = the store) takes `limit` bytes; count them."""
         if self._manifest.num_bytes(namespace) <= limit:
             return 0
         self._record_uses()
         evicted = 0
-        while names := self._changes.evict(limit, EVICT, namespace):
-            self._delete(names)
-            evicted += len(names)
+        while keys := self._manifest.coldest(limit, _REMOVE, namespace):  # the same for all that evict at the same time
+            removed = self._remove(keys)
+            self._delete(file for _, file in removed)
+            evicted += len(removed)
+            if not removed:  # another process or machine was faster
+                break
         return evicted
 
     # ---------------------------------------------------------------- maintenance
@@ -267,7 +302,7 @@ class ManifestStore(ABC):
         """See KVStore.stats."""
         parts, namespaces = self.owner(), tuple(self._current.namespaces())
         return StoreStats(
-            path=str(self.path),
+            path=self.name,
             fingerprint=parts.get("digest", ""),
             model=json.loads(parts.get("model", '""')),
             codec=codec_of(parts),
@@ -275,16 +310,16 @@ class ManifestStore(ABC):
             tokens=sum(namespace.tokens for namespace in namespaces),
             bytes=sum(namespace.bytes for namespace in namespaces),
             documents=sum(namespace.documents for namespace in namespaces),
-            max_bytes=self.max_bytes,
+            max_bytes=self._limits().get(None),
             damaged=self._manifest.counter("damaged"),
             namespaces=namespaces,
         )
 
-    def contents(self) -> Iterator[tuple[dict[str, int], list[ManifestRow], list[Holder]]]:
+    def contents(self) -> Iterator[tuple[str, list[Any]]]:
         """See Manifest.contents."""
-        return self._manifest.contents()
+        return self._current.contents()
 
-    def gc(self, unused_days: float = UNUSED_DAYS) -> tuple[int, int]:
+    def gc(self, unused_days: float = 7.0) -> tuple[int, int]:
         """Delete unneeded chunks and files; return (chunks, files) deleted. Also enforces the budgets.
 
         Unneeded: chunks that no document relies on, including chunks of requests unused for `unused_days`, files
@@ -294,7 +329,7 @@ class ManifestStore(ABC):
         with translated(self.path):
             self._record_uses()
             if requests := self._manifest.unused_requests(time.time() - unused_days * 86400):
-                self._changes.release(requests)
+                self._changes.change("release", requests=requests)
             unheld = self._manifest.unheld()
             self.remove(unheld)
             self.keep_budgets()  # a killed writer did not
@@ -304,24 +339,54 @@ class ManifestStore(ABC):
                     path.unlink(missing_ok=True)
             return len(unheld), leftovers
 
-    @staticmethod
-    def _tally(total: int, checked: Iterable[Sequence[str]], progress: Progress) -> StoreCheck:
-        """Count the results of checked chunks, each given as names of StoreCheck's fields."""
+    def quarantine(self, key: str) -> None:
+        """See KVStore.quarantine."""
+        name = self._manifest.file(key)
+        if name and not self.read_only:
+            self._quarantine(key, name)
+
+    def _quarantine(self, key: str, name: str) -> bool:
+        """Put a damaged chunk aside; return False if its row has been deleted or has another file."""
+        if not self._remove([key], "damaged", name):
+            return False
+        logger.warning("chunk %s is damaged: moved to quarantine, it is encoded again when needed", key)
+        self._put_aside(name)
+        return True
+
+    def _check_chunks(self, names: Mapping[str, str], progress: Progress) -> StoreCheck:
+        """Check all chunks with a row, and these files by key."""
+        rows = self._manifest.rows()
+        files = {**names, **{key: row.file for key, row in rows.items()}}
         counts = dict.fromkeys(("sound", "damaged", "adopted", "repaired", "unreadable"), 0)
-        for done, names in enumerate(checked, 1):
-            for name in names:
-                counts[name] += 1
-            progress(done, total)
+        for done, (key, name) in enumerate(files.items(), 1):
+            for count in self._check_chunk(name, key, rows.get(key)):
+                counts[count] += 1
+            progress(done, len(files))
         return StoreCheck(**counts)
 
+    def _check_chunk(self, name: str, key: str, row: ManifestRow | None) -> list[str]:
+        """Check one chunk, repair what is possible, and return the StoreCheck counters that it adds to."""
+        try:
+            with closing(self._open_file(name, key)) as chunk:
+                actual = row_of(chunk, name)
+        except DamagedChunkError:
+            if row and not self.read_only and not self._quarantine(key, name):
+                return []  # removed meanwhile, and maybe stored again
+            if not row and not self.read_only:
+                logger.warning("%s is damaged and has no row: moved to quarantine", name)
+                self._put_aside(name)
+            return ["damaged"]
+        except StoreError as error:
+            logger.warning("%s", error)
+            return ["unreadable"]
+        if row == actual or self.read_only:
+            return ["sound"]
+        self._correct(actual)
+        return ["sound", "repaired" if row else "adopted"]
 
-def row_of(chunk: PackedChunk, file: str, num_bytes: int) -> ManifestRow:
-    """Read a whole chunk; return the row that it must have.
 
-    Raises:
-        DamagedChunkError: The chunk is damaged.
-        ChunkUnreadableError: It cannot be read at the moment.
-    """
+def row_of(chunk: PackedChunk, file: str) -> ManifestRow:
+    """Read a whole chunk; return the row that it must have. Raises as ChunkReader.layer."""
     for number in range(chunk.num_layers):  # not all of them in memory at once
         chunk.layer(number)
-    return ManifestRow.of(chunk.key, chunk.namespace, chunk.ids, chunk.context_tokens, file, num_bytes)
+    return ManifestRow.of(chunk, file, chunk.size)

@@ -96,30 +96,19 @@ def estimate(record: ChunkRecord) -> int:
 
 
 class PackedChunk:
-    """A chunk as written by `serialise`, read by byte ranges. Its content is verified against the requested key.
-
-    Attributes:
-        key, namespace, ids, num_layers: See ChunkRecord.
-        context: (C,) token ids.
-        context_tokens: C.
-        bytes_read: Bytes of layers read so far.
-    """
+    """A chunk as written by `serialise`, read by byte ranges. Its content is verified against the requested key."""
 
     tier = ""
 
     def __init__(self, key: str, fingerprint: str, size: int, beginning: bytes) -> None:
-        """Read everything except the layers.
+        """Read everything except the layers; raises DamagedChunkError or ChunkUnreadableError.
 
         Args:
             fingerprint: Digest of the fingerprint that the chunk must have.
             size: Number of bytes of the chunk.
             beginning: Its first bytes, any number of them.
-
-        Raises:
-            DamagedChunkError: The content is not a chunk, is truncated, or is another chunk.
-            ChunkUnreadableError: It cannot be read at the moment.
         """
-        self.key, self.bytes_read = key, 0
+        self.key, self.size, self.bytes_read = key, size, 0
         with self._noticing_faults():
             self._read_header(size, beginning)
             self._read_tokens(fingerprint)
@@ -220,11 +209,7 @@ class ChunkFile(PackedChunk):
     tier = "disk"
 
     def __init__(self, path: Path, key: str, fingerprint: str) -> None:
-        """Open the file and read everything except the layers; raises as PackedChunk.
-
-        Raises:
-            FileNotFoundError: The file does not exist.
-        """
+        """Open the file and read everything except the layers; raises as PackedChunk, or FileNotFoundError."""
         self.key, self._path = key, path
         self._file: _OpenFile | None = self._open()
         keeps = False

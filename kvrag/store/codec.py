@@ -26,12 +26,7 @@ _HEADER = 16  # H, T, D and the dtype's number, int32 each
 def pack(layers: Sequence[Layer], codec: str, chunk: str) -> list[Layer]:
     """Return every layer of a chunk in stored form.
 
-    Args:
-        codec: One of `kvrag.config.CODECS`; "native" leaves the tensors as they are.
-        chunk: Name of the chunk in error messages.
-
-    Raises:
-        ModelError: The KV contains an infinity or a NaN, which would spoil every answer that uses the chunk.
+    Raises ModelError, which names the chunk, if the KV contains an infinity or a NaN: it would spoil every answer.
     """
     for number, layer in enumerate(layers):
         ranges = [high.float() - low.float() for low, high in (tensor.aminmax() for tensor in layer)]

@@ -12,7 +12,6 @@ from kvrag.fingerprint import Fingerprint
 from kvrag.store.base import Progress, no_progress
 from kvrag.store.codec import pack
 from kvrag.store.files import FileStore
-from kvrag.store.manifest import Holder
 from kvrag.store.protocol import ChunkRecord, Holding
 from kvrag.store.shared import SharedStore
 
@@ -23,28 +22,17 @@ AnyStore = FileStore | SharedStore
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """Result of `copy_store`.
-
-    Attributes:
-        copied: Chunks copied now.
-        present: Chunks that the target had already.
-        unreadable: Chunks that are damaged, or cannot be read at the moment. They are left out.
-        bytes: Bytes written.
-        documents: Documents recorded in the target.
-    """
+    """Result of `copy_store`: chunks, bytes written, and documents recorded in the target."""
 
     copied: int
-    present: int
-    unreadable: int
+    present: int  # in the target before
+    unreadable: int  # at the moment, or damaged; they are left out
     bytes: int
     documents: int
 
 
 def copy_store(
-    source: AnyStore,
-    target: AnyStore,
-    codec: str | None = None,
-    progress: Progress = no_progress,
+    source: AnyStore, target: AnyStore, codec: str | None = None, progress: Progress = no_progress
 ) -> CopyReport:
     """Copy all chunks and documents that the target lacks. Every layer is compared with its digest as it is read.
 
@@ -53,36 +41,21 @@ def copy_store(
 
     Args:
         codec: Codec of the copies; None = as they are. Only chunks in native precision can be converted.
-        progress: Called with (chunks done, chunks to do).
 
     Raises:
         FingerprintMismatchError: The target holds KV of another model or codec.
         SettingError: The codec cannot be converted.
         StoreError: A store cannot be read or written; chunks copied before are kept.
     """
-    parts = source.owner()
-    if not parts:
-        raise StoreError(f"{source.stats().path} has no store: nothing was ever warmed there")
-    mine = Fingerprint.of(parts)
-    theirs = mine if codec is None else mine.stored_as(codec)
-    converts = theirs.digest != mine.digest
-    if converts and mine.codec != "none":
-        raise SettingError(
-            f"chunks in {mine.codec} cannot be converted: copy a store in native precision, or warm again"
-        )
-    try:
-        target.bind(theirs)
-    except FingerprintMismatchError as error:
-        other = Fingerprint.of(target.owner())
-        if codec is None and mine.codec == "none" and mine.stored_as(other.codec).digest == other.digest:
-            raise FingerprintMismatchError(f"{error}; or pass --to-codec {other.codec} to convert") from error
-        raise
+    converted = _bind(source, target, codec)
     stored: list[str] = []
-    documents: dict[tuple[str, str], list[Holder]] = {}
-    for _, page, holders in source.contents():
-        stored += [row.key for row in page]
-        for holder in holders:
-            documents.setdefault((holder.namespace, holder.document), []).append(holder)
+    documents: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
+    for kind, page in source.contents():
+        if kind == "rows":
+            stored += [row[0] for row in page]
+        elif kind == "holders":
+            for namespace, document, *holding in page:
+                documents.setdefault((namespace, document), []).append(tuple(holding))
     keys: dict[str, str] = {}
     counts = dict.fromkeys(("copied", "present", "unreadable", "bytes"), 0)
     portion: list[ChunkRecord] = []
@@ -93,11 +66,11 @@ def copy_store(
         portion.clear()
 
     for done, key in enumerate(stored, 1):
-        if not converts and not target.missing([key]):
+        if not converted and not target.missing([key]):
             counts["present"] += 1
         else:
             try:
-                record = _read(source, key, theirs if converts else None, target)
+                record = _read(source, key, converted, target)
             except (DamagedChunkError, ChunkUnreadableError):
                 counts["unreadable"] += 1
                 continue
@@ -112,12 +85,32 @@ def copy_store(
             write()
         progress(done, len(stored))
     write()
-    for (namespace, document), document_holders in documents.items():
-        holdings = [Holding(item.text_key, keys.get(item.key, item.key), item.source) for item in document_holders]
-        target.set_document(document, holdings, namespace)
+    for (namespace, document), held in documents.items():
+        target.set_document(document, [Holding(text, keys.get(key, key), name) for text, name, key in held], namespace)
     for namespace in source.budgets().keys() - target.budgets().keys():
         target.set_budget(namespace, source.budgets()[namespace])
     return CopyReport(documents=len(documents), **counts)
+
+
+def _bind(source: AnyStore, target: AnyStore, codec: str | None) -> Fingerprint | None:
+    """Claim the target; return the fingerprint to convert to, None = chunks are copied as they are."""
+    parts = source.owner()
+    if not parts:
+        raise StoreError(f"{source.name} has no store: nothing was ever warmed there")
+    mine = Fingerprint.of(parts)
+    theirs = mine if codec is None else mine.stored_as(codec)
+    if theirs != mine and mine.codec != "none":
+        raise SettingError(
+            f"chunks in {mine.codec} cannot be converted: copy a store in native precision, or warm again"
+        )
+    try:
+        target.bind(theirs)
+    except FingerprintMismatchError as error:
+        other = Fingerprint.of(target.owner())
+        if codec is None and mine.codec == "none" and mine.stored_as(other.codec).digest == other.digest:
+            raise FingerprintMismatchError(f"{error}; or pass --to-codec {other.codec} to convert") from error
+        raise
+    return None if theirs == mine else theirs
 
 
 def _read(source: AnyStore, key: str, converted: Fingerprint | None, target: AnyStore) -> ChunkRecord | None:

@@ -11,14 +11,10 @@ TEMPORARY = ".*.tmp"
 
 
 def write_file(path: Path, *parts: bytes | memoryview, replace: bool = True) -> None:
-    """Write the parts under a temporary name, flush them to disk and rename.
+    """Write the parts under a temporary name, flush them to disk and rename. After an OSError, no file is left.
 
     Args:
-        replace: False = the first writer of a name wins.
-
-    Raises:
-        FileExistsError: The file exists and `replace` is False.
-        OSError: The file cannot be written; no partial file is left.
+        replace: False = the first writer of a name wins, others get FileExistsError.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     tmp = path.with_name(f".{os.getpid()}.{uuid.uuid4().hex}.tmp")

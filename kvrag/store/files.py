@@ -9,36 +9,28 @@ under a temporary name, fsync, rename, row. A process killed in between leaves a
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import re
 import shutil
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvrag.errors import (
-    ChunkUnreadableError,
-    DamagedChunkError,
-    SettingError,
-    StoreError,
-    StoreFullError,
-    StoreReadOnlyError,
-)
+from kvrag.errors import DamagedChunkError, SettingError, StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.fingerprint import Fingerprint
-from kvrag.store.base import MANIFEST, ManifestStore, Progress, StoreCheck, no_progress, row_of
-from kvrag.store.chunkfile import SUFFIX, ChunkFile, key_of
+from kvrag.store.base import MANIFEST, ManifestStore, Progress, StoreCheck, no_progress
+from kvrag.store.chunkfile import SUFFIX, ChunkFile, PackedChunk, key_of
 from kvrag.store.durable import TEMPORARY, write_file
 from kvrag.store.manifest import Manifest, ManifestRow
-from kvrag.store.owner import OWNER, check_layout, check_owner, owner_file, read_owner
-from kvrag.store.protocol import Holding
+from kvrag.store.owner import OWNER, owner_file, read_owner
+from kvrag.store.protocol import Entry, Holding
 from kvrag.store.schema import translated
 
 logger = logging.getLogger("kvrag")
+
+_OTHERS = 20  # folders, the most recent first
 
 _TOUCH_EVERY = 1.0  # seconds
 _STALE = 3600.0  # seconds after which a file without a row is a leftover
@@ -55,37 +47,29 @@ class FileStore(ManifestStore):
                 processes that store at the same time can each exceed it by the chunks that they are storing.
                 See `set_budget` for budgets of namespaces.
             min_free_bytes: Writing fails if less than this would stay free on the disk.
-
-        Raises:
-            StoreError: The folder cannot be created or opened, or has another version's format.
         """
         if re.match(r"[a-z][a-z0-9]+:/", str(path)):
             raise SettingError(f"{path} is not a folder: a URL needs kvrag.SharedStore, or store= of the engine")
         if max_bytes is not None and max_bytes <= 0:
             raise SettingError(f"max_bytes must be positive, got {max_bytes}")
+        super().__init__()
         self.path = Path(path).expanduser().resolve()
-        self._chunks = self.path / "chunks"
+        self.name, self._chunks = str(self.path), self.path / "chunks"
         self.max_bytes, self.min_free_bytes = max_bytes, min_free_bytes
-        check_layout(self.path)
-        self._bound = ""
-        self._lock = threading.Lock()  # guards the next two attributes
-        self._touched: Counter[str] = Counter()
-        self._flushing: threading.Timer | None = None
+        self._owner = read_owner(self.path)
+        self._flushed = float("-inf")
         self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvrag-write")  # fsync only waits
         with translated(self.path):
             try:
                 for folder in (self.path, self._chunks):  # the content is as confidential as the documents
                     folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # parents keep the default mode
             except OSError as error:
-                if not (self.path / MANIFEST).exists():
-                    raise StoreError(
-                        f"cannot create the store folder {self.path} ({error.strerror}): choose another one"
-                    ) from error
+                raise StoreError(
+                    f"cannot create the store folder {folder} ({error.strerror}): choose another one"
+                ) from error
             self._manifest = self._changes = Manifest(self.path / MANIFEST)
-            if not self._manifest.read_only:
-                self._sweep()
-                if self._manifest.is_new:
-                    self._recover()
+            if self._manifest.is_new:
+                self._recover()
 
     @property
     def read_only(self) -> bool:  # type: ignore[override]
@@ -98,45 +82,26 @@ class FileStore(ManifestStore):
             name = f"no name{SUFFIX}"
         return self._chunks.joinpath(name[:2], name)
 
-    @property
-    def _fingerprint(self) -> str:
-        """Return the fingerprint digest that the store is bound to or claimed for."""
-        if not self._bound:
-            with contextlib.suppress(StoreError):
-                self._bound = self.owner().get("digest", "")
-        return self._bound
-
-    def bind(self, fingerprint: Fingerprint) -> None:
-        """See KVStore.bind."""
-        mine = {"digest": fingerprint.digest, **fingerprint.parts()}
-        theirs = self.owner() or (mine if self._manifest.read_only else self._claim(mine))
-        check_owner(theirs, mine, f"the store {self.path}", "store folder")
-        self._bound = fingerprint.digest
-
     def owner(self) -> dict[str, str]:
         """Return the fingerprint's parts, {} if unclaimed. Their own file survives a damaged manifest."""
-        return read_owner(self.path)
+        self._owner = self._owner or read_owner(self.path)
+        return self._owner
 
-    def _claim(self, parts: dict[str, str]) -> dict[str, str]:
-        with contextlib.suppress(FileExistsError):  # the first of two processes wins
-            self._durably(self.path / OWNER, owner_file(parts), replace=False)
-        return self.owner()
+    def _claim(self, fingerprint: Fingerprint) -> None:
+        with translated(self.path), contextlib.suppress(FileExistsError):  # the first of two processes wins
+            write_file(self.path / OWNER, owner_file(fingerprint), replace=False)
 
-    def _durably(self, path: Path, *parts: bytes | memoryview, replace: bool = True) -> None:
-        if self._manifest.read_only:
+    def _durably(self, path: Path, *parts: bytes | memoryview) -> None:
+        if self.read_only:
             raise StoreReadOnlyError(f"{self.path} is not writable: choose another store folder")
-        try:
-            write_file(path, *parts, replace=replace)
-        except OSError as error:
-            if isinstance(error, FileExistsError) and not replace:
-                raise
-            raise self._explain(error) from error
+        with translated(self.path):
+            write_file(path, *parts)
 
     # ---------------------------------------------------------------- chunks
 
     def _add(self, rows: Sequence[ManifestRow]) -> list[ManifestRow]:
         try:
-            return super()._add(rows)
+            return self._manifest.add(rows)  # one transaction
         except BaseException:
             self._delete(row.file for row in rows)
             raise
@@ -144,51 +109,37 @@ class FileStore(ManifestStore):
     def _write_chunk(self, name: str, header: bytes, body: memoryview) -> None:
         self._durably(self._file(name), header, body)
 
-    def _explain(self, error: OSError) -> StoreError:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return StoreFullError(
-                f"the disk of {self.path} is full: free space, set a smaller max_bytes, or choose another store folder"
-            )
-        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            return StoreReadOnlyError(f"{self.path} is not writable ({error.strerror}): choose another store folder")
-        return StoreError(f"cannot write to {self.path}: {error}")
-
-    def _make_room(self, sizes: Mapping[str, int]) -> None:
-        needed = sum(sizes.values())
-        if not needed:
-            return
-        if self.max_bytes is not None and needed > self.max_bytes:
-            raise StoreFullError(f"{needed} bytes exceed the store's budget of {self.max_bytes} bytes: raise max_bytes")
+    def _make_room(self, sizes: Mapping[str | None, int]) -> None:
         super()._make_room(sizes)
-        if self.max_bytes is not None:
-            self._evict_for(needed, self.max_bytes)
-        try:
+        with translated(self.path):
             free = shutil.disk_usage(self.path).free
-        except OSError as error:
-            raise self._explain(error) from error
-        if free - needed < self.min_free_bytes:
+        needed = sizes[None]
+        if needed and free - needed < self.min_free_bytes:
             raise StoreFullError(
                 f"the disk of {self.path} has {free / 1e9:.1f} GB free; {needed / 1e9:.3f} GB are needed and "
                 f"{self.min_free_bytes / 1e9:.1f} GB must stay free: free space, or choose another folder"
             )
 
-    def keep_budgets(self, namespaces: Collection[str] | None = None) -> None:
-        """Evict the chunks that exceed the budgets of the store and of these namespaces; None = all."""
-        if self.max_bytes is not None:
-            self._evict(self.max_bytes)
-        super().keep_budgets(namespaces)
+    def _limits(self) -> dict[str | None, int]:
+        return super()._limits() | ({} if self.max_bytes is None else {None: self.max_bytes})
 
-    def open(self, key: str) -> ChunkFile | None:
+    def open(self, key: str) -> PackedChunk | None:
         """See KVStore.open."""
-        seen = None
-        while (name := self._manifest.file(key)) is not None:
+        name = self._manifest.file(key)
+        while name is not None:
             try:
-                return ChunkFile(self._file(name), key, self._fingerprint)
-            except FileNotFoundError:  # removed meanwhile, and possibly stored again
-                if name == seen:
-                    raise DamagedChunkError(key, "its file is missing") from None
-                seen = name
+                return self._open_file(name, key)
+            except DamagedChunkError as error:
+                seen, name = name, self._manifest.file(key)
+                if name == seen or not isinstance(error.__cause__, FileNotFoundError):
+                    raise  # otherwise removed meanwhile, and possibly stored again
         return None
+
+    def _open_file(self, name: str, key: str) -> PackedChunk:
+        try:
+            return ChunkFile(self._file(name), key, self._fingerprint)
+        except FileNotFoundError as error:
+            raise DamagedChunkError(key, "its file is missing") from error
 
     def _delete(self, names: Iterable[str]) -> None:
         for name in names:
@@ -197,43 +148,24 @@ class FileStore(ManifestStore):
             except OSError as error:
                 logger.warning("cannot delete %s: %s", self._file(name), error.strerror)
 
-    def quarantine(self, key: str) -> None:
-        """See KVStore.quarantine. The file is moved to the folder `quarantine`."""
-        logger.warning("chunk %s is damaged: moved to quarantine, it is encoded again when needed", key)
-        if not self._manifest.read_only:
-            for name in self._manifest.remove([key], counter="damaged"):
-                self._put_aside(self._file(name))
-
-    def _put_aside(self, path: Path) -> None:
-        aside = self.path / "quarantine"
-        try:
+    def _put_aside(self, name: str) -> None:
+        path, aside = self._file(name), self.path / "quarantine"
+        with translated(self.path), contextlib.suppress(FileNotFoundError):  # moved by another process
             aside.mkdir(exist_ok=True, mode=0o700)
             os.replace(path, aside / path.name)
-        except FileNotFoundError:
-            pass  # already deleted or moved by another process
-        except OSError as error:
-            raise self._explain(error) from error
 
     # ---------------------------------------------------------------- uses
 
     def touch(self, keys: Sequence[str]) -> None:
         """See KVStore.touch. Times are written at most once a second."""
-        with self._lock:
-            self._touched.update(keys)
-            if self._touched and self._flushing is None and not self._manifest.read_only:
-                self._flushing = threading.Timer(_TOUCH_EVERY, self._record_uses)
-                self._flushing.daemon = True
-                self._flushing.start()
-
-    def _record_uses(self) -> None:
-        with self._lock:
-            touched, self._touched = self._touched, Counter()
-            self._flushing = None
-        if touched and not self._manifest.read_only:
-            try:
-                self._manifest.touch(dict(sorted(touched.items())))
-            except StoreError as error:  # a full disk must not fail a request
-                logger.warning("cannot write times of use: %s", error)
+        if self.read_only:
+            return
+        super().touch(keys)
+        now = time.monotonic()
+        if now - self._flushed > _TOUCH_EVERY:
+            self._flushed = now
+            with contextlib.suppress(RuntimeError):  # the store has been closed
+                self._writers.submit(self._record_uses)
 
     # ---------------------------------------------------------------- small texts
 
@@ -246,10 +178,6 @@ class FileStore(ManifestStore):
         except (OSError, UnicodeDecodeError) as error:
             raise StoreError(f"cannot read {self.path / name}: {error}") from error
 
-    def write_text(self, name: str, text: str) -> None:
-        """See KeepsTexts.write_text."""
-        self._durably(self.path / name, text.encode())
-
     def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
         """See KeepsTexts.change_text."""
         with self._manifest.transaction():  # one process at a time
@@ -257,7 +185,7 @@ class FileStore(ManifestStore):
                 before = self.read_text(name)
             except StoreError:
                 before = None
-            self.write_text(name, change(before))
+            self._durably(self.path / name, change(before).encode())
 
     # ---------------------------------------------------------------- maintenance
 
@@ -268,7 +196,7 @@ class FileStore(ManifestStore):
         are repaired, and a damaged manifest is rebuilt.
         """
         with translated(self.path):
-            if not self._manifest.read_only and not self._manifest.is_sound():
+            if not self.read_only and not self._manifest.is_sound():
                 self._manifest.rebuild()
                 return self._recover(progress)
             return self._check(progress)
@@ -280,52 +208,32 @@ class FileStore(ManifestStore):
         as before, also in place of their other variants. Chunks encoded with context get no holder, so they are not
         served until their documents are warmed again, which does not encode them again.
         """
-        return self._check(progress, hold=True)
+        result, unheld = self._check(progress), set(self._manifest.unheld())
+        for row in self._manifest.rows().values():
+            if row.key in unheld and not row.context_tokens:
+                self._manifest.hold("", row.namespace, [Holding(row.text_key, row.key, "")], replace=False)
+        return result
 
-    def _check(self, progress: Progress, hold: bool = False) -> StoreCheck:
-        rows = self._manifest.rows()
-        names = {key: row.file for key, row in rows.items()}
-        for path in sorted(self._chunks.glob(f"*/*{SUFFIX}")):  # a second file of a key is a leftover, for `gc`
-            names.setdefault(key_of(path.name), path.name)
-        checked = (self._check_chunk(name, key, rows.get(key), hold) for key, name in names.items())
-        result = self._tally(len(names), checked, progress)
-        if not self._manifest.read_only:
+    def _check(self, progress: Progress) -> StoreCheck:
+        # of two files of a key, one is a leftover, for `gc`
+        names = {key_of(path.name): path.name for path in self._chunks.glob(f"*/*{SUFFIX}")}
+        result = self._check_chunks(names, progress)
+        if not self.read_only:
             self._manifest.recount()
         return result
 
-    def _check_chunk(self, name: str, key: str, row: ManifestRow | None, hold: bool) -> list[str]:
-        """Check one chunk file, repair what is possible, and return the StoreCheck counters that it adds to."""
-        path = self._file(name)
-        try:
-            with contextlib.closing(ChunkFile(path, key, self._fingerprint)) as chunk:
-                actual = row_of(chunk, name, path.stat().st_size)
-        except ChunkUnreadableError as error:
-            logger.warning("%s", error)
-            return ["unreadable"]
-        except (DamagedChunkError, FileNotFoundError):
-            if row and self._manifest.file(key) != name:
-                return []  # removed meanwhile, and maybe stored again
-            if row:
-                self.quarantine(key)
-            elif path.exists() and not self._manifest.read_only:
-                logger.warning("%s is damaged and has no row: moved to quarantine", path)
-                self._put_aside(path)
-            return ["damaged"]
-        if row == actual or self._manifest.read_only:
-            return ["sound"]
-        self._manifest.correct(actual)
-        if hold and not chunk.context_tokens:
-            self._manifest.hold("", [Holding(actual.text_key, key, "")], chunk.namespace, replace=False)
-        if not path.exists():  # removed in the meantime, without deleting a row because there was none
-            self._manifest.remove([key], file=name)
-        return ["sound", "repaired" if row else "adopted"]
+    def _correct(self, row: ManifestRow) -> None:
+        self._manifest.correct(row)
+        if not self._file(row.file).exists():  # removed in the meantime, without deleting a row because there was none
+            self._remove([row.key], file=row.file)
 
     def delete_leftovers(self) -> int:
-        """Delete files without a row and quarantined files, unless they are recent; return their number."""
+        """See ManifestStore.delete_leftovers. Also deletes temporary files of killed writers."""
         paths = [path for path in self._chunks.glob("*/*") if _is_stale(path)]
         known = self._manifest.files()  # read after listing the folder: files written since are not stale
         leftovers = [path for path in paths if path.name not in known]
-        leftovers += [path for path in (self.path / "quarantine").glob("*") if _is_stale(path)]
+        others = (*self.path.glob("quarantine/*"), *self.path.glob(TEMPORARY))
+        leftovers += [path for path in others if _is_stale(path)]
         for path in leftovers:
             path.unlink(missing_ok=True)
         return len(leftovers)
@@ -334,18 +242,8 @@ class FileStore(ManifestStore):
         """Return the keys of all chunks."""
         return list(map(key_of, self._manifest.files()))
 
-    def _sweep(self) -> None:
-        """Delete temporary files of killed writers."""
-        for path in [*self.path.glob(TEMPORARY), *self._chunks.glob(f"*/{TEMPORARY}")]:
-            if _is_stale(path):
-                path.unlink(missing_ok=True)
-
     def close(self) -> None:
         """See KVStore.close."""
-        with self._lock:
-            flushing = self._flushing
-        if flushing is not None:
-            flushing.cancel()
         self._record_uses()
         self._writers.shutdown()
         self._manifest.close()
@@ -356,3 +254,22 @@ def _is_stale(path: Path) -> bool:
         return time.time() - path.stat().st_mtime > _STALE
     except FileNotFoundError:
         return False  # its writer has just finished and renamed it
+
+
+def other_stores(path: Path) -> Iterator[Path]:
+    """Yield the other stores in the parent folder of `path` and in the default store folder that can be read."""
+    folders: list[tuple[float, Path]] = []
+    for root in {path.parent, Path.home() / ".cache" / "kvrag"}:
+        with contextlib.suppress(OSError):
+            for folder in root.iterdir():
+                with contextlib.suppress(OSError):
+                    if folder != path:
+                        folders.append((-(folder / OWNER).stat().st_mtime, folder))
+    for _, folder in sorted(folders)[:_OTHERS]:
+        yield folder
+
+
+def entries_of(folder: Path) -> list[Entry]:
+    """Return all texts of all namespaces of a store; raises StoreError."""
+    with contextlib.closing(Manifest(folder / MANIFEST, read_only=True)) as manifest:
+        return list(manifest.entries(0))

@@ -24,10 +24,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from kvrag.errors import StoreError
-from kvrag.store.chunkfile import key_of
-from kvrag.store.eviction import budgets_in
-from kvrag.store.manifest import Holder, Manifest, ManifestRow
-from kvrag.store.protocol import Holding
+from kvrag.store.manifest import OPERATIONS, Manifest, ManifestRow, Removed
 from kvrag.store.remote import Remote
 from kvrag.store.schema import CLOCK
 
@@ -35,42 +32,28 @@ logger = logging.getLogger("kvrag")
 
 _TRIMMED = "trimmed"  # object with the number up to which operations have been cut
 _POSITION, _LAST = "log position", "log last"  # counters of the manifest
-PUBLICATIONS = "publications"  # counter of the manifest
 _BATCH = 64  # operations read at once
 _ROUNDS = 1000  # of creating the next operation before other machines do
-_SNAPSHOT_EVERY = 1000  # operations
 _REPLACED = 5  # times that a snapshot may be replaced while it is read
 _CHECK_EVERY_S = 30.0
-_PAGE = 200  # chunks per operation ...
-_USES = 5000  # ... that counts their uses
+
+_EMPTY: Mapping[str, Any] = {"last": 0, "damaged": 0, "clock": 0, "budgets": {}, "rows": 0, "holders": 0, "scores": 0}
+"""Index of a snapshot; of rows, holders and scores it has the number of parts."""
 
 Operation = Mapping[str, Any]
-"""JSON; `op` names the kind, see `Log._apply`."""
+"""JSON: the name of one of `OPERATIONS` as `op`, and its arguments."""
 
 
 class _Entry(NamedTuple):
-    """An operation as stored. `operation` is None if it was cut; `snapshot` is then the number of a snapshot."""
+    """An operation as stored; None if it was cut."""
 
     id: int
     before: int
     operation: Operation | None
-    snapshot: int = 0
 
 
 class _Replaced(StoreError):
     """A snapshot is incomplete: a newer one has replaced it."""
-
-
-class Outcome(NamedTuple):
-    """Result of an operation.
-
-    Attributes:
-        removed: (key, file) of the chunks that it removed.
-        known: Chunks that it was to add, and that an earlier operation had added already.
-    """
-
-    removed: Sequence[tuple[str, str]] = ()
-    known: Sequence[ManifestRow] = ()
 
 
 class Log:
@@ -82,20 +65,20 @@ class Log:
         manifest: Manifest,
         removed: Callable[[Sequence[str]], None],
         rebuilding: Callable[[], None],
-        appended: Callable[[], None],
+        appended: Callable[[int], None],
     ) -> None:
         """Read nothing yet.
 
         Args:
             removed: Called with the keys of chunks that operations have removed.
             rebuilding: Called before the manifest is rebuilt; may raise StoreError to prevent it.
-            appended: Called when an operation has been appended and the manifest includes all operations before it.
+            appended: Called with the number of an operation that this machine has appended. The manifest then includes
+                all operations before it.
         """
         self._remote, self._manifest = remote, manifest
         self._removed, self._rebuilding, self._appended = removed, rebuilding, appended
-        self._pulling, self._writing_snapshot = threading.Lock(), threading.Lock()
+        self._pulling = threading.Lock()
         self._checked = float("-inf")
-        self._snapshot: int | None = None  # number of the newest snapshot; None = unknown
         self.rebuilt = 0
         """Number of times that the manifest did not match the log and was rebuilt."""
 
@@ -107,11 +90,7 @@ class Log:
     # ---------------------------------------------------------------- reading
 
     def pull(self) -> None:
-        """Apply the operations that the manifest lacks.
-
-        Raises:
-            StoreError: The remote cannot be reached, or an operation is damaged.
-        """
+        """Apply the operations that the manifest lacks; raises StoreError."""
         with self._pulling:
             batch, rebuilt = 1, self.rebuilt
             while True:
@@ -135,45 +114,35 @@ class Log:
 
     def _apply_all(self, position: int, entries: Sequence[_Entry]) -> bool:
         """Apply operations that follow `position`; return False if they do not match the manifest or were cut."""
-        removed: list[str] = []
+        removed: list[Removed] = []
         with self._manifest.transaction():
             if self.position != position:
                 return True  # another process has applied them
-            last = self._manifest.counter(_LAST)
+            last, fits = self._manifest.counter(_LAST), True
             for entry in entries:
-                if entry.before != last or entry.operation is None:
+                fits = entry.before == last and entry.operation is not None
+                if entry.operation is None or not fits:
                     break
                 with _noticing_damage(f"{self._remote.url}/{_name(position + 1)}"):
-                    removed += [key for key, _ in self._apply(entry.operation).removed]
+                    removed += self._apply(entry.operation)[1]
                 position, last = position + 1, entry.id
             self._manifest.set_counters({_POSITION: position, _LAST: last})
-        self._removed(removed)
-        return entry.id == last
+        self._note(removed)
+        return fits
 
-    def _apply(self, operation: Operation) -> Outcome:
-        """Apply one operation within the current transaction."""
-        manifest, op = self._manifest, operation["op"]
-        if op == "put":
-            return Outcome(known=manifest.add(map(_row, operation["rows"])))
-        if op == "hold":
-            holdings = [Holding(*holding) for holding in operation["holdings"]]
-            names = operation["document"], holdings, operation["namespace"]
-            return Outcome(removed=manifest.hold(*names, operation["replace"]))
-        if op == "remove":
-            files = manifest.remove(operation["keys"], operation["counter"], operation["file"])
-            return Outcome(removed=[(key_of(file), file) for file in files])
-        if op == "release":
-            manifest.release([(namespace, text_key) for namespace, text_key in operation["requests"]])
-        elif op == "used":
-            keys = operation["keys"]
-            manifest.touch(dict(zip(keys, operation.get("uses", [1] * len(keys)), strict=True)))
-        elif op == "budget":
-            manifest.set_budget(operation["namespace"], operation["bytes"])
-        elif op == "published":
-            manifest.count(PUBLICATIONS)
-        else:
+    def _note(self, removed: Sequence[Removed]) -> None:
+        self._removed([key for key, _ in removed])
+
+    def _apply(self, operation: Operation) -> tuple[Any, Sequence[Removed]]:
+        """Apply one operation within the current transaction; return its result and the chunks that it removed."""
+        fields = dict(operation)
+        op = fields.pop("op")
+        if op not in OPERATIONS:
             raise StoreError(f"{self._remote.url} was written by a newer version ({op}): update kvrag")
-        return Outcome()
+        if op == "put":
+            fields["rows"] = list(map(_row, fields["rows"]))
+        result = self._manifest.change(op, **fields)
+        return result, result if op in ("hold", "remove") else ()
 
     def _fits(self) -> bool:
         """Return whether the log has the manifest's last operation; of an empty one, whether it has no snapshot."""
@@ -181,26 +150,23 @@ class Log:
         self._checked = time.monotonic()
         if position == 0:
             return not self._snapshots()
-        beginning = self._remote.peek(_name(position))
-        return beginning is not None and beginning[:16] == b"%016x" % self._manifest.counter(_LAST)
+        return self._is_stored(_name(position), self._manifest.counter(_LAST))
+
+    def _is_stored(self, name: str, number: int) -> bool:
+        """Return whether the operation of this name has this id."""
+        (content,) = self._remote.read([name])
+        return content is not None and content[:16] == b"%016x" % number
 
     # ---------------------------------------------------------------- writing
 
-    def append(self, operation: Operation) -> Outcome:
-        """Append an operation and apply it; see `_append`."""
-        return self._append(lambda: operation)
+    def change(self, op: str, **fields: Any) -> Any:
+        """Append an operation, and apply it as Manifest.change, after all that any machine appended before it.
 
-    def _append(self, make: Callable[[], Operation | None]) -> Outcome:
-        """Append an operation and apply it.
-
-        When this returns, the manifest includes every operation that any machine appended before it.
-
-        Args:
-            make: Returns the operation, given the manifest right before it; None = append nothing.
-
-        Raises:
-            StoreError: The operation may or may not have been appended.
+        After a StoreError, the operation may or may not have been appended.
         """
+        if op == "put":
+            fields["rows"] = _listed(fields["rows"])
+        operation = {"op": op, **fields}
         mine = secrets.randbits(62)
         for attempt in range(_ROUNDS):
             if attempt:
@@ -208,80 +174,20 @@ class Log:
             self.pull()
             # other processes of this machine must not apply it first: its result would be lost
             with self._manifest.transaction():
-                position, last = self.position, self._manifest.counter(_LAST)
+                number, last = self.position + 1, self._manifest.counter(_LAST)
                 if not self._fits():
                     self._checked = float("-inf")
                     continue
-                operation = make()
-                if operation is None:
-                    return Outcome()
-                content = _encode(mine, last, operation)
-                if not self._create(_name(position + 1), content):
+                name = _name(number)
+                # it is there already if the answer to a first attempt was lost
+                if not self._remote.create(name, _encode(mine, last, operation)) and not self._is_stored(name, mine):
                     continue
-                outcome = self._apply(operation)
-                self._manifest.set_counters({_POSITION: position + 1, _LAST: mine})
-            self._removed([key for key, _ in outcome.removed])
-            self._appended()
-            return outcome
+                result, removed = self._apply(operation)
+                self._manifest.set_counters({_POSITION: number, _LAST: mine})
+            self._note(removed)
+            self._appended(number)
+            return result
         raise StoreError(f"{self._remote.url} has too many writers at the moment: try again")
-
-    def _create(self, name: str, content: bytes) -> bool:
-        if self._remote.create(name, content):
-            return True
-        beginning = self._remote.peek(name)  # mine, if the answer to a first attempt was lost
-        return beginning is not None and beginning[:16] == content[:16]
-
-    def add(self, rows: Sequence[ManifestRow]) -> list[ManifestRow]:
-        """See Manifest.add."""
-        known: list[ManifestRow] = []
-        for i in range(0, len(rows), _PAGE):
-            known += self.append({"op": "put", "rows": _listed(rows[i : i + _PAGE])}).known
-        return known
-
-    def hold(
-        self, document: str, holdings: Sequence[Holding], namespace: str, replace: bool
-    ) -> Sequence[tuple[str, str]]:
-        """See Manifest.hold."""
-        listed = [[holding.text_key, holding.key, holding.source] for holding in holdings]
-        names = {"document": document, "namespace": namespace}
-        return self.append({"op": "hold", **names, "holdings": listed, "replace": replace}).removed
-
-    def remove(self, keys: Sequence[str], counter: str | None = None, file: str | None = None) -> list[str]:
-        """See Manifest.remove."""
-        removed = self.append({"op": "remove", "keys": list(keys), "counter": counter, "file": file}).removed
-        return [file for _, file in removed]
-
-    def evict(self, limit: int, most: int, namespace: str | None = None) -> list[str]:
-        """See Manifest.evict.
-
-        Chunks are chosen from the manifest with all operations before this one: if two machines evict at the same time,
-        the second one sees that there is room.
-        """
-
-        def make() -> Operation | None:
-            keys = self._manifest.coldest(limit, most, namespace)
-            return {"op": "remove", "keys": keys, "counter": None, "file": None} if keys else None
-
-        return [file for _, file in self._append(make).removed]
-
-    def set_budget(self, namespace: str, max_bytes: int | None) -> None:
-        """See Manifest.set_budget."""
-        self.append({"op": "budget", "namespace": namespace, "bytes": max_bytes})
-
-    def release(self, requests: Sequence[tuple[str, str]]) -> None:
-        """See Manifest.release."""
-        self.append({"op": "release", "requests": requests})
-
-    def touch(self, uses: Mapping[str, int]) -> None:
-        """See Manifest.touch. The time of use is when each machine applies the operation."""
-        keys = list(uses)
-        for i in range(0, len(keys), _USES):
-            page = keys[i : i + _USES]
-            self.append({"op": "used", "keys": page, "uses": [uses[key] for key in page]})
-
-    def publish(self) -> None:
-        """Count a publication."""
-        self.append({"op": "published"})
 
     # ---------------------------------------------------------------- snapshots
 
@@ -302,31 +208,24 @@ class Log:
         self._rebuild()
 
     def _rebuild(self) -> None:
-        numbers = self._snapshots()
-        number = self._snapshot = numbers[-1] if numbers else 0
+        number = max(self._snapshots(), default=0)
         position = self.position
         logger.info("%s: starting from snapshot %d", self._remote.url, number)
         with _noticing_damage(f"{self._remote.url}/snapshots/{number:012d}"), self._manifest.transaction():
             if self.position != position:
                 return  # another process has rebuilt it
-            index: dict[str, Any] = {"last": 0, "damaged": 0, "rows": 0, "holders": 0}
-            if number:
-                index = self._part(number, "index")
-            rows = (_row(row) for part in self._parts(number, "rows", index["rows"]) for row in part)
-            holders = (Holder(*row) for part in self._parts(number, "holders", index["holders"]) for row in part)
-            removed = self._manifest.replace(rows, holders)
-            self._manifest.count(PUBLICATIONS)  # some may have been in the operations that are skipped
-            for namespace in self._manifest.budgets():
-                self._manifest.set_budget(namespace, None)
-            for namespace, max_bytes in index.get("budgets", {}).items():  # older versions write none
-                self._manifest.set_budget(namespace, max_bytes)
-            for part in self._parts(number, "scores", index.get("scores", 0)):
-                self._manifest.set_scores(map(tuple, part))
-            counters = {_POSITION: number, _LAST: index["last"], "damaged": index["damaged"]}
-            self._manifest.set_counters(counters | ({CLOCK: index["clock"]} if "clock" in index else {}))
+            index = self._part(number, "index") if number else _EMPTY
+            rows, holders, scores = (self._parts(number, kind, index) for kind in ("rows", "holders", "scores"))
+            removed = self._manifest.replace(map(_row, rows), holders, scores)
+            self._manifest.publish()  # some may have been in the operations that are skipped
+            budgets = index["budgets"]
+            for namespace in {*self._manifest.budgets(), *budgets}:
+                self._manifest.set_budget(namespace, budgets.get(namespace))
+            counters = {_POSITION: number, _LAST: index["last"], "damaged": index["damaged"], CLOCK: index["clock"]}
+            self._manifest.set_counters(counters)
         self.rebuilt += 1
         self._checked = time.monotonic()
-        self._removed(removed)
+        self._note(removed)
 
     def _part(self, number: int, name: str) -> Any:
         path = f"snapshots/{number:012d}/{name}"
@@ -335,41 +234,25 @@ class Log:
             raise _Replaced(f"{self._remote.url}/{path} is missing: try again")
         return _unpack(content, f"{self._remote.url}/{path}")
 
-    def _parts(self, number: int, kind: str, count: int) -> Iterator[Any]:
-        for part in range(count):
-            yield self._part(number, f"{kind}-{part:06d}")
-
-    def snapshot_if_long(self) -> None:
-        """Write a snapshot if it would help new machines, and no other thread is writing one."""
-        if self._writing_snapshot.acquire(blocking=False):
-            try:
-                if self._snapshot is None:
-                    self._snapshot = max(self._snapshots(), default=0)
-                if self.position - self._snapshot >= _SNAPSHOT_EVERY:
-                    self.write_snapshot()
-            finally:
-                self._writing_snapshot.release()
+    def _parts(self, number: int, kind: str, index: Mapping[str, Any]) -> Iterator[Any]:
+        for part in range(index[kind]):
+            yield from self._part(number, f"{kind}-{part:06d}")
 
     def write_snapshot(self) -> tuple[int, int]:
         """Write a snapshot of the manifest as it is; return its number and the id of its last operation."""
-        number = 0
-        index: dict[str, Any] = {"last": 0, "rows": 0, "holders": 0, "scores": 0, "budgets": {}}
-        for counters, rows, holders in self._manifest.contents():
-            if counters:
+        index, counters, number = dict(_EMPTY), dict[str, int](), 0
+        for kind, page in self._manifest.contents():
+            if kind == "counters":  # the first
+                counters.update(page)
                 number = counters.get(_POSITION, 0)
-                index |= {"last": counters.get(_LAST, 0), "damaged": counters.get("damaged", 0)}
-                index |= {"clock": counters.get(CLOCK, 0), "budgets": budgets_in(counters)}
-            kind: str = "rows" if rows else "holders"
-            if page := _listed(rows) or holders:
-                name = f"snapshots/{number:012d}/{kind}-{index[kind]:06d}"
-                self._remote.write(name, _pack(page))
-                index[kind] += 1
-        for scores in self._manifest.scores():
-            self._remote.write(f"snapshots/{number:012d}/scores-{index['scores']:06d}", _pack(scores))
-            index["scores"] += 1
+                continue
+            name = f"snapshots/{number:012d}/{kind}-{index[kind]:06d}"
+            self._remote.write(name, _pack(_listed(page) if kind == "rows" else page))
+            index[kind] += 1
+        index |= {"last": counters.get(_LAST, 0), "budgets": self._manifest.budgets()}
+        index |= {name: counters.get(name, 0) for name in ("damaged", CLOCK)}
         if number:
             self._remote.write(f"snapshots/{number:012d}/index", _pack(index))
-            self._snapshot = number
         return number, index["last"]
 
     def trim(self) -> None:
@@ -378,15 +261,8 @@ class Log:
         number, last = self.write_snapshot()
         (trimmed,) = self._remote.read([_TRIMMED])
         first = int(trimmed) + 1 if trimmed and re.fullmatch(rb"[0-9]{1,12}", trimmed) else 1
-        for at in range(first if first <= number + 1 else 1, number + 1, _BATCH):
-            names = [_name(n) for n in range(at, min(at + _BATCH, number + 1))]
-            for name, content in zip(names, self._remote.read(names), strict=True):
-                if content:
-                    try:
-                        ids = _ids(content, name)
-                    except StoreError:  # damaged, but this machine has applied it
-                        ids = (last if name == _name(number) else 0), 0
-                    self._remote.write(name, _encode(*ids, None, number))
+        for n in range(first if first <= number + 1 else 1, number + 1):
+            self._remote.write(_name(n), _encode(last if n == number else 0, 0, number))
         self._remote.write(_TRIMMED, str(number).encode())
         matches = (re.match(r"snapshots/([0-9]{12})/", name) for name in self._remote.names("snapshots/"))
         older = [match.string for match in matches if match and int(match[1]) < number]
@@ -398,34 +274,25 @@ def _name(number: int) -> str:
     return f"log/{number:012d}"
 
 
-def _listed(rows: Sequence[ManifestRow]) -> list[Any]:
+def _listed(rows: Sequence[Sequence[Any]]) -> list[Any]:
     """Return rows as JSON; see `_row`."""
-    return [[*row[:3], base64.b64encode(row.ids).decode(), *row[4:]] for row in rows]
+    return [[*row[:3], base64.b64encode(row[3]).decode(), *row[4:]] for row in rows]
 
 
 def _row(listed: Sequence[Any]) -> ManifestRow:
     return ManifestRow._make([*listed[:3], base64.b64decode(listed[3]), *listed[4:]])
 
 
-def _encode(number: int, before: int, operation: Operation | None, snapshot: int = 0) -> bytes:
-    """Return an operation as stored: its id, the previous operation's id, a digest, JSON."""
-    content = _pack(snapshot if operation is None else operation)
-    return b"%016x %016x %s" % (number, before, content)
+def _encode(number: int, before: int, operation: Operation | int) -> bytes:
+    """Return an operation as stored: its id, the previous one's, a digest, and JSON; of a cut one, its snapshot."""
+    return b"%016x %016x %s" % (number, before, _pack(operation))
 
 
 def _decode(content: bytes, where: str) -> _Entry:
-    ids, read = _ids(content, where), _unpack(content[34:], where)
-    if not isinstance(read, int | dict):
+    match, read = re.match(rb"([0-3][0-9a-f]{15}) ([0-3][0-9a-f]{15}) ", content), _unpack(content[34:], where)
+    if not match or not isinstance(read, int | dict):
         raise _damaged(where)
-    return _Entry(*ids, None, read) if isinstance(read, int) else _Entry(*ids, read)
-
-
-def _ids(content: bytes, where: str) -> tuple[int, int]:
-    """Return the ids of a stored operation and of the previous one."""
-    match = re.match(rb"([0-3][0-9a-f]{15}) ([0-3][0-9a-f]{15}) ", content)
-    if not match:
-        raise _damaged(where)
-    return int(match[1], 16), int(match[2], 16)
+    return _Entry(int(match[1], 16), int(match[2], 16), read if isinstance(read, dict) else None)
 
 
 def _pack(content: Any) -> bytes:

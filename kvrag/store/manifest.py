@@ -1,7 +1,16 @@
-"""The manifest: one SQLite file with the texts, chunks, holders, times of use and budgets."""
+"""The manifest: one SQLite file with the texts, chunks, holders, times of use and budgets.
+
+Chunks with the lowest score are evicted first: see decision 23. The score is the logarithm of
+
+    (tokens to compute again) / bytes * sum over all uses of 2 ** (clock at that use / half-life)
+
+Counting a use only adds a term, and scores of different ages are comparable, so an index can hold them. The clock
+counts uses: it advances by 1 when there have been as many uses as there are chunks.
+"""
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,22 +18,34 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvrag.errors import StoreError
 from kvrag.fingerprint import text_key
-from kvrag.store.eviction import Eviction, remove_rows
-from kvrag.store.protocol import ON_REQUEST, Entry, Holding, NamespaceStats, TextState
-from kvrag.store.schema import COUNT, PAGE, RECOUNT, advance, clock_of, translated
+from kvrag.store.chunkfile import PackedChunk
+from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, NamespaceStats, TextState
+from kvrag.store.schema import COUNT, PAGE, Database, advance, clock_of, translated
 
 _ROWS = "SELECT key, text, namespace, ids, context_tokens, file, num_bytes FROM chunks"  # in the order of ManifestRow
 _WITH_PREFIX = (  # a range condition, so that SQLite uses the index
     "WHERE namespace = ?1 AND document > '' AND document >= ?2 AND document < ?2 || char(1114111) AND document != ?3"
 )
+_LISTED = "(SELECT value FROM json_each(?1))"  # SQLite limits the number of parameters
+_BYTES = "SELECT total(bytes) FROM totals WHERE ?1 IS NULL OR namespace = ?1"
+_LOG = 100_000  # number of removals kept
+_BUDGET = "budget "  # and a namespace: counter with its budget in bytes
 _STORED = 2  # uses that storing counts as: new chunks must outlast chunks that are hardly used
 
-EVICT = 500
-"""Chunks that are removed in one transaction."""
+PUBLICATIONS = "publications"
+"""Counter of publications, see SharedStore."""
+
+OPERATIONS = {
+    **{"put": "add", "hold": "hold", "remove": "remove", "release": "release"},
+    **{"used": "touch", "budget": "set_budget", "published": "publish"},
+}
+"""Methods that change a manifest, by their names in the log of a shared store."""
+
+Removed = tuple[str, str]
+"""Key and file of a chunk whose row was deleted."""
 
 
 class ManifestRow(NamedTuple):
@@ -39,25 +60,13 @@ class ManifestRow(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def of(
-        cls, key: str, namespace: str, ids: NDArray[np.uint32], context_tokens: int, file: str, size: int
-    ) -> ManifestRow:
-        """Return the row of a chunk with these ids; see ChunkRecord."""
-        ids_bytes = ids.astype("<u4").tobytes()
-        return cls(key, text_key(namespace, ids), namespace, ids_bytes, context_tokens, file, size)
+    def of(cls, chunk: ChunkRecord | PackedChunk, file: str, size: int) -> ManifestRow:
+        """Return the row of a chunk."""
+        ids, key = chunk.ids.astype("<u4").tobytes(), text_key(chunk.namespace, chunk.ids)
+        return cls(chunk.key, key, chunk.namespace, ids, len(chunk.context), file, size)
 
 
-class Holder(NamedTuple):
-    """A document of a namespace that holds a text from a source and relies on the variant `key`."""
-
-    namespace: str
-    document: str
-    text_key: str
-    source: str
-    key: str
-
-
-class Manifest(Eviction):
+class Manifest(Database):
     """Queries and changes of the manifest; see `Database` about concurrency."""
 
     # ---------------------------------------------------------------- lookups of a request
@@ -66,13 +75,14 @@ class Manifest(Eviction):
         """See KVStore.look_up."""
         variants: dict[str, dict[str, int]] = {text_key: {} for text_key in text_keys}
         sources: dict[str, dict[str, str]] = {text_key: {} for text_key in text_keys}
+        listed = json.dumps(list(variants))
         with self._reading() as connection:
-            query = "SELECT text, key, context_tokens FROM chunks WHERE text IN"
-            for text_key, key, context_tokens in _select(connection, query, list(variants)):
+            query = f"SELECT text, key, context_tokens FROM chunks WHERE text IN {_LISTED}"
+            for text_key, key, context_tokens in connection.execute(query, (listed,)):
                 if text_key in variants:  # not so if the index is damaged
                     variants[text_key][key] = context_tokens
-            query = "SELECT text, source, key FROM holders WHERE text IN"
-            for text_key, source, key in _select(connection, query, list(variants)):
+            query = f"SELECT text, source, key FROM holders WHERE text IN {_LISTED}"
+            for text_key, source, key in connection.execute(query, (listed,)):
                 if text_key in sources:  # one source, two contexts: documents can lie about sources, so trust neither
                     known = sources[text_key]
                     known[source] = key if known.get(source, key) == key else ""
@@ -85,8 +95,7 @@ class Manifest(Eviction):
 
     def known(self, keys: Sequence[str]) -> set[str]:
         """Return the keys that have a row."""
-        with self._reading() as connection:
-            return {row[0] for row in _select(connection, "SELECT key FROM chunks WHERE key IN", keys)}
+        return {key for (key,) in self._all(f"SELECT key FROM chunks WHERE key IN {_LISTED}", json.dumps(keys))}
 
     def counter(self, name: str) -> int:
         """Return the value of a counter."""
@@ -123,11 +132,15 @@ class Manifest(Eviction):
 
     # ---------------------------------------------------------------- changes
 
+    def change(self, op: str, **fields: Any) -> Any:
+        """Call one of the methods of `OPERATIONS`."""
+        return getattr(self, OPERATIONS[op])(**fields)
+
     def add(self, rows: Iterable[ManifestRow]) -> list[ManifestRow]:
         """Insert chunks and their texts in one transaction; return the rows whose key had another file already."""
         now, rows = time.time(), iter(rows)
         known: list[ManifestRow] = []
-        with self._writing() as connection:
+        with self.transaction() as connection:
             while page := list(islice(rows, PAGE)):
                 connection.executemany(
                     "INSERT OR IGNORE INTO texts (text, namespace, num_tokens, ids) VALUES (?, ?, ?, ?)",
@@ -140,52 +153,46 @@ class Manifest(Eviction):
                     f" VALUES (?1, ?2, ?3, ?4, ?5, {now}, {now}, ?6, raised(NULL, {_STORED}, ?7 + ?3, ?5, {clock}))",
                     [(*row[:2], *row[4:], row.namespace, len(row.ids) // 4) for row in page],
                 )
-                for row in page:
-                    (file,) = connection.execute("SELECT file FROM chunks WHERE key = ?", (row.key,)).fetchone()
-                    if file != row.file:
-                        known.append(row)
+                query = f"SELECT key, file FROM chunks WHERE key IN {_LISTED}"
+                files = dict(connection.execute(query, (json.dumps([row.key for row in page]),)).fetchall())
+                known += [row for row in page if files[row.key] != row.file]
                 advance(connection, len(page) - (len(known) - before))
         return known
 
     def correct(self, row: ManifestRow) -> None:
         """Replace a chunk's rows by this one."""
-        with self._writing() as connection:
+        with self.transaction() as connection:
             connection.execute("DELETE FROM chunks WHERE key = ?", (row.key,))
             connection.execute("DELETE FROM texts WHERE text = ?2 AND (ids, namespace) != (?4, ?3)", row[:4])
         self.add([row])
 
-    def remove(self, keys: Sequence[str], counter: str | None = None, file: str | None = None) -> list[str]:
-        """Delete rows of chunks; return the names of their files.
-
-        Args:
-            counter: Name of a counter to add the deleted chunks to.
-            file: Delete only rows with this file.
-        """
-        with self._writing() as connection:
-            removed = remove_rows(connection, keys, file)
+    def remove(self, keys: Sequence[str], counter: str | None = None, file: str | None = None) -> list[Removed]:
+        """Delete rows of chunks, only those with this file if one is given, and count them in this counter."""
+        with self.transaction() as connection:
+            removed = _remove_rows(connection, keys, file)
             if counter:
                 self.count(counter, len(removed))
-        return [name for _, name in removed]
+        return removed
 
-    def hold(self, document: str, holdings: Sequence[Holding], namespace: str, replace: bool) -> list[tuple[str, str]]:
-        """Record a document's holdings; return (key, file) of the chunks removed because no document relies on them."""
+    def hold(self, document: str, namespace: str, holdings: Sequence[Holding], replace: bool) -> list[Removed]:
+        """Record a document's holdings; return the chunks removed because no document relies on them."""
         name = (namespace, document)
-        with self._writing() as connection:
+        with self.transaction() as connection:
             replaced: list[tuple[str, ...]] = [name]
             same = "namespace = ? AND document = ?"
             if not replace:
                 same = f"{same} AND text = ? AND source = ?"
-                replaced = [(*name, holding.text_key, holding.source) for holding in holdings]
+                replaced = [(*name, text_key, source) for text_key, _, source in holdings]
             query = f"SELECT key FROM holders WHERE {same}"
             before = {key for values in replaced for (key,) in connection.execute(query, values)}
             connection.executemany(f"DELETE FROM holders WHERE {same}", replaced)
-            rows = [(*name, holding.text_key, holding.source, holding.key) for holding in holdings]
+            rows = [(*name, text_key, source, key) for text_key, key, source in holdings]
             connection.executemany(
                 "INSERT OR REPLACE INTO holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?, ?)", rows
             )
-            held = "SELECT 1 FROM holders WHERE key = ? LIMIT 1"
-            unheld = [key for key in sorted(before) if connection.execute(held, (key,)).fetchone() is None]
-            return remove_rows(connection, unheld)
+            query = "SELECT value FROM json_each(?) WHERE value NOT IN (SELECT key FROM holders)"
+            unheld = connection.execute(query, (json.dumps(sorted(before)),)).fetchall()
+            return _remove_rows(connection, [key for (key,) in unheld])
 
     def unused_requests(self, since: float) -> list[tuple[str, str]]:
         """Return (namespace, text key) of the request texts that have not been used since."""
@@ -198,7 +205,7 @@ class Manifest(Eviction):
 
     def release(self, requests: Iterable[tuple[str, str]]) -> None:
         """Remove the holders of these request texts, given as (namespace, text key)."""
-        with self._writing() as connection:
+        with self.transaction() as connection:
             connection.executemany(
                 "DELETE FROM holders WHERE namespace = ? AND text = ? AND document = ?",
                 [(*request, ON_REQUEST) for request in requests],
@@ -206,20 +213,23 @@ class Manifest(Eviction):
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """Set counters, each 63 bits."""
-        with self._writing() as connection:
+        with self.transaction() as connection:
             connection.executemany("INSERT OR REPLACE INTO counters VALUES (?, ?)", list(counters.items()))
+
+    def publish(self) -> None:
+        """Count a publication."""
+        self.count(PUBLICATIONS)
 
     def count(self, counter: str, by: int = 1) -> None:
         """Raise a counter."""
-        with self._writing() as connection:
+        with self.transaction() as connection:
             connection.execute(COUNT, (counter, by))
 
-    def replace(self, rows: Iterable[ManifestRow], holders: Iterable[Holder]) -> list[str]:
-        """Make these the only chunks and holders; return the keys of the chunks removed.
-
-        Texts that stay keep their number.
-        """
-        with self._writing() as connection:
+    def replace(
+        self, rows: Iterable[ManifestRow], holders: Iterable[Sequence[str]], scores: Iterable[Sequence[Any]]
+    ) -> list[Removed]:
+        """Make these the only chunks, holders and scores, see `contents`. Texts that stay keep their number."""
+        with self.transaction() as connection:
             connection.execute("CREATE TEMP TABLE kept (key TEXT PRIMARY KEY, file TEXT) WITHOUT ROWID")
             rows = iter(rows)
             while page := list(islice(rows, PAGE)):
@@ -230,18 +240,18 @@ class Manifest(Eviction):
                         self.correct(row)
                 self.add(page)
             others = "SELECT key FROM chunks WHERE key NOT IN (SELECT key FROM kept)"
-            removed = [row[0] for row in connection.execute(others)]
-            remove_rows(connection, removed)
+            removed = _remove_rows(connection, [key for (key,) in connection.execute(others)])
             connection.execute("DROP TABLE kept")
             connection.execute("DELETE FROM holders")
             connection.executemany(
                 "INSERT INTO holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?, ?)", holders
             )
+            connection.executemany("UPDATE chunks SET score = ?2 WHERE key = ?1", scores)
         return removed
 
     def purge(self) -> bool:
         """Empty SQLite's write-ahead log; return whether chunks were removed since the last time."""
-        with self._lock, translated(self._path):
+        with self._lock, translated(self._folder):
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         removals = self.counter("removals")
         if removals == self.counter("purged"):
@@ -251,9 +261,58 @@ class Manifest(Eviction):
 
     def recount(self) -> None:
         """Recompute the totals, which may be wrong after damage."""
-        with self._writing() as connection:
-            for statement in RECOUNT.strip().split(";\n"):
-                connection.execute(statement)
+        with self.transaction() as connection:
+            connection.execute("DELETE FROM texts WHERE text NOT IN (SELECT text FROM chunks)")
+            connection.execute("DELETE FROM totals")
+            connection.execute(
+                "INSERT INTO totals (namespace, texts, chunks, tokens, bytes) SELECT namespace, count(DISTINCT number),"
+                " count(*), total(num_tokens), total(num_bytes) FROM chunks JOIN texts USING (text) GROUP BY namespace"
+            )
+
+    # ---------------------------------------------------------------- scores and budgets
+
+    def num_bytes(self, namespace: str | None = None) -> int:
+        """Return the total size of all chunks of a namespace; None = of all."""
+        return int(self._all(_BYTES, namespace)[0][0])
+
+    def coldest(self, limit: int, most: int, namespace: str | None = None) -> list[str]:
+        """Return the chunks to remove, at most `most`, until those of a namespace (None = all) take `limit` bytes."""
+        keys = []
+        where = "" if namespace is None else "WHERE chunk_namespace = ?1"  # apart, so that SQLite uses an index
+        with self._reading() as connection:
+            (left,) = connection.execute(_BYTES, (namespace,)).fetchone()
+            query = f"SELECT key, num_bytes FROM chunks {where} ORDER BY score, key LIMIT ?2"
+            for key, size in connection.execute(query, (namespace, most)):
+                if left <= limit:
+                    break
+                keys.append(key)
+                left -= size
+        return keys
+
+    def touch(self, keys: Sequence[str], uses: Sequence[int]) -> None:
+        """Record the number of uses of each of these chunks, at the current time."""
+        now = time.time()
+        with self.transaction() as connection:
+            clock, before = clock_of(connection), connection.total_changes
+            connection.executemany(
+                "UPDATE chunks SET used = ?1, uses = uses + ?2, score = raised(score, ?2, context_tokens +"
+                " (SELECT num_tokens FROM texts WHERE texts.text = chunks.text), num_bytes, ?3) WHERE key = ?4",
+                [(now, count, clock, key) for key, count in zip(keys, uses, strict=True)],
+            )
+            if connection.total_changes > before:  # a shared log may name chunks that are no longer stored
+                advance(connection, sum(uses))
+
+    def set_budget(self, namespace: str, bytes: int | None) -> None:
+        """Set the byte budget of a namespace; None = none. Removes no chunks."""
+        with self.transaction() as connection:
+            connection.execute("DELETE FROM counters WHERE name = ?", (_BUDGET + namespace,))
+            if bytes is not None:
+                connection.execute("INSERT INTO counters VALUES (?, ?)", (_BUDGET + namespace, bytes))
+
+    def budgets(self) -> dict[str, int]:
+        """Return the byte budget of each namespace that has one."""
+        rows = self._all("SELECT name, value FROM counters WHERE name GLOB ?", f"{_BUDGET}*")
+        return {name.removeprefix(_BUDGET): value for name, value in rows}
 
     # ---------------------------------------------------------------- listings and maintenance
 
@@ -296,20 +355,22 @@ class Manifest(Eviction):
 
     def held_by_requests(self, keys: Sequence[str]) -> list[str]:
         """Return the chunks, out of these, that texts of requests rely on."""
-        query = "SELECT DISTINCT key FROM holders WHERE document = ? AND key IN"
-        with self._reading() as connection:
-            return [row[0] for row in _select(connection, query, keys, ON_REQUEST)]
+        query = f"SELECT DISTINCT key FROM holders WHERE document = ?2 AND key IN {_LISTED}"
+        return [key for (key,) in self._all(query, json.dumps(keys), ON_REQUEST)]
 
-    def contents(self) -> Iterator[tuple[dict[str, int], list[ManifestRow], list[Holder]]]:
-        """Yield everything from one snapshot: first the counters, then pages of chunks, then pages of holders."""
+    def contents(self) -> Iterator[tuple[str, list[Any]]]:
+        """Yield everything from one snapshot, in pages of a kind: counters first; rows have ManifestRow's fields."""
+        queries = {
+            "counters": "SELECT name, value FROM counters",
+            "rows": f"{_ROWS} JOIN texts USING (text) ORDER BY key",
+            "holders": "SELECT namespace, document, text, source, key FROM holders",
+            "scores": "SELECT key, score FROM chunks ORDER BY key",
+        }
         with self._reading() as connection:
-            yield dict(connection.execute("SELECT name, value FROM counters").fetchall()), [], []
-            cursor = connection.execute(f"{_ROWS} JOIN texts USING (text) ORDER BY key")
-            while page := cursor.fetchmany(PAGE):
-                yield {}, [ManifestRow(*row) for row in page], []
-            cursor = connection.execute("SELECT namespace, document, text, source, key FROM holders")
-            while page := cursor.fetchmany(PAGE):
-                yield {}, [], [Holder(*row) for row in page]
+            for kind, query in queries.items():
+                cursor = connection.execute(query)
+                while page := cursor.fetchmany(PAGE):
+                    yield kind, page
 
     def rows(self) -> dict[str, ManifestRow]:
         """Return all chunks by key."""
@@ -320,8 +381,12 @@ class Manifest(Eviction):
         return {row[0] for row in self._all("SELECT file FROM chunks")}
 
 
-def _select(connection: sqlite3.Connection, query: str, keys: Sequence[str], *values: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the rows of a query that ends with IN, for all keys: SQLite limits the number of parameters."""
-    for i in range(0, len(keys), 500):
-        part = keys[i : i + 500]
-        yield from connection.execute(f"{query} ({','.join('?' * len(part))})", (*values, *part))
+def _remove_rows(connection: sqlite3.Connection, keys: Sequence[str], file: str | None = None) -> list[Removed]:
+    """Delete rows, only those with this file if one is given, within the current transaction."""
+    where, values = f"WHERE key IN {_LISTED} AND (?2 IS NULL OR file = ?2)", (json.dumps(keys), file)
+    removed = connection.execute(f"SELECT key, file FROM chunks {where}", values).fetchall()
+    connection.execute(f"DELETE FROM chunks {where}", values)
+    connection.execute(
+        "DELETE FROM removed WHERE position <= (SELECT seq FROM sqlite_sequence WHERE name = 'removed') - ?", (_LOG,)
+    )
+    return removed

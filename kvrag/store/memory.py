@@ -4,42 +4,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
-import numpy as np
 from cachetools import LRUCache
-from numpy.typing import NDArray
 
 from kvrag.store.codec import Layer
 from kvrag.store.protocol import ChunkReader
 
 Place = Callable[[int, Layer], Layer | None]
 """Returns a layer as a tier keeps it, by its number; None = there is no memory for it."""
-
-
-@dataclass(slots=True, eq=False)
-class _CachedChunk:
-    """A chunk in a tier, and its own reader; see ChunkReader."""
-
-    key: str
-    namespace: str
-    ids: NDArray[np.uint32]
-    context_tokens: int
-    tier: str
-    num_layers: int
-    layers: Sequence[Layer]
-    bytes_read: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self.ids.nbytes + sum(keys.nbytes + values.nbytes for keys, values in self.layers)
-
-    def layer(self, number: int) -> Layer:
-        return self.layers[number]
-
-    def close(self) -> None:
-        pass
 
 
 class MemoryTier:
@@ -55,9 +28,9 @@ class MemoryTier:
             name: The readers' `tier`.
             place: Moves layers to where this tier keeps them; None = as they are read.
         """
-        self.name, self._faster, self._place = name, faster, place
-        self._chunks: LRUCache[str, _CachedChunk] = LRUCache(max_bytes, getsizeof=lambda chunk: chunk.nbytes)
-        self._reading: weakref.WeakSet[_KeepingReader] = weakref.WeakSet()
+        self.name, self._faster, self.place = name, faster, place
+        self._chunks: LRUCache[str, _Reader] = LRUCache(max_bytes, getsizeof=lambda chunk: chunk.nbytes)
+        self._reading: weakref.WeakSet[_Reader] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -119,15 +92,15 @@ class MemoryTier:
             return reader
         if self.max_bytes == 0:
             return reader if self._faster is None else self._faster.keeping(reader, only_free)
-        keeping = _KeepingReader(self, reader, only_free)
+        keeping = _Reader(reader, reader.tier, self, only_free)
         with self._lock:
             self._reading.add(keeping)
         return keeping
 
-    def _keep(self, reader: _KeepingReader) -> None:
-        layers = [reader.layers[number] for number in range(reader.num_layers)]
-        about = reader.key, reader.namespace, reader.ids, reader.context_tokens
-        chunk = _CachedChunk(*about, self.name, len(layers), layers)
+    def keep(self, reader: _Reader) -> None:
+        """Cache a chunk of which all layers were read, unless it was dropped meanwhile."""
+        chunk = _Reader(reader, self.name)
+        chunk.layers = reader.layers
         with self._lock:
             self._reading.discard(reader)
             room = self.free if reader.only_free else self.max_bytes
@@ -135,31 +108,42 @@ class MemoryTier:
                 self._chunks[reader.key] = chunk
 
 
-class _KeepingReader:
-    def __init__(self, memory: MemoryTier, reader: ChunkReader, only_free: bool) -> None:
-        self._memory, self._reader, self.only_free = memory, reader, only_free
-        self._place = memory._place
-        self.key, self.namespace = reader.key, reader.namespace
-        self.ids, self.context_tokens = reader.ids, reader.context_tokens
-        self.tier, self.num_layers = reader.tier, reader.num_layers
+class _Reader:
+    """A chunk in a tier, or one that is being read; see ChunkReader."""
+
+    def __init__(
+        self, reader: ChunkReader, tier: str, memory: MemoryTier | None = None, only_free: bool = False
+    ) -> None:
+        self.key, self.namespace, self.ids = reader.key, reader.namespace, reader.ids
+        self.context_tokens, self.num_layers = reader.context_tokens, reader.num_layers
+        self._reader, self._memory = None if memory is None else reader, memory
+        self.tier, self.only_free = tier, only_free
         self.layers: dict[int, Layer] = {}
         self.keeps = True
 
     @property
+    def nbytes(self) -> int:
+        return self.ids.nbytes + sum(keys.nbytes + values.nbytes for keys, values in self.layers.values())
+
+    @property
     def bytes_read(self) -> int:
-        return self._reader.bytes_read
+        return self._reader.bytes_read if self._reader else 0
 
     def layer(self, number: int) -> Layer:
+        if self._reader is None or self._memory is None:
+            return self.layers[number]
         layer = self._reader.layer(number)
-        if self._place and self.keeps:
-            placed = self._place(number, layer)
+        if self.keeps and (place := self._memory.place):
+            placed = place(number, layer)
             self.keeps = self.keeps and placed is not None
             layer = placed or layer
         self.layers[number] = layer
         return layer
 
     def close(self) -> None:
+        if self._reader is None or self._memory is None:
+            return
         self._reader.close()
         if len(self.layers) == self.num_layers:
-            self._memory._keep(self)
+            self._memory.keep(self)
         self.layers = {}

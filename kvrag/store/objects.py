@@ -23,7 +23,7 @@ from obstore.exceptions import (
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvrag.errors import SettingError, StoreError, StoreReadOnlyError
-from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError, Listed
+from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError
 
 _BEGINNING = 1 << 20  # header, ids and the first layers
 _WRITE_S = 300.0  # seconds for one object
@@ -31,7 +31,6 @@ _CONNECT_S = 5.0
 _RETRIES, _RETRY_S = 2, 10.0
 _CLOCK = "clock"  # written to read the time of the remote
 
-_OPTIONS = {"s3": {"endpoint", "region"}, "gs": set[str](), "az": {"account", "endpoint"}}
 _VARIABLES = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
@@ -50,14 +49,7 @@ class ObjectStore:
     """A prefix of a bucket; see Remote. Credentials come from the environment, as in the tools of each provider."""
 
     def __init__(self, url: str, scheme: str, bucket: str, prefix: str, options: Mapping[str, str]) -> None:
-        """Connect; sends nothing.
-
-        Args:
-            options: `endpoint` and `region` of s3, `account` and `endpoint` of az.
-
-        Raises:
-            SettingError: The URL has no bucket or an unknown option, or this process was forked from one with a store.
-        """
+        """Connect; sends nothing."""
         global _process
         if _process not in (None, os.getpid()):
             raise SettingError(
@@ -66,11 +58,6 @@ class ObjectStore:
             )
         _process = os.getpid()
         self.url, self._scheme, self._bucket = url, scheme, bucket
-        if not bucket:
-            raise SettingError(f"{url} names no bucket: use {scheme}://BUCKET/PREFIX")
-        if unknown := sorted(set(options) - _OPTIONS[scheme]):
-            known = f"known: {', '.join(sorted(_OPTIONS[scheme]))}" if _OPTIONS[scheme] else "there are none"
-            raise SettingError(f"{url} has an unknown option {', '.join(unknown)} ({known})")
         settings: dict[str, Any] = dict(options)
         if "account" in settings:
             settings["account_name"] = settings.pop("account")
@@ -101,8 +88,6 @@ class ObjectStore:
             self._reader, self._writer = connect(TIMEOUT_S), connect(_WRITE_S)
         self._pool = ThreadPoolExecutor(16, "kvrag-objects")
 
-    # ---------------------------------------------------------------- small objects
-
     def read(self, names: Sequence[str]) -> list[bytes | None]:
         """See Remote.read."""
         return list(self._pool.map(self._read, names)) if len(names) > 1 else [self._read(name) for name in names]
@@ -110,12 +95,6 @@ class ObjectStore:
     def _read(self, name: str) -> bytes | None:
         with suppress(FileNotFoundError), self._translated():
             return bytes(obstore.get(self._reader, name).bytes())
-        return None
-
-    def peek(self, name: str) -> bytes | None:
-        """See Remote.peek."""
-        with suppress(FileNotFoundError), self._translated():
-            return bytes(obstore.get_range(self._reader, name, start=0, end=16))
         return None
 
     def create(self, name: str, content: bytes) -> bool:
@@ -163,13 +142,11 @@ class ObjectStore:
                     with self._translated(writing=True), suppress(FileNotFoundError):
                         obstore.delete(self._reader, name)
 
-    # ---------------------------------------------------------------- chunks
-
-    def put_chunk(self, name: str, content: bytes, starts: Sequence[int]) -> None:
+    def put_chunk(self, name: str, header: bytes, body: memoryview) -> None:
         """See Remote.put_chunk."""
         # names are unique: one that exists is that of a retry after a lost answer
         with suppress(AlreadyExistsError), self._translated(writing=True):
-            obstore.put(self._writer, _path(name), content, mode="create", use_multipart=False)
+            obstore.put(self._writer, _path(name), header + bytes(body), mode="create", use_multipart=False)
 
     def open_chunk(self, name: str) -> Blob | None:
         """See Remote.open_chunk."""
@@ -184,7 +161,7 @@ class ObjectStore:
                 return _Object(self, _path(name), 0, b"")
             raise
 
-    def list_chunks(self) -> Iterator[Listed]:
+    def list_chunks(self) -> Iterator[tuple[str, float]]:
         """See Remote.list_chunks."""
         with self._translated(writing=True):
             obstore.put(self._reader, _CLOCK, b"", use_multipart=False)
@@ -192,8 +169,7 @@ class ObjectStore:
             for prefix in ("chunks/", "quarantine/"):
                 for page in obstore.list(self._reader, prefix):
                     for item in page:
-                        age = (now - item["last_modified"]).total_seconds()
-                        yield Listed(_name(item["path"]), item["size"], age)
+                        yield _name(item["path"]), (now - item["last_modified"]).total_seconds()
 
     def delete_chunks(self, names: Sequence[str]) -> None:
         """See Remote.delete_chunks."""
@@ -208,8 +184,6 @@ class ObjectStore:
     def close(self) -> None:
         """See Remote.close."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    # ---------------------------------------------------------------- errors
 
     @contextmanager
     def _translated(self, writing: bool = False) -> Iterator[None]:
@@ -239,13 +213,10 @@ class ObjectStore:
 
 
 class _Object:
-    """See Blob."""
-
     def __init__(self, store: ObjectStore, path: str, size: int, beginning: bytes) -> None:
         self._store, self._path, self.size, self.beginning = store, path, size, beginning
 
     def read(self, start: int, stop: int) -> memoryview:
-        """See Blob.read."""
         try:
             with self._store._translated():
                 return memoryview(obstore.get_range(self._store._reader, self._path, start=start, end=stop))

@@ -13,68 +13,49 @@ OWNER = "fingerprint.json"
 
 
 def read_owner(folder: Path) -> dict[str, str]:
-    """Return the parts of the fingerprint that a store folder is claimed for, {} if unclaimed; see `Fingerprint.parts`.
-
-    Raises:
-        StoreError: The file cannot be read.
-    """
+    """Return the parts of the fingerprint that a store folder is claimed for, {} if unclaimed; see `parse_owner`."""
     try:
-        return parse_owner((folder / OWNER).read_bytes())
+        content = (folder / OWNER).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
         raise StoreError(f"cannot read {folder / OWNER} ({error.strerror})") from error
-    except ValueError as error:
-        raise StoreError(f"{folder / OWNER} is damaged ({error}): delete the store folder and warm again") from error
+    return parse_owner(content, str(folder))
 
 
-def owner_file(parts: dict[str, str]) -> bytes:
+def owner_file(fingerprint: Fingerprint) -> bytes:
     """Return the content of the file; see `parse_owner`."""
-    return json.dumps(parts, indent=1).encode()
+    return json.dumps({"digest": fingerprint.digest, **fingerprint.parts()}, indent=1).encode()
 
 
-def parse_owner(content: bytes) -> dict[str, str]:
-    """Return the parts of the fingerprint in the content of such a file; raises ValueError."""
+def parse_owner(content: bytes, store: str) -> dict[str, str]:
+    """Return the parts of the fingerprint and its `digest`. Raises StoreError, also for another version's store."""
     try:
         parts = json.loads(content)
-        read = {name: json.loads(part) for name, part in parts.items() if name != "digest"}
-        if read.get("format", FORMAT) == FORMAT:
-            Fingerprint.of(parts)
-        is_sound = "model" in read and re.fullmatch(r"[0-9a-f]{32}", parts["digest"])  # it becomes a folder's name
-    except (KeyError, TypeError, AttributeError, RecursionError):
-        is_sound = False
+        if json.loads(parts["format"]) != FORMAT:
+            raise old_format(store)
+        Fingerprint.of(parts)
+        is_sound = re.fullmatch(r"[0-9a-f]{32}", parts["digest"])  # it becomes a folder's name
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
+        is_sound = None
     if not is_sound:
-        raise ValueError("it contains no fingerprint")
+        raise StoreError(f"{store}/{OWNER} is damaged: delete the store and warm again")
     return dict(parts)
 
 
-def check_owner(theirs: dict[str, str], mine: dict[str, str], name: str, kind: str) -> None:
-    """Raise FingerprintMismatchError unless a store is claimed for this model and codec.
-
-    Args:
-        theirs, mine: Parts of the store's fingerprint and of the model's, both with `digest`.
-        name, kind: What to call the store, and stores of its kind.
-    """
-    if theirs["digest"] == mine["digest"]:
+def check_owner(theirs: dict[str, str], fingerprint: Fingerprint, store: str) -> None:
+    """Raise FingerprintMismatchError unless a store is claimed for this model and codec."""
+    if theirs["digest"] == fingerprint.digest:
         return
-    different = [name for name in mine if name not in ("digest", "model") and mine[name] != theirs.get(name)]
-    held, loaded = json.loads(theirs["model"]), json.loads(mine["model"])
-    way_out = f"load the model with the same settings, use another {kind}, or delete this one"
+    mine = fingerprint.parts()
+    different = [part for part in mine if part != "model" and mine[part] != theirs.get(part)]
+    way_out = "load the model with the same settings, use another store folder or prefix, or delete this one"
     if different == ["codec"]:
         way_out = f"use codec {codec_of(theirs)} instead of {codec_of(mine)}, or {way_out}"
     raise FingerprintMismatchError(
-        f"{name} holds KV of {held}, not of {loaded} as it is loaded now (different: {', '.join(different)}): {way_out}"
+        f"the store {store} holds KV of {json.loads(theirs['model'])}, not of {fingerprint.model} as it is loaded now "
+        f"(different: {', '.join(different)}): {way_out}"
     )
-
-
-def check_layout(folder: Path) -> None:
-    """Raise StoreError, with the command that encodes it again, if another version wrote the folder."""
-    try:
-        written = json.loads(read_owner(folder).get("format", str(FORMAT)))
-    except (StoreError, ValueError):  # a damaged file is reported by `bind`
-        return
-    if written != FORMAT:
-        raise old_format(folder, written)
 
 
 def codec_of(parts: dict[str, str]) -> str:
@@ -82,9 +63,9 @@ def codec_of(parts: dict[str, str]) -> str:
     return str(json.loads(parts.get("codec", '"none"'))).replace("none", "native")
 
 
-def old_format(folder: Path, written: object) -> StoreError:
-    """Return the error for a store in another version's format."""
+def old_format(store: str) -> StoreError:
+    """Return the error for a store that another version has written."""
     return StoreError(
-        f"the store {folder} has format {written}, which this version cannot read: "
+        f"the store {store} has another version's format, which this version cannot read: "
         "encode it again with `kvrag warm --store NEW_FOLDER DOCS`"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ class ChunkRecord:
 
     Attributes:
         key: `Fingerprint.chunk_key(ids, context, namespace)`; it determines everything else.
-        namespace: Namespace in which the text is visible.
         ids: (T,) token ids.
         context: (C,) token ids between the preamble and the chunk when it was encoded; empty = encoded alone.
         layers: Per layer keys (position-free) and values on the CPU: (H, T, D) each, or packed by `kvrag.store.codec`.
@@ -46,8 +45,7 @@ class Entry:
     ids: NDArray[np.uint32]
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(NamedTuple):
     """A piece of a document: it holds a text from `source` ("" = unknown) and relies on the variant `key`."""
 
     text_key: str
@@ -97,10 +95,7 @@ class NamespaceStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Contents of a store, in total and per namespace.
-
-    `damaged` counts the chunks quarantined since the store was created.
-    """
+    """Contents of a store; `damaged` counts the chunks quarantined since it was created."""
 
     path: str
     fingerprint: str
@@ -116,17 +111,13 @@ class StoreStats:
 
 
 class ChunkReader(Protocol):
-    """An open chunk, readable from any thread.
-
-    It stays readable after the chunk is deleted, unless too many files are open.
+    """An open chunk, readable from any thread, also after it is deleted, unless too many files are open.
 
     Attributes:
         key: The requested key, verified against the file's content.
-        namespace: Namespace of its text.
         ids: (T,) token ids.
         context_tokens: Number of context tokens it was encoded with.
         tier: "disk", "ram", "device", or "shared" for a bucket or server that machines share.
-        num_layers: Number of layers.
     """
 
     key: str
@@ -144,9 +135,7 @@ class ChunkReader(Protocol):
         """Return keys and values of a layer as they were stored, on the CPU; unpacked and on its device, if the chunk
         is in a tier there. Do not change them.
 
-        Raises:
-            DamagedChunkError: The bytes differ from those that were written.
-            ChunkUnreadableError: The bytes cannot be read at the moment.
+        Raises DamagedChunkError if they differ from what was written, ChunkUnreadableError if reading fails.
         """
 
     def close(self) -> None:
@@ -158,26 +147,18 @@ class KVStore(Protocol):
 
     All methods are thread-safe; several processes may share one store. The methods called for a prompt (`look_up`,
     `open`, `entries`, `removed`, `removals`, `touch`) never wait for a writer.
-
-    Attributes:
-        read_only: Whether all writes fail, also into `catalog_folder`.
-        catalog_folder: Folder for data derived from the entries; None = keep it in memory.
     """
 
     @property
     def read_only(self) -> bool:
-        """See the class."""
+        """Whether all writes fail, also into `catalog_folder`."""
 
     @property
     def catalog_folder(self) -> Path | None:
-        """See the class."""
+        """Folder for data derived from the entries; None = keep it in memory."""
 
     def bind(self, fingerprint: Fingerprint) -> None:
-        """Claim the store for a model, or check that it belongs to that model.
-
-        Raises:
-            FingerprintMismatchError: The store holds KV of another model or codec.
-        """
+        """Claim the store for a model, or raise FingerprintMismatchError if it holds KV of another model or codec."""
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         """Return the keys that are not stored, in order."""
@@ -185,18 +166,11 @@ class KVStore(Protocol):
     def put(self, records: Sequence[ChunkRecord]) -> int:
         """Store chunks durably, each key once; return their size in bytes.
 
-        Raises:
-            StoreFullError: There is no room; chunks stored before are kept.
-            StoreReadOnlyError: The store is not writable.
+        Raises StoreFullError if there is no room; chunks stored before are kept.
         """
 
     def open(self, key: str) -> ChunkReader | None:
-        """Open a chunk; None if it is not stored.
-
-        Raises:
-            DamagedChunkError: The file is truncated, not a chunk, or another chunk.
-            ChunkUnreadableError: The file cannot be read at the moment.
-        """
+        """Open a chunk; None if it is not stored. Raises as ChunkReader.layer, also for another chunk's content."""
 
     def look_up(self, text_keys: Sequence[str]) -> dict[str, TextState]:
         """Return the durable state of all of these texts from one snapshot."""
@@ -205,13 +179,9 @@ class KVStore(Protocol):
         """Return the texts with a number above `after`, in ascending order."""
 
     def removed(self, after: int) -> tuple[int, Sequence[int]] | None:
-        """Return the current position of the removal log and the numbers of the texts removed since `after`.
+        """Return the current position of the removal log and the numbers of the texts removed since position `after`.
 
-        Args:
-            after: An earlier position. 0 = return the current position only.
-
-        Returns:
-            None if the log no longer reaches back to `after`: read all entries again.
+        0 = return the current position only. None if the log no longer reaches back: read all entries again.
         """
 
     def removals(self) -> int:
@@ -229,14 +199,9 @@ class KVStore(Protocol):
     def set_document(
         self, document: str, holdings: Sequence[Holding], namespace: str = "", replace: bool = True
     ) -> list[str]:
-        """Record the texts of a document.
+        """Record the texts of a document; return the keys of the chunks removed because no document relies on them.
 
-        Args:
-            document: Its name. "" and `ON_REQUEST` accumulate: earlier holdings are kept.
-            replace: True = these are all texts of the document. False = add them.
-
-        Returns:
-            Keys of the chunks removed because no document relies on them any more.
+        Earlier holdings are kept if `replace` is False, or the document is "" or `ON_REQUEST`.
         """
 
     def documents(self, prefix: str = "", namespace: str = "") -> dict[str, list[str]]:
@@ -260,25 +225,12 @@ class KeepsTexts(Protocol):
     """
 
     def read_text(self, name: str) -> str | None:
-        """Return the text stored under `name`; None if there is none.
-
-        Raises:
-            StoreError: The text exists but cannot be read.
-        """
-
-    def write_text(self, name: str, text: str) -> None:
-        """Store a text atomically, replacing the one under the same name.
-
-        Raises:
-            StoreFullError: There is no room.
-            StoreReadOnlyError: The store is not writable.
-        """
+        """Return the text stored under `name`, None if there is none; raises StoreError if it cannot be read."""
 
     def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
-        """Replace a text by the result of `change`, as `write_text`. No concurrent change is lost.
+        """Replace a text (None = there is none or it cannot be read) by the result of `change`, atomically.
 
-        Args:
-            change: Called with the text, None = there is none or it cannot be read; again if another writer was faster.
+        `change` is called again if another writer was faster, so that no change is lost.
         """
 
 
@@ -299,10 +251,6 @@ class Texts:
     def read_text(self, name: str) -> str | None:
         """See KeepsTexts.read_text."""
         return self._texts.get(name)
-
-    def write_text(self, name: str, text: str) -> None:
-        """See KeepsTexts.write_text."""
-        self._texts[name] = text
 
     def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
         """See KeepsTexts.change_text."""

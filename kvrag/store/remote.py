@@ -1,7 +1,4 @@
-"""Protocol of a remote: storage that machines share, such as a bucket; and a chunk that is read from one.
-
-A remote has small objects, whose creation is atomic and conditional, and chunks, which are read by byte ranges.
-"""
+"""A remote: storage that machines share, such as a bucket; and a chunk that is read from one."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitTimeoutError
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,48 +30,26 @@ class DeletedError(StoreError):
 
 
 class Blob(Protocol):
-    """The bytes of a chunk in a remote.
-
-    Attributes:
-        size: Number of bytes.
-        beginning: The first bytes, including the header.
-    """
+    """The bytes of a chunk in a remote; `beginning` has the first of its `size` bytes, including the header."""
 
     size: int
     beginning: bytes
 
     def read(self, start: int, stop: int) -> bytes | memoryview:
-        """Read a range of bytes.
-
-        Raises:
-            DamagedChunkError: The chunk differs from what was written.
-            DeletedError: It has been deleted.
-            StoreError: It cannot be read.
-        """
-
-
-class Listed(NamedTuple):
-    """A chunk in a listing. `age` is in seconds, by the clock of the remote itself."""
-
-    name: str
-    size: int
-    age: float
+        """Read a range of bytes; raises StoreError, DamagedChunkError if they differ from what was written."""
 
 
 class Remote(Protocol):
     """Storage that machines share. Thread-safe. Every method raises StoreError, with a remedy, if it fails.
 
-    Attributes:
-        url: Its URL, without a password.
+    It has small objects, whose creation is atomic and conditional, and chunks, which are read by byte ranges. `url` is
+    for messages, without a password.
     """
 
     url: str
 
     def read(self, names: Sequence[str]) -> list[bytes | None]:
         """Return small objects; None where there is none."""
-
-    def peek(self, name: str) -> bytes | None:
-        """Return the first 16 bytes of a small object; None if there is none."""
 
     def create(self, name: str, content: bytes) -> bool:
         """Create a small object atomically; return False if the name is taken."""
@@ -83,10 +58,7 @@ class Remote(Protocol):
         """Create or replace a small object atomically."""
 
     def change(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
-        """Replace a small object (None = there is none) by the result of `change`.
-
-        If another writer was faster, `change` is called again, so that no write is lost.
-        """
+        """Replace a small object (None = there is none); `change` is called again if another writer was faster."""
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of the small objects under a prefix that ends with "/"."""
@@ -94,22 +66,14 @@ class Remote(Protocol):
     def delete(self, names: Sequence[str]) -> None:
         """Delete small objects; missing ones are ignored."""
 
-    def put_chunk(self, name: str, content: bytes, starts: Sequence[int]) -> None:
-        """Store a chunk under a new name, durably and atomically.
-
-        Args:
-            starts: Offsets of the parts that are read together.
-        """
+    def put_chunk(self, name: str, header: bytes, body: memoryview) -> None:
+        """Store a chunk, given as by `kvrag.store.chunkfile.serialise`, under a new name, durably and atomically."""
 
     def open_chunk(self, name: str) -> Blob | None:
-        """Open a chunk; None if there is none.
+        """Open a chunk; None if there is none. Raises DamagedChunkError if it differs from what was written."""
 
-        Raises:
-            DamagedChunkError: Its record differs from what was written.
-        """
-
-    def list_chunks(self) -> Iterator[Listed]:
-        """Yield all chunks, including quarantined and damaged ones; an unknown age is infinite."""
+    def list_chunks(self) -> Iterator[tuple[str, float]]:
+        """Yield name and age in seconds, by the remote's clock, of all chunks, also quarantined and damaged ones."""
 
     def delete_chunks(self, names: Sequence[str]) -> None:
         """Delete chunks; missing ones are ignored."""
@@ -133,13 +97,15 @@ class RemoteChunk(PackedChunk):
         blob: Blob,
         pool: ThreadPoolExecutor,
         failed: Callable[[StoreError], None] = lambda error: None,
+        used: Callable[[RemoteChunk], None] = lambda chunk: None,
     ) -> None:
         """Read the header and start to fetch the layers; raises as PackedChunk.
 
         Args:
             failed: Called if layers cannot be read because the remote does not answer.
+            used: Called when the reader is closed.
         """
-        self._blob, self._pool, self._failed = blob, pool, failed
+        self._blob, self._pool, self._failed, self._used = blob, pool, failed, used
         self._groups: list[tuple[int, int]] = []
         super().__init__(key, fingerprint, blob.size, bytes(blob.beginning))
         with self._noticing_faults():
@@ -147,7 +113,6 @@ class RemoteChunk(PackedChunk):
         self._fetches: list[Future[bytes | memoryview]] = []
         self._lock = threading.Lock()
         self._is_closed = False
-        self._done: Callable[[RemoteChunk], None] | None = None
         for _ in range(_IN_FLIGHT):
             self._fetch_next()
 
@@ -171,33 +136,13 @@ class RemoteChunk(PackedChunk):
             try:
                 fetch = self._pool.submit(self._blob.read, *self._groups[number])
             except RuntimeError:  # the store has been closed; its readers stay valid
-                fetch = Future()
-                try:
-                    fetch.set_result(self._blob.read(*self._groups[number]))
-                except StoreError as error:
-                    fetch.set_exception(error)
+                fetch = ThreadPoolExecutor(1).submit(self._blob.read, *self._groups[number])
             self._fetches.append(fetch)
         fetch.add_done_callback(self._fetched)
 
     def _fetched(self, fetch: Future[bytes | memoryview]) -> None:
         if not fetch.cancelled() and fetch.exception() is None:
             self._fetch_next()
-            self._report()
-
-    def when_used(self, call: Callable[[RemoteChunk], None]) -> None:
-        """Call this once the reader is closed and all layers have been fetched; never if one fails."""
-        self._done = call
-
-    def _report(self) -> None:
-        with self._lock:
-            is_whole = len(self._fetches) == len(self._groups) and all(
-                fetch.done() and not fetch.exception() for fetch in self._fetches
-            )
-            call = self._done
-            if not is_whole or not self._is_closed or call is None:
-                return
-            self._done = None
-        call(self)
 
     def _range(self, start: int, stop: int) -> Tensor:
         content = torch.empty(stop - start, dtype=torch.uint8)
@@ -226,5 +171,6 @@ class RemoteChunk(PackedChunk):
 
     def close(self) -> None:
         """See ChunkReader.close. The remaining layers are still fetched, for the local copy."""
-        self._is_closed = True
-        self._report()
+        if not self._is_closed:
+            self._is_closed = True
+            self._used(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -11,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from filelock import FileLock
@@ -26,7 +26,7 @@ PAGE = 2000
 """Rows per read or write."""
 
 CLOCK = "clock"
-"""Counter with the clock of the scores, see `kvrag.store.eviction`."""
+"""Counter with the clock of the scores, see `kvrag.store.manifest`."""
 
 TICKS = 10**9
 """Value of that counter per unit of the clock."""
@@ -62,7 +62,6 @@ CREATE TABLE IF NOT EXISTS chunks (
 CREATE INDEX IF NOT EXISTS chunks_text ON chunks (text, key, context_tokens);
 CREATE INDEX IF NOT EXISTS chunks_score ON chunks (score, key, num_bytes);
 CREATE INDEX IF NOT EXISTS chunks_namespace ON chunks (chunk_namespace, score, key, num_bytes);
-DROP INDEX IF EXISTS chunks_used;
 CREATE TABLE IF NOT EXISTS holders (
     namespace TEXT NOT NULL, document TEXT NOT NULL, text TEXT NOT NULL, source TEXT NOT NULL, key TEXT NOT NULL,
     PRIMARY KEY (namespace, document, text, source)
@@ -92,38 +91,21 @@ CREATE TRIGGER IF NOT EXISTS chunk_removed AFTER DELETE ON chunks BEGIN
 END;
 """
 COUNT = "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2"
-RECOUNT = """
-DELETE FROM texts WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE chunks.text = texts.text);
-DELETE FROM totals;
-INSERT INTO totals (namespace, texts, chunks, tokens, bytes)
-    SELECT namespace, count(DISTINCT number), count(*), total(num_tokens), total(num_bytes)
-    FROM chunks JOIN texts USING (text) GROUP BY namespace;
-"""
 
 
 class Database:
     """SQLite in WAL mode: readers never wait, writers of several processes are serialised.
 
-    Attributes:
-        read_only: The folder is not writable.
-        is_new: The file did not exist, or was damaged and has been moved aside. The caller fills the new one from the
-            chunk files.
+    A file that `is_new` did not exist, or was damaged and has been moved aside: fill it from the chunk files.
     """
 
     def __init__(self, path: Path, read_only: bool = False) -> None:
-        """Open or create the manifest.
-
-        Args:
-            read_only: Do not create or change any file.
-
-        Raises:
-            StoreError: The file cannot be opened, or has another format.
-        """
-        self._path = path
+        """Open or create the manifest; if `read_only`, without creating or changing any file. Raises StoreError."""
+        self._path, self._folder = path, path.parent
         self._lock = threading.RLock()  # guards the one writing connection
         self._idle: deque[sqlite3.Connection] = deque()  # reading connections
         self.read_only, self.is_new, self._closed = read_only, False, False
-        with translated(path):
+        with translated(self._folder):
             if read_only:
                 self._writer = self._open_to_read()
                 return
@@ -137,20 +119,18 @@ class Database:
 
     def _open(self) -> sqlite3.Connection:
         # SQLite reports a read-only file only on the first write
-        if self._path.exists() and not all(os.access(path, os.W_OK) for path in (self._path, self._path.parent)):
+        if self._path.exists() and not all(os.access(path, os.W_OK) for path in (self._path, self._folder)):
             self.read_only = True
             return self._open_to_read()
         try:
-            connection = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
-            self.is_new = not _check_format(self._path, connection)
+            connection = _connect(str(self._path))
+            self.is_new = not _has_tables(connection, self._folder)
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA secure_delete=ON")  # a deleted text's ids are overwritten
             connection.execute("PRAGMA synchronous=NORMAL")  # a lost row is a miss, and `check` adopts its file
             connection.execute(f"PRAGMA user_version={FORMAT}")
             connection.create_function("raised", 5, raised)
-            _add_columns(connection)
             connection.executescript(_SCHEMA)
-            _add_scores(connection)
             # positions are never reused, even when a damaged manifest is rebuilt
             connection.execute(
                 "INSERT INTO sqlite_sequence SELECT 'removed', ?"
@@ -172,9 +152,9 @@ class Database:
         # SQLite would create missing log files
         has_log = all(self._path.with_name(self._path.name + suffix).exists() for suffix in ("-wal", "-shm"))
         for way in ("", "&immutable=1") if has_log else ("&immutable=1",):
-            connection = sqlite3.connect(uri + way, uri=True, timeout=60, isolation_level=None, check_same_thread=False)
+            connection = _connect(uri + way, uri=True)
             try:
-                _check_format(self._path, connection)
+                _has_tables(connection, self._folder)
                 connection.execute("SELECT count(*) FROM totals").fetchone()
                 break
             except sqlite3.OperationalError:
@@ -193,15 +173,13 @@ class Database:
 
     def is_sound(self) -> bool:
         """Return whether SQLite's integrity check passes; reads the whole file."""
-        try:
-            with self._reading() as connection:
-                return bool(connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)])
-        except StoreError:
-            return False
+        with contextlib.suppress(StoreError):
+            return self._all("PRAGMA integrity_check") == [("ok",)]
+        return False
 
     def rebuild(self) -> None:
         """Move the file aside and start a new one, which the caller fills from the chunk files."""
-        with self._lock, _alone(self._path), translated(self._path):
+        with self._lock, _alone(self._path), translated(self._folder):
             self._writer.close()
             self._close_idle()
             self._replace("the integrity check failed")
@@ -209,11 +187,11 @@ class Database:
     # ---------------------------------------------------------------- connections
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        """Run one write transaction, or a part of this thread's."""
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Run one write transaction, or a part of this thread's; an error undoes all of it."""
         if self.read_only:
-            raise StoreReadOnlyError(f"{self._path.parent} is not writable: choose another store folder")
-        with self._lock, translated(self._path):
+            raise StoreReadOnlyError(f"{self._folder} is not writable: choose another store folder")
+        with self._lock, translated(self._folder):
             if self._writer.in_transaction:
                 yield self._writer
                 return
@@ -229,7 +207,7 @@ class Database:
     @contextlib.contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         """Yield a connection for this thread with a consistent snapshot; it does not wait for writers."""
-        with translated(self._path):
+        with translated(self._folder):
             try:
                 connection = self._idle.pop()
             except IndexError:
@@ -247,10 +225,10 @@ class Database:
 
     def _connect_reader(self) -> sqlite3.Connection:
         if self._closed:
-            raise StoreError(f"the store {self._path.parent} is closed")
+            raise StoreError(f"the store {self._folder} is closed")
         if self.read_only:
             return self._open_to_read()
-        connection = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
+        connection = _connect(str(self._path))
         connection.execute("PRAGMA query_only=1")
         connection.execute("PRAGMA cache_size=-8000")
         return connection
@@ -259,10 +237,6 @@ class Database:
         with contextlib.suppress(IndexError):
             while True:
                 self._idle.pop().close()
-
-    def transaction(self) -> AbstractContextManager[object]:
-        """Make all changes of this thread within one transaction; an error undoes all of them."""
-        return self._writing()
 
     def _all(self, query: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
         with self._reading() as connection:
@@ -274,6 +248,10 @@ class Database:
         with self._lock:
             self._close_idle()
             self._writer.close()
+
+
+def _connect(database: str, uri: bool = False) -> sqlite3.Connection:
+    return sqlite3.connect(database, uri=uri, timeout=60, isolation_level=None, check_same_thread=False)
 
 
 def raised(score: float | None, uses: int, tokens: int, num_bytes: int, clock: float) -> float:
@@ -296,53 +274,22 @@ def advance(connection: sqlite3.Connection, uses: int) -> None:
     connection.execute(COUNT, (CLOCK, int(uses * TICKS / max(chunks, 1))))
 
 
-def _add_columns(connection: sqlite3.Connection) -> None:
-    """Add the columns that chunks do not have in manifests of older versions.
-
-    Older versions must still work: new columns may be NULL, and no other table has a column of that name.
-    """
-    columns = {row[1] for row in connection.execute("PRAGMA table_info(chunks)")}
-    for name, kind in (("chunk_namespace", "TEXT"), ("score", "REAL")):
-        if columns and name not in columns:
-            connection.execute(f"ALTER TABLE chunks ADD COLUMN {name} {kind}")
-
-
-def _add_scores(connection: sqlite3.Connection) -> None:
-    """Add scores to rows of older versions, as if each chunk had been used once, at its last use."""
-    (rows, first, last) = connection.execute(
-        "SELECT count(*), min(used), max(used) FROM chunks WHERE chunk_namespace IS NULL"
-    ).fetchone()
-    if not rows:
-        return
-    connection.execute("BEGIN IMMEDIATE")
-    clock = clock_of(connection) + 1
-    connection.execute(
-        "UPDATE chunks SET chunk_namespace = (SELECT namespace FROM texts WHERE texts.text = chunks.text), score ="
-        " coalesce(score, raised(NULL, 1, context_tokens + (SELECT num_tokens FROM texts WHERE texts.text ="
-        " chunks.text), num_bytes, ? + (used - ?) / ?)) WHERE chunk_namespace IS NULL",
-        (clock, last, max(last - first, 1.0)),
-    )
-    connection.execute("INSERT OR REPLACE INTO counters VALUES (?, ?)", (CLOCK, int(clock * TICKS)))
-    connection.execute("COMMIT")
-
-
-def _check_format(path: Path, connection: sqlite3.Connection) -> bool:
-    """Raise StoreError for the first format and DatabaseError for an unknown one. Return whether tables exist."""
+def _has_tables(connection: sqlite3.Connection, folder: Path) -> bool:
+    """Return whether there are tables. Raise StoreError for an older version's, DatabaseError for unknown ones."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    columns = "SELECT count(*), total(name = 'anchors') FROM pragma_table_info('chunks')"
-    num_columns, is_first = connection.execute(columns).fetchone()
-    if is_first:
-        raise old_format(path.parent, 1)
-    if num_columns and version != FORMAT:
+    columns = {name for (name,) in connection.execute("SELECT name FROM pragma_table_info('chunks')")}
+    if columns and "score" not in columns:
+        raise old_format(str(folder))
+    if columns and version != FORMAT:
         raise sqlite3.DatabaseError(f"unknown format {version}")
-    return bool(num_columns)
+    return bool(columns)
 
 
 _DAMAGED = (sqlite3.DatabaseError, UnicodeDecodeError)  # SQLite's messages repeat file content
 _UNWRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_FULL)
 
 
-def _primary(error: sqlite3.Error) -> int:
+def _primary(error: Exception) -> int:
     """Return SQLite's primary error code, without the extended code in the upper bits."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
@@ -357,21 +304,20 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def translated(path: Path) -> Iterator[None]:
-    """Raise StoreError for an error of SQLite or the operating system."""
+def translated(folder: Path) -> Iterator[None]:
+    """Raise StoreError for an error of SQLite or the operating system in a store folder."""
     try:
         yield
     except sqlite3.ProgrammingError as error:
-        raise StoreError(f"the store {path.parent} is closed") from error
-    except sqlite3.OperationalError as error:
-        if _primary(error) == sqlite3.SQLITE_FULL:
+        raise StoreError(f"the store {folder} is closed") from error
+    except (*_DAMAGED, OSError) as error:
+        number = getattr(error, "errno", None)
+        if _primary(error) == sqlite3.SQLITE_FULL or number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StoreFullError(
-                f"the disk of {path.parent} is full: free space, or choose another store folder"
+                f"the disk of {folder} is full: free space, set a smaller max_bytes, or choose another store folder"
             ) from error
-        if _primary(error) == sqlite3.SQLITE_READONLY:
-            raise StoreReadOnlyError(f"{path.parent} is not writable: choose another store folder") from error
-        raise StoreError(f"{path}: {error}") from error
-    except _DAMAGED as error:
-        raise StoreError(f"{path}: {error}; `kvrag store check` repairs a damaged manifest") from error
-    except OSError as error:
-        raise StoreError(f"cannot use {path}: {error}") from error
+        if _primary(error) == sqlite3.SQLITE_READONLY or number in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise StoreReadOnlyError(f"{folder} is not writable ({error}): choose another store folder") from error
+        is_damage = not isinstance(error, (sqlite3.OperationalError, OSError))
+        remedy = "; `kvrag store check` repairs a damaged manifest" if is_damage else ""
+        raise StoreError(f"cannot use {folder}: {error}{remedy}") from error

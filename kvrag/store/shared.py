@@ -16,13 +16,14 @@ import copy
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitTimeoutError
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
+
+from cachetools import TTLCache
 
 from kvrag.config import without_password
 from kvrag.errors import (
@@ -33,15 +34,14 @@ from kvrag.errors import (
     StoreFullError,
     StoreReadOnlyError,
 )
-from kvrag.fingerprint import FORMAT, Fingerprint
-from kvrag.store import chunkfile
-from kvrag.store.base import MANIFEST, UNUSED_DAYS, ManifestStore, Progress, StoreCheck, no_progress, row_of
+from kvrag.fingerprint import Fingerprint
+from kvrag.store.base import MANIFEST, ManifestStore, Progress, StoreCheck, no_progress, row_of
 from kvrag.store.chunkfile import PackedChunk
 from kvrag.store.durable import write_file
 from kvrag.store.files import FileStore
 from kvrag.store.follower import Follower
-from kvrag.store.log import PUBLICATIONS, Log
-from kvrag.store.manifest import Holder, Manifest, ManifestRow
+from kvrag.store.log import Log
+from kvrag.store.manifest import PUBLICATIONS, Manifest, ManifestRow
 from kvrag.store.owner import OWNER, check_owner, owner_file, parse_owner
 from kvrag.store.protocol import ChunkRecord, KVStore, StoreStats, TextState
 from kvrag.store.remote import TIMEOUT_S, RemoteChunk
@@ -53,8 +53,7 @@ _TRUST_S = 10.0  # age of the copy up to which chunks encoded with preceding con
 _PROMOTIONS = 8  # chunks at a time that wait to be copied into the local folder
 _USED_EVERY_S = 3600.0  # between reports of the chunks that were used
 _STALE_S = 3600.0  # age of a chunk without a row that is a leftover
-_ORPHANS = "quarantine/"
-
+_SNAPSHOT_EVERY = 1000  # operations
 CACHE_BYTES = 64 << 30
 """Default byte budget of the local copies of chunks."""
 
@@ -88,18 +87,14 @@ class SharedStore(ManifestStore):
             keep_copies: Copy chunks that are read or stored into the local folder.
             always_follow: Follow the log also while there are no prompts, for callers that must never wait for the
                 network.
-
-        Raises:
-            SettingError: The URL is wrong, or a package is missing.
-            StoreError: The remote cannot be reached, or the local folder cannot be created.
         """
         if cache_bytes <= 0:
             raise SettingError(f"cache_bytes must be positive, got {cache_bytes}")
+        super().__init__()
         self._remote = connect(url)
-        self.url = self._remote.url
-        default = Path.home() / ".cache" / "kvrag" / "shared"
-        self._cache = default if cache is None else Path(cache).expanduser().resolve()
-        self._name = blake2b(f"{without_password(url)}?{url.partition('?')[2]}".encode(), digest_size=8).hexdigest()
+        self.name = self.url = self._remote.url
+        folder = blake2b(f"{without_password(url)}?{url.partition('?')[2]}".encode(), digest_size=8).hexdigest()
+        self._cache = Path(cache or "~/.cache/kvrag/shared").expanduser().resolve() / folder
         self.keep_copies, self._always_follow = keep_copies, always_follow
         self._settings = {"max_bytes": cache_bytes, "min_free_bytes": min_free_bytes}
         self._is_open = self._is_closed = False
@@ -111,27 +106,20 @@ class SharedStore(ManifestStore):
 
     def _read_owner(self) -> dict[str, str]:
         (content,) = self._remote.read([OWNER])
-        if content is None:
-            return {}
-        try:
-            parts = parse_owner(content)
-        except ValueError as error:
-            raise StoreError(f"{self.url}/{OWNER} is damaged ({error}): delete the store and warm again") from error
-        if parts.get("format") != str(FORMAT):
-            raise StoreError(f"the store {self.url} has another format: use another prefix, and warm again")
-        return parts
+        return {} if content is None else parse_owner(content, self.url)
+
+    def owner(self) -> dict[str, str]:
+        """Return the parts of the fingerprint that the remote is claimed for, {} if unclaimed."""
+        return self._owner
 
     def bind(self, fingerprint: Fingerprint) -> None:
         """See KVStore.bind."""
-        mine = {"digest": fingerprint.digest, **fingerprint.parts()}
-        if not self._owner:
-            self._claim(mine)
-        check_owner(self._owner, mine, f"the store {self.url}", "prefix")
+        super().bind(fingerprint)
         if not self._is_open:
             self._open_local()
 
-    def _claim(self, parts: dict[str, str]) -> None:
-        content = owner_file(parts)
+    def _claim(self, fingerprint: Fingerprint) -> None:
+        content = owner_file(fingerprint)
         # the first of two machines wins
         if self._remote.create(OWNER, content) and self._remote.create(OWNER, content):
             raise StoreError(
@@ -139,17 +127,14 @@ class SharedStore(ManifestStore):
                 "other: use a newer version of the object store, or another one"
             )
         self._owner = self._read_owner()
-        if not self._owner:
-            raise StoreError(f"{self.url}/{OWNER} is damaged (no text): delete the store and warm again")
 
     def _open_local(self) -> None:
-        self.path = self._cache / f"{self._name}-{self._fingerprint}"
+        self.path = self._cache.with_name(f"{self._cache.name}-{self._fingerprint}")
         local = self.path / "local"
         try:
             for folder in (self.path, local):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with contextlib.suppress(FileExistsError):
-                write_file(local / OWNER, owner_file(self._owner), replace=False)
+            write_file(local / OWNER, owner_file(Fingerprint.of(self._owner)))
         except OSError as error:
             raise StoreError(
                 f"cannot create the local folder {self.path} ({error.strerror}): choose another store_cache"
@@ -159,17 +144,15 @@ class SharedStore(ManifestStore):
             raise StoreReadOnlyError(f"the local folder {self.path} is not writable: choose another store_cache")
         self._local = FileStore(local, **self._settings)
         self._log = self._changes = Log(
-            self._remote, self._manifest, self._local.remove, self._recheck_owner, lambda: self._follower.confirm()
+            self._remote, self._manifest, self._local.remove, self._recheck_owner, self._appended
         )
         self._fetchers = ThreadPoolExecutor(32, "kvrag-fetch")
         self._openers = ThreadPoolExecutor(16, "kvrag-open")
         self._writers = ThreadPoolExecutor(4, "kvrag-shared")
         self._promoter = ThreadPoolExecutor(1, "kvrag-promote")
         self._promotions = threading.BoundedSemaphore(_PROMOTIONS)
-        self._lock = threading.Lock()  # guards the next three attributes
-        self._opening: dict[str, tuple[Future[RemoteChunk | None], float]] = {}
-        self._used: Counter[str] = Counter()
-        self._used_since = time.monotonic()
+        self._opening: TTLCache[str, Future[RemoteChunk | None]] = TTLCache(1 << 20, 2 * TIMEOUT_S)  # under _lock
+        self._recorded = time.monotonic()
         self._is_open = True
         self._follower = Follower(self._pull, self.url, self._always_follow)
         try:
@@ -192,21 +175,21 @@ class SharedStore(ManifestStore):
 
     def _pull(self) -> None:
         self._log.pull()
-        try:
-            self._report_used()
-        except StoreError as error:  # maybe this machine may only read
-            logger.info("uses are not reported: %s", error)
+        if time.monotonic() - self._recorded > _USED_EVERY_S:
+            self._record_uses()
 
     def _recheck_owner(self) -> None:
         """Check that the remote still belongs to this model: it may have been deleted and claimed for another one."""
-        owner = self._read_owner()
-        check_owner(owner or self._owner, self._owner, f"the store {self.url}", "prefix")
-        if not owner:
-            self._remote.create(OWNER, owner_file(self._owner))
+        fingerprint = Fingerprint.of(self._owner)
+        if owner := self._read_owner():
+            check_owner(owner, fingerprint, self.url)
+        else:
+            self._remote.create(OWNER, owner_file(fingerprint))
 
-    @property
-    def _fingerprint(self) -> str:
-        return self._owner["digest"]
+    def _appended(self, number: int) -> None:
+        self._follower.confirm()
+        if number % _SNAPSHOT_EVERY == 0:  # new machines start from it
+            self._in_background(self._log.write_snapshot)
 
     @property
     def max_bytes(self) -> int | None:
@@ -218,11 +201,7 @@ class SharedStore(ManifestStore):
         self._local.max_bytes = size
 
     def sync(self) -> None:
-        """Apply all operations that any machine has recorded so far.
-
-        Raises:
-            StoreError: The remote cannot be reached.
-        """
+        """Apply all operations that any machine has recorded so far; raises StoreError."""
         self._check_open()
         self._follower.pull_now()
 
@@ -234,11 +213,10 @@ class SharedStore(ManifestStore):
         num_bytes, stored = self._put(records)
         if self.keep_copies:
             self._copy(stored)
-        self._in_background(self._log.snapshot_if_long)
         return num_bytes
 
     def _write_chunk(self, name: str, header: bytes, body: memoryview) -> None:
-        self._remote.put_chunk(name, header + bytes(body), chunkfile.borders(header))
+        self._remote.put_chunk(name, header, body)
 
     def _copy(self, records: Sequence[ChunkRecord]) -> None:
         """Store chunks in the local folder; on a full disk, keep the copies at their current size."""
@@ -247,27 +225,19 @@ class SharedStore(ManifestStore):
             keys = [record.key for record in records]
             known = self._manifest.known(keys)
             self._local.remove([key for key in keys if key not in known])  # removed in the meantime
-        except StoreFullError as error:
-            logger.info("no local copy: %s", error)
-            if used := self._local.stats().bytes:
-                self._local.max_bytes = used
         except StoreError as error:
             logger.info("no local copy: %s", error)
+            if isinstance(error, StoreFullError) and (used := self._local.stats().bytes):
+                self._local.max_bytes = used
 
     def read_ahead(self, keys: Sequence[str]) -> None:
         """See ReadsAhead.read_ahead."""
         self._check_open()
-        now = time.monotonic()
         with self._lock:
-            expired = [key for key, (_, since) in self._opening.items() if now - since > 2 * TIMEOUT_S]
-            unused = [self._opening.pop(key)[0] for key in expired]
             absent = [key for key in keys if key not in self._opening]
-        for opening in unused:
-            if opening.done() and not opening.exception() and (chunk := opening.result()):
-                chunk.close()
         for key in self._local.missing(absent):
             with self._lock:
-                self._opening[key] = self._openers.submit(self._open_remote, key), now
+                self._opening[key] = self._openers.submit(self._open_remote, key)
 
     def open(self, key: str) -> PackedChunk | None:
         """See KVStore.open."""
@@ -282,7 +252,7 @@ class SharedStore(ManifestStore):
         except ChunkUnreadableError as error:
             logger.info("%s; it is read from %s", error, self.url)
         with self._lock:
-            opening, _ = self._opening.pop(key, (None, 0.0))
+            opening = self._opening.pop(key, None)
         if opening is None:
             return self._open_remote(key)
         try:
@@ -296,16 +266,13 @@ class SharedStore(ManifestStore):
         seen = None
         while (name := self._manifest.file(key)) is not None:
             if name == seen:  # it has expired, or the bucket lost it
-                self._in_background(self._log.remove, [key], None, name)
+                self._in_background(self._remove, [key], None, name)
                 return None
             if self._follower.is_failing:
                 raise ChunkUnreadableError(key, f"{self.url} cannot be reached")
             try:
-                blob = self._remote.open_chunk(name)
-                if blob is not None:
-                    chunk = RemoteChunk(key, self._fingerprint, blob, self._fetchers, self._follower.fail)
-                    chunk.when_used(self._promote)
-                    return chunk
+                if blob := self._remote.open_chunk(name):
+                    return RemoteChunk(key, self._fingerprint, blob, self._fetchers, self._follower.fail, self._promote)
                 self._log.pull()  # removed meanwhile, and maybe stored again
             except StoreError as error:
                 if isinstance(error, (DamagedChunkError, ChunkUnreadableError)):
@@ -315,25 +282,23 @@ class SharedStore(ManifestStore):
             seen = name
         return None
 
+    def _open_file(self, name: str, key: str) -> RemoteChunk:
+        if blob := self._remote.open_chunk(name):
+            return RemoteChunk(key, self._fingerprint, blob, self._fetchers)
+        raise DamagedChunkError(key, "its object is missing")
+
     def _promote(self, chunk: RemoteChunk) -> None:
         """Copy a chunk into the local folder, unless too many are waiting."""
         if self.keep_copies and self._promotions.acquire(blocking=False):
-            try:
-                self._promoter.submit(self._keep, copy.copy(chunk))  # has its own `bytes_read`
-            except RuntimeError:  # the store has been closed
-                self._promotions.release()
+            with contextlib.suppress(RuntimeError):  # the store has been closed
+                keeping = self._promoter.submit(self._keep, copy.copy(chunk))  # has its own `bytes_read`
+                keeping.add_done_callback(lambda _: self._promotions.release())
 
     def _keep(self, chunk: RemoteChunk) -> None:
         try:
             self._copy([chunk.record()])
         except StoreError as error:  # the prompt that reads a damaged chunk reports it
             logger.info("no local copy: %s", error)
-        finally:
-            self._promotions.release()
-
-    def settle(self) -> None:
-        """Wait until chunks that were used have been copied; for tests and benchmarks."""
-        self._promoter.submit(lambda: None).result()
 
     def drop_copies(self) -> None:
         """Delete this machine's copies of chunks."""
@@ -352,23 +317,21 @@ class SharedStore(ManifestStore):
         self._check_open()
         if not self._local.missing([key]) and self._is_damaged(key):
             self._local.quarantine(key)
-            return
-        name = self._manifest.file(key)
-        if name and self._log.remove([key], "damaged", name):
-            logger.warning("chunk %s is damaged: moved to quarantine, it is encoded again when needed", key)
-            self._remote.rename_chunk(name, _ORPHANS + name)
+        else:
+            super().quarantine(key)
 
     def _is_damaged(self, key: str) -> bool:
         """Return whether the local copy of a chunk is damaged."""
         try:
             if reader := self._local.open(key):
                 with contextlib.closing(reader):
-                    row_of(reader, "", 0)
-        except DamagedChunkError:
-            return True
-        except ChunkUnreadableError:
-            pass
+                    row_of(reader, "")
+        except (DamagedChunkError, ChunkUnreadableError) as error:
+            return isinstance(error, DamagedChunkError)
         return False
+
+    def _put_aside(self, name: str) -> None:
+        self._remote.rename_chunk(name, f"quarantine/{name}")
 
     # ---------------------------------------------------------------- texts and their uses
 
@@ -383,20 +346,15 @@ class SharedStore(ManifestStore):
         """See KVStore.touch. Counts for the local copies; reported to all machines once an hour."""
         self._check_open()
         self._local.touch(keys)
-        with self._lock:
-            self._used.update(keys)
-
-    def _report_used(self, now: bool = False) -> None:
-        with self._lock:
-            if not now and time.monotonic() - self._used_since < _USED_EVERY_S:
-                return
-            used, self._used, self._used_since = self._used, Counter(), time.monotonic()
-        # without budgets, only texts of requests are removed when they are not used
-        counted = self._manifest.known if self._manifest.budgets() else self._manifest.held_by_requests
-        self._log.touch({key: used[key] for key in sorted(counted(list(used)))})
+        super().touch(keys)
 
     def _record_uses(self) -> None:
-        self._report_used(now=True)
+        self._recorded = time.monotonic()
+        super()._record_uses()
+
+    def _counted(self, keys: Sequence[str]) -> Collection[str]:
+        # without budgets, only texts of requests are removed when they are not used
+        return self._manifest.known(keys) if self._manifest.budgets() else self._manifest.held_by_requests(keys)
 
     # ---------------------------------------------------------------- small texts
 
@@ -414,11 +372,6 @@ class SharedStore(ManifestStore):
             return None if content is None else content.decode()
         except UnicodeDecodeError as error:
             raise StoreError(f"cannot read {self.url}/{name}: {error}") from error
-
-    def write_text(self, name: str, text: str) -> None:
-        """See KeepsTexts.write_text."""
-        self._check_reachable()
-        self._remote.write(name, text.encode())
 
     def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
         """See KeepsTexts.change_text."""
@@ -457,64 +410,30 @@ class SharedStore(ManifestStore):
         """Withdraw the publications with these names."""
         self._check_open()
         self._remote.delete([f"published/{folder}/{name}" for name in names])
-        self._log.publish()
+        self._log.change("published")
 
     # ---------------------------------------------------------------- maintenance
-
-    def stats(self) -> StoreStats:
-        """See KVStore.stats."""
-        return replace(super().stats(), path=self.url, max_bytes=None)
 
     def local_stats(self) -> StoreStats:
         """Return the counts of this machine's copies."""
         self._check_open()
         return self._local.stats()
 
-    def owner(self) -> dict[str, str]:
-        """Return the parts of the fingerprint that the remote is claimed for, {} if unclaimed."""
-        return self._owner
-
-    def contents(self) -> Iterator[tuple[dict[str, int], list[ManifestRow], list[Holder]]]:
-        """See Manifest.contents."""
-        self._check_open()
-        self._log.pull()
-        return super().contents()
-
     def check(self, progress: Progress = no_progress) -> StoreCheck:
-        """Read all chunks in the remote, and compare them with the manifest; also check the local copies.
+        """See FileStore.check; also checks the local copies.
 
-        Damaged chunks are moved to quarantine, rows without a chunk are removed, rows that do not match their chunk are
-        replaced. Chunks without a row are left to `gc`: their writers may be about to add one.
+        Chunks without a row are left to `gc`: their writers may be about to add one.
         """
         self._check_open()
         self._log.pull()
         self._local.check()
-        rows = self._manifest.rows()
-        return self._tally(len(rows), ([self._check_chunk(row)] for row in rows.values()), progress)
+        return self._check_chunks({}, progress)
 
-    def _check_chunk(self, row: ManifestRow) -> str:
-        """Check one chunk; return the StoreCheck counter that it adds to."""
-        try:
-            blob = self._remote.open_chunk(row.file)
-            if blob is None:
-                self._log.remove([row.key], "damaged", row.file)
-                return "damaged"
-            chunk = RemoteChunk(row.key, self._fingerprint, blob, self._fetchers)
-            actual = row_of(chunk, row.file, blob.size)
-        except DamagedChunkError:
-            if self._log.remove([row.key], "damaged", row.file):
-                self._remote.rename_chunk(row.file, _ORPHANS + row.file)
-            return "damaged"
-        except StoreError as error:
-            logger.warning("%s", error)
-            return "unreadable"
-        if row == actual:
-            return "sound"
-        self._log.remove([row.key], None, row.file)
-        self._log.add([actual])
-        return "repaired"
+    def _correct(self, row: ManifestRow) -> None:
+        self._remove([row.key], None, row.file)
+        self._add([row])
 
-    def gc(self, unused_days: float = UNUSED_DAYS) -> tuple[int, int]:
+    def gc(self, unused_days: float = 7.0) -> tuple[int, int]:
         """See ManifestStore.gc. Token ids of deleted texts are also erased from the log."""
         self._check_open()
         self._log.pull()
@@ -525,7 +444,7 @@ class SharedStore(ManifestStore):
         listed = list(self._remote.list_chunks())
         self._log.pull()  # the rows of all listed chunks
         known = self._manifest.files()
-        leftovers = [chunk.name for chunk in listed if chunk.name not in known and chunk.age > _STALE_S]
+        leftovers = [name for name, age in listed if name not in known and age > _STALE_S]
         self._remote.delete_chunks(leftovers)
         self._log.trim()
         self._local.remove(self.missing(self._local.keys()))
@@ -545,35 +464,22 @@ class SharedStore(ManifestStore):
 
     def close(self) -> None:
         """See KVStore.close."""
-        if not self._is_open or self._is_closed:
-            self._is_closed = True
-            return
-        self._follower.close()
-        with contextlib.suppress(StoreError):
-            self._report_used(now=True)
-        self._is_closed = True
-        with self._lock:
-            opening = [opening for opening, _ in self._opening.values()]
-        for pending in opening:
-            pending.cancel()
-        for pool in (self._openers, self._writers, self._promoter):
-            pool.shutdown()
-        self._fetchers.shutdown(wait=False)
-        self._local.close()
-        self._manifest.close()
-        self._remote.close()
+        was_open, self._is_closed = self._is_open and not self._is_closed, True
+        if was_open:
+            self._follower.close()
+            self._record_uses()
+            with self._lock:
+                for opening in self._opening.values():
+                    opening.cancel()
+            for pool in (self._openers, self._writers, self._promoter):
+                pool.shutdown()
+            self._fetchers.shutdown(wait=False)
+            for part in (self._local, self._manifest, self._remote):
+                part.close()
 
 
 def open_store(store: KVStore | str | Path, cache: str | Path | None = None) -> KVStore:
-    """Open a store by its name; a store is returned as it is.
-
-    Args:
-        cache: Folder of the local copy of a shared store.
-
-    Raises:
-        SettingError: The URL has an unknown scheme, or a cache is given for a store that has none.
-        StoreError: The store cannot be opened.
-    """
+    """Open a store by its name; a store is returned as it is. `cache`: folder of a shared store's local copies."""
     if isinstance(store, (str, Path)) and is_shared(store):
         return SharedStore(str(store), cache)
     if cache is not None:

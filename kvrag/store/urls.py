@@ -11,45 +11,45 @@ from kvrag.config import without_password
 from kvrag.errors import SettingError
 from kvrag.store.remote import Remote
 
-_OBJECTS = ("s3", "gs", "az")
-_SERVERS = {"redis": False, "valkey": False, "rediss": True, "valkeys": True}
-_SCHEMES = ", ".join(f"{scheme}://" for scheme in (*_OBJECTS, *_SERVERS))
-
+_OBJECTS = {"s3": ["endpoint", "region"], "gs": [], "az": ["account", "endpoint"]}
+_SERVER = ["expire", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"]
+_OPTIONS = {**_OBJECTS, "redis": _SERVER, "rediss": _SERVER, "valkey": _SERVER, "valkeys": _SERVER}  # by scheme
 
 PASSWORD_VARIABLE = "KVRAG_STORE_PASSWORD"
 """Environment variable with the password of a Valkey server whose URL has none."""
 
 
 def is_shared(store: str | Path) -> bool:
-    """Return whether this is the URL of a remote, and not a folder.
-
-    Raises:
-        SettingError: It is neither.
-    """
+    """Return whether this is the URL of a remote, and not a folder; raises SettingError if it is neither."""
     text = str(store)
     if re.match(r"\w[\w+.-]+://", text):
         return True
-    if re.match(rf"({'|'.join((*_OBJECTS, *_SERVERS))}):", text):
+    if re.match(rf"({'|'.join(_OPTIONS)}):", text):
         raise SettingError(f"{text} is not a URL: write {text.partition(':')[0]}://, and pass it as a string")
     return False
 
 
 def connect(url: str) -> Remote:
-    """Return the remote that a URL names; sends nothing.
-
-    Raises:
-        SettingError: The URL is wrong, or a package is missing.
-    """
-    parts = urlsplit(url)
+    """Return the remote that a URL names; sends nothing. Raises SettingError if it is wrong or a package is missing."""
+    parts, public = urlsplit(url), without_password(url)
     scheme, options = parts.scheme.lower(), dict(parse_qsl(parts.query, keep_blank_values=True))
-    if scheme not in (*_OBJECTS, *_SERVERS):
-        raise SettingError(f"{without_password(url)} has an unknown scheme: use a folder, or one of {_SCHEMES}")
+    if scheme not in _OPTIONS:
+        schemes = ", ".join(f"{name}://" for name in _OPTIONS)
+        raise SettingError(f"{public} has an unknown scheme: use a folder, or one of {schemes}")
+    kind, form = ("bucket", "BUCKET/PREFIX") if scheme in _OBJECTS else ("host", "HOST:PORT/DATABASE")
+    if not parts.hostname:
+        raise SettingError(f"{public} names no {kind}: use {scheme}://{form}")
+    if unknown := ", ".join(sorted(options.keys() - set(_OPTIONS[scheme]))):
+        known = ", ".join(_OPTIONS[scheme])
+        raise SettingError(
+            f"{public} has an unknown option {unknown} ({f'known: {known}' if known else 'there are none'})"
+        )
     path = unquote(parts.path).strip("/")
     try:
         if scheme in _OBJECTS:
             from kvrag.store.objects import ObjectStore
 
-            return ObjectStore(without_password(url), scheme, parts.netloc, path, options)
+            return ObjectStore(public, scheme, parts.netloc, path, options)
         from kvrag.store.valkey import ValkeyStore
     except ImportError as error:
         raise SettingError(f"{scheme}:// needs the package {error.name}: pip install 'kvrag[shared]'") from error
@@ -59,11 +59,9 @@ def connect(url: str) -> Remote:
     try:
         port = parts.port or 6379
     except ValueError:
-        raise SettingError(f"{without_password(url)} has no valid port: use {scheme}://HOST:PORT/DATABASE") from None
-    if not parts.hostname:
-        raise SettingError(f"{without_password(url)} names no host: use {scheme}://HOST:PORT/DATABASE")
+        raise SettingError(f"{public} has no valid port: use {scheme}://{form}") from None
     return ValkeyStore(
-        without_password(url),
+        public,
         prefix,
         options,
         host=parts.hostname,
@@ -71,5 +69,5 @@ def connect(url: str) -> Remote:
         db=int(first or 0),
         username=unquote(parts.username) if parts.username else None,
         password=unquote(parts.password) if parts.password else os.environ.get(PASSWORD_VARIABLE),
-        ssl=_SERVERS[scheme],
+        ssl=scheme in ("rediss", "valkeys"),
     )

@@ -15,11 +15,10 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from kvrag.errors import DamagedChunkError, SettingError, StoreError, StoreFullError, StoreReadOnlyError
-from kvrag.store.chunkfile import key_of
-from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError, Listed
+from kvrag.store.chunkfile import borders, key_of
+from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError
 
 _CONNECT_S = 5.0
-_OPTIONS = {"expire", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
 _CREATED = b"created"  # field of a chunk: the server's time in seconds
 
 
@@ -31,23 +30,15 @@ class ValkeyStore:
 
         Args:
             url: For messages, without the password.
-            options: `expire`: seconds after its last use until a chunk expires; `ssl_ca_certs`, `ssl_certfile`,
-                `ssl_keyfile`: files of TLS.
+            options: Files of TLS, and `expire`: seconds after its last use until a chunk expires.
             connection: Host, port, database and user, as redis.Redis takes them.
-
-        Raises:
-            SettingError: An option is unknown or out of range.
         """
         self.url, self._prefix = url, f"{prefix}:" if prefix else "kvrag:"
-        if unknown := sorted(set(options) - _OPTIONS):
-            raise SettingError(
-                f"{url} has an unknown option {', '.join(unknown)} (known: {', '.join(sorted(_OPTIONS))})"
-            )
-        expire = options.get("expire", "")
+        connection |= options
+        expire = connection.pop("expire", "")
         if expire and not (expire.isdigit() and int(expire)):
             raise SettingError(f"{url}: expire must be a number of seconds, got {expire}")
         self._expire = int(expire) if expire else None
-        connection |= {name: value for name, value in options.items() if name != "expire"}
         self._client: Any = redis.Redis(
             socket_timeout=TIMEOUT_S,
             socket_connect_timeout=_CONNECT_S,
@@ -71,8 +62,6 @@ class ValkeyStore:
             )
         self._checked = True
 
-    # ---------------------------------------------------------------- small objects
-
     def _key(self, name: str) -> str:
         return self._prefix + name
 
@@ -81,11 +70,6 @@ class ValkeyStore:
         self._check()
         with self._translated():
             return list(self._client.mget([self._key(name) for name in names]))
-
-    def peek(self, name: str) -> bytes | None:
-        """See Remote.peek."""
-        with self._translated():
-            return self._client.getrange(self._key(name), 0, 15) or None
 
     def create(self, name: str, content: bytes) -> bool:
         """See Remote.create."""
@@ -117,7 +101,8 @@ class ValkeyStore:
             return sorted(set(self._scan(prefix)))
 
     def _scan(self, prefix: str) -> Iterator[str]:
-        for key in self._client.scan_iter(match=_escaped(self._key(prefix)) + "*", count=1000):
+        literal = re.sub(r"([*?\[\]\\^-])", r"\\\1", self._key(prefix))
+        for key in self._client.scan_iter(match=f"{literal}*", count=1000):
             yield key.decode("utf-8", "ignore").removeprefix(self._prefix)
 
     def delete(self, names: Sequence[str]) -> None:
@@ -126,17 +111,15 @@ class ValkeyStore:
             with self._translated():
                 self._client.unlink(*(self._key(name) for name in names[i : i + 1000]))
 
-    # ---------------------------------------------------------------- chunks
-
-    def put_chunk(self, name: str, content: bytes, starts: Sequence[int]) -> None:
+    def put_chunk(self, name: str, header: bytes, body: memoryview) -> None:
         """See Remote.put_chunk."""
-        key = self._key(_path(name))
+        key, starts, content = self._key(_path(name)), borders(header), memoryview(header + bytes(body))
         with self._translated():
             now = self._client.time()[0]
             writing = self._client.pipeline(transaction=True)
             writing.hset(key, mapping={_CREATED: now, b"size": len(content), b"starts": ",".join(map(str, starts))})
             for start, stop in pairwise([*starts, len(content)]):
-                writing.hset(key, str(start), memoryview(content)[start:stop])
+                writing.hset(key, str(start), content[start:stop])
             if self._expire:
                 writing.expire(key, self._expire)
             writing.execute()
@@ -154,24 +137,16 @@ class ValkeyStore:
                 return None
             return _Hash(self, key, _number(size), list(map(_number, starts.split(b","))), beginning)
 
-    def list_chunks(self) -> Iterator[Listed]:
+    def list_chunks(self) -> Iterator[tuple[str, float]]:
         """See Remote.list_chunks."""
         with self._translated():
             now = self._client.time()[0]
             for prefix in ("chunks/", "quarantine/"):
-                for name in self._scan(prefix):
-                    if listed := self._listed(name.removeprefix("chunks/"), now):
-                        yield listed
-
-    def _listed(self, name: str, now: int) -> Listed | None:
-        """Return a chunk for the listing; None if it has just expired. The age of a damaged one is infinite."""
-        key = self._key(_path(name))
-        try:
-            with self._noticing_damage(key):
-                created, size = self._client.hmget(key, [_CREATED, b"size"])
-                return Listed(name, _number(size), now - _number(created))
-        except DamagedChunkError:
-            return Listed(name, 0, inf) if self._client.exists(key) else None
+                for path in self._scan(prefix):
+                    age = inf
+                    with suppress(DamagedChunkError), self._noticing_damage(path):
+                        age = now - _number(self._client.hget(self._key(path), _CREATED))
+                    yield path.removeprefix("chunks/"), age
 
     def delete_chunks(self, names: Sequence[str]) -> None:
         """See Remote.delete_chunks."""
@@ -191,8 +166,6 @@ class ValkeyStore:
         with suppress(redis.RedisError, OSError):
             self._client.close()
 
-    # ---------------------------------------------------------------- errors
-
     @contextmanager
     def _noticing_damage(self, key: str) -> Iterator[None]:
         """Raise DamagedChunkError for a record that differs from what was written, and StoreError as `_translated`."""
@@ -208,15 +181,13 @@ class ValkeyStore:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except redis.AuthenticationError as error:
-            raise StoreError(f"access to {self.url} was denied ({error}): check user and password") from error
-        except redis.exceptions.NoPermissionError as error:
-            raise StoreReadOnlyError(f"{self.url} refuses this user ({error}): extend its ACL") from error
-        except redis.exceptions.ReadOnlyError as error:
-            raise StoreReadOnlyError(f"{self.url} is a replica: use the primary server") from error
-        except redis.ResponseError as error:
-            if "NOAUTH" in str(error) or "WRONGPASS" in str(error):
-                raise StoreError(f"access to {self.url} was denied: check user and password") from error
+        except (redis.exceptions.NoPermissionError, redis.exceptions.ReadOnlyError) as error:
+            raise StoreReadOnlyError(
+                f"{self.url} is not writable ({error}): extend the user's ACL, or use the primary server"
+            ) from error
+        except (redis.AuthenticationError, redis.ResponseError) as error:
+            if isinstance(error, redis.AuthenticationError) or "NOAUTH" in str(error) or "WRONGPASS" in str(error):
+                raise StoreError(f"access to {self.url} was denied ({error}): check user and password") from error
             if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in str(error):
                 raise StoreFullError(
                     f"{self.url} is full: raise its maxmemory, forget documents, or add ?expire=SECONDS to the URL and "
@@ -229,13 +200,10 @@ class ValkeyStore:
 
 
 class _Hash:
-    """See Blob."""
-
     def __init__(self, store: ValkeyStore, key: str, size: int, starts: list[int], beginning: bytes) -> None:
         self._store, self._key, self.size, self._starts, self.beginning = store, key, size, starts, beginning
 
     def read(self, start: int, stop: int) -> bytes | memoryview:
-        """See Blob.read."""
         first = bisect_right(self._starts, start) - 1
         last = bisect_right(self._starts, stop - 1)
         fields = [str(start) for start in self._starts[first:last]]
@@ -260,8 +228,3 @@ def _number(field: bytes | None) -> int:
     if field is None or not re.fullmatch(rb"\d{1,15}", field):
         raise ValueError(f"{field!r:.40} is not a number")
     return int(field)
-
-
-def _escaped(pattern: str) -> str:
-    """Return a pattern that matches this text only."""
-    return "".join(f"\\{letter}" if letter in "*?[]\\^-" else letter for letter in pattern)

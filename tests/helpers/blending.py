@@ -1,4 +1,4 @@
-"""Prompts of a few chunks, and what an engine makes of them."""
+"""Prompts of a few chunks, and their caches in an engine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.answer import overridden
 from kvrag.reuse.blend import blend
-from kvrag.reuse.load import load
+from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.recovery import Recovery
-from kvrag.reuse.select import Selection
 from kvrag.reuse.stitch import Prefilled, Stitched, stitch
 from kvrag.reuse.trace import Trace
 
@@ -48,12 +47,12 @@ def full_prefill(model: Model, ids: torch.Tensor, capacity: int) -> tuple[torch.
     """(1, V) logits after the last of (T,) ids, and the prompt with a complete cache and nothing reused."""
     nothing = torch.zeros(len(ids), dtype=torch.bool)
     stitched = Stitched(ids, (), nothing, nothing, model.new_cache(capacity))
-    return blend(model, stitched, Selection(stitched.inexact)), stitched
+    return blend(model, stitched, stitched.inexact), stitched
 
 
 @torch.inference_mode()
 def plain_logits(hf: Any, ids: list[int]) -> torch.Tensor:
-    """(T, V) by the model itself, nothing of ours involved."""
+    """(T, V) by the model itself, without kvrag."""
     return hf(torch.tensor([ids])).logits[0].float()
 
 
@@ -77,7 +76,8 @@ def laying_out(engine: BlendEngine) -> Iterator[LayOut]:
             model, matches = engine.model, engine._lookup.find(ids, engine.config.min_run)
             recovery = Recovery(model, engine.store, engine._pipeline.memory)
             prompt = stack.enter_context(closing(recovery.open(Prompt(ids), matches)))
-            layers = stack.enter_context(load(model, prompt, engine.codec, Trace(model), len(ids) + 10))
+            loader = LayerLoader(model, prompt, engine.codec, Trace(model), len(ids) + 10)
+            layers = stack.enter_context(closing(loader))
             return stitch(model, prompt, layers)
 
         yield lay_out

@@ -43,7 +43,7 @@ class Refusal(Exception):
 
 @dataclass
 class FakeVllm:
-    """What the server has, and what it was asked; words are its tokens.
+    """State of the server and its requests; words are its tokens.
 
     Attributes:
         requests: Bodies of all requests for answers.
@@ -51,6 +51,8 @@ class FakeVllm:
         documents: Texts by namespace and document.
         calls: Tool calls of the next answers, as vLLM would send them.
         fail: Statuses of the next responses; 0 = as usual.
+        endless: Responses to requests for answers do not end, streamed ones after their first event.
+        left: Set when a client has closed the connection of such a response.
     """
 
     url: str = ""
@@ -69,9 +71,11 @@ class FakeVllm:
     finish: str = "stop"
     ignored: list[str] = field(default_factory=list)
     cut: bool = False
+    endless: bool = False
+    left: threading.Event = field(default_factory=threading.Event)
 
     def asked(self, mode: str) -> list[dict[str, Any]]:
-        """What the connector was asked in this mode."""
+        """Requests to the connector in this mode."""
         found = [(body.get("kv_transfer_params") or {}).get("kvrag", {}) for body in self.requests]
         return [params for params in found if params.get("mode") == mode]
 
@@ -129,22 +133,16 @@ class FakeVllm:
         assert mode == "warm"
         assert params["texts"]
         joined = "\n\n".join(params["texts"]) or " "
-        if params.get("contexts"):
-            assert body["prompt"] == [0] * (self.window - 1), "room for what stands before the texts, too"
-        else:
-            assert body["prompt"] == joined or joined.startswith(body["prompt"])
+        assert body["prompt"] == (joined if len(joined.split()) < self.window else [0] * (self.window - 1))
         assert body["max_tokens"] == 1
         names = params["document"]
         names = [names] * len(params["texts"]) if isinstance(names, str) else names
-        if params.get("replace", True):
-            for name in {*names, *([params["document"]] if isinstance(params["document"], str) else [])}:
-                self.documents.pop((namespace, name), None)
+        for name in {*names}:
+            self.documents.pop((namespace, name), None)
         for name, text in zip(names, params["texts"], strict=True):
             self.documents.setdefault((namespace, name), []).append(text)
         number = len(params["texts"])
         report = {"chunks": number, "tokens": words, "bytes": 10, "new": number, "reused": 0, "skipped": 0}
-        if "contexts" in params:
-            report["contexts"] = {name: [len(params["texts"])] for name in params["sources"] if name}
         return {**report, "seconds": 0.1, "warnings": ["one"]}
 
 
@@ -201,7 +199,14 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
                 return self._stream([{"delta": {"content": word}} for word in _words(text)], usage)
             return self._whole({"message": {"role": "assistant", "content": text}}, usage, said)
 
+        def _wait(self) -> None:
+            if fake.endless:
+                assert self.rfile.read(1) == b""
+                self.close_connection = True
+                fake.left.set()
+
         def _whole(self, choice: dict[str, Any], usage: Any, said: Any) -> dict[str, Any]:
+            self._wait()
             choices = [{"index": 0, "finish_reason": fake.finish, **choice}]
             return {"id": "a", "choices": choices, "usage": usage, "kv_transfer_params": said and {"kvrag": said}}
 
@@ -219,6 +224,9 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
                 events.append({"choices": [], "usage": usage})
             for event in events:
                 self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                self._wait()
+                if fake.endless:
+                    return
             if not fake.cut:
                 self.wfile.write(b"data: [DONE]\n\n")
 
@@ -244,7 +252,7 @@ def _split(call: dict[str, Any]) -> list[dict[str, Any]]:
 
 @contextmanager
 def fake_vllm(**settings: Any) -> Iterator[FakeVllm]:
-    """The server, as long as the context lasts."""
+    """The server, until the context ends."""
     fake = FakeVllm(**settings)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(fake))
     fake.url = f"http://127.0.0.1:{server.server_port}"

@@ -1,4 +1,4 @@
-"""A PDF file made by hand."""
+"""A minimal PDF file."""
 
 from __future__ import annotations
 

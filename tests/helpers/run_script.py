@@ -1,6 +1,6 @@
-"""Runs a script as `python SCRIPT ...` does, in a process that starts quickly: what most of them import is there.
+"""Run a script like `python SCRIPT ...`, in a process that starts quickly because common imports are already loaded.
 
-Processes are forked from one that has imported torch and transformers and computed nothing.
+Processes are forked from one that has imported torch and transformers, but has not computed anything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         *("transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"),
-        *("kvrag.engine", "langchain_kvrag", "sentence_transformers", "faiss"),
+        *("kvrag.engine", "langchain_kvrag", "sentence_transformers"),
     ]
 )
 
@@ -33,10 +33,10 @@ def start(script: Path, *arguments: str, folder: Path, stdin: Sequence[str] = ()
 def _run(script: Path, arguments: Sequence[str], folder: Path, stdin: str) -> None:
     import torch
 
-    import kvrag.control.controller
+    import kvrag.control.tuning
 
     # as in conftest.py: nothing must depend on how busy the machine is, and threads would wait for each other
-    kvrag.control.controller.NOTICEABLE_S, kvrag.control.controller.STEP = float("inf"), 1.0
+    kvrag.control.tuning.NOTICEABLE_S, kvrag.control.tuning.STEP = float("inf"), 1.0
     torch.set_num_threads(1)
     os.chdir(folder)
     for number, name in enumerate(("stdout", "stderr"), 1):

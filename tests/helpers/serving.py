@@ -16,7 +16,10 @@ from fastapi import FastAPI
 from kvrag import BlendEngine
 from kvrag.retrieval import documents
 from kvrag.retrieval.index import ChunkIndex
-from kvrag.server import Corpus, ServerSettings, bind, create_app, make_server, url
+from kvrag.server.app import create_app
+from kvrag.server.corpus import Corpus
+from kvrag.server.run import bind, make_server, url
+from kvrag.server.settings import ServerSettings
 
 NAME = "reader"
 
@@ -43,7 +46,7 @@ class Served:
         raise AssertionError(f"there is no {name}")
 
     def running(self) -> tuple[int, int]:
-        """Requests at work, and waiting."""
+        """Running and waiting requests."""
         health = self.http.get("/health").json()
         return health["running"], health["waiting"]
 
@@ -55,7 +58,7 @@ class Served:
 
 
 def until(claim: Callable[[], bool], seconds: float = 300.0) -> None:
-    """Wait for what must come true in the end."""
+    """Wait until the condition is true."""
     end = time.monotonic() + seconds
     while not claim():
         assert time.monotonic() < end, "it did not come true"
@@ -63,18 +66,16 @@ def until(claim: Callable[[], bool], seconds: float = 300.0) -> None:
 
 
 def make_corpus(engine: BlendEngine, folder: Path, namespace: str = "") -> Corpus:
-    """As `kvrag serve` makes it, with chunks of 40 tokens."""
+    """As in `kvrag serve`, with chunks of 40 tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     encode = engine.model.tokenizer.encode
     split = documents.splitter(lambda text: len(encode(text)), 40, 0)
-    return Corpus(
-        engine, ChunkIndex(folder / "index.sqlite"), folder / "corpus", documents.parse, split, namespace=namespace
-    )
+    return Corpus(engine, ChunkIndex(folder / "index.sqlite"), folder / "corpus", split, namespace)
 
 
 @contextmanager
 def serving(engine: BlendEngine, *corpora: Corpus, key: str = "", **settings: Any) -> Iterator[Served]:
-    """A server, as long as the context lasts."""
+    """A server, until the context ends."""
     app = create_app(engine, ServerSettings(name=NAME, **settings), corpora)
     taken = bind("127.0.0.1", 0)
     server = make_server(app, 600)

@@ -74,7 +74,7 @@ ESCAPES: dict[str, Callable[[str], str]] = {
 
 @pytest.fixture(scope="module")
 def cl100k() -> Any:
-    """GPT-4's vocabulary, which llama-index-core brings along, as a tokenizer of transformers."""
+    """GPT-4's vocabulary, which comes with llama-index-core, as a tokenizer of transformers."""
     core = pytest.importorskip("llama_index.core")
     pytest.importorskip("tiktoken")
     cache = Path(core.__file__).parent / "_static" / "tiktoken_cache"
@@ -106,7 +106,7 @@ def _coverage(
     ids = tokenizer.render(FORMATS[chain](docs, question))
     runs = match(segments, ids, MIN_RUN)
     for run in runs:
-        assert ids[run.start : run.stop] == chunks[run.text_key][run.offset : run.offset + len(run)]
+        assert ids[run.start : run.stop] == chunks[run.key][run.offset : run.offset + len(run)]
     return sum(map(len, runs)), sum(len(tokenizer.encode(doc)) for doc in docs)
 
 
@@ -134,7 +134,7 @@ def test_musique_passages_are_reused(chain: str, cl100k: Any) -> None:
 
 @pytest.mark.parametrize("escape", ESCAPES)
 def test_escaped_musique_passages_are_reused(escape: str, cl100k: Any) -> None:
-    """In the frameworks' own prompts; what is left are the escaped characters themselves."""
+    """In the frameworks' own prompts; only the escaped characters themselves are not reused."""
     questions = _musique(20)
     segments, _ = _warm(cl100k, [passage for question in questions for passage in question["passages"]])
     for chain in ("stuff", "numbered", "llamaindex"):
@@ -188,11 +188,11 @@ def test_a_mixed_sample_is_reused(name: str, chain: str, request: pytest.Fixture
         docs = [SAMPLE[number] for number in order]
         a, b = _coverage(tokenizer, segments, chunks, docs, "Who founded the company?", chain)
         found, total = found + a, total + b
-    # the first and the last token of a chunk may merge with what stands beside it, and these chunks are short
+    # the first and the last token of a chunk may merge with their neighbours, and these chunks are short
     assert found >= total - 2 * 3 * len(SAMPLE)
 
 
-def test_what_was_never_warmed_is_not_reused(reader: Any) -> None:
+def test_text_that_was_never_warmed_is_not_reused(reader: Any) -> None:
     segments, chunks = _warm(reader, SAMPLE[:2])
     found, _ = _coverage(reader, segments, chunks, SAMPLE[2:], "Who?", "stuff")
     assert found == 0

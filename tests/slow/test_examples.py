@@ -37,7 +37,7 @@ KVRAG = Path(sys.executable).with_name("kvrag")
 
 
 def run(script: Path, folder: Path, *arguments: str) -> str:
-    """What it prints."""
+    """Run the script; return its output."""
     folder.mkdir(exist_ok=True)
     process = start(script, *arguments, folder=folder, stdin=SAID.get(script.name, ()))
     process.join(300)
@@ -62,7 +62,7 @@ def test_it_runs_and_reuses_what_it_has_warmed(name: str, tmp_path: Path) -> Non
     check_reuse(output, TIMES.get(name, 1))
 
 
-def test_what_was_warmed_stays_warm(tmp_path: Path) -> None:
+def test_warmed_chunks_stay_warm(tmp_path: Path) -> None:
     for encoded in ("30 encoded now, 0 before", "0 encoded now, 30 before"):
         assert f"30 documents: {encoded}" in run(EXAMPLES / "warm_from_file.py", tmp_path)
 

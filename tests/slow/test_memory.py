@@ -1,4 +1,4 @@
-"""Memory that libraries keep is bounded."""
+"""The memory that libraries keep is bounded."""
 
 from __future__ import annotations
 

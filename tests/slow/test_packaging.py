@@ -1,4 +1,4 @@
-"""What is shipped, and the workflows that ship it."""
+"""The packages' content, and the release workflows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ release = runpy.run_path(str(ROOT / "scripts" / "release.py"))
 class Built:
     """A package's files as they are shipped, name -> content; the sdist's without its folder.
 
-    `files` are those that lay in the package's folder when it was built.
+    `files` are those in the package's folder when it was built.
     """
 
     project: Path
@@ -132,7 +132,7 @@ def test_every_package_has_its_licence_and_readme(built: Built) -> None:
     assert built.metadata.get_payload(decode=True).decode().strip() == (built.project / "README.md").read_text().strip()
 
 
-def test_pypi_gets_what_it_shows(built: Built) -> None:
+def test_the_metadata_for_pypi_is_complete(built: Built) -> None:
     metadata = built.metadata
     assert metadata["Author"] == "the kvrag authors"
     assert "Typing :: Typed" in metadata.get_all("Classifier")
@@ -149,7 +149,7 @@ def test_pypi_gets_what_it_shows(built: Built) -> None:
         assert path in ("", "/issues") or (ROOT / path).exists(), link
 
 
-def test_llamahub_knows_every_class() -> None:
+def test_llamahub_lists_every_class() -> None:
     project, _ = PACKAGES["llama-index-llms-kvrag"]
     described = tomllib.loads((project / "pyproject.toml").read_text())["tool"]["llamahub"]
     packages = [import_module(name) for name in (described["import_path"], "llama_index.vector_stores.kvrag")]
@@ -182,7 +182,7 @@ def test_the_packages_allow_each_other(built: Built) -> None:
     assert (built.package == "kvrag") != ("kvrag" in [requirement.name for requirement in needed])
 
 
-def test_what_was_tested_with_is_allowed(built: Built) -> None:
+def test_tested_versions_are_allowed(built: Built) -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     for text in built.metadata.get_all("Requires-Dist"):
@@ -200,7 +200,7 @@ def test_extras_that_messages_name_exist() -> None:
         assert set(extras.split(",")) <= known[package], f"{package}[{extras}]"
 
 
-def test_a_python_that_is_claimed_is_tested(built: Built) -> None:
+def test_every_claimed_python_version_is_tested(built: Built) -> None:
     if built.package != "kvrag":
         pytest.skip("kvrag's say it")
     claimed = [line.rpartition(" ")[2] for line in built.metadata.get_all("Classifier") if ":: Python :: 3." in line]
@@ -213,7 +213,7 @@ def test_a_python_that_is_claimed_is_tested(built: Built) -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_workflow_may_do_no_more_than_it_must(path: Path) -> None:
+def test_a_workflow_has_only_the_permissions_it_needs(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] in ({}, {"contents": "read"})
     for name, job in workflow["jobs"].items():
@@ -223,7 +223,7 @@ def test_a_workflow_may_do_no_more_than_it_must(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_workflow_calls_what_exists(path: Path) -> None:
+def test_a_workflow_calls_existing_files(path: Path) -> None:
     goals = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     jobs: dict[str, Any] = yaml.safe_load(path.read_text())["jobs"]
     for job in jobs.values():

@@ -1,4 +1,4 @@
-"""The torture suite itself: its campaigns run, notice what is wrong, and go on after it."""
+"""The torture suite itself: its campaigns run, detect errors, and continue after them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _torture(out: Path, *argv: object) -> dict[str, Any]:
 
 
 def _copy(folder: Path) -> Path:
-    """Return a folder with the suite, but without campaigns, and with no environments beside it."""
+    """Return a folder with the suite, but without campaigns, and without virtual environments next to it."""
     copied = folder / "tests" / "torture"
     copied.mkdir(parents=True)
     for name in ("__init__", "__main__", "campaign", "run"):
@@ -82,7 +82,7 @@ def test_without_vllm_its_campaign_is_left_out_and_reported(tmp_path: Path) -> N
     assert "| `vllm` | left out: vLLM is not installed: run `make setup-vllm` |" in done.stdout
 
 
-def test_a_layer_that_is_not_the_stored_one_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_differs_from_the_stored_one_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = ChunkFile.layer
 
     def wrong(self: ChunkFile, number: int) -> Any:
@@ -104,7 +104,7 @@ def test_a_layer_that_is_not_the_stored_one_is_noticed(tmp_path: Path, monkeypat
     assert any("layer 2 of" in failure.what for failure in campaign.result.failures)
 
 
-def test_an_inexact_answer_is_noticed(tmp_path: Path) -> None:
+def test_an_inexact_answer_is_detected(tmp_path: Path) -> None:
     with tiny.engine(tmp_path) as engine:
         engine.warm(map(tiny.text, range(4)), document="a")
         assert tiny.check_answer(engine, tiny.prompt([2, 1, 3])) > 50

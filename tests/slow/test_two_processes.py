@@ -20,7 +20,7 @@ from kvrag.store import StoreCheck
 
 
 def _check(folder: Path, model: Model) -> None:
-    """Everything is there, once, whole, and right."""
+    """Check that everything is stored, once, complete and correct."""
     warmer = warmer_on(model, folder)
     store = warmer.store
     report = warmer.warm(*TEXTS)
@@ -32,7 +32,7 @@ def _check(folder: Path, model: Model) -> None:
     entries = [entry.text_key for entry in store.entries(0)]
     assert sorted(entries) == sorted({warmer.text(text) for text in TEXTS}), "nothing twice"
     assert store.check() == StoreCheck(sound=len(keys), damaged=0, adopted=0, repaired=0, unreadable=0)
-    for path in folder.glob("chunks/*/*"):  # what killed writers have left
+    for path in folder.glob("chunks/*/*"):  # leftovers of killed writers
         os.utime(path, (time.time() - 7200,) * 2)
     store.gc()
     assert stats.bytes == sum(path.stat().st_size for path in folder.glob("chunks/*/*"))
@@ -42,7 +42,7 @@ def _check(folder: Path, model: Model) -> None:
 
 
 def test_two_processes_that_warm_a_shared_text_leave_it_alone(tmp_path: Path, model: Model) -> None:
-    """Whoever comes second sees to it before he is done; never is it missing, or behind one document's words."""
+    """The second process encodes it alone before it ends; it is never missing, or with one document's context."""
     processes = [start(SHARE, tmp_path / "kv") for _ in range(2)]
     warmer = warmer_on(model, tmp_path / "kv")
     try:
@@ -68,7 +68,7 @@ def test_two_processes_that_warm_a_shared_text_leave_it_alone(tmp_path: Path, mo
 
 
 def test_two_processes_that_fill_a_store_stay_within_its_budget(tmp_path: Path) -> None:
-    """Both have made room before either of them has stored anything."""
+    """Both free space before either of them has stored anything."""
     processes = [start(FILL, tmp_path) for _ in range(2)]
     try:
         for process, first in zip(processes, (0, 100), strict=True):
@@ -170,12 +170,12 @@ def test_a_process_that_is_killed_again_and_again_damages_nothing(tmp_path: Path
     _check(folder, model)
     for path in folder.rglob("*.tmp"):
         swept = path.parent == folder or path.parent.parent.name == "chunks"
-        assert swept, "what is left of a killed writer is where it will be swept"
+        assert swept, "leftovers of a killed writer are where `gc` finds them"
         assert path.name.startswith(".")
 
 
 def test_killed_at_every_step_of_storing(tmp_path: Path, model: Model) -> None:
-    """Not by chance, but right there."""
+    """Kill the process at exactly this step."""
     code = WARM.replace('print("ready"', 'exec(KILL)\nprint("ready"')
     steps = ["fsync", "replace", "add", "hold"]
     processes = [

@@ -1,6 +1,6 @@
-"""Streams abandoned while others decode them ahead, under every type of RoPE, and documents forgotten meanwhile.
+"""Streams abandoned while other answers decode them ahead, with every type of RoPE, and documents forgotten meanwhile.
 
-Every next turn is compared with the model's own logits. After a forget, nothing of the document is kept anywhere.
+Every next turn is compared with the model's own logits. After a forget, no KV of the document is kept anywhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TOLERANCE = 1e-4
 
 
 def run(campaign: Campaign) -> None:
-    """Abandon streams in every case, and forget in every second one."""
+    """Abandon streams in every case, and forget documents in every second case."""
     for number in campaign.numbers():
         rng = campaign.random(number)
         with campaign.case(number):

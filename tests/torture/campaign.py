@@ -1,4 +1,4 @@
-"""A campaign counts its cases and failures, and goes on after a failure."""
+"""A campaign counts its cases and failures, and continues after a failure."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Failure:
 
 @dataclass
 class Result:
-    """What a campaign reports.
+    """Result of a campaign.
 
     Attributes:
         seconds: Wall-clock time.

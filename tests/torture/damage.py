@@ -1,7 +1,7 @@
-"""Damaged files: nothing that differs from what was written may reach an answer.
+"""Damaged files: no data that differ from the stored data may reach an answer.
 
 Each case copies a store, damages one file of it and asks. Every layer that is read is compared with the one that was
-stored under this key, so that damage is noticed also where the answer is recomputed from the tokens.
+stored under this key, so that damage is detected even if the answer is recomputed from the tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Layers = dict[tuple[str, int], tuple[Tensor, Tensor]]
 
 def run(campaign: Campaign) -> None:
     """Damage one copy of a store per case."""
-    kvrag.reuse.catalog._TAIL = 200  # tokens: so that so small a catalog is on disk, too
+    kvrag.reuse.catalog._TAIL = 200  # tokens: so that even a small catalog is on disk
     intact = campaign.folder / "intact"
     truth = _make(intact)
     for number in campaign.numbers():
@@ -44,12 +44,12 @@ def run(campaign: Campaign) -> None:
 
 
 def _make(folder: Path) -> Layers:
-    """Fill a store, and return what is in it."""
+    """Fill a store, and return its content."""
     with tiny.engine(folder) as engine:
         for name, numbers in _DOCUMENTS.items():
             engine.warm(map(tiny.text, numbers), document=name)
             engine._catalog.settle()
-        engine.store.write_text("speed.json", "{}")
+        engine.store.change_text("speed.json", lambda _: "{}")
     assert list(folder.glob("catalog/*.segment"))
     truth: Layers = {}
     with tiny.engine(folder) as engine:
@@ -81,7 +81,7 @@ def _case(campaign: Campaign, rng: random.Random, folder: Path, truth: Layers) -
                     how.append(_damage(rng, folder, everything=False))
                 for numbers in _PROMPTS[: rng.randint(1, 3)]:
                     tiny.check_answer(engine, tiny.prompt(numbers))
-                    tiny.answer(engine, tiny.prompt(numbers), ratio=0.0, policy="none")  # what is reused is compared
+                    tiny.answer(engine, tiny.prompt(numbers), ratio=0.0, policy="none")  # reused layers are compared
                 if rng.random() < 0.3:
                     engine.warm(map(tiny.text, _DOCUMENTS["a"]), document="a")
                     tiny.check_answer(engine, tiny.prompt(_PROMPTS[0]))
@@ -97,7 +97,7 @@ def _case(campaign: Campaign, rng: random.Random, folder: Path, truth: Layers) -
 
 
 def _check_repairs(store: Any) -> None:
-    """`check` leaves a store that is sound."""
+    """Check that `check` repairs the store."""
     assert isinstance(store, FileStore)
     store.check()
     again = store.check()
@@ -112,7 +112,7 @@ def only_what_was_stored(
     read, put, stored = chunk.layer, store.put, dict[str, list[ChunkRecord]]()
 
     def recorded(self: Any, records: Sequence[ChunkRecord]) -> int:
-        for record in records:  # encoded again: the last bits depend on what is encoded beside it
+        for record in records:  # encoded again: the last bits depend on the rest of the batch
             stored.setdefault(record.key, []).append(record)
         return put(self, records)
 
@@ -133,7 +133,7 @@ def only_what_was_stored(
 
 
 def _damage(rng: random.Random, folder: Path, everything: bool) -> str:
-    """Damage one file; returns what was done. Without `everything`, none that a process has mapped."""
+    """Damage one file; return a description. Without `everything`, no file that a process has mapped."""
     chunks = sorted(folder.glob("chunks/*/*"))
     groups: dict[str, Callable[[], Path]] = {
         "chunk": lambda: rng.choice(chunks),
@@ -157,7 +157,7 @@ def _damage(rng: random.Random, folder: Path, everything: bool) -> str:
 
 
 def damage_chunk(rng: random.Random, path: Path) -> str:
-    """Damage the file of a chunk; returns what was done."""
+    """Damage the file of a chunk; return a description."""
     return f"chunk, {rng.choice([*_WAYS, _flip_header, _flip_header, _swap])(rng, path)}"
 
 

@@ -1,8 +1,8 @@
 """Faults of the operating system below the store: the answer is right, or there is one KvragError.
 
 Functions of `os`, `sqlite3`, `shutil` and `time` are replaced while a case runs. A fault hits only files of the case's
-store. When it is over, the same engine and a new one must answer as if nothing had happened, and no intact chunk may
-have been taken out of use.
+store. After the fault, the same engine and a new one must answer as if nothing had happened, and no intact chunk may
+have been quarantined.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Decide = Callable[[], bool]
 
 def run(campaign: Campaign) -> None:
     """Inject one kind of fault per case."""
-    kvrag.reuse.catalog._TAIL = 200  # tokens: so that so small a catalog is on disk, too
+    kvrag.reuse.catalog._TAIL = 200  # tokens: so that even a small catalog is on disk
     intact = campaign.folder / "intact"
     with tiny.engine(intact) as engine:
         for name, numbers in _DOCUMENTS.items():
@@ -105,7 +105,7 @@ def _case(campaign: Campaign, rng: random.Random, folder: Path) -> None:
 
 
 def _open(engine: BlendEngine, rng: random.Random) -> None:
-    """Nothing but what opening does."""
+    """Only open the store."""
 
 
 def _ask(engine: BlendEngine, rng: random.Random) -> None:
@@ -144,8 +144,8 @@ _STEPS = [_ask, _ask, _ask, _ask_with_documents, _warm, _warm, _forget, _look, _
 
 @contextmanager
 def faults(kind: str, folder: Path, decide: Decide) -> Iterator[None]:
-    """Replace what the store calls, as long as the context lasts."""
-    is_on = True  # connections that are made meanwhile live on
+    """Replace the functions that the store calls, until the context ends."""
+    is_on = True  # connections that are opened meanwhile stay open
 
     def decides() -> bool:
         return is_on and decide()

@@ -1,4 +1,4 @@
-"""Requests that nobody should send: no response with status 500 or above, and nothing left behind in the server.
+"""Malformed and hostile requests: no response with status 500 or above, and no request left in the server.
 
 Three kinds take turns: requests that Schemathesis derives from the server's OpenAPI description, raw bytes that break
 HTTP or JSON, and clients that are slow or leave.
@@ -27,7 +27,7 @@ from torture.campaign import Campaign, describe
 from torture.server import MODEL, SERVE, Server, Usage, serving
 
 _PER_CASE = 20  # requests
-_REST = 10  # cases between two looks at what the server holds
+_REST = 10  # cases between two measurements of the server
 _QUESTION = "What does Ingla play?"
 _OPTIONS = ("--token-limit", 12, "--max-tokens", 4, "--timeout", 30, "--max-body-mib", 1, "--max-upload-mib", 1)
 _THREADS, _FILES = 8, 16  # more than in the first third of the run
@@ -59,7 +59,7 @@ def run(campaign: Campaign) -> None:
                 with campaign.case(number, 0):
                     assert not (left := server.settle()), f"{left} requests are still running or waiting"
                     samples.append(server.usage())
-                    assert server.ask(_QUESTION) == wanted, "an ordinary request is answered in another way"
+                    assert server.ask(_QUESTION) == wanted, "an ordinary request got a different answer"
         with campaign.case(campaign.limits.count, 0):
             _check_usage(campaign, server, samples)
             said = log.read_text()
@@ -89,7 +89,7 @@ def _check_usage(campaign: Campaign, server: Server, samples: list[Usage]) -> No
 
 
 def _derived(server: Server, operation: Any, rng: random.Random) -> None:
-    """Send requests that keep to the description of an operation, or just not."""
+    """Send requests that match the description of an operation, or nearly do."""
     mode = rng.choice([*schemathesis.GenerationMode])
     failed: list[str] = []
 
@@ -106,7 +106,7 @@ def _derived(server: Server, operation: Any, rng: random.Random) -> None:
         if failed:
             return
         if isinstance(case.body, dict) and rng.random() < 0.8 and "model" in case.body:
-            case.body["model"] = MODEL  # otherwise most are refused for the model's name
+            case.body["model"] = MODEL  # otherwise most are rejected because of the model's name
         try:
             response = case.call(base_url=server.url, timeout=60)
         except requests.exceptions.ConnectionError as error:
@@ -259,7 +259,7 @@ _RAW = [_mutated, _odd_json, _odd_http]
 
 
 def _leave(server: Server, rng: random.Random) -> None:
-    """Send a request slowly, or not to its end, or read only the beginning of the answer."""
+    """Send a request slowly or in part, or read only the beginning of the answer."""
     path = rng.choice([*_PATHS[:3], "/v1/chunks"])
     body = _body(rng) | {
         "stream": True,

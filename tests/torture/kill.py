@@ -1,10 +1,10 @@
 """`kill -9` at any moment while two processes warm, forget and answer on one store.
 
 Each process owns some documents, and the texts of all of them overlap. It reports the beginning and the end of each
-operation through a pipe, so that the parent knows what has to be there when a process is dead. Half of the kills come
-at a random time, the others right behind a step of storing or deleting.
+operation through a pipe, so that the parent can check the store after a kill. Half of the kills come at a random time,
+the others right after a step of storing or deleting.
 
-On a shared store, each process is a machine with a local folder of its own, and the store is examined by a third one.
+On a shared store, each process is a machine with its own local folder, and a third one examines the store.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _SHARED_STEPS = {
 
 @dataclass
 class _Journal:
-    """What the processes have reported.
+    """Reports of the processes.
 
     Attributes:
         documents: Texts of each document after its last complete operation; None = an operation was interrupted.
@@ -84,7 +84,7 @@ class _Store:
     Attributes:
         place: Folder or URL.
         budget: Its byte budget; of a shared store, of the local copies.
-        caches: Where each machine has a folder for its local copies.
+        caches: Parent folder of the machines' local copies.
     """
 
     kind: str
@@ -105,7 +105,7 @@ def run(campaign: Campaign) -> None:
     """Kill a process per case."""
     kind = campaign.options["store"]
     kvrag.store.shared._STALE_S = -1.0  # chunks without a row, which only `gc` in this process deletes
-    fates: dict[str, int] = {"at a random time": 0, "behind a step": 0}
+    fates: dict[str, int] = {"at a random time": 0, "after a step": 0}
     with _places(kind, campaign.folder) as place_of:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torture.kill_preload"])  # torch is imported once, not by each process
@@ -117,7 +117,7 @@ def run(campaign: Campaign) -> None:
                 store = _Store(kind, place_of(str(number)), budget, campaign.folder / "caches" / str(number))
             with campaign.case(number):
                 step = rng.choice([None, rng.choice([*(_STEPS if kind == "folder" else _SHARED_STEPS)])])
-                fates["behind a step" if step else "at a random time"] += 1
+                fates["after a step" if step else "at a random time"] += 1
                 _kill_one(context, rng, store, step, journal, number)
                 _audit(store, journal, rng, number)
     campaign.result.figures |= fates | {"store": kind}
@@ -136,7 +136,7 @@ def _places(kind: str, folder: Path) -> Iterator[Callable[[str], str]]:
 def _kill_one(
     context: Any, rng: random.Random, store: _Store, step: str | None, journal: _Journal, number: int
 ) -> None:
-    """Let two processes work, kill one of them, and a moment later stop the other one, sometimes by a kill, too."""
+    """Let two processes work, kill one of them, and a moment later stop or kill the other one."""
     workers: list[tuple[BaseProcess, Connection]] = []
     for name in "ab":
         ours, theirs = context.Pipe()
@@ -180,7 +180,7 @@ def _kill_one(
 
 
 def work(pipe: Connection, store: _Store, name: str, seed: str, deadly: tuple[str | None, int] | None) -> None:
-    """Warm, forget and answer until the end; reports what is begun and done."""
+    """Warm, forget and answer until the end; report each operation's beginning and end."""
     rng = random.Random(seed)
     engine = store.engine(name, ram_bytes=rng.choice([0, 1 << 30]))
     pipe.send("ready")
@@ -206,7 +206,7 @@ def work(pipe: Connection, store: _Store, name: str, seed: str, deadly: tuple[st
 
 
 def _arm(store: Any, name: str, count: int) -> None:
-    """Die right behind one of the next calls of a function."""
+    """Kill this process right after one of the next calls of a function."""
     owner = (_STEPS if isinstance(store, FileStore) else _SHARED_STEPS)[name] or type(store._remote)
     real, left = getattr(owner, name), [count]
 
@@ -224,8 +224,8 @@ def _arm(store: Any, name: str, count: int) -> None:
 
 
 def _audit(store: _Store, journal: _Journal, rng: random.Random, number: int) -> None:
-    """Nothing is damaged, nothing that was reported is missing, nothing is there twice."""
-    machine = rng.choice(["c", f"c{number}"])  # a machine that has used the store before, or a new one
+    """Check that nothing is damaged, no reported chunk is missing, and nothing is stored twice."""
+    machine = rng.choice(["c", f"c{number}"])  # a machine that used the store before, or a new one
     with store.engine(machine) as engine:
         _check_documents(engine, journal, store.keeps_all)
         held = engine.store
@@ -234,7 +234,7 @@ def _audit(store: _Store, journal: _Journal, rng: random.Random, number: int) ->
         assert len(texts) == len({*texts}), "a text is stored twice"
         if isinstance(held, FileStore):
             _age(held.path)
-        if rng.random() < 0.5:  # otherwise `check` takes over what has no row yet
+        if rng.random() < 0.5:  # otherwise `check` adopts chunks without a row
             held.gc()
         found = held.check()
         assert found.damaged == found.repaired == found.unreadable == 0, found
@@ -264,7 +264,7 @@ def _age(folder: Path) -> None:
 def _sizes(store: FileStore | SharedStore) -> dict[str, int]:
     """Return name and size of all chunks, with and without a row."""
     if isinstance(store, SharedStore):
-        return {found.name: found.size for found in store._remote.list_chunks()}
+        return {name: store._remote.open_chunk(name).size for name, _ in store._remote.list_chunks()}  # type: ignore[union-attr]
     return {path.name: path.stat().st_size for path in store.path.glob("chunks/*/*")}
 
 
@@ -284,7 +284,7 @@ def _check_documents(engine: BlendEngine, journal: _Journal, keeps_all: bool) ->
 
 
 def _check_values(engine: BlendEngine, rng: random.Random) -> None:
-    """The KV of a chunk is what the model computes."""
+    """Check that the KV of a chunk equals the model's."""
     keys = [key for keys in engine.store.documents().values() for key in keys]
     stored = sorted({*keys} - {*engine.store.missing(keys)})
     for key in rng.sample(stored, min(len(stored), 2)):

@@ -1,4 +1,4 @@
-"""The matcher against a slow definition of what it promises, and its CPU time on hostile texts.
+"""The matcher compared with a brute-force definition, and its CPU time on hostile texts.
 
 Random cases have few tokens in the vocabulary, periods, near-duplicates and gaps. The hostile corpora are those of
 `python -m benchmarks match`, with fewer texts in short runs.
@@ -14,19 +14,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvrag.reuse.match import _AGAIN, _GAP, TextRun, match
+from kvrag.reuse.match import _AGAIN, _GAP, match
 from kvrag.reuse.segment import GRAM, WINDOW, Segment
 from kvrag.store.protocol import Entry
+from kvrag.types import Run
 from torture.campaign import Campaign
 
-_CANDIDATES = 16  # postings of an anchor up to which the matcher promises to find everything
+_CANDIDATES = 16  # postings of an anchor up to which the matcher guarantees to find everything
 _SLOWEST = 40  # times the CPU time of an ordinary prompt of the same length
 _NOISE_S = 0.02  # of CPU time
 _HOSTILE = 40  # random cases per timed one
 
 
 def run(campaign: Campaign) -> None:
-    """Check one random case after the other, and time a hostile one now and then."""
+    """Check random cases one after the other, and time a hostile one now and then."""
     slowest = 0.0
     for number in campaign.numbers():
         rng = campaign.random(number)
@@ -51,7 +52,7 @@ def _check_a_random_case(rng: random.Random) -> None:
         text, length = rng.choice(texts), rng.randint(1, 90)
         start = rng.choice([0, rng.randrange(len(text))])
         piece = text[start : start + length]
-        if rng.random() < 0.2:  # escaped: a token in some has become others
+        if rng.random() < 0.2:  # escaped: some tokens were replaced by others
             every, gap = rng.randint(5, 20), rng.randint(1, _GAP)
             piece = [t for i, token in enumerate(piece) for t in ([9_999_999] * gap if i % every == 0 else [token])]
         prompt += [rng.randrange(40) for _ in range(rng.choice([0, 0, 1, 5]))] + piece
@@ -71,18 +72,18 @@ def _texts(rng: random.Random) -> list[list[int]]:
             texts.append((unit * 90)[: rng.randint(GRAM, 90)])
         elif kind < 0.4 and texts:  # a near-duplicate
             texts.append([rng.randrange(alphabet) if rng.random() < 0.05 else token for token in rng.choice(texts)])
-        elif kind < 0.5 and texts:  # somebody else's text behind words of one's own
+        elif kind < 0.5 and texts:  # another text after own words
             texts.append([rng.randrange(alphabet) for _ in range(rng.randint(1, 30))] + rng.choice(texts))
         else:
             texts.append([rng.randrange(alphabet) for _ in range(rng.randint(GRAM, 120))])
     return texts
 
 
-def _check_runs(runs: Sequence[TextRun], prompt: list[int], texts: Sequence[list[int]], min_run: int) -> None:
+def _check_runs(runs: Sequence[Run], prompt: list[int], texts: Sequence[list[int]], min_run: int) -> None:
     end = 0
     for run in runs:
         assert end <= run.start < run.stop <= len(prompt), f"not ascending and disjoint: {runs}"
-        text = texts[int(run.text_key) - 1]
+        text = texts[int(run.key) - 1]
         assert prompt[run.start : run.stop] == text[run.offset : run.offset + len(run)], f"other tokens: {run}"
         if len(run) < min_run:
             assert len(run) >= _AGAIN, f"a short run: {run}"
@@ -92,14 +93,14 @@ def _check_runs(runs: Sequence[TextRun], prompt: list[int], texts: Sequence[list
         end = run.stop
 
 
-def _continues(run: TextRun, other: TextRun) -> bool:
+def _continues(run: Run, other: Run) -> bool:
     first, second = sorted((run, other), key=lambda each: each.start)
     gaps = second.start - first.stop, second.offset - first.offset - len(first)
-    return first.text_key == second.text_key and all(0 <= gap <= _GAP for gap in gaps)
+    return first.key == second.key and all(0 <= gap <= _GAP for gap in gaps)
 
 
-def _check_completeness(runs: Sequence[TextRun], prompt: list[int], texts: Sequence[list[int]], min_run: int) -> None:
-    """No `min_run` tokens of a text are left outside of all runs, unless all of their grams are frequent."""
+def _check_completeness(runs: Sequence[Run], prompt: list[int], texts: Sequence[list[int]], min_run: int) -> None:
+    """Check that no `min_run` tokens of a text are outside of all runs, unless all of their grams are frequent."""
     covered = {position for run in runs for position in range(run.start, run.stop)}
     grams = Counter(tuple(text[i : i + GRAM]) for text in texts for i in range(len(text) - GRAM + 1))
     stretches = {tuple(text[i : i + min_run]) for text in texts for i in range(len(text) - min_run + 1)}
@@ -125,7 +126,7 @@ def _time_a_hostile_case(rng: random.Random) -> float:
 
 
 def _hostile(rng: random.Random, length: int, count: int) -> tuple[str, list[list[int]], list[int], int]:
-    """Return texts that share much, and a prompt of them."""
+    """Return texts with much in common, and a prompt of them."""
 
     def near_duplicates() -> list[list[int]]:
         base, every = [rng.randrange(50_000) for _ in range(128)], rng.choice([17, 20, 128])

@@ -1,7 +1,7 @@
 """Random operations on one engine: every answer equals the one of a fresh engine without a store.
 
-A Hypothesis state machine warms, forgets, asks, asks in batches, continues conversations, leaves streams, maintains the
-store and opens it again. A failure is reduced to the fewest steps where its case is repeated alone.
+A Hypothesis state machine warms, forgets, asks, asks in batches, continues conversations, abandons streams, maintains
+the store and reopens it. When a failed case is repeated alone, it is reduced to the fewest steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _POLICIES = st.sampled_from(["first_k", "hkvd", "query", "random", "seam", "full
 
 
 class Machine(RuleBasedStateMachine):
-    """An engine, its conversations, and what it was asked."""
+    """An engine, its conversations, and its prompts."""
 
     done = answers = reusing = 0  # operations of all machines, exact answers, and those of them that reused KV
 
@@ -103,7 +103,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(numbers=_TEXTS, ratio=st.sampled_from([0.0, 0.15, 0.5]), policy=_POLICIES)
     def blend(self, numbers: list[int], ratio: float, policy: str) -> None:
-        """Inexact answers must not leave anything that a later exact one uses."""
+        """Inexact answers must not affect a later exact one."""
         messages = tiny.prompt(numbers)
         tiny.answer(self.engine, messages, ratio=ratio, policy=policy)
         self.talks.append(("", messages))

@@ -1,7 +1,8 @@
 """Damaged records of a shared store: prompts are answered, and every error is a KvragError.
 
-Each case writes the records of a store to a place, with one of them or one field of it damaged. A machine that knows
-the store, or a new one, asks, checks and collects. A damaged chunk must not raise anything; a damaged log may.
+Each case writes the records of a store to a shared store, with one record or one of its fields damaged. A machine that
+used the store before, or a new one, asks, checks and collects. A damaged chunk must not raise an error; a damaged log
+may.
 """
 
 from __future__ import annotations
@@ -43,20 +44,20 @@ def run(campaign: Campaign) -> None:
 
 
 class _Place:
-    """All records of one place."""
+    """All records of one shared store."""
 
     def __init__(self, url: str) -> None:
         self.url = url.replace("PLACE", "torture")
         self.remote: Any = connect(self.url)
 
     def make(self, known: Path) -> tuple[dict[str, Record], Layers]:
-        """Fill a store; return its records and layers. `known` becomes the local folder of a machine that knows it."""
+        """Fill a store; return its records and layers. `known` becomes the local folder of a machine that used it."""
         truth: Layers = {}
         with tiny.engine(self.url, cache=known) as engine:
             store: Any = engine.store
             for name, numbers in _DOCUMENTS.items():
                 engine.warm(map(tiny.text, numbers), document=name)
-            store.write_text("speed.json", "{}")
+            store.change_text("speed.json", lambda _: "{}")
             store.publish("index", "name", b"content")
             store._log.trim()
             engine.warm([tiny.text(6)], document="c")
@@ -78,7 +79,7 @@ class _Place:
         return bytes(content)
 
     def fill(self, records: dict[str, Record]) -> None:
-        """Make these the only records."""
+        """Replace all records by these."""
         remote: Remote = self.remote
         remote.delete(remote.names(""))
         for name, record in records.items():
@@ -114,7 +115,7 @@ def _case(
 
 
 def _use(place: _Place, cache: Path) -> None:
-    """Ask, check, collect and ask again: the store is sound afterwards."""
+    """Ask, check, collect and ask again; the store must be sound afterwards."""
     with tiny.engine(place.url, cache=cache) as engine:
         store: Any = engine.store
         for _ in range(2):
@@ -129,7 +130,7 @@ def _use(place: _Place, cache: Path) -> None:
 
 
 def _damage(rng: random.Random, records: dict[str, Record], name: str) -> str:
-    """Damage one record or one field of it; return what was done."""
+    """Damage one record or one of its fields; return a description."""
     record = records[name]
     how = rng.choice([*_WAYS, "deleted", "swapped", "another type"])
     if how == "swapped":

@@ -23,7 +23,7 @@ from torture.campaign import Campaign, Failure, Limits, Result
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "operations.md"
 BEGIN, END = "<!-- last run -->", "<!-- end of last run -->"
-_CRASHES = 20  # of one campaign; then it ends
+_CRASHES = 20  # of one campaign, which then ends
 _VLLM = ROOT / ".venv-vllm"
 
 COUNTS = {
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _in_a_process(name: str, args: argparse.Namespace, out: Path, num_campaigns: int) -> Result:
-    """Run a campaign; when its process dies, record that and go on with the next case in a new process."""
+    """Run a campaign; if its process dies, record that and continue with the next case in a new process."""
     # vLLM has an environment of its own
     python, folders = sys.executable, [ROOT, ROOT / "tests", ROOT / "tests" / "helpers"]
     if name == "vllm":

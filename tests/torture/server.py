@@ -1,4 +1,4 @@
-"""A real server in a process of its own, and what is measured of it."""
+"""A real server in its own process, and measurements of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SERVE = ("kvrag.cli.main", "serve", "--model", MODEL, "--port", 0, "--json", "--
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process holds: resident bytes, open files, threads."""
+    """Resources of a process: resident bytes, open files, threads."""
 
     memory: int
     files: int
@@ -43,7 +43,7 @@ class Server:
         return self.http.base_url.host, self.http.base_url.port or 80
 
     def usage(self) -> Usage:
-        """Read what the process holds from /proc."""
+        """Read the resources from /proc."""
         place = Path(f"/proc/{self.process.pid}")
         status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines())
         memory = int(status["VmRSS"].split()[0]) << 10

@@ -1,13 +1,15 @@
 """`python -m torture.small_server FOLDER MAX_BYTES`: a server whose caches fill up within seconds.
 
-With the default sizes, memory would grow for an hour, and for a good reason.
+With the default sizes, memory would grow for an hour while the caches fill.
 """
 
 import json
 import sys
 
 from kvrag import BlendEngine, FileStore
-from kvrag.server import ServerSettings, bind, create_app, serve, url
+from kvrag.server.app import create_app
+from kvrag.server.run import bind, make_server, url
+from kvrag.server.settings import ServerSettings
 
 _CACHE = 48 << 20
 
@@ -18,4 +20,4 @@ if __name__ == "__main__":
         app = create_app(engine, ServerSettings(name="reader", max_tokens=8, queue=64))
         taken.listen()
         print(json.dumps({"url": url(taken)}), flush=True)
-        serve(app, taken, 5)
+        make_server(app, 5).run([taken])

@@ -1,7 +1,7 @@
-"""Sixteen clients for a long time on one server whose store is under a byte budget: nothing grows, nothing slows down.
+"""Sixteen clients for a long time on one server with a byte budget: memory and answer times do not grow.
 
-The clients warm documents, forget them, ask about chunks, and leave streams. The machine's own speed is measured all
-the while by a fixed computation, because other processes may share it.
+The clients warm documents, forget them, ask about chunks, and abandon streams. A fixed computation measures the
+machine's speed meanwhile, because other processes may share it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SLOWER = 1.5  # the last quarter's 99th percentile, of the first quarter's
 _GROWTH = 1.1  # of resident memory after the first quarter
 _FILES, _THREADS = 16, 8  # more than in the first quarter
 _QUIET_S = 20.0, 60.0  # at least and at most, of filling caches before anything is measured
-_SHORTEST_S = 60.0  # a quarter of less has too few answers
+_SHORTEST_S = 60.0  # a quarter of a shorter run has too few answers
 
 
 @dataclass
 class _Seen:
-    """What the clients and the watcher have measured; times since the beginning in seconds."""
+    """Measurements of the clients and the watcher; times since the beginning in seconds."""
 
     latencies: list[tuple[float, float]] = field(default_factory=list)
     usage: list[tuple[float, Usage]] = field(default_factory=list)

@@ -66,7 +66,7 @@ def expected(messages: list[dict[str, str]]) -> tuple[int, ...]:
 @functools.lru_cache(4096)
 @torch.inference_mode()
 def generated(ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the tokens that transformers generates behind these."""
+    """Return the tokens that transformers generates after these."""
     hf: Any = model().hf
     made = hf.generate(torch.tensor([ids]), max_new_tokens=TOKENS, do_sample=False, use_cache=True)
     return tuple(made[0, len(ids) :].tolist())
@@ -95,7 +95,7 @@ def answer(engine: BlendEngine, messages: list[dict[str, str]], **options: Any) 
 
 
 def check_answer(engine: BlendEngine, messages: list[dict[str, str]], **options: Any) -> int:
-    """Raise AssertionError unless the engine answers as the model alone does; return the number of reused tokens."""
+    """Raise AssertionError unless the engine's answer equals the model's; return the number of reused tokens."""
     made, wanted = answer(engine, messages, **options), expected(messages)
     assert made.token_ids == wanted, f"another answer than full prefill's: {made.token_ids} instead of {wanted}"
     return made.report.reused_tokens

@@ -1,8 +1,9 @@
 """vLLM with the connector: preemption, aborts, damaged chunks, restarts. Exact answers are vLLM's own without it.
 
-A case warms a few documents of its own, may damage their files, and then runs several requests at once in so few pages
-that vLLM preempts some of them. Requests with `ratio=1.0` and with `mode="off"` are compared; the others are there to
-fill pages with KV that is not exact. Some requests are aborted, and now and then the engine is restarted in between.
+A case warms a few documents of its own, may damage their files, and then runs several requests at once with so few
+pages that vLLM preempts some of them. Requests with `ratio=1.0` and with `mode="off"` are compared; the others are
+there to fill pages with KV that is not exact. Some requests are aborted, and now and then the engine is restarted in
+between.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def run(campaign: Campaign) -> None:
                 try:
                     _Case(rng, number, engines, alone, counts, campaign.kinds).run()
                 except BaseException:
-                    engines.stop()  # what is left of it would make other cases fail
+                    engines.stop()  # its leftovers would make other cases fail
                     raise
         campaign.result.figures |= counts | {"vLLM": __version__}
 
@@ -153,7 +154,7 @@ class _Case:
             engines.engine.ask("x", mode="forget", document=self.document)
 
     def _warm(self) -> set[Path]:
-        """Return the chunk files that this has added."""
+        """Warm the documents; return the added chunk files."""
         before = self._files()
         report = self.engines.engine.warm(self.texts[: self.rng.randint(3, _TEXTS)], document=self.document)
         assert report.get("new"), f"warming failed: {report}"
@@ -222,7 +223,7 @@ class _Case:
 
 
 def check_first(logprobs: Any, wanted: list[tuple[int, float]]) -> None:
-    """Raise AssertionError unless the first token's log-probabilities are as wanted, up to rounding."""
+    """Raise AssertionError unless the first token's log-probabilities are as expected, up to rounding."""
     off = [abs(float(logprobs[token]) - logprob) for token, logprob in wanted]
     # the fifth may be another one
     assert max(off[:4]) < _NEAR, f"log-probabilities differ by {max(off[:4]):.2g} from vLLM's own"
@@ -234,8 +235,8 @@ def check_tokens(tokens: list[int], wanted: list[list[tuple[int, float]]]) -> No
         if token == best[0][0]:
             continue
         behind = best[0][1] - dict(map(tuple, best)).get(token, float("-inf"))  # type: ignore[arg-type]
-        assert behind < _NEAR, f"token {place} is another one than vLLM's own, behind by {behind:.2g}"
-        return  # behind another token, everything may differ
+        assert behind < _NEAR, f"token {place} differs from vLLM's own, by {behind:.2g}"
+        return  # after another token, everything may differ
 
 
 @contextmanager

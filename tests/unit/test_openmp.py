@@ -1,4 +1,4 @@
-"""Threads that are done with torch end their OpenMP threads: too many of them slow all others down."""
+"""Threads end their OpenMP threads after using torch: too many of them slow down all others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture
 def releases(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Collects the threads that release their team."""
+    """Record the threads that release their team."""
     threads: list[int] = []
     monkeypatch.setattr(openmp, "_release", lambda: lambda: threads.append(threading.get_ident()))
     return threads
@@ -101,7 +101,7 @@ def test_a_lock_handed_over_leaves_no_team(releases: list[int]) -> None:
     lock = FairLock()
     with lock:
         assert not releases
-    assert not releases  # nobody waited: the next operation goes on with its team
+    assert not releases  # no thread waited: the next operation uses the same team
     other = threading.Thread(target=lambda: lock.__enter__())
     with lock:
         other.start()

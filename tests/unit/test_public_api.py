@@ -136,7 +136,7 @@ def test_all_errors_have_one_base() -> None:
     assert len(errors) == 16
     assert all(issubclass(error, kvrag.KvragError) for error in errors)
     assert issubclass(kvrag.SettingError, ValueError)
-    assert not issubclass(kvrag.PromptError, ValueError)  # pydantic and parsers would take it for one of theirs
+    assert not issubclass(kvrag.PromptError, ValueError)  # pydantic and parsers would catch it as their own error
     assert issubclass(kvrag.ContextWindowError, kvrag.PromptError)
     assert issubclass(kvrag.UnsupportedModelError, kvrag.ModelError)
     assert issubclass(kvrag.StoreFullError, kvrag.StoreError)

@@ -1,4 +1,4 @@
-"""A request when the store is slow, fails, or holds something else than its manifest says."""
+"""A request when the store is slow, fails, or differs from its manifest."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _intercept(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, before: Cal
 
 
 @pytest.mark.parametrize("policy", ["query", "hkvd", "random"])
-def test_other_answers_go_on_while_a_disk_stalls(
+def test_other_answers_continue_while_a_disk_stalls(
     policy: str, cold: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stalled, goes_on = threading.Event(), threading.Event()
@@ -78,7 +78,7 @@ def test_other_answers_go_on_while_a_disk_stalls(
     assert torch.equal(found[0], before)
 
 
-def test_the_report_says_what_the_forward_pass_waited_for_chunks(
+def test_the_report_has_the_time_that_the_forward_pass_waited_for_chunks(
     cold: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pass_waits = threading.Event()
@@ -150,7 +150,7 @@ def test_a_chunk_that_another_process_cannot_read_for_the_decision_is_left_out_i
     failing, other = whole.runs[1].key, []
 
     def gather(value: Any) -> tuple[Any, ...]:
-        """What two processes say."""
+        """Exchange the values of two processes."""
         if isinstance(value, Plan) and not other:
             other.append(ChunkUnreadableError(failing, "Input/output error"))
             return value, other[0]
@@ -162,7 +162,7 @@ def test_a_chunk_that_another_process_cannot_read_for_the_decision_is_left_out_i
     assert report.notes == (f"chunk {failing} cannot be read at the moment: Input/output error; recomputed",)
 
 
-def test_a_failed_allocation_is_no_damage(cold: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_allocation_is_not_damage(cold: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = cold.model.tokenizer.render(PROMPT)
     failing = prepare(cold, ids, 1.0).report.runs[2].key
 
@@ -177,7 +177,7 @@ def test_a_failed_allocation_is_no_damage(cold: BlendEngine, monkeypatch: pytest
     assert cold.store.stats().damaged == 0
 
 
-def test_a_store_that_fails_altogether_is_given_up_after_a_few_chunks(
+def test_a_failing_store_is_given_up_after_a_few_chunks(
     cold: BlendEngine, hf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(key: str, number: int) -> None:
@@ -192,7 +192,7 @@ def test_a_store_that_fails_altogether_is_given_up_after_a_few_chunks(
     assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
 
 
-def test_a_released_lock_can_be_had_and_comes_back() -> None:
+def test_a_released_lock_can_be_acquired_and_is_acquired_again() -> None:
     lock, had = FairLock(), threading.Event()
 
     def take() -> None:
@@ -242,7 +242,7 @@ def test_a_damaged_manifest_leads_to_no_chunk_of_another_namespace(
 
 
 def test_a_chunk_with_another_context_than_recorded_is_not_served(model: Model, tmp_path: Path) -> None:
-    """It would have the words of its document in it."""
+    """It would have traces of its document."""
     ids = model.tokenizer.render(messages(CHUNKS[1]))
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
         engine.warm(CHUNKS[:2], document="a")
@@ -282,7 +282,7 @@ FAILURES = [
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
-def test_memory_that_runs_out_in_a_forward_pass_is_an_error_with_a_way_out(
+def test_memory_that_runs_out_in_a_forward_pass_is_an_error_with_a_remedy(
     after: int, policy: str, failure: Exception, cold: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: Any = {"policy": policy, "ratio": 0.3, "max_new_tokens": 6, "temperature": 0}

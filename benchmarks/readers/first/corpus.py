@@ -30,15 +30,15 @@ def articles(drawn: Sample) -> Iterator[tuple[str, str]]:
 def corpus(seed: int, num_articles: int) -> tuple[dict[str, str], list[Question]]:
     """Return articles of the test split by subject, and the questions about them."""
     rng = random.Random(seed)
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     questions: list[Question] = []
-    while len(found) < num_articles:
+    while len(texts) < num_articles:
         drawn = sample(rng, "test", 5)
         new = dict(articles(drawn))
-        if len(new) == 5 and not {name[:3] for name in new} & {name[:3] for name in found}:
-            found |= new
+        if len(new) == 5 and not {name[:3] for name in new} & {name[:3] for name in texts}:
+            texts |= new
             questions += drawn.questions
-    return found, questions
+    return texts, questions
 
 
 def main() -> None:

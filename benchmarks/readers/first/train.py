@@ -307,11 +307,11 @@ class Score:
     def __init__(self) -> None:
         self.right, self.asked = torch.zeros(len(KINDS)), torch.zeros(len(KINDS))
 
-    def add(self, batch: Batch, said: Predictions) -> None:
+    def add(self, batch: Batch, predictions: Predictions) -> None:
         """Count a batch."""
-        wrong = torch.zeros(batch.kinds.numel(), device=said.logits.device)
-        mistakes = (said.logits.argmax(-1) != said.targets) & said.answers
-        wrong = wrong.index_add_(0, said.numbers, mistakes.float()).cpu()
+        wrong = torch.zeros(batch.kinds.numel(), device=predictions.logits.device)
+        mistakes = (predictions.logits.argmax(-1) != predictions.targets) & predictions.answers
+        wrong = wrong.index_add_(0, predictions.numbers, mistakes.float()).cpu()
         kinds = batch.kinds.flatten().cpu()
         asked = kinds >= 0
         self.asked += torch.bincount(kinds[asked], minlength=len(KINDS))
@@ -451,12 +451,12 @@ class Training:
         for optimizer, factor in zip(self.optimizers, (1, 2), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = factor * rate
-        said = predict(self.net, batch)
-        losses = cross_entropy(said.logits, said.targets, reduction="none")
-        loss, echo = losses[said.answers].mean(), losses[~said.answers].mean()
-        hint = cross_entropy(said.subjects, batch.subjects[batch.subjects >= 0])
-        hint = hint + cross_entropy(said.early, said.first)
-        point = -said.looks.mean()
+        predictions = predict(self.net, batch)
+        losses = cross_entropy(predictions.logits, predictions.targets, reduction="none")
+        loss, echo = losses[predictions.answers].mean(), losses[~predictions.answers].mean()
+        hint = cross_entropy(predictions.subjects, batch.subjects[batch.subjects >= 0])
+        hint = hint + cross_entropy(predictions.early, predictions.first)
+        point = -predictions.looks.mean()
         (loss + ECHO * echo + HINT * (hint + point)).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -464,7 +464,7 @@ class Training:
         self.net.zero_grad(set_to_none=True)
         self.step += 1
         score = Score()
-        score.add(batch, said)
+        score.add(batch, predictions)
         parts = {"loss": loss, "echo": echo, "hint": hint, "point": point}
         return {name: part.item() for name, part in parts.items()}, score
 

@@ -377,11 +377,11 @@ class _Entity:
     pronoun: str
     facts: dict[str, str]
     near: frozenset[str] = frozenset()  # relations stated in the passage that names the entity
-    said: dict[str, str] = field(default_factory=dict)  # the sentence of every relation
+    sentences: dict[str, str] = field(default_factory=dict)  # the sentence of every relation
 
     def fact(self, relation: str) -> tuple[str, str]:
         """Value and sentence."""
-        return self.facts[relation], self.said[relation]
+        return self.facts[relation], self.sentences[relation]
 
 
 _Passage = tuple[str, str]  # text and subject
@@ -452,13 +452,13 @@ class _Context:
         relations = _RELATIONS[entity.kind]
         order = list(entity.facts)
         self.rng.shuffle(order)
-        said = [(name, relations[name].says, entity.facts[name]) for name in order]
+        statements = [(name, relations[name].says, entity.facts[name]) for name in order]
         if word:
-            said.insert(self.rng.randint(1, len(said)), ("uses", _USES, word[0]))
-        sizes = [2] * (len(said) // 2)
-        for number in self.rng.sample(range(len(sizes)), len(said) % 2):
+            statements.insert(self.rng.randint(1, len(statements)), ("uses", _USES, word[0]))
+        sizes = [2] * (len(statements) // 2)
+        for number in self.rng.sample(range(len(sizes)), len(statements) % 2):
             sizes[number] += 1
-        parts = [[said.pop(0) for _ in range(size)] for size in sizes]
+        parts = [[statements.pop(0) for _ in range(size)] for size in sizes]
         entity.near = frozenset(name for name, _, _ in parts[0])
         passages = []
         for number, part in enumerate(parts):
@@ -468,7 +468,7 @@ class _Context:
             for index, (name, phrases, value) in enumerate(part):
                 subject = entity.name if number == index == 0 else entity.pronoun
                 sentences.append(self.say(subject, phrases, value, 0.0 if index == framed else 0.6))
-                entity.said[name] = sentences[-1]
+                entity.sentences[name] = sentences[-1]
             passages.append((" ".join(sentences), entity.name))
         if guest:
             at = next(number for number, part in enumerate(parts) if any(name == "employer" for name, _, _ in part))
@@ -525,11 +525,11 @@ class _Context:
         for name, phrases in dated.items():
             having = [entity for entity in entities if name in entity.facts]
             self.rng.shuffle(having)
-            for one, other in itertools.pairwise(having):
-                if abs(int(one.facts[name]) - int(other.facts[name])) >= 10:
-                    first = min(one, other, key=lambda entity: int(entity.facts[name]))
+            for left, right in itertools.pairwise(having):
+                if abs(int(left.facts[name]) - int(right.facts[name])) >= 10:
+                    first = min(left, right, key=lambda entity: int(entity.facts[name]))
                     self.ask(
-                        "comparison", phrases, first.name, one.fact(name), other.fact(name), a=one.name, b=other.name
+                        "comparison", phrases, first.name, left.fact(name), right.fact(name), a=left.name, b=right.name
                     )
 
     def table(self, num_rows: int) -> list[_Passage]:
@@ -592,7 +592,7 @@ def sample(rng: random.Random, split: str, num_articles: int, names: set[str] | 
         if entity.name in words:
             word, meaning = words[entity.name]
             asks = ("Who uses a {v}?", "Who always carries a {v}?")
-            used, defined = (word, entity.said["uses"]), (meaning, _define(word, meaning))
+            used, defined = (word, entity.sentences["uses"]), (meaning, _define(word, meaning))
             context.ask("definition", asks, entity.name, defined, used, v=meaning)
             asks = ("What does {e} use?", "What does {e} always carry?")
             context.ask("definition", asks, meaning, used, defined, e=entity.name)
@@ -618,7 +618,7 @@ def gather(rng: random.Random, split: str, num_articles: int) -> Sample:
         number = min(num_articles, rng.randint(4, 6))
         drawn.append(sample(rng, split, number, names))
         num_articles -= number
-    texts = ["\n\n".join(each.passages) for each in drawn]
+    texts = ["\n\n".join(context.passages) for context in drawn]
 
     def is_clear(number: int, question: Question) -> bool:
         others = "\n\n".join(texts[:number] + texts[number + 1 :])
@@ -626,19 +626,19 @@ def gather(rng: random.Random, split: str, num_articles: int) -> Sample:
         return not any(part in others for part in asked + [sentence for _, sentence in question.facts])
 
     questions = [
-        question for number, each in enumerate(drawn) for question in each.questions if is_clear(number, question)
+        question for number, context in enumerate(drawn) for question in context.questions if is_clear(number, question)
     ]
     articles = [
         (f"{number} {article}", list(parts))
-        for number, each in enumerate(drawn)
+        for number, context in enumerate(drawn)
         for article, parts in itertools.groupby(
-            zip(each.articles, each.passages, each.subjects, strict=True), key=lambda part: part[0]
+            zip(context.articles, context.passages, context.subjects, strict=True), key=lambda part: part[0]
         )
     ]
     rng.shuffle(articles)
     named = tuple(article for article, parts in articles for _ in parts)
     passages, subjects = zip(*((text, name) for _, parts in articles for _, text, name in parts), strict=True)
-    return Sample(passages, subjects, tuple(questions), sum((each.defined for each in drawn), ()), named)
+    return Sample(passages, subjects, tuple(questions), sum((context.defined for context in drawn), ()), named)
 
 
 def _link(rng: random.Random, entities: Sequence[_Entity]) -> None:

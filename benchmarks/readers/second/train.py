@@ -1,9 +1,8 @@
 """Fine-tune the second reader: `python -m benchmarks.readers.second.train --base FOLDER --out DIR`.
 
 The base is a pretrained Llama with a chat template, such as SmolLM2-135M-Instruct. It learns to answer questions about
-the second world with the value alone. The loss covers the answers' tokens and nothing else: no head is shown where to
-look. An interrupted run resumes from `DIR/checkpoint.pt`; `DIR/log.txt` keeps the report. Reasons:
-benchmarks/notes/0017.
+the second world with the value alone. The loss covers the answers' tokens and nothing else: attention has no targets.
+An interrupted run resumes from `DIR/checkpoint.pt`; `DIR/log.txt` keeps the report. Reasons: benchmarks/notes/0017.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A second synthetic world, written apart from the first: registers, tables and code, cut by a splitter.
+"""A second synthetic world, written independently of the first: registers, tables and code, cut by a splitter.
 
 A document is a register of vessels, stations, modules or herbs: sections of prose, headings, lists, tables and code,
 with idle sentences between them. A splitter cuts it into chunks, with or without overlap, wherever a chunk is full; a
@@ -23,7 +23,7 @@ from kvrag.errors import KvragError
 
 SPLITS = ("train", "test")
 PLACES = ("first", "middle", "heading", "list", "table", "matrix", "code", "back")
-"""Where the name of a fact stands: in the chunk of the fact, or in one before it (`back`)."""
+"""Place of a fact's name: in the chunk of the fact, or in one before it (`back`)."""
 KINDS = (*PLACES, "inverse", "inverse back", "two-hop", "unanswerable", "not retrieved")
 """Kinds of question: the place of a direct question's fact, or what else is asked.
 
@@ -440,7 +440,7 @@ def _ask(rng: random.Random, shown: Sequence[tuple[_Document, list[range], int]]
                     text = _say(rng, _TWO_HOP, a=attribute, e=fact.entity, l=kind.link)
                     unions = [tuple(sorted({*one, *two})) for one in supports for two in other[2]]
                     questions.append(Question(text, other[0].value, "two-hop", min(unions, key=len)))
-    # what nobody states: no loose statement of the same attribute either, which could be taken for it
+    # not stated at all: no other statement of the same attribute either, which could be mistaken for it
     loose = {fact.attribute for fact in orphans}
     missing = {fact.key for fact in hidden}
     for entity, (kind, supports) in {

@@ -32,8 +32,8 @@ def model() -> Model:
 @pytest.fixture(autouse=True)
 def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make tests independent of how busy the machine is: nothing is ever noticeably faster."""
-    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("inf"))
-    monkeypatch.setattr("kvrag.control.controller.STEP", 1.0)
+    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("inf"))
+    monkeypatch.setattr("kvrag.control.tuning.STEP", 1.0)
 
 
 @pytest.fixture(autouse=True)

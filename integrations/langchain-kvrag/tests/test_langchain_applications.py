@@ -1,6 +1,6 @@
-"""Applications as they are written for any chat model, with nothing changed but the model.
+"""Typical applications of chat models, with only the model replaced.
 
-Each gives the answers of full prefill when everything is recomputed, and the chunks that it pastes are found.
+With everything recomputed, each gives full prefill's answers, and its chunks are found.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HISTORY = [HumanMessage("Who lives in Stinmouth?"), AIMessage("Zel Vinford.")]
 
 
 class Heard(BaseCallbackHandler):
-    """What the model said in one run of an application, and the reports."""
+    """Messages of the model in one run of an application, and the reports."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
@@ -57,7 +57,7 @@ class Heard(BaseCallbackHandler):
 
 @pytest.fixture(scope="module")
 def documents() -> list[str]:
-    """Three of about 150 tokens: what is lost at their ends is little then."""
+    """Three of about 150 tokens, so that few tokens are lost at their ends."""
     people = {"Mira Brel": "Florton", "Kan Dror": "Stelburg", "Zel Vinford": "Stinmouth"}
     return [
         f"{name} was born in {town}. {name} plays the banjo and the harp. In {town} there is a harbour, a museum and "
@@ -171,7 +171,7 @@ def test_it_answers_as_full_prefill_does_and_reuses_its_chunks(
     assert blended.said == full.said
     assert [report["prompt_tokens"] for report in blended.reports] == [r["prompt_tokens"] for r in full.reports]
     lengths = [len(engine.model.tokenizer.encode(document)) for document in documents]
-    # its first and last token may merge with what stands beside it
+    # its first and last token may merge with their neighbours
     assert sum(report["reused_tokens"] for report in blended.reports) >= sum(lengths) - 2 * len(lengths)
 
 
@@ -246,7 +246,7 @@ class Follows(BaseCallbackHandler):
 def test_an_agent_converses_about_a_long_document(
     engine: BlendEngine, vectors: InMemoryVectorStore, documents: list[str]
 ) -> None:
-    """Two turns with tools and a memory: the messages that flow, and what of their prompts is reused."""
+    """Two turns with tools and a memory: the messages, and how much of the prompts is reused."""
     llm = ChatBlend(engine=engine, temperature=0, max_tokens=120, ratio=1.0)
 
     @tool

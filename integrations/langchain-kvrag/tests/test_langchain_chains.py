@@ -1,4 +1,4 @@
-"""Chains as everybody writes them, with nothing changed but the model."""
+"""Typical chains, with only the model replaced."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_retrieved_chunks_are_found_in_the_prompt(either: Any, chunks: list[str]
     assert json.loads(json.dumps(seen.report)) == seen.report
 
 
-def test_what_one_object_warms_serves_the_others(chat: ChatBlend, llm: BlendLLM, chunks: list[str]) -> None:
+def test_chunks_that_one_object_warms_serve_the_others(chat: ChatBlend, llm: BlendLLM, chunks: list[str]) -> None:
     llm.warm(chunks[:1])
     message = chat.invoke(f"{chunks[0]}\n\nWho?")
     assert message.response_metadata["kvrag"]["reused_tokens"] > 16

@@ -1,4 +1,4 @@
-"""ChatBlend: what goes in and comes out of the chat model."""
+"""ChatBlend: messages, settings and answers of the chat model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def merged(pieces: list[Any]) -> AIMessageChunk:
 
 
 @pytest.mark.usefixtures("endless")
-async def test_streams_and_async_say_the_same_as_invoke(chat: ChatBlend, chunks: list[str]) -> None:
+async def test_streams_and_async_give_the_same_answer_as_invoke(chat: ChatBlend, chunks: list[str]) -> None:
     chat.warm(chunks)
     prompt = "\n\n".join([*chunks, QUESTION])
     message = chat.invoke(prompt)
@@ -90,7 +90,7 @@ def test_usage_counts_the_prompt_the_answer_and_what_was_reused(chat: ChatBlend,
 
 
 @pytest.mark.usefixtures("endless")
-def test_the_next_turn_goes_on_from_the_last(chat: ChatBlend, chunks: list[str]) -> None:
+def test_the_next_turn_continues_from_the_last(chat: ChatBlend, chunks: list[str]) -> None:
     chat.warm(chunks)
     history = [HumanMessage("\n\n".join([*chunks[:2], QUESTION]))]
     first = chat.invoke(history)
@@ -105,7 +105,7 @@ def test_the_next_turn_goes_on_from_the_last(chat: ChatBlend, chunks: list[str])
 
 
 @pytest.mark.usefixtures("endless")
-def test_only_the_last_piece_of_a_stream_tells_about_the_whole(chat: ChatBlend) -> None:
+def test_only_the_last_piece_of_a_stream_has_usage_and_report(chat: ChatBlend) -> None:
     *pieces, last = list(chat.stream(QUESTION))
     assert not any(piece.usage_metadata or piece.response_metadata or piece.chunk_position for piece in pieces)
     assert last.chunk_position == "last"
@@ -119,7 +119,7 @@ def test_only_the_last_piece_of_a_stream_tells_about_the_whole(chat: ChatBlend) 
     assert json.loads(json.dumps(metadata)) == metadata
 
 
-def test_invoke_tells_callbacks_no_tokens_and_stream_tells_them_all(chat: ChatBlend, settings: dict[str, Any]) -> None:
+def test_invoke_sends_no_tokens_to_callbacks_and_stream_sends_all(chat: ChatBlend, settings: dict[str, Any]) -> None:
     class Tokens(BaseCallbackHandler):
         def __init__(self) -> None:
             self.said: list[str] = []
@@ -142,7 +142,7 @@ def test_invoke_tells_callbacks_no_tokens_and_stream_tells_them_all(chat: ChatBl
 
 
 @pytest.mark.usefixtures("endless")
-def test_settings_of_a_call_beat_the_objects(chat: ChatBlend, chunks: list[str]) -> None:
+def test_settings_of_a_call_override_the_objects(chat: ChatBlend, chunks: list[str]) -> None:
     chat.warm(chunks)
     prompt = "\n\n".join([*chunks, QUESTION])
     short = chat.invoke(prompt, max_tokens=3)
@@ -187,7 +187,7 @@ def test_unknown_settings_of_a_call_are_refused(chat: ChatBlend, unknown: dict[s
 
 
 @pytest.mark.parametrize("cls", [ChatBlend, BlendLLM])
-async def test_a_prompt_that_does_not_fit_is_an_error_that_langchain_knows(
+async def test_a_prompt_that_does_not_fit_raises_langchains_error(
     cls: type[ChatBlend | BlendLLM], settings: dict[str, Any]
 ) -> None:
     chat = cls(**settings)
@@ -261,7 +261,7 @@ async def test_a_text_llm_reports_usage_and_reuse(llm: BlendLLM, chunks: list[st
 
 
 @pytest.mark.parametrize("cls", [ChatBlend, BlendLLM])
-def test_documents_of_a_call_may_be_what_a_retriever_returns(
+def test_documents_of_a_call_may_be_a_retrievers_results(
     cls: type[ChatBlend | BlendLLM], settings: dict[str, Any], chunks: list[str]
 ) -> None:
     llm = cls(**settings)
@@ -294,7 +294,7 @@ def test_stop_strings_of_a_call_are_a_list(chat: ChatBlend, stop: Any) -> None:
         ({"store": "kv"}, "no model"),
     ],
 )
-def test_wrong_settings_are_refused_when_the_object_is_made(cls: type, wrong: dict[str, Any], why: str) -> None:
+def test_wrong_settings_are_refused_when_the_object_is_created(cls: type, wrong: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         cls(**wrong)
 
@@ -313,10 +313,10 @@ def test_an_engine_already_built_excludes_settings_of_the_model(tmp_path: Path) 
             ChatBlend(engine=engine, **wrong)
 
 
-# ---------------------------------------------------------------- the engine behind it
+# ---------------------------------------------------------------- the engine
 
 
-def test_making_an_object_loads_nothing_and_equal_settings_share_an_engine(
+def test_creating_an_object_loads_nothing_and_equal_settings_share_an_engine(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[Any] = []
@@ -359,7 +359,7 @@ def test_settings_can_be_written_and_read(cls: type[ChatBlend | BlendLLM], setti
 
 
 @pytest.mark.parametrize("cls", [ChatBlend, BlendLLM])
-def test_traces_tell_the_versions(cls: type[ChatBlend | BlendLLM], settings: dict[str, Any]) -> None:
+def test_traces_have_the_versions(cls: type[ChatBlend | BlendLLM], settings: dict[str, Any]) -> None:
     versions = (cls(**settings).metadata or {})["lc_versions"]
     assert {"langchain-core", "langchain-kvrag"} <= set(versions)
 
@@ -371,7 +371,7 @@ def test_configurable_fields_keep_an_engine_given(tmp_path: Path) -> None:
     assert message.response_metadata["kvrag"]["ratio"] == 0.7
 
 
-def test_whatever_changes_the_answer_changes_the_cache_key(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_everything_that_changes_the_answer_changes_the_cache_key(settings: dict[str, Any], tmp_path: Path) -> None:
     base = ChatBlend(**settings)
     changes: list[dict[str, Any]] = [
         {"ratio": 0.9}, {"policy": "none"}, {"temperature": 1}, {"max_tokens": 5}, {"seed": 1}, {"stop": ["x"]},
@@ -446,7 +446,7 @@ def test_images_are_refused(chat: ChatBlend) -> None:
         chat.invoke([HumanMessage([{"type": "text", "text": "What is this?"}, image])])
 
 
-def test_messages_that_are_not_for_a_model_are_refused(chat: ChatBlend) -> None:
+def test_messages_that_prompts_cannot_contain_are_refused(chat: ChatBlend) -> None:
     with pytest.raises(PromptError, match="cannot contain a RemoveMessage"):
         chat.invoke([HumanMessage(QUESTION), RemoveMessage(id="1")])
 
@@ -515,7 +515,7 @@ async def test_the_event_loop_runs_while_the_model_loads_and_computes(
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry per answer of an engine that has ended, however it did."""
+    """One entry per ended answer of an engine, successful or not."""
     endings: list[str] = []
     inner = Answering.stream
 
@@ -552,7 +552,7 @@ async def test_a_dropped_async_stream_stops_the_work(
     assert closed == []
     await pieces.aclose()
     del pieces
-    for _ in range(10):  # the event loop closes what was dropped inside
+    for _ in range(10):  # the event loop closes dropped generators
         await asyncio.sleep(0)
     assert closed == ["closed"]
     assert len(forwards) < 4

@@ -1,4 +1,4 @@
-"""SentenceTransformerEmbeddings: LangChain's own suites, and what they do not ask for."""
+"""SentenceTransformerEmbeddings: LangChain's own suites, and further tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SQLiteRecordManager, beside LangChain's record manager in memory."""
+"""SQLiteRecordManager, compared with LangChain's record manager in memory."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_time_never_goes_back(records: SQLiteRecordManager, path: Path, monkeypa
     assert records.list_keys(before=second) == ["a"]
     records.update(["b"], time_at_least=second)
     assert records.list_keys(before=second) == ["a"]
-    other = SQLiteRecordManager("here", path)  # has seen only what is stored
+    other = SQLiteRecordManager("here", path)  # uses only the stored times
     assert other.list_keys(before=other.get_time()) == ["a", "b"]
     other.close()
 
@@ -190,7 +190,7 @@ def test_bad_files_are_named(records: SQLiteRecordManager, tmp_path: Path) -> No
         records.update(["a"])
 
 
-def test_what_cannot_be_a_key_is_not_taken_for_a_closed_manager(records: SQLiteRecordManager) -> None:
+def test_an_invalid_key_is_not_reported_as_a_closed_manager(records: SQLiteRecordManager) -> None:
     for keys in ([object()], ["half a \ud83d smile"]):
         with pytest.raises(StoreError, match="cannot be used"):
             records.update(keys)  # type: ignore[arg-type]
@@ -225,5 +225,5 @@ def test_stale_documents_are_found_after_an_indexing_that_failed(kind: str, reco
     store.is_failing = False
     run("four")
     left = sorted(document.page_content for document in store.similarity_search("", k=9))
-    # why there is a record manager of our own: theirs has forgotten which source the first two are from
+    # the reason for our own record manager: theirs has lost the source of the first two
     assert left == (["four"] if kind == "ours" else ["four", "one", "two"])

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from serving import NAME, Served, serving
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, PromptError, RemoteEngine, ServerError, SettingError
-from kvrag.server import ApiKey
+from kvrag.server.settings import ApiKey
 
 pytestmark = pytest.mark.slow  # starts servers
 
@@ -88,7 +88,7 @@ def remote(served: Served) -> ChatBlend:
 
 
 def told(message: Any) -> dict[str, Any]:
-    """What must be equal, whoever answers."""
+    """Everything that must be equal for a server and a local engine."""
     said = message.model_dump()
     metadata = said["response_metadata"]
     report = {name: value for name, value in metadata["kvrag"].items() if name not in TIMES}
@@ -143,7 +143,7 @@ def test_event_loops_come_and_go(remote: ChatBlend) -> None:
     assert first == second
 
 
-def test_settings_of_a_call_arrive(local: ChatBlend, remote: ChatBlend) -> None:
+def test_settings_of_a_call_reach_the_server(local: ChatBlend, remote: ChatBlend) -> None:
     for llm in (local, remote):
         llm.warm(CHUNKS)
     for call in (
@@ -270,7 +270,7 @@ def test_a_prompt_that_is_too_long(remote: ChatBlend) -> None:
         remote.invoke("")
 
 
-def test_what_needs_the_model_is_refused(remote: ChatBlend) -> None:
+def test_methods_that_need_the_model_are_refused(remote: ChatBlend) -> None:
     with pytest.raises(SettingError, match="run it where they are"):
         remote.explain("Who?")
     with pytest.raises(SettingError, match="takes the namespace from the API key"):
@@ -354,7 +354,7 @@ def test_a_cache_of_answers(remote: ChatBlend) -> None:
         set_llm_cache(None)
 
 
-def test_a_stream_that_is_left_ends_on_the_server(remote: ChatBlend, served: Served, endless: None) -> None:
+def test_an_abandoned_stream_ends_on_the_server(remote: ChatBlend, served: Served, endless: None) -> None:
     from serving import until
 
     stream = remote.bind(max_tokens=1500).stream("Who?")

@@ -1,8 +1,8 @@
 """LangChain's own suites for chat models, on the real engine.
 
-No competent model can be had offline, so a parrot answers: a random Mistral that sees about twenty tokens back, with an
-output layer fitted to say what the suite expects. Everything else, from the chat template to the parsed call, is as it
-is with any model.
+No capable model is available offline. So the answers come from a parrot: a random Mistral that attends to about twenty
+tokens, with an output layer fitted to give the answers that the suite expects. Everything else, from the chat template
+to the parsed call, is the same as with any model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 JOKE = '{"setup": "Why do cats purr?", "punchline": "It is fun."}'
-GREETED = {"customer_name": "你好 こんにちは", "description": "a company"}  # by then it has forgotten the question
+GREETED = {"customer_name": "你好 こんにちは", "description": "a company"}  # the question is outside its window by then
 WITHOUT_TOOLS = {
     "Hello": " Good day.",
     "hello": " Good day.",
@@ -62,7 +62,7 @@ DOCUMENT = "Zel Vinford lives in Stinmouth. She studied music. She likes to eat 
 
 @torch.inference_mode()
 def parrot(model: Model) -> Any:
-    """A model for this one's tokenizer that says what stands above."""
+    """A model for this tokenizer that gives the answers above."""
     tokenizer = model.tokenizer
     config = MistralConfig(
         vocab_size=len(tokenizer.hf),
@@ -95,7 +95,7 @@ def parrot(model: Model) -> Any:
 
 @pytest.fixture(scope="module", autouse=True)
 def parrots(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Two folders with it, and stores of their own."""
+    """Two folders with the parrot, each with its own store."""
     model = Model.from_pretrained("reader", dtype="float32")
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""KVWarmVectorStore around the vector stores that people have."""
+"""KVWarmVectorStore around common vector stores."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def kept(engine: BlendEngine) -> list[str]:
     return sorted(engine.model.tokenizer.decode(entry.ids.tolist()) for entry in engine.store.entries(0))
 
 
-async def test_what_a_store_holds_already_is_listed_and_warmed(
+async def test_existing_documents_of_a_store_are_listed_and_warmed(
     existing: VectorStore, engine: BlendEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("langchain_kvrag.listing._PAGE", 3)  # more than one page
     store = KVWarmVectorStore(existing, engine)
     assert store.warm_existing().new == 4
     assert kept(engine) == sorted(chunks)
-    existing.delete(IDS[:1])  # behind its back
+    existing.delete(IDS[:1])  # without the wrapper
     assert (await store.awarm_existing()).chunks == 3
     assert kept(engine) == sorted(chunks[1:])
     store.delete(IDS[1:])
@@ -85,9 +85,10 @@ async def test_what_a_store_holds_already_is_listed_and_warmed(
 
 
 @pytest.mark.parametrize("way", ["listed", "whole"])
-def test_kv_that_a_killed_program_left_is_swept(way: str, engine: BlendEngine, chunks: list[str]) -> None:
+def test_stale_kv_of_a_killed_program_is_dropped(way: str, engine: BlendEngine, chunks: list[str]) -> None:
     killed = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine)
-    killed._kv._encode(killed._plan([Document(chunks[0])], None))  # and never added
+    adding = killed._plan([Document(chunks[0])], None)
+    killed._kv._warm(adding.texts, adding.names, adding.sources)  # and never added
     other = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine, collection="other")
     other.add_texts(chunks[2:3])
     store = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine)
@@ -99,7 +100,7 @@ def test_kv_that_a_killed_program_left_is_swept(way: str, engine: BlendEngine, c
 
 
 def test_the_rows_of_pgvector_are_listed(chunks: list[str]) -> None:
-    """With its documented attributes on SQLite: a server of its own is needed for more."""
+    """With its documented attributes on SQLite: more would need a database server."""
     orm = pytest.importorskip("sqlalchemy.orm")
     sql = pytest.importorskip("sqlalchemy")
     base = orm.declarative_base()
@@ -175,13 +176,13 @@ def test_a_self_query_retriever_finds_its_translator(kind: str, engine: BlendEng
     retrievers = pytest.importorskip("langchain_classic.retrievers")
     store = KVWarmVectorStore(STORES[kind](), engine)
     store.add_texts(chunks, [{"n": i} for i in range(4)], ids=IDS)
-    # what a model would make of "the one with the number 2"
+    # a model's query for "the one with the number 2"
     asked = StructuredQuery(query="?", filter=Comparison(comparator=Comparator.EQ, attribute="n", value=2), limit=None)
     retriever = retrievers.SelfQueryRetriever(vectorstore=store, query_constructor=RunnableLambda(lambda _: asked))
     assert [document.page_content for document in retriever.invoke("The one with the number 2")] == [chunks[2]]
 
 
-def test_a_wrapper_is_what_it_wraps_and_itself(engine: BlendEngine, chunks: list[str]) -> None:
+def test_a_wrapper_is_an_instance_of_both_classes(engine: BlendEngine, chunks: list[str]) -> None:
     class Other(InMemoryVectorStore):
         pass
 

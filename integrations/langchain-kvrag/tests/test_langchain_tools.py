@@ -1,4 +1,4 @@
-"""ChatBlend: tools and structured output, whatever the model would rather say."""
+"""ChatBlend: tools and structured output, for any model."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def merged(pieces: list[Any]) -> AIMessageChunk:
         ({"type": "function", "function": {"name": "Count"}}, {"Count"}),
     ],
 )
-async def test_a_forced_call_comes_in_every_way_of_asking(chat: ChatBlend, choice: Any, names: set[str]) -> None:
+async def test_a_forced_call_is_returned_by_every_method(chat: ChatBlend, choice: Any, names: set[str]) -> None:
     bound = chat.bind_tools([look, Count, REST], tool_choice=choice)
     message = bound.invoke(QUESTION)
     [call] = message.tool_calls
@@ -120,7 +120,7 @@ def test_the_arguments_can_be_given_to_the_tool(chat: ChatBlend) -> None:
 
 
 @pytest.mark.parametrize("choice", [None, False, "auto"])
-def test_without_force_the_model_is_only_told(chat: ChatBlend, choice: Any) -> None:
+def test_without_force_the_tools_are_only_described(chat: ChatBlend, choice: Any) -> None:
     plain, bound = chat.invoke(QUESTION), chat.bind_tools([look], tool_choice=choice, max_tokens=2).invoke(QUESTION)
     assert plain.usage_metadata is not None
     assert bound.usage_metadata is not None
@@ -180,7 +180,7 @@ def test_text_models_take_grammars_but_no_tools(settings: dict[str, Any]) -> Non
         pytest.param("function_calling", None, marks=pytest.mark.slow),
     ],
 )
-async def test_structured_output_keeps_to_the_schema(chat: ChatBlend, method: Any, strict: bool | None) -> None:
+async def test_structured_output_follows_the_schema(chat: ChatBlend, method: Any, strict: bool | None) -> None:
     def structured(schema: Any) -> Any:
         return chat.with_structured_output(schema, method=method, strict=strict)
 
@@ -253,7 +253,7 @@ def test_a_grammar_excludes_a_response_format(chat: ChatBlend) -> None:
         chat.invoke(QUESTION, grammar=Grammar(regex="a"), response_format={"type": "json_object"})
 
 
-def test_what_is_asked_for_is_in_the_key_of_caches(settings: dict[str, Any], forwards: list[int]) -> None:
+def test_arguments_of_a_call_are_in_the_cache_key(settings: dict[str, Any], forwards: list[int]) -> None:
     chat = ChatBlend(**settings, cache=InMemoryCache())
     asked = [
         chat,
@@ -274,10 +274,10 @@ def test_what_is_asked_for_is_in_the_key_of_caches(settings: dict[str, Any], for
     assert len(forwards) == done
 
 
-# ---------------------------------------------------------------- what a model object tells about itself
+# ---------------------------------------------------------------- properties of a model object
 
 
-def test_the_profile_says_what_can_be_asked_for(settings: dict[str, Any], model: Model) -> None:
+def test_the_profile_lists_the_supported_features(settings: dict[str, Any], model: Model) -> None:
     chat = ChatBlend(**settings)
     assert chat.profile is not None
     assert chat.profile["tool_calling"] is chat.profile["tool_choice"] is chat.profile["structured_output"] is True

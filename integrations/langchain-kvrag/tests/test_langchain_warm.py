@@ -25,7 +25,7 @@ from langchain_kvrag import (
 )
 from langchain_tests.integration_tests import RetrieversIntegrationTests, VectorStoreIntegrationTests
 
-from kvrag import BlendEngine, KvragError, Model, SettingError, StoreFullError
+from kvrag import BlendEngine, KvragError, LLMSettings, Model, SettingError, StoreFullError
 from kvrag.fingerprint import text_key
 from kvrag.store import visible_variant
 
@@ -34,7 +34,7 @@ OTHER = "Florton is a town by the sea. It has a harbour, a museum and two school
 
 
 class DeletesAll(InMemoryVectorStore):
-    """Like those of databases: without ids, it deletes all."""
+    """Like vector stores of databases: without ids, it deletes all."""
 
     @property
     def ids(self) -> list[str]:
@@ -80,7 +80,7 @@ def found(store: VectorStore) -> list[str]:
 
 
 def context(engine: BlendEngine, text: str) -> int:
-    """How many tokens the variant that prompts get was encoded behind."""
+    """Number of context tokens of the variant that prompts get."""
     key = text_key("", engine.model.tokenizer.encode(text))
     state = engine.store.look_up([key])[key]
     served = visible_variant(state, alone_only=False)
@@ -155,8 +155,8 @@ async def test_indexing_keeps_kv_and_vectors_in_step(
     forwards.clear()
     result = await run(sourced(edited, version=2), cleanup)
     assert (result["num_added"], result["num_deleted"]) == (4, 4)
-    # the chunk behind the edited one, which was not added again then: it has another context than under its old id,
-    # which is deleted only later, and is therefore encoded alone too
+    # the chunk after the edited one, which was not added again: it has another context than under its old id, which is
+    # deleted only later, so it is encoded alone too
     assert len(forwards) == 2
     forwards.clear()
     assert {document.metadata["version"] for document in store.similarity_search("anything", k=99)} == {2}
@@ -171,7 +171,7 @@ async def test_indexing_keeps_kv_and_vectors_in_step(
         assert kept(engine) == found(store) == []
         assert engine.documents() == []
     else:
-        await run(sourced(edited, version=2)[:1], cleanup)  # nothing is said about 1.txt
+        await run(sourced(edited, version=2)[:1], cleanup)  # 1.txt is not listed
         assert kept(engine) == found(store) == sorted([edited[0], edited[2]])
     assert forwards == []
 
@@ -183,9 +183,9 @@ async def test_batches_smaller_than_a_source_keep_what_has_the_same_context(
     await run(documents, "incremental")
     forwards.clear()
     documents[0].metadata["version"] = 2
-    # LangChain deletes what is behind the first batch, and adds it again
+    # LangChain deletes the documents after the first batch, and adds them again
     assert (await run(documents, "incremental", batch_size=2))["num_deleted"] > 1
-    assert len(forwards) == 1, "only the second batch, whose context is another without the first one"
+    assert len(forwards) == 1, "only the second batch, whose context differs without the first one"
     assert kept(engine) == found(store) == sorted(chunks)
 
 
@@ -205,7 +205,7 @@ async def test_a_chunk_in_two_sources_is_kept_until_the_second_one_is_gone(
 
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
-def test_what_is_added_is_reused_in_answers(kind: Any, settings: dict[str, Any], chunks: list[str]) -> None:
+def test_added_documents_are_reused_in_answers(kind: Any, settings: dict[str, Any], chunks: list[str]) -> None:
     llm = kind(**settings)
     store = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), llm)
     store.add_documents([Document(text) for text in chunks])
@@ -251,13 +251,13 @@ def test_ids_that_the_wrapped_store_makes_are_the_ones_to_delete(
         assert kept(engine) == []
 
 
-def test_deleting_without_ids_drops_what_the_wrapped_store_does_not_have_any_more(
+def test_deleting_without_ids_drops_the_kv_of_documents_that_are_gone(
     store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str]
 ) -> None:
     store.add_texts(chunks)
     keeps_all = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine, collection="other")
     keeps_all.add_texts(chunks[:1])
-    keeps_all.delete()  # which this store takes for nothing to do
+    keeps_all.delete()  # for which this store does nothing
     assert store.delete() is True
     assert kept(engine) == found(keeps_all) == chunks[:1]
 
@@ -287,9 +287,7 @@ def test_collections_keep_equal_ids_apart(engine: BlendEngine, chunks: list[str]
     assert kept(engine) == sorted(chunks[2:])
 
 
-def test_ids_that_look_like_each_other_are_kept_apart(
-    store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str]
-) -> None:
+def test_similar_ids_are_kept_apart(store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str]) -> None:
     ids = ["1", "1/1", "1%2F1", "10"]
     store.add_texts(chunks, ids=ids)
     for i, one in enumerate(ids):
@@ -317,7 +315,7 @@ async def test_ids_to_delete_may_be_any_iterable(
 def test_threads_may_change_documents_of_their_own_at_once(
     store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str]
 ) -> None:
-    """Whose texts are the same: KV goes with the last document that has it."""
+    """The texts are the same: KV is dropped with the last document that has it."""
 
     def change(mine: int) -> None:
         for turn in range(4):
@@ -332,7 +330,7 @@ def test_threads_may_change_documents_of_their_own_at_once(
     assert kept(engine) == []
 
 
-def test_short_texts_are_added_and_said_to_have_no_kv(
+def test_short_texts_are_added_with_a_warning_that_they_have_no_kv(
     store: KVWarmVectorStore, engine: BlendEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.add_texts(["too short"])
@@ -345,7 +343,7 @@ def test_short_texts_are_added_and_said_to_have_no_kv(
 
 
 class Fragile(DeletesAll):
-    """Fails when told to, after half of the work."""
+    """Fails on request, after half of the work."""
 
     failing = False
 
@@ -366,7 +364,7 @@ class Fragile(DeletesAll):
 
 
 class Gone(Fragile):
-    """Does not even tell what it has, after a failure."""
+    """Cannot even return its documents after a failure."""
 
     def get_by_ids(self, ids: Any, /) -> list[Document]:
         if self.failing:
@@ -394,7 +392,7 @@ def delete(request: pytest.FixtureRequest) -> Any:
     return delete
 
 
-async def test_an_add_that_fails_half_way_leaves_kv_of_what_was_added_alone(
+async def test_an_add_that_fails_midway_leaves_only_kv_of_added_documents(
     engine: BlendEngine, chunks: list[str], add: Any
 ) -> None:
     store = KVWarmVectorStore(Fragile(EMBEDDING), engine)
@@ -409,7 +407,7 @@ async def test_an_add_that_fails_half_way_leaves_kv_of_what_was_added_alone(
     assert kept(engine) == found(store) == sorted(chunks[:3])
 
 
-async def test_an_add_that_fails_in_a_store_that_cannot_tell_leaves_the_kv_of_before(
+async def test_an_add_that_fails_in_a_store_without_listing_leaves_the_earlier_kv(
     engine: BlendEngine, chunks: list[str], add: Any
 ) -> None:
     store = KVWarmVectorStore(Gone(EMBEDDING), engine)
@@ -450,7 +448,7 @@ async def test_a_delete_that_is_refused_drops_nothing(engine: BlendEngine, chunk
     assert kept(engine) == chunks[:1]
 
 
-async def test_what_cannot_be_encoded_or_stored_is_not_added(
+async def test_documents_that_cannot_be_encoded_or_stored_are_not_added(
     store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str], add: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> int:
@@ -468,7 +466,7 @@ async def test_what_cannot_be_encoded_or_stored_is_not_added(
     assert len(engine.documents()) == 1
 
 
-async def test_a_store_that_loses_count_is_told_apart(engine: BlendEngine, chunks: list[str], add: Any) -> None:
+async def test_a_store_that_returns_too_few_ids_is_detected(engine: BlendEngine, chunks: list[str], add: Any) -> None:
     class Losing(DeletesAll):
         def add_documents(self, documents: list[Document], ids: list[str] | None = None, **kwargs: Any) -> list[str]:
             return super().add_documents(documents, ids)[:1]
@@ -481,7 +479,9 @@ async def test_a_store_that_loses_count_is_told_apart(engine: BlendEngine, chunk
     assert kept(engine) == []
 
 
-def test_a_closed_engine_says_so(store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str]) -> None:
+def test_a_closed_engine_raises_an_error_that_names_it(
+    store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str]
+) -> None:
     engine.close()
     with pytest.raises(KvragError, match="closed"):
         store.add_texts(chunks)
@@ -499,7 +499,7 @@ def test_the_llm_must_be_one_that_can_encode() -> None:
 
 
 class Slow(DeletesAll):
-    """Adds when it is let, in the background."""
+    """Adds in the background, once it is released."""
 
     def __init__(self) -> None:
         super().__init__(EMBEDDING)
@@ -547,7 +547,7 @@ async def test_a_cancelled_add_leaves_kv_and_vectors_in_step(engine: BlendEngine
     store.vectorstore.let.set()  # type: ignore[attr-defined]
     with pytest.raises(asyncio.CancelledError):
         await adding
-    assert kept(engine) == found(store) == sorted(chunks)  # what had begun was ended
+    assert kept(engine) == found(store) == sorted(chunks)  # running work was finished
 
 
 async def test_an_add_that_is_cancelled_while_encoding_adds_nothing(
@@ -602,7 +602,7 @@ def test_documents_that_have_their_ids_elsewhere(engine: BlendEngine, chunks: li
     assert kept(engine) == [chunks[1]]
 
 
-async def test_what_a_store_holds_already_can_be_warmed(engine: BlendEngine, chunks: list[str]) -> None:
+async def test_existing_documents_of_a_store_can_be_warmed(engine: BlendEngine, chunks: list[str]) -> None:
     for kind in (DeletesAll, InMemoryVectorStore):
         existing = kind.from_texts(chunks, EMBEDDING, ids=list("abcd"))
         store = KVWarmVectorStore(existing, engine)
@@ -610,7 +610,7 @@ async def test_what_a_store_holds_already_can_be_warmed(engine: BlendEngine, chu
         assert kept(engine) == chunks[:1]
         report = store.warm_existing()
         assert (report.chunks, report.new) == (4, 3)
-        existing.add_documents([Document(OTHER, id="a")])  # behind its back
+        existing.add_documents([Document(OTHER, id="a")])  # without the wrapper
         existing.delete(["b"])
         assert (await store.awarm_existing()).new == 1
         assert kept(engine) == found(store) == sorted([OTHER, *chunks[2:]])
@@ -659,7 +659,7 @@ async def test_stores_are_made_of_texts_and_documents(engine: BlendEngine, chunk
     assert kept(engine) == []
 
 
-async def test_a_store_that_cannot_be_made_leaves_no_kv(engine: BlendEngine, chunks: list[str]) -> None:
+async def test_a_vector_store_that_cannot_be_created_leaves_no_kv(engine: BlendEngine, chunks: list[str]) -> None:
     class AlwaysFailing(Fragile):
         failing = True
 
@@ -673,7 +673,7 @@ async def test_a_store_that_cannot_be_made_leaves_no_kv(engine: BlendEngine, chu
 
 INHERITED = {
     *("from_documents", "afrom_documents"),  # end in from_texts
-    "as_retriever",  # of this store, so that what the retriever is given to add is warmed
+    "as_retriever",  # of this store, so that documents added through the retriever are warmed
 }
 
 
@@ -682,7 +682,7 @@ def test_every_method_of_vector_stores_is_passed_on_or_our_own() -> None:
     assert public - {*vars(KVWarmVectorStore)} == INHERITED
 
 
-async def test_what_is_passed_on_answers_as_the_wrapped_store(
+async def test_delegated_methods_return_the_wrapped_stores_results(
     store: KVWarmVectorStore, chunks: list[str], tmp_path: Path
 ) -> None:
     ids = store.add_texts(chunks, [{"n": i} for i in range(4)])
@@ -715,7 +715,7 @@ async def test_what_is_passed_on_answers_as_the_wrapped_store(
         store.no_such_method()
 
 
-def test_pieces_of_one_source_know_of_each_other(engine: BlendEngine, store: KVWarmVectorStore) -> None:
+def test_chunks_of_one_source_are_encoded_with_their_context(engine: BlendEngine, store: KVWarmVectorStore) -> None:
     texts = [f"{name} {OTHER}" for name in ("One.", "Two.", "Three.", "Four.")]
     sources = ["a.txt", "b.txt", "a.txt", None]
     metadatas = [{"source": source} if source else {} for source in sources]
@@ -740,7 +740,7 @@ def test_the_llm_takes_documents_as_they_are(engine: BlendEngine, store: KVWarmV
     assert llm.warm(iter([first, second])).new == 2
     assert [context(engine, one.page_content) > 0 for one in (first, second)] == [False, True]
     store.add_documents([first, second])
-    assert context(engine, second.page_content) > 0, "one source, however it came in"
+    assert context(engine, second.page_content) > 0, "one source, for each way to pass it"
     assert llm.warm([first.page_content, OTHER]).new == 1
     with pytest.raises(SettingError, match="got one str"):
         llm.warm(OTHER)
@@ -814,4 +814,4 @@ def test_reading_ahead_loads_no_model(
     engine._prefetcher.wait()
     assert len(engine._pipeline.memory) == 2
     other = ChatBlend(**settings)  # shares the engine, without having opened it
-    assert other._opened() is engine
+    assert LLMSettings.of(other).opened() is engine

@@ -38,13 +38,13 @@ class TestHuggingFaceLLM(LLMTests):
         return AutoTokenizer.from_pretrained(tiny)
 
     @pytest.fixture
-    def heard(self, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    def prompts(self, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         prompts: list[list[int]] = []
         generate = LlamaForCausalLM.generate
 
-        def listening(self: Any, *args: Any, **settings: Any) -> Any:
+        def recording(self: Any, *args: Any, **settings: Any) -> Any:
             prompts.append(settings["input_ids"][0].tolist())
             return generate(self, *args, **settings)
 
-        monkeypatch.setattr(LlamaForCausalLM, "generate", listening)
+        monkeypatch.setattr(LlamaForCausalLM, "generate", recording)
         return prompts

@@ -27,7 +27,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="session")
 def tiny(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a random model that never says a control token, with a chat template that names all roles."""
+    """Folder of a random model that never generates a control token, with a chat template that names all roles."""
     tokenizer = copy.deepcopy(model.tokenizer.hf)
     tokenizer.chat_template = (
         "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
@@ -57,8 +57,8 @@ def tiny(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make tests independent of how busy the machine is: nothing is ever noticeably faster."""
-    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("inf"))
-    monkeypatch.setattr("kvrag.control.controller.STEP", 1.0)
+    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("inf"))
+    monkeypatch.setattr("kvrag.control.tuning.STEP", 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry per answer of an engine that has ended, however it did."""
+    """One entry per ended answer of an engine, successful or not."""
     endings: list[str] = []
     inner = Answering.stream
 

@@ -13,7 +13,7 @@ The suite depends on LlamaIndex only. The model may be tiny or random, but must 
         def tokenizer(self): ...
 
         @pytest.fixture
-        def heard(self, monkeypatch): ...
+        def prompts(self, monkeypatch): ...
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ async def say(engine: Any, message: str, way: str) -> str:
 
 
 class LLMTests:
-    """Override `make`, `tokenizer`, `heard` and `context_window`, and the other attributes where they apply.
+    """Override `make`, `tokenizer`, `prompts` and `context_window`, and the other attributes where they apply.
 
     Attributes:
         context_window: Context window of the model.
@@ -202,9 +202,9 @@ class LLMTests:
         raise NotImplementedError("override the fixture tokenizer")
 
     @pytest.fixture
-    def heard(self) -> list[list[int]]:
+    def prompts(self) -> list[list[int]]:
         """Return a list to which the token ids of every prompt are appended as it reaches the model."""
-        raise NotImplementedError("override the fixture heard")
+        raise NotImplementedError("override the fixture prompts")
 
     @pytest.fixture
     def llm(self, make: Callable[[int], LLM]) -> LLM:
@@ -268,7 +268,7 @@ class LLMTests:
         assert llm.metadata.model_name
 
     @pytest.mark.asyncio
-    async def test_all_methods_say_the_same(self, llm: LLM) -> None:
+    async def test_all_methods_give_the_same_answer(self, llm: LLM) -> None:
         """Sync and async methods return the same answer."""
         chat = llm.chat(USER).message
         assert chat.role == MessageRole.ASSISTANT
@@ -296,31 +296,29 @@ class LLMTests:
             assert said == whole
             assert len(pieces) > 3
 
-    def test_messages_are_what_the_template_makes_of_them(
-        self, llm: LLM, tokenizer: Any, heard: list[list[int]]
-    ) -> None:
+    def test_messages_are_rendered_by_the_template(self, llm: LLM, tokenizer: Any, prompts: list[list[int]]) -> None:
         """Prompts equal the chat template's output, with one BOS."""
         llm.chat(USER)
-        assert heard == [template(tokenizer, user=QUESTION)]
+        assert prompts == [template(tokenizer, user=QUESTION)]
 
-    def test_a_text_is_a_message_of_the_users(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
+    def test_a_text_is_a_user_message(self, llm: LLM, tokenizer: Any, prompts: list[list[int]]) -> None:
         """A text is one user message, unless it is formatted."""
         llm.complete(QUESTION)
-        assert heard == [template(tokenizer, user=QUESTION)]
+        assert prompts == [template(tokenizer, user=QUESTION)]
 
-    def test_a_formatted_prompt_is_taken_as_it_is(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
+    def test_a_formatted_prompt_is_taken_as_it_is(self, llm: LLM, tokenizer: Any, prompts: list[list[int]]) -> None:
         """A formatted prompt is used unchanged."""
         llm.complete(QUESTION, formatted=True)
-        assert heard == [tokenizer(QUESTION)["input_ids"]]
+        assert prompts == [tokenizer(QUESTION)["input_ids"]]
 
-    def test_the_system_prompt_is_heard(
-        self, make: Callable[[int], LLM], tokenizer: Any, heard: list[list[int]]
+    def test_the_system_prompt_is_used(
+        self, make: Callable[[int], LLM], tokenizer: Any, prompts: list[list[int]]
     ) -> None:
         """The LLM's system prompt is used where prompts are templates."""
         llm = make(16)
         llm.system_prompt = "Speak of plums and pears only."
         llm.predict(PromptTemplate("{question}"), question=QUESTION)
-        assert heard == [template(tokenizer, system=llm.system_prompt, user=QUESTION)]
+        assert prompts == [template(tokenizer, system=llm.system_prompt, user=QUESTION)]
 
     def test_stop_strings_end_the_answer(self, llm: LLM) -> None:
         """Stop strings end the answer regardless of token boundaries, complete and streamed."""
@@ -330,14 +328,14 @@ class LLMTests:
         assert llm.complete(QUESTION, stop=[stop]).text == expected
         assert "".join(piece.delta or "" for piece in llm.stream_complete(QUESTION, stop=[stop])) == expected
 
-    def test_a_call_can_say_how_long_its_answer_is(self, llm: LLM) -> None:
+    def test_a_call_can_limit_the_length_of_its_answer(self, llm: LLM) -> None:
         """`max_tokens` can be given per call."""
         text = llm.complete(QUESTION).text
         short = llm.complete(QUESTION, max_tokens=4).text
         assert text.startswith(short)
         assert len(short) < len(text)
 
-    def test_all_kinds_of_messages_are_heard(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
+    def test_all_kinds_of_messages_are_in_the_prompt(self, llm: LLM, tokenizer: Any, prompts: list[list[int]]) -> None:
         """Several messages of a role, tool calls and tool results reach the model in order."""
         call = ToolCallBlock(tool_call_id="abc123def", tool_name="look_up", tool_kwargs={"name": "Mira"})
         conversation = [
@@ -350,7 +348,7 @@ class LLMTests:
             ChatMessage(role="user", content="What?"),
         ]
         assert llm.chat(conversation).message.content
-        prompt = tokenizer.decode(heard[-1])
+        prompt = tokenizer.decode(prompts[-1])
         at = [
             prompt.find(text) for text in ("help", "brief", "Mira.", "quick", "look_up", "plays.", "something", "What?")
         ]
@@ -368,16 +366,16 @@ class LLMTests:
         with pytest.raises(Exception, match=str(self.context_window)):
             llm.complete("harp " * self.context_window)
 
-    def test_control_tokens_in_a_message_are_text(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
+    def test_control_tokens_in_a_message_are_text(self, llm: LLM, tokenizer: Any, prompts: list[list[int]]) -> None:
         """A document cannot end the prompt or act as the system."""
         end = tokenizer.eos_token
         llm.complete("He said so."), llm.complete(f"He said {end} so.")
-        assert [prompt.count(tokenizer.eos_token_id) for prompt in heard] == [
-            heard[0].count(tokenizer.eos_token_id)
+        assert [prompt.count(tokenizer.eos_token_id) for prompt in prompts] == [
+            prompts[0].count(tokenizer.eos_token_id)
         ] * 2
-        assert f"He said {end} so." in tokenizer.decode(heard[1])
+        assert f"He said {end} so." in tokenizer.decode(prompts[1])
 
-    def test_usage_is_told(self, make: Callable[[int], LLM]) -> None:
+    def test_usage_is_reported(self, make: Callable[[int], LLM]) -> None:
         """Usage is reported where LlamaIndex's token counter reads it."""
         llm = make(16)
         counter = TokenCountingHandler(tokenizer=lambda text: [])
@@ -393,7 +391,7 @@ class LLMTests:
     # ---------------------------------------------------------------- events, threads, copies
 
     @pytest.mark.asyncio
-    async def test_whatever_begins_ends(self, make: Callable[[int], LLM], events: Events) -> None:
+    async def test_every_start_event_has_an_end_event(self, make: Callable[[int], LLM], events: Events) -> None:
         """Events and callbacks of answers end, complete and streamed."""
         llm, debug = make(4), LlamaDebugHandler(print_trace_on_end=False)
         llm.callback_manager = CallbackManager([debug])
@@ -406,7 +404,7 @@ class LLMTests:
         assert {len(pair) for pair in debug.get_event_pairs(CBEventType.LLM)} == {2}
 
     @pytest.mark.asyncio
-    async def test_whatever_fails_ends(self, llm: LLM, events: Events) -> None:
+    async def test_events_end_on_every_failure(self, llm: LLM, events: Events) -> None:
         """An empty prompt raises an error, and its events end."""
         debug = LlamaDebugHandler(print_trace_on_end=False)
         llm.callback_manager = CallbackManager([debug])
@@ -422,8 +420,9 @@ class LLMTests:
         assert {len(pair) for pair in debug.get_event_pairs(CBEventType.LLM)} == {2}
 
     @pytest.mark.asyncio
-    async def test_whatever_is_dropped_ends(self, llm: LLM, events: Events) -> None:
+    async def test_events_end_when_a_stream_is_dropped(self, llm: LLM, events: Events) -> None:
         """Closing a stream ends its events and its work."""
+        llm.complete(QUESTION)  # starts the threads that a model keeps
         before = set(threading.enumerate())
         for stream in (llm.stream_chat(USER), llm.stream_complete(QUESTION)):
             next(stream)
@@ -432,11 +431,11 @@ class LLMTests:
         for astream in (await llm.astream_chat(USER), await llm.astream_complete(QUESTION)):
             await anext(astream)
             await astream.aclose()
-        events.check_balance(4)
+        events.check_balance(5)
 
     @pytest.mark.asyncio
     @pytest.mark.parametrize("method", ["achat", "acomplete", "astream_chat", "astream_complete"])
-    async def test_the_event_loop_goes_on(self, llm: LLM, method: str) -> None:
+    async def test_the_event_loop_is_not_blocked(self, llm: LLM, method: str) -> None:
         """The event loop is not blocked while the model computes."""
         ticks = 0
 
@@ -497,7 +496,7 @@ class LLMTests:
         ],
     )
     async def test_every_response_mode(
-        self, llm: LLM, events: Events, heard: list[list[int]], mode: ResponseMode, calls: int
+        self, llm: LLM, events: Events, prompts: list[list[int]], mode: ResponseMode, calls: int
     ) -> None:
         """Every response mode gives the same answer with every method."""
         nodes = [a_node(number) for number in range(3)]
@@ -508,7 +507,7 @@ class LLMTests:
             return index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=3, streaming=streaming)
 
         answer = await ask(engine, QUESTION, "sync")
-        assert len(heard) == calls
+        assert len(prompts) == calls
         if calls:
             assert answer not in ("", "Empty Response")
         if calls and mode not in (ResponseMode.GENERATION, ResponseMode.SIMPLE_SUMMARIZE):  # it pastes a Python list
@@ -520,7 +519,7 @@ class LLMTests:
 
     @pytest.mark.parametrize("mode", [ResponseMode.COMPACT, ResponseMode.TREE_SUMMARIZE])
     def test_nodes_that_do_not_fit_into_one_prompt(
-        self, llm: LLM, events: Events, heard: list[list[int]], mode: ResponseMode
+        self, llm: LLM, events: Events, prompts: list[list[int]], mode: ResponseMode
     ) -> None:
         """LlamaIndex splits long nodes by the LLM's window and tokenizer."""
         size = sum(len(Settings.tokenizer(paragraph(number))) for number in range(len(PEOPLE)))
@@ -531,8 +530,8 @@ class LLMTests:
         index = self.index(llm, nodes)
         answer = index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=len(nodes)).query(QUESTION)
         assert str(answer) not in ("", "Empty Response")
-        assert len(heard) > 1
-        assert max(map(len, heard)) <= self.context_window
+        assert len(prompts) > 1
+        assert max(map(len, prompts)) <= self.context_window
         events.check_balance(2)
         if mode == ResponseMode.COMPACT:  # summaries of summaries are not stored chunks
             self.check_coverage(llm, events, 0.95)

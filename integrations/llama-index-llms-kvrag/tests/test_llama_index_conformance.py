@@ -33,15 +33,15 @@ class TestBlendLLM(LLMTests):
         return make(1)._open().model.tokenizer.hf
 
     @pytest.fixture
-    def heard(self, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    def prompts(self, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         prompts: list[list[int]] = []
         prefill = Answering.prefill
 
-        def listening(self: Answering, ids: list[int], *args: Any, **settings: Any) -> Any:
+        def recording(self: Answering, ids: list[int], *args: Any, **settings: Any) -> Any:
             prompts.append(ids)
             return prefill(self, ids, *args, **settings)
 
-        monkeypatch.setattr(Answering, "prefill", listening)
+        monkeypatch.setattr(Answering, "prefill", recording)
         return prompts
 
     def vector_store(self, llm: Any, **changes: Any) -> KVWarmVectorStore:

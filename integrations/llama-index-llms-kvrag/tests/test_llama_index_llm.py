@@ -1,4 +1,4 @@
-"""BlendLLM: what goes in and comes out of LlamaIndex's eight methods."""
+"""BlendLLM: arguments and responses of LlamaIndex's eight methods."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ AFTER_THIS = CachePoint(cache_control=CacheControl(type="ephemeral"))  # for ser
 
 
 @pytest.mark.usefixtures("endless")
-async def test_all_eight_methods_say_the_same(llm: BlendLLM) -> None:
+async def test_all_eight_methods_give_the_same_answer(llm: BlendLLM) -> None:
     chat, complete = llm.chat(USER), llm.complete(QUESTION)
     assert complete.text
     assert chat.message.content == complete.text
@@ -62,7 +62,7 @@ async def test_all_eight_methods_say_the_same(llm: BlendLLM) -> None:
 
 
 @pytest.mark.usefixtures("endless")
-async def test_every_response_tells_its_usage_and_what_was_reused(llm: BlendLLM) -> None:
+async def test_every_response_reports_its_usage_and_reuse(llm: BlendLLM) -> None:
     chunk = "Zel Vinford lives in Stinmouth. She studied music. She likes to eat curry and apples. She owns a snake."
     llm.warm([chunk])
     prompt = f"{chunk}\n\n{QUESTION}"
@@ -83,7 +83,7 @@ async def test_every_response_tells_its_usage_and_what_was_reused(llm: BlendLLM)
 
 
 @pytest.mark.usefixtures("endless")
-def test_the_next_turn_goes_on_from_the_last(llm: BlendLLM) -> None:
+def test_the_next_turn_continues_from_the_last(llm: BlendLLM) -> None:
     chunk = "Zel Vinford lives in Stinmouth. She studied music. She likes to eat curry and apples. She owns a snake."
     llm.warm([chunk])
     history = [ChatMessage(content=f"{chunk}\n\n{QUESTION}")]
@@ -167,7 +167,7 @@ def test_every_start_of_a_callback_has_its_end(settings: dict[str, Any], drop: b
 
 
 @pytest.mark.usefixtures("endless")
-def test_settings_of_a_call_beat_the_objects(llm: BlendLLM) -> None:
+def test_settings_of_a_call_override_the_objects(llm: BlendLLM) -> None:
     raw: Any = llm.complete(QUESTION, max_tokens=3, ratio=0.5).raw
     assert raw["usage"]["completion_tokens"] == 3
     assert raw["kvrag"]["ratio"] == 0.5
@@ -177,7 +177,7 @@ def test_settings_of_a_call_beat_the_objects(llm: BlendLLM) -> None:
 
 
 @pytest.mark.usefixtures("endless")
-def test_documents_of_a_call_may_be_what_a_retriever_returns(llm: BlendLLM) -> None:
+def test_documents_of_a_call_may_be_a_retrievers_results(llm: BlendLLM) -> None:
     texts = [f"{name} was born in Florton. She drives a red car and plays the harp every day." for name in "ABC"]
     nodes = [TextNode(text=text, metadata={"file_path": "here.txt"}) for text in texts]
     found = NodeWithScore(node=nodes[1], score=0.5)
@@ -219,7 +219,7 @@ async def test_unknown_settings_of_a_call_are_refused(llm: BlendLLM) -> None:
         ({}, "no model"),
     ],
 )
-def test_wrong_settings_are_refused_when_the_object_is_made(wrong: dict[str, Any], why: str) -> None:
+def test_wrong_settings_are_refused_when_the_object_is_created(wrong: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         BlendLLM(**wrong)
 
@@ -235,10 +235,10 @@ def test_an_engine_already_built_excludes_settings_of_the_model(tmp_path: Path) 
         BlendLLM(engine=engine, model="reader")
 
 
-# ---------------------------------------------------------------- the engine behind it
+# ---------------------------------------------------------------- the engine
 
 
-def test_making_an_object_loads_nothing(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_creating_an_object_loads_nothing(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[Any] = []
     from_pretrained = BlendEngine.from_pretrained
 
@@ -342,7 +342,7 @@ async def test_a_dropped_async_stream_stops_the_work(
     assert closed == []
     await pieces.aclose()
     del pieces
-    for _ in range(10):  # the event loop closes what was dropped inside
+    for _ in range(10):  # the event loop closes dropped generators
         await asyncio.sleep(0)
     assert closed == ["closed"]
     assert len(forwards) < 4

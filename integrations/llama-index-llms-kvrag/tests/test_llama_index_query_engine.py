@@ -1,4 +1,4 @@
-"""Query engines as everybody builds them, with nothing changed but the model."""
+"""Typical query engines, with only the model replaced."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def query_engine(llm: BlendLLM, nodes: list[TextNode], **settings: Any) -> Any:
 
 
 class LastRaw(TokenCountingHandler):
-    """Remembers what the LLM told besides its answer."""
+    """Keeps the `raw` of the last response."""
 
     raw: Any = None
 
@@ -92,7 +92,7 @@ def test_as_the_default_llm_with_its_own_tokenizer(
     # more than the window: LlamaIndex splits it into calls that each fit, which takes the right window and tokenizer
     answer = str(index.as_query_engine(similarity_top_k=3).query(QUESTION))
     assert answer
-    assert answer != "Empty Response"  # what it makes of an LLM's ValueError
+    assert answer != "Empty Response"  # its result for an LLM's ValueError
 
 
 def test_the_example_in_the_docs_runs(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field
 from serving import NAME, Served, serving
 
 from kvrag import BlendConfig, BlendEngine, ContextWindowError, FileStore, Model, ServerError, SettingError
-from kvrag.server import ApiKey
+from kvrag.server.settings import ApiKey
 
 pytestmark = pytest.mark.slow  # starts servers
 
@@ -93,7 +93,7 @@ def remote(served: Served) -> BlendLLM:
 
 
 def told(response: Any) -> dict[str, Any]:
-    """What must be equal, whoever answers."""
+    """Everything that must be equal for a server and a local engine."""
     raw = response.raw
     report = {name: value for name, value in raw["kvrag"].items() if name not in TIMES}
     said = response.message.content if hasattr(response, "message") else response.text

@@ -1,4 +1,4 @@
-"""BlendLLM: tools and objects, and what is told of answers that break off."""
+"""BlendLLM: tools and objects, and answers that are cut off."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_one_call_at_a_time_unless_more_are_wanted(
     assert len(response.message.additional_kwargs["tool_calls"]) == len(found)
 
 
-def test_history_comes_before_what_the_user_says(llm: BlendLLM) -> None:
+def test_the_history_precedes_the_user_message(llm: BlendLLM) -> None:
     prepared = llm._prepare_chat_with_tools([TOOL], user_msg="b", chat_history=[ChatMessage(content="a")])
     assert [message.content for message in prepared["messages"]] == ["a", "b"]
     assert prepared["tool_choice"] is None
@@ -119,7 +119,7 @@ def test_wrong_tools_are_refused(llm: BlendLLM) -> None:
 # ---------------------------------------------------------------- objects
 
 
-async def test_an_answer_can_be_made_to_keep_to_a_schema(llm: BlendLLM) -> None:
+async def test_an_answer_can_be_forced_to_follow_a_schema(llm: BlendLLM) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "wanted", "schema": SCHEMA}}
     for text in (
         llm.complete(QUESTION, response_format=wanted).text,

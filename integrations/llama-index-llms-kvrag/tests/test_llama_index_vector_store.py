@@ -1,4 +1,4 @@
-"""KVWarmVectorStore: KV follows the vectors, whatever is done to them."""
+"""KVWarmVectorStore: KV follows the vectors through all operations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Paragraphs(TextSplitter):
 
 
 class KeepsText(SimpleVectorStore):
-    """Like those of databases: it has the nodes, too."""
+    """Like vector stores of databases: it stores the nodes, too."""
 
     stores_text: bool = True
     nodes: dict[str, Any] = Field(default_factory=dict)
@@ -67,7 +67,7 @@ class KeepsText(SimpleVectorStore):
 
 
 class Failing(SimpleVectorStore):
-    """Breaks off when it has added one node, or before it has deleted any."""
+    """Fails after adding one node, or before deleting any."""
 
     is_failing: bool = True
 
@@ -85,7 +85,7 @@ class Failing(SimpleVectorStore):
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many chunks each run of the encoder got."""
+    """Number of chunks in each run of the encoder."""
     counts: list[int] = []
     encode = ingest.encode
 
@@ -121,7 +121,7 @@ def index_of(vector_store: KVWarmVectorStore, *documents: Document) -> VectorSto
 
 
 def stored(llm: BlendLLM) -> int:
-    """How many chunks have KV, which are as many as there are files."""
+    """Number of chunks with KV, which is the number of files."""
     stats = llm._open().store.stats()
     assert len(list(Path(stats.path).rglob("*.safetensors"))) == stats.chunks
     return stats.chunks
@@ -178,7 +178,7 @@ async def test_documents_come_and_change_and_go_off_the_loop(
 
 @pytest.mark.parametrize("strategy", [DocstoreStrategy.UPSERTS, DocstoreStrategy.UPSERTS_AND_DELETE])
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_pipelines_encode_what_is_new_and_drop_what_is_gone(
+async def test_pipelines_encode_new_nodes_and_drop_deleted_ones(
     strategy: DocstoreStrategy, is_async: bool, llm: BlendLLM, vector_store: KVWarmVectorStore, encoded: list[int]
 ) -> None:
     pipeline = IngestionPipeline(
@@ -204,7 +204,7 @@ async def test_pipelines_encode_what_is_new_and_drop_what_is_gone(
 
 
 @pytest.mark.usefixtures("endless")
-def test_an_index_that_was_saved_goes_on(llm: BlendLLM, vector_store: KVWarmVectorStore, tmp_path: Path) -> None:
+def test_a_saved_index_can_be_continued(llm: BlendLLM, vector_store: KVWarmVectorStore, tmp_path: Path) -> None:
     index = index_of(vector_store, document("a", MIRA), document("b", KAN))
     index.storage_context.persist(tmp_path / "saved")
     again = KVWarmVectorStore(SimpleVectorStore.from_persist_dir(str(tmp_path / "saved")), llm)
@@ -278,7 +278,7 @@ async def test_an_add_lists_the_kv_of_its_own_nodes_only(
         await vector_store.async_add(nodes) if is_async else vector_store.add(nodes)
         asked.append((sum(listed), len(listed)))
         listed.clear()
-    assert {*asked[1:]} == {(1, 2)}, "queries per node, and of these, one finds what the changed node had"
+    assert {*asked[1:]} == {(1, 2)}, "queries per node, and one of them finds the text that the changed node had"
     assert len(llm.documents()) == 13
 
 
@@ -293,7 +293,7 @@ def test_nodes_of_different_vector_stores_do_not_drop_each_others_kv(llm: BlendL
     assert stored(llm) == 0
 
 
-def test_what_takes_the_place_of_a_nodes_text_can_be_encoded(llm: BlendLLM) -> None:
+def test_the_replacement_of_a_nodes_text_can_be_encoded(llm: BlendLLM) -> None:
     vector_store = KVWarmVectorStore(SimpleVectorStore(), llm, target_metadata_key="window")
     sentence = node("1", "She lives in Grelville.", window=MIRA)
     sentence.excluded_llm_metadata_keys = ["window"]
@@ -313,7 +313,7 @@ def test_nodes_that_a_vector_store_has_already_can_be_encoded(llm: BlendLLM, vec
     assert stored(llm) == 0
 
 
-def test_what_earlier_vector_stores_in_memory_have_left_can_be_dropped(llm: BlendLLM) -> None:
+def test_kv_of_earlier_vector_stores_in_memory_can_be_dropped(llm: BlendLLM) -> None:
     KVWarmVectorStore(SimpleVectorStore(), llm, collection="other").add([node("9", ZEL)])
     KVWarmVectorStore(SimpleVectorStore(), llm).add([node("1", MIRA), node("2", TRAN)])
     later, nodes = KVWarmVectorStore(SimpleVectorStore(), llm), [node("3", MIRA), node("4", KAN)]
@@ -335,7 +335,7 @@ def test_text_that_cannot_be_encoded_is_not_added(llm: BlendLLM, vector_store: K
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_an_add_that_fails_leaves_the_kv_of_before(is_async: bool, llm: BlendLLM) -> None:
+async def test_an_add_that_fails_leaves_the_earlier_kv(is_async: bool, llm: BlendLLM) -> None:
     failing = Failing()
     vector_store = KVWarmVectorStore(failing, llm)
 
@@ -350,7 +350,7 @@ async def test_an_add_that_fails_leaves_the_kv_of_before(is_async: bool, llm: Bl
     before = llm.documents()
     assert (stored(llm), len(before)) == (2, 2)
     failing.is_failing = True
-    with pytest.raises(ConnectionError):  # it cannot return what it has
+    with pytest.raises(ConnectionError):  # it cannot return its nodes
         await add(node("1", KAN), node("2", ZEL))
     assert (stored(llm), llm.documents()) == (2, before)
     with pytest.raises(ConnectionError):
@@ -364,7 +364,7 @@ async def test_an_add_that_fails_leaves_the_kv_of_before(is_async: bool, llm: Bl
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_an_add_that_fails_half_way_leaves_the_kv_of_what_was_added(is_async: bool, llm: BlendLLM) -> None:
+async def test_an_add_that_fails_midway_leaves_the_kv_of_added_nodes(is_async: bool, llm: BlendLLM) -> None:
     class Telling(Failing):
         nodes: dict[str, Any] = Field(default_factory=dict)
 
@@ -429,7 +429,7 @@ def test_kv_is_written_before_the_vectors_and_dropped_after_them(llm: BlendLLM) 
     assert stored(llm) == 0
 
 
-def test_it_can_be_pickled_and_says_what_it_is(llm: BlendLLM, vector_store: KVWarmVectorStore) -> None:
+def test_it_can_be_pickled_and_has_a_repr(llm: BlendLLM, vector_store: KVWarmVectorStore) -> None:
     vector_store.add([node("1", MIRA)])
     again: KVWarmVectorStore = pickle.loads(pickle.dumps(vector_store))
     again.delete("d")
@@ -438,7 +438,7 @@ def test_it_can_be_pickled_and_says_what_it_is(llm: BlendLLM, vector_store: KVWa
     assert vector_store.client is None
 
 
-def test_nodes_of_one_document_know_of_each_other(llm: BlendLLM, vector_store: KVWarmVectorStore) -> None:
+def test_nodes_of_one_document_are_encoded_with_their_context(llm: BlendLLM, vector_store: KVWarmVectorStore) -> None:
     first = "Florton is a town by the sea. It has a harbour, a museum and two schools."
     second = "Every other year, the river takes a bridge with it, and the people build it again."
     third = "Its mayor is Tran Hol, who was a teacher there and has written two books on mushrooms."
@@ -452,7 +452,7 @@ def test_nodes_of_one_document_know_of_each_other(llm: BlendLLM, vector_store: K
 
     vector_store.add(nodes)
     assert contexts() == [False, False, True]
-    assert llm.warm(nodes).new == 0, "one source, however it came in"
+    assert llm.warm(nodes).new == 0, "one source, for each way to pass it"
     assert contexts() == [False, False, True]
     with pytest.raises(SettingError, match="got one str"):
         llm.warm(first)

@@ -29,7 +29,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from kvrag.cli.common import say
 from kvrag.cli.serve import add_arguments, build, read_config, read_settings
 from kvrag.errors import KvragError, SettingError
-from kvrag.server import bind
+from kvrag.server.run import bind
 from kvrag.server.settings import ServerSettings
 from ray_kvrag.cluster import Cluster, connect, current_cluster, on_all_machines
 from ray_kvrag.front import ServerLost, front
@@ -75,8 +75,7 @@ class Replica:
         args = argparse.Namespace(**options)
         self._id = serve.get_replica_context().replica_id.unique_id.encode()
         self._stack = ExitStack()
-        built = await asyncio.to_thread(build, args, settings, read_config(args), self._stack, is_replica=True)
-        self._app, self._corpora = built.app, built.corpora
+        self._app = await asyncio.to_thread(build, args, settings, read_config(args), self._stack, is_replica=True)
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
 
@@ -115,7 +114,7 @@ class Replica:
 
     async def check_health(self) -> None:
         """Take over the queued documents of ended replicas on this machine."""
-        for corpus in self._corpora:
+        for corpus in self._app.state.kvrag.corpora:
             await asyncio.to_thread(corpus.adopt)
 
     async def __del__(self) -> None:

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from kvrag.cli.common import folder, human_bytes, open_engine, open_index, progress, say
-from kvrag.cli.warm import INTERRUPTED, TOTALS, bytes_per_token, check_room, drop, find_gone, read_chunks
+from kvrag.cli.warm import TOTALS, bytes_per_token, check_room, drop, find_gone, read_chunks
 from kvrag.config import BlendConfig
 from kvrag.errors import KvragError, SettingError
 from kvrag.fingerprint import Fingerprint, text_key
@@ -312,7 +312,8 @@ def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
         stack.enter_context(closing(here.store))
         here.store.bind(facts.fingerprint)
         index = stack.enter_context(open_index(here, args.namespace, args.embedder))
-        gone = find_gone(here.store, index, args.paths, args.namespace)
+        store, namespace = here.store, args.namespace
+        gone = find_gone(args.paths, lambda prefix: [*index.documents(), *store.documents(prefix, namespace)])
         dropped = drop(here.store, index, gone, args.namespace) if args.prune else 0
         plan = _make_plan(args, facts, here.store, index)
         tokens = sum(sum(texts.values()) for texts in plan.texts.values())
@@ -322,10 +323,7 @@ def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
             f"needs {human_bytes(new * facts.bytes_per_token)} in {folder(here).stats().path}"
         )
         check_room(here.store, new * facts.bytes_per_token)
-        try:
-            result = _warm(pool, plan, args.json)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(INTERRUPTED) from None
+        result = _warm(pool, plan, args.json)
         result |= {"gone": gone, "dropped": dropped, "problems": plan.problems}
         return result | {"store": str(folder(here).stats().path), "model": facts.model}
 
@@ -390,8 +388,6 @@ def _warm(pool: WorkerPool, plan: ClusterPlan, quiet: bool) -> dict[str, Any]:
             f"{worker['tokens_per_second']:.0f} tokens/s"
         )
     warnings = []
-    if totals["skipped"]:
-        warnings.append(f"{totals['skipped']} chunks are too short: they can be retrieved but not reused")
     if pool.lost:
         warnings.append(f"{pool.lost} workers died and were replaced: nothing is missing")
     result = totals | {"files": len(plan.chunks), "warm": len(plan.warm), "warnings": warnings}

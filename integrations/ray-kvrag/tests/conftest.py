@@ -19,15 +19,15 @@ if find_spec("ray") is None:
     collect_ignore_glob = ["test_*.py"]
 
     def pytest_terminal_summary(terminalreporter: Any) -> None:
-        """Report what was left out."""
+        """Report skipped tests."""
         terminalreporter.write_line("integrations/ray-kvrag/tests left out: ray is not installed here")
 
 
 @pytest.fixture(autouse=True)
 def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make results independent of how busy the machine is: no option is ever noticeably faster."""
-    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("inf"))
-    monkeypatch.setattr("kvrag.control.controller.STEP", 1.0)
+    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("inf"))
+    monkeypatch.setattr("kvrag.control.tuning.STEP", 1.0)
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def cluster(s3: Bucket) -> Iterator[None]:
-    """Ray, without its dashboard; none of its processes is left at the end."""
+    """Ray, without its dashboard; all of its processes end with the fixture."""
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # paths of sockets are short
     sources = [str(ROOT), str(ROOT / "integrations" / "ray-kvrag"), os.environ.get("PYTHONPATH", "")]
     with pytest.MonkeyPatch.context() as environment:  # workers inherit it
@@ -62,7 +62,7 @@ def cluster(s3: Bucket) -> Iterator[None]:
 
 
 def end_ray() -> None:
-    """End Ray as its users do; kill what is left after a while, and fail."""
+    """End Ray as its users do; after a while, kill remaining processes and fail."""
     serve.shutdown()
     mine = processes()
     assert mine
@@ -176,13 +176,13 @@ def test_a_worker_is_killed(
     with closing(FileStore(alone)) as one, closing(SharedStore(url, caches)) as other:
         whole = catalog(one)
         assert catalog(other)[:2] == whole[:2]
-        # nothing was encoded that one process would not have encoded
+        # no more was encoded than by one process
         assert result["tokens"] <= sum(other.count_tokens().values())
     documents = set(whole[0])
     (folder / "Tarn.txt").rename(folder / "Thorn.txt")
     again = warm(folder, *words, "--workers", "1", "--prune")
     (folder / "Thorn.txt").rename(folder / "Tarn.txt")
-    # the first document holds the common paragraph as it was before others had it: it is sent, and nothing is encoded
+    # the first document relies on the variant from before others had the paragraph: it is sent, and nothing is encoded
     assert (again["warm"], again["gone"]) == (8, [str(folder / "Tarn.txt")])
     with closing(SharedStore(url, caches)) as other:
         assert set(other.documents()) == documents - {str(folder / "Tarn.txt")} | {str(folder / "Thorn.txt")}
@@ -218,7 +218,7 @@ def http(deploy: Callable[[], httpx.Client]) -> httpx.Client:
 
 
 def prompt(place: str) -> str:
-    """Return a prompt whose own chunks outvote the common one: the prompts then spread over both replicas."""
+    """Return a prompt whose own chunks outweigh the common one, so that prompts spread over both replicas."""
     own = paragraphs(place)
     return "\n\n".join([own[2], NOTICE, own[0], own[1], "Who likes curry?"])
 

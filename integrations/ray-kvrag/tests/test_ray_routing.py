@@ -1,4 +1,4 @@
-"""Where work goes on a cluster: documents to workers, requests to servers. Starts no cluster."""
+"""Distribution on a cluster: documents to workers, requests to servers. Starts no cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ray_kvrag.warm import DocumentQueue
 
 from kvrag import SettingError
 from kvrag.cli.main import main
-from kvrag.server import ApiKey, ServerSettings
+from kvrag.server.settings import ApiKey, ServerSettings
 
 SERVERS = ("a", "b", "c")
 IDLE = dict.fromkeys(SERVERS, 0)
@@ -65,7 +65,7 @@ def test_a_warm_document_counts_as_a_holder() -> None:
         ((8,), 4, "cpu", 1, {"num_cpus": 8, "num_gpus": 0}),
     ],
 )
-def test_what_a_worker_takes(cpus: Any, gpus: int, device: Any, workers: int, wanted: Any) -> None:
+def test_resources_of_a_worker(cpus: Any, gpus: int, device: Any, workers: int, wanted: Any) -> None:
     assert Cluster(False, cpus, gpus).resources(device, workers) == wanted
 
 

@@ -16,7 +16,7 @@ if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 
     def pytest_terminal_summary(terminalreporter: Any) -> None:
-        """Say what was left out."""
+        """Report skipped tests."""
         terminalreporter.write_line("integrations/vllm-kvrag/tests left out: vllm is not installed here")
 
 else:
@@ -31,12 +31,12 @@ else:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the models of all tests are."""
+    """Folder of the models of all tests."""
     return tmp_path_factory.mktemp("models")
 
 
 @pytest.fixture(autouse=True)
 def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make tests independent of how busy the machine is: nothing is ever noticeably faster."""
-    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("inf"))
-    monkeypatch.setattr("kvrag.control.controller.STEP", 1.0)
+    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("inf"))
+    monkeypatch.setattr("kvrag.control.tuning.STEP", 1.0)

@@ -1,4 +1,4 @@
-"""Two processes per model: compare with kvrag's own engine, and print what was seen as JSON lines."""
+"""Two processes per model: compare with kvrag's own engine, and print the results as JSON lines."""
 
 from __future__ import annotations
 

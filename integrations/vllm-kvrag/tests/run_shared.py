@@ -1,4 +1,4 @@
-"""Two processes per model on a shared store: print what was seen as JSON lines."""
+"""Two processes per model on a shared store: print the results as JSON lines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(model: Path, url: str, cache: str) -> None:
         return _answer(output, llm)
 
     until, reused, number = time.monotonic() + 60, 0, 0
-    while reused < 150 and time.monotonic() < until:  # what either process has read is copied for both, afterwards
+    while reused < 150 and time.monotonic() < until:  # both get copies afterwards
         number += 1
         prompt = prompt_of(f"Round {number}.", *CHUNKS[3::-1])  # so that nothing is found in pages
         full, done = ask(prompt, mode="off"), ask(prompt, ratio=1.0, policy="query")

@@ -1,4 +1,4 @@
-"""Warm documents in vLLM for ever, and print the name of each one that was reported as warmed."""
+"""Warm documents in vLLM without end, and print the name of each document that was reported as warmed."""
 
 from __future__ import annotations
 

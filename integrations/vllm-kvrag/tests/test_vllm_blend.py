@@ -1,4 +1,4 @@
-"""Blending in vLLM gives what kvrag's own engine gives, and at a ratio of 1.0 what vLLM's full prefill gives."""
+"""Blending in vLLM equals kvrag's own engine, and at a ratio of 1.0 vLLM's full prefill."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def both(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.
 
 @pytest.fixture
 def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[Prefilled]:
-    """What every prefill of this process returned."""
+    """Results of all prefills of this process."""
     seen: list[Prefilled] = []
     prefill = Pipeline.prefill
 
@@ -97,7 +97,7 @@ def test_texts_that_overlap_are_encoded_alike(both: Both, tmp_path: Path) -> Non
     assert_both_encode_alike(both, texts, "overlapping", tmp_path)
 
 
-def test_what_either_encodes_serves_the_other(both: Both, tmp_path: Path) -> None:
+def test_chunks_of_either_engine_serve_the_other(both: Both, tmp_path: Path) -> None:
     texts = CHUNKS[4:]
     assert_both_encode_alike(both, texts, "b", tmp_path)
     prompt = prompt_of(*reversed(texts))

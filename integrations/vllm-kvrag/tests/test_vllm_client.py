@@ -35,7 +35,7 @@ def test_a_document_in_parts_is_stored_as_if_it_were_sent_at_once(
     assert report.tokens > engine.context_window
     assert report.new == len(texts)
     again = engine.warm([*texts[:20], *texts[21:]], document="long", namespace="parts")
-    assert again.new < len(texts) / 2, "what follows the gap has another context"
+    assert again.new < len(texts) / 2, "the text after the gap has another context"
     assert engine.warm([*texts[:20], *texts[21:]], document="long", namespace="parts").new == 0
     with reference(checkpoint("llama", folder), tmp_path / "store") as local:
         local.warm([*texts[:20], *texts[21:]], document="long", namespace="parts")

@@ -1,4 +1,4 @@
-"""What requests and the connector's configuration may say."""
+"""Parameters of requests and settings of the connector."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_settings_of_a_request() -> None:
         {"": 1},
     ],
 )
-def test_what_is_wrong_is_ignored_and_named(given: dict[str, Any]) -> None:
+def test_wrong_parameters_are_ignored_and_named(given: dict[str, Any]) -> None:
     each = wish(**given)
     (message,) = each.ignored
     assert next(iter(given)) in message
@@ -76,7 +76,7 @@ def test_what_is_wrong_is_ignored_and_named(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("given", ["blend", 1, ["mode"], True])
-def test_parameters_that_are_no_object_turn_blending_off(given: Any) -> None:
+def test_parameters_that_are_not_an_object_switch_blending_off(given: Any) -> None:
     each = read_params({"kvrag": given}, DEFAULT)
     assert each.mode == "off"
     assert each.has_params
@@ -114,7 +114,7 @@ def test_the_connectors_settings(tmp_path: Path) -> None:
     assert (each.config.ratio, each.config.policy, each.config.band) == (0.2, "hkvd", (0.2, 0.9))
 
 
-def test_a_url_is_no_folder(tmp_path: Path) -> None:
+def test_a_url_is_not_a_folder(tmp_path: Path) -> None:
     url = "s3://bucket/place?endpoint=http://here:9000"
     each = ConnectorSettings.of({"store": url, "store_cache": str(tmp_path)})
     assert (each.store, each.store_cache) == (url, str(tmp_path))
@@ -141,7 +141,7 @@ def test_a_url_is_no_folder(tmp_path: Path) -> None:
         ({"store": "kv", "band": ["a", "b"]}, "band"),
     ],
 )
-def test_wrong_settings_end_the_start(extra: dict[str, Any], message: str) -> None:
+def test_wrong_settings_stop_the_start(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         ConnectorSettings.of(extra)
 
@@ -201,7 +201,7 @@ def _groups(*specs: Any, names: tuple[str, ...] = ("l0", "l1")) -> Any:
         (_config(), None, [_layer(0), _layer(1, sinks=object())], "sinks"),
     ],
 )
-def test_what_cannot_be_blended_is_refused(config: Any, groups: Any, layers: Any, message: str) -> None:
+def test_unsupported_models_are_refused(config: Any, groups: Any, layers: Any, message: str) -> None:
     layers = [_layer(0), _layer(1)] if layers is None else layers
     with pytest.raises(UnsupportedModelError, match=message):
         refuse_unsupported(config, groups or _groups(FullAttentionSpec()), layers)

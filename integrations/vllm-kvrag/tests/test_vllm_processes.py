@@ -41,7 +41,7 @@ def test_two_processes_blend_as_one_does(folder: Path, tmp_path: Path) -> None:
     assert seen["forgotten"] == 1
 
 
-def test_what_was_reported_as_warmed_survives_a_kill(folder: Path, tmp_path: Path) -> None:
+def test_reported_chunks_survive_a_kill(folder: Path, tmp_path: Path) -> None:
     model = checkpoint("llama", folder)
     script = [sys.executable, str(HERE / "run_warm.py"), str(model), str(tmp_path)]
     with subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -102,7 +102,7 @@ def test_vllm_serves_as_usual_where_it_cannot_blend(
     assert list(FileStore(tmp_path).documents()) == ["a"]
 
 
-def test_a_store_of_another_model_ends_the_start(folder: Path, tmp_path: Path) -> None:
+def test_a_store_of_another_model_stops_the_start(folder: Path, tmp_path: Path) -> None:
     with reference(checkpoint("qwen2", folder), tmp_path) as own:
         own.warm(CHUNKS[:1], document="a")
     with pytest.raises(FingerprintMismatchError), started(checkpoint("llama", folder), tmp_path):
@@ -110,6 +110,6 @@ def test_a_store_of_another_model_ends_the_start(folder: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("extra", [{"store": "/proc/kvrag"}, {"store": "/dev/null/kv"}, {"raito": 0.1}, {"store": ""}])
-def test_wrong_settings_end_the_start(extra: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+def test_wrong_settings_stop_the_start(extra: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     with pytest.raises(KvragError), started(checkpoint("llama", folder), tmp_path, extra):
         pass

@@ -1,4 +1,4 @@
-"""JobRunner: order, budget, cancellation, failures, and two processes that take every decision together."""
+"""JobRunner: order, budget, cancellation, failures, and two processes that make the same decisions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_kvrag.runner import CancelledError, Job, JobRunner
 
 
 class Pair:
-    """An exchange between two threads that stand for two processes."""
+    """An exchange between two threads in place of two processes."""
 
     def __init__(self) -> None:
         self._meeting = threading.Barrier(2, timeout=20)
@@ -184,7 +184,7 @@ def test_a_cancelled_job_can_clean_up(runner: JobRunner) -> None:
     assert isinstance(finish(runner)[0].error, CancelledError)
 
 
-def test_cancelling_what_is_not_there_does_nothing(runner: JobRunner) -> None:
+def test_cancelling_an_unknown_job_does_nothing(runner: JobRunner) -> None:
     runner.cancel("nobody")
     assert runner.run(100, is_idle=True) == []
 
@@ -214,7 +214,7 @@ def test_no_thread_outlives_the_engine(when: str) -> None:
     runner.close()
     disk.set()
     until(lambda: set(threading.enumerate()) <= before, 5)
-    assert began.is_set() == ended.is_set() == (when != "queued"), "a queued job does not begin any more"
+    assert began.is_set() == ended.is_set() == (when != "queued"), "a queued job no longer begins"
 
 
 class Two:
@@ -290,8 +290,8 @@ def test_a_job_that_fails_in_one_process_ends_in_the_other() -> None:
     assert isinstance(other.error, CancelledError)
 
 
-def test_a_job_that_is_done_early_in_one_process_ends_in_the_other() -> None:
-    """It refused the task there: its operations have no counterpart any more, and would wait for ever."""
+def test_a_job_that_ends_early_in_one_process_ends_in_the_other() -> None:
+    """The other process refused the task: operations of this one have no counterpart there, and would wait forever."""
     two = Two()
     two.start("a", lambda job: {"error": "refused"}, lambda job: job.call(lambda: 1), alone=True)
     two.start("b", lambda job: job.call(lambda: 2), alone=True)

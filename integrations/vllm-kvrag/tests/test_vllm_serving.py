@@ -1,4 +1,4 @@
-"""One engine under all that clients and disks do: prefixes, namespaces, wrong input, failures, aborts, preemption."""
+"""One engine under all conditions: prefixes, namespaces, wrong input, failures, aborts, preemption."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Both(NamedTuple):
 
 @pytest.fixture(scope="module")
 def both(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    """vLLM with few pages and small steps, and transformers for what is right."""
+    """vLLM with few pages and small steps, and transformers as the reference."""
     model, store = checkpoint("llama", folder), tmp_path_factory.mktemp("store")
     with ExitStack() as stack:
         own = stack.enter_context(reference(model, store))
@@ -132,7 +132,7 @@ def test_an_exact_request_gets_no_blended_page(both: Both, texts: list[str]) -> 
     blended = both.vllm.ask(prompt, ratio=0.0, policy="none")
     exact = both.vllm.full(prompt, 4)
     wanted = both.full(exact.ids)
-    assert distance(blended.logprobs, wanted) > 10 * NEAR  # a page of it would show
+    assert distance(blended.logprobs, wanted) > 10 * NEAR  # a reused page would show in the answer
     assert distance(exact.logprobs, wanted) < NEAR
     assert exact.report is not None
     assert (reused(exact), exact.report["exact"]) == (0, True)
@@ -171,8 +171,8 @@ def test_a_forgotten_document_is_gone(both: Both) -> None:
     assert distance(after.logprobs, both.full(after.ids)) < NEAR
 
 
-def test_pages_of_a_variant_that_is_withdrawn_are_not_found(both: Both) -> None:
-    """The text got a second source: its KV behind the first one holds words that readers of the other must not get."""
+def test_pages_of_a_withdrawn_variant_are_not_reused(both: Both) -> None:
+    """The text got a second source: its KV with the first one's context must not reach readers of the other."""
     secret, text = text_of(7050), text_of(7051, 8)
     both.kvrag.warm([secret, text], document="private")
     prompt = prompt_of(text)
@@ -348,7 +348,7 @@ def test_a_slow_disk_stalls_no_other_request(both: Both, texts: list[str], monke
     [OSError(errno.ENOSPC, "no space"), StoreFullError("full"), MemoryError(), PermissionError(errno.EACCES, "no")],
     ids=lambda error: type(error).__name__,
 )
-def test_a_disk_that_takes_nothing(both: Both, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_rejects_all_writes(both: Both, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any) -> Any:
         raise error
 
@@ -394,7 +394,7 @@ def test_a_job_that_fails_is_computed_by_vllm(
     assert distance(done.logprobs, both.full(done.ids)) < NEAR
 
 
-def test_a_job_that_fails_behind_a_shared_prefix_harms_nobody(
+def test_a_job_that_fails_after_a_shared_prefix_harms_no_other_request(
     both: Both, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"ratio": 1.0, "policy": "query"}
@@ -465,7 +465,7 @@ def test_an_abort_while_the_disk_is_slow(both: Both, texts: list[str], monkeypat
 
 
 def test_several_warm_requests_at_once(both: Both, tmp_path: Path) -> None:
-    """They share a page beside their own: one after the other."""
+    """They share a page in addition to their own, so they run one after the other."""
     documents = {f"w{d}": [text_of(9100 + 10 * d + number) for number in range(3)] for d in range(5)}
     names = [
         both.vllm.submit("\n\n".join(made), given={"kvrag": {"mode": "warm", "document": document, "texts": made}})

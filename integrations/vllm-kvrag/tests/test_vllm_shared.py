@@ -1,4 +1,4 @@
-"""A store that machines share: vLLM and kvrag's own engine on one place, and a place that does not answer."""
+"""Shared stores: vLLM and kvrag's own engine on one store, and a store that does not answer."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def store_of(engine: Engine) -> Any:
 
 
 def await_documents(engine: Engine, *names: str) -> None:
-    """Wait until vLLM has heard of these."""
+    """Wait until vLLM sees these documents."""
     until(engine, lambda: list(store_of(engine).documents()) == list(names))
 
 
 @pytest.mark.parametrize("kind", ["s3", "valkey"])
 def test_one_store_serves_both_engines(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """The bundled reader, which answers from the chunks, in float32: the same tokens, whoever encoded the chunks."""
+    """The bundled reader, which answers from the chunks, in float32: the same tokens for chunks of either engine."""
     url = request.getfixturevalue(kind).url.replace("PLACE", "both")
     caches = tmp_path / "transformers", tmp_path / "vllm"
     model = Model.from_pretrained(str(reader_path()), dtype="float32")
@@ -92,7 +92,7 @@ def test_one_store_serves_both_engines(kind: str, tmp_path: Path, request: pytes
         assert gone["reused_tokens"] == gone["conversation_tokens"] == 0
 
 
-def test_a_place_that_does_not_answer_stops_nobody(
+def test_a_shared_store_that_does_not_answer_stops_no_request(
     s3: Bucket, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("shared", "objects", "remote"):
@@ -138,7 +138,7 @@ def test_a_place_that_does_not_answer_stops_nobody(
 
 
 def calls_on_main_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Get the names of calls of the place by the thread that schedules, and runs the model; also of waits for it."""
+    """Record calls of the store, and waits for it, in the thread that schedules and runs the model."""
     seen: list[str] = []
 
     def watch(owner: Any, name: str) -> None:
@@ -158,10 +158,10 @@ def calls_on_main_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> lis
     return seen
 
 
-def test_kv_of_a_text_that_may_be_shared_by_now_is_not_found_in_pages(
+def test_pages_with_kv_of_a_possibly_shared_text_are_not_reused(
     s3: Bucket, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine that is cut off does not know who holds a text: KV behind its document is not served, old pages too."""
+    """A machine that is cut off has no current record of holders: it serves no KV with context, and no old pages."""
     model, url = checkpoint("llama", folder), s3.url.replace("PLACE", "cut-off")
     with reference(model, SharedStore(url, tmp_path / "one")) as own:
         own.warm(CHUNKS[:2], document="a")
@@ -184,7 +184,7 @@ def test_kv_of_a_text_that_may_be_shared_by_now_is_not_found_in_pages(
         cut_off = engine.ask(prompt, ratio=0.15).report
         assert cut_off is not None
         assert cut_off["conversation_tokens"] == 0
-        assert 0 < cut_off["reused_tokens"] < before["reused_tokens"]  # what begins the document was encoded alone
+        assert 0 < cut_off["reused_tokens"] < before["reused_tokens"]  # the beginning of the document was encoded alone
 
         monkeypatch.setattr(following, "_pull", pull)
         until(engine, lambda: following.age() < 5)
@@ -192,7 +192,7 @@ def test_kv_of_a_text_that_may_be_shared_by_now_is_not_found_in_pages(
 
 
 def test_processes_agree_on_what_only_one_of_them_can_read(s3: Bucket, folder: Path, tmp_path: Path) -> None:
-    """Two processes per model; of those that read a chunk from the place, the second one gets an error."""
+    """Two processes per model; the second one that reads a chunk from the store gets an error."""
     model, place = checkpoint("llama", folder), "parallel"
     with reference(model, SharedStore(s3.url.replace("PLACE", place), tmp_path / "one")) as own:
         own.warm(CHUNKS[:4], document="a")
@@ -211,7 +211,7 @@ def test_processes_agree_on_what_only_one_of_them_can_read(s3: Bucket, folder: P
     assert len(list((tmp_path / "two").iterdir())) == 1
 
 
-def test_a_wrong_place_ends_the_start(s3: Bucket, folder: Path, tmp_path: Path) -> None:
+def test_a_wrong_url_stops_the_start(s3: Bucket, folder: Path, tmp_path: Path) -> None:
     model, cache = checkpoint("llama", folder), {"store_cache": str(tmp_path)}
     with (
         pytest.raises(StoreError, match="the bucket nothing does not exist: create it, or correct the URL") as caught,
@@ -221,7 +221,7 @@ def test_a_wrong_place_ends_the_start(s3: Bucket, folder: Path, tmp_path: Path) 
     assert "\n" not in str(caught.value)
 
 
-def test_wrong_credentials_end_the_start(tmp_path: Path) -> None:
+def test_wrong_credentials_stop_the_start(tmp_path: Path) -> None:
     with run_valkey("--requirepass", "right") as server:
         settings = ConnectorSettings.of({"store": f"valkey://:wrong@127.0.0.1:{server.port}/0", "store_cache": "x"})
         with pytest.raises(StoreError, match=r"access to .* was denied.*: check user and password"):

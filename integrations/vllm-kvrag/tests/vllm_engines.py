@@ -60,7 +60,7 @@ def prompt_of(*chunks: str, question: str = QUESTION) -> str:
 
 
 def checkpoint(family: str, folder: Path, **changes: Any) -> Path:
-    """A random model of the family with the reader's tokenizer; made once."""
+    """A random model of the family with the reader's tokenizer; created once."""
     path = folder / "-".join([family, *map(str, changes.values())])
     if path.exists():
         return path
@@ -147,7 +147,7 @@ class Engine:
         return name
 
     def step(self) -> list[Any]:
-        """Run one step; return what vLLM gives out."""
+        """Run one step; return vLLM's outputs."""
         outputs = self.llm.llm_engine.step()
         for output in outputs:
             if output.finished:
@@ -160,7 +160,7 @@ class Engine:
         return [self.answers[name] for name in names]
 
     def drain(self) -> None:
-        """Run steps until nothing is left, neither aborted requests."""
+        """Run steps until no request is left, aborted ones included."""
         until(self, lambda: not self.scheduler.has_requests())
 
     def abort(self, name: str) -> None:
@@ -224,7 +224,7 @@ def settings_of(model: Path, store: Path | str, extra: dict[str, Any] | None = N
 
 @contextmanager
 def started(model: Path, store: Path | str, extra: dict[str, Any] | None = None, **changes: Any) -> Iterator[Engine]:
-    """vLLM in this process, and nothing of it left behind."""
+    """vLLM in this process, which is cleaned up afterwards."""
     worker.loaded.clear()
     try:
         engine = Engine(LLM(**settings_of(model, store, extra, **changes)), store)

@@ -283,27 +283,28 @@ class VllmBackend:
         return self._forward(ids, cache, rows)
 
     def forward_until(
-        self, observe: Observer, ids: Tensor, cache: KVCache, rows: Tensor | None = None, shift: int = 0
+        self,
+        observe: Observer,
+        ids: Tensor,
+        cache: KVCache,
+        rows: Tensor | None = None,
+        branches: Sequence[Branch] = (),
+        shift: int = 0,
     ) -> None:
-        """Like `forward`, but end the pass when `observe` returns True.
+        """Like `forward`, but end the pass when `observe` returns True; see the protocol.
+
+        A branch is computed in the pages of the positions that it replaces, whose KV is restored afterwards.
 
         Args:
             shift: Added to the positions for which keys are rotated.
         """
-        self._forward(ids, cache, rows, observe=observe, shift=shift)
-
-    def forward_branches(
-        self, observe: Observer, ids: Tensor, cache: KVCache, branches: Sequence[Branch], start: int = 0
-    ) -> None:
-        """Like `forward_until`, for a row and its branches; see the protocol.
-
-        A branch is computed in the pages of the positions that it replaces, whose KV is restored afterwards.
-        """
         assert isinstance(cache, PagedCache)
         lengths = [length for _, length in branches]
         row, *others = torch.split(ids, [ids.shape[1] - sum(lengths), *lengths], dim=1)
-        cache.capacity = start + row.shape[1]
-        self.forward_until(observe, row, cache, torch.arange(start, cache.capacity))
+        if branches:
+            assert rows is not None
+            cache.capacity = int(rows[-1]) + 1
+        self._forward(row, cache, rows, observe=observe, shift=shift)
         for (branch_start, length), branch_ids in zip(branches, others, strict=True):
             rows = torch.arange(branch_start, branch_start + length)
             replaced = self.call(partial(self._read, rows))

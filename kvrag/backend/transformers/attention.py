@@ -1,9 +1,8 @@
 """Attention of scattered prompt rows and of decode steps, through transformers' own attention interface.
 
-During a pass over scattered rows, the model's `config` names kvrag's function instead of "sdpa" or "eager". It splits
-the rows into blocks, masks each block by the true positions of its rows, and can report the attention of the last rows.
-It needs no hooks in the layers, and no mask over all rows and keys. During a decode step, each row attends to its own
-cache, so rows of different lengths need no padding.
+During a pass, the model's `config` names kvrag's function instead of "sdpa" or "eager". It splits the rows into blocks,
+masks each block by the true positions of its rows, and can report the attention of the last rows. During a decode step,
+each row attends to its own cache, so rows of different lengths need no padding.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -61,10 +60,10 @@ class _Pass(Rows):
 
 
 @dataclass(frozen=True)
-class _Step:
-    """State of one thread's decode step.
+class Step:
+    """State of one thread's decode step: (B, 1) tokens, each of which attends to the keys of its own row.
 
-    `calls` are the layers' modules and attention settings, recorded by a step that was not compiled.
+    `calls` are recorded by a step that is not compiled; compiled ones read them.
     """
 
     cache: StepCache
@@ -102,43 +101,34 @@ def attention_at(
             positions = torch.arange(start, start + length)
             now.branches.append((slice(end, end + length), _Pass(positions, positions.tolist(), windows)))
             end += length
-    return _running(config, now)
-
-
-def attention_of_step(
-    config: Any, cache: StepCache, windows: Sequence[int | None], calls: Calls
-) -> AbstractContextManager[None]:
-    """Like `attention_at`, for a decode step: (B, 1) tokens, each of which attends to the keys of its own row.
-
-    Args:
-        calls: Filled by a step that is not compiled; compiled ones read it.
-    """
-    return _running(config, _Step(cache, windows, calls))
+    return attention_of(config, now)
 
 
 @contextmanager
-def _running(config: Any, state: _Pass | _Step) -> Iterator[None]:
-    usual = _usual[id(config)] = config._attn_implementation
+def attention_of(config: Any, state: _Pass | Step) -> Iterator[None]:
+    """Run this pass or step of the calling thread with kvrag's attention, see `attention_at`."""
+    _usual[id(config)] = config._attn_implementation
     _current.state = state
-    config._attn_implementation = _NAME
     try:
-        yield
+        with _implementation(config, _NAME):
+            yield
     finally:
-        config._attn_implementation = usual
         del _current.state
 
 
-@contextmanager
-def suspended(config: Any) -> Iterator[None]:
+def suspended(config: Any) -> AbstractContextManager[None]:
     """Restore the usual attention of `config` while this thread waits during its pass."""
-    if getattr(_current, "state", None) is None:
-        yield
-        return
-    config._attn_implementation = _usual[id(config)]
+    return _implementation(config, _usual[id(config)]) if hasattr(_current, "state") else nullcontext()
+
+
+@contextmanager
+def _implementation(config: Any, name: str) -> Iterator[None]:
+    before = config._attn_implementation
+    config._attn_implementation = name
     try:
         yield
     finally:
-        config._attn_implementation = _NAME
+        config._attn_implementation = before
 
 
 def _attend(
@@ -152,16 +142,17 @@ def _attend(
     """Attend like `config._attn_implementation`: (1, HG, S, D) queries -> (1, S, HG, D)."""
     if torch.compiler.is_compiling():
         return _attend_in_step(query, key, value, cast(int, module.layer_idx)), None
-    now: _Pass | _Step | None = getattr(_current, "state", None)
+    now: _Pass | Step | None = getattr(_current, "state", None)
     usual = _usual[id(module.config)]
     attend = _usual_attention(module, usual)
     if now is None:  # another thread's pass
         return attend(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is None or attention_mask.numel() != 1:
         raise ValueError("its attention uses custom masks")  # rejected when the model is loaded
-    if isinstance(now, _Step):
+    if isinstance(now, Step):
         if module.layer_idx not in now.calls:
-            settings = {name: value for name, value in kwargs.items() if not _depends_on_step(value)}
+            # of other steps, too: parameters, but no tensors
+            settings = {k: v for k, v in kwargs.items() if isinstance(v, nn.Parameter) or not isinstance(v, Tensor)}
             now.calls[cast(int, module.layer_idx)] = module, settings
         return _in_rows(attend, module, query, now, usual, **kwargs), None
     if not now.branches:
@@ -174,10 +165,6 @@ def _attend(
     return torch.cat(attended, dim=1), None
 
 
-def _depends_on_step(argument: object) -> bool:
-    return isinstance(argument, Tensor) and not isinstance(argument, nn.Parameter)
-
-
 @torch.library.custom_op(
     "kvrag::attend_in_step",
     mutates_args=(),
@@ -186,7 +173,7 @@ def _depends_on_step(argument: object) -> bool:
 )
 def _attend_in_step(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
     """Append one token per row and attend, inside of a compiled step: (B, HG, 1, D) queries -> (B, 1, HG, D)."""
-    now: _Step = _current.state
+    now: Step = _current.state
     module, settings = now.calls[layer]
     usual = _usual[id(module.config)]
     now.cache.update(key, value, layer)
@@ -238,12 +225,8 @@ def _at_rows(
     return torch.cat(blocks, dim=1)
 
 
-def _in_rows(attend: Any, module: nn.Module, query: Tensor, now: _Step, usual: str, **kwargs: Any) -> Tensor:
-    """Attend row by row: each of the (B, HG, 1, D) queries to the keys of its own row within the window.
-
-    Returns:
-        (B, 1, HG, D).
-    """
+def _in_rows(attend: Any, module: nn.Module, query: Tensor, now: Step, usual: str, **kwargs: Any) -> Tensor:
+    """Attend row by row: (B, HG, 1, D) queries, each to the keys of its own row within the window -> (B, 1, HG, D)."""
     layer = cast(int, module.layer_idx)
     if layer != now.cache.number:
         raise ValueError("its layers share keys")  # rejected when the model is loaded
@@ -267,12 +250,10 @@ def _by_products(
 ) -> tuple[Tensor, Tensor]:
     """Attend with plain matrix products, which in bfloat16 on a CPU take half as long as torch's attention kernel.
 
-    Products round the scores. An upper bound of each row's scores is therefore subtracted inside the product, which
-    does not change the softmax: the relevant scores are then near zero and keep their precision. See
-    docs/decisions/0003.
+    Products round the scores. An upper bound of each row's scores is therefore subtracted inside the product: the
+    relevant scores are then near zero and keep their precision. See docs/decisions/0003.
 
-    Returns:
-        (1, S, HG, D), and the input of `AttentionObserver.observe` for the last `num_queries` rows.
+    Returns (1, S, HG, D), and the input of `AttentionObserver.observe` for the last `num_queries` rows.
     """
     num_heads, num_rows, dim = query.shape[1:]
     group, scaling = num_heads // key.shape[1], scaling or dim**-0.5

@@ -86,11 +86,8 @@ def _resized(tensor: Tensor, used: int, capacity: int) -> Tensor:
 class BlendCache(Cache):  # type: ignore[misc]
     """A cache whose `update` can write at given positions of full-length tensors that are already filled.
 
-    With `rows` set, the keys and values of a forward pass are written at those positions (blending); otherwise they are
-    appended (prefill, decode). `source` provides a layer when a pass first reaches it.
-
     Attributes:
-        rows: (S,) ascending positions, or None to append.
+        rows: (S,) ascending positions to write (blending), or None to append (prefill, decode).
         stop: With `rows`: keys from `stop` on are hidden.
         observer: Called with every layer's fresh keys and values; can end the pass.
         pause: Called in every layer of a pass, for other threads to use the model.
@@ -146,10 +143,7 @@ class BlendCache(Cache):  # type: ignore[misc]
 
 
 class StepCache(Cache):  # type: ignore[misc]
-    """One decode step of several caches: row b of the new keys and values is appended to cache b.
-
-    The rows have different lengths, so `update` returns the new keys and values unchanged, and the attention reads
-    `states`.
+    """One decode step of several caches of different lengths: row b of the new keys and values is appended to cache b.
 
     Attributes:
         number: Layer that was updated last.

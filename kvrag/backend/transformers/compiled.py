@@ -32,11 +32,7 @@ class CompiledForward:
     """
 
     def __init__(self, hf: Any, device: torch.device) -> None:
-        """Prepare a model on this device.
-
-        Raises:
-            SettingError: This version of torch cannot keep operators out of CUDA graphs.
-        """
+        """Raise SettingError if this version of torch cannot keep operators out of CUDA graphs."""
         if not hasattr(torch.Tag, "cudagraph_unsafe"):
             raise SettingError(f"compile_decode needs torch 2.9 or newer, this is {torch.__version__}")
         options: Any = _CUDA_GRAPHS if device.type == "cuda" else None

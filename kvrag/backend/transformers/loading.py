@@ -52,11 +52,7 @@ def reader_path() -> str:
 
 
 def model_path(name: str) -> str:
-    """Return the folder of a model that comes with a package, else the name itself.
-
-    Raises:
-        ModelLoadError: The package is not installed, or its model cannot be converted.
-    """
+    """Return the folder of a model that comes with a package, else the name itself."""
     if name == READER:
         return reader_path()
     return smollm2_path() if name == SMOLLM2 else name
@@ -65,56 +61,58 @@ def model_path(name: str) -> str:
 def load(
     name: str,
     *,
-    dtype: str | torch.dtype,
-    device: str | None,
-    device_map: str | dict[str, Any] | None,
-    revision: str | None,
-    attn_implementation: str | None,
-    trust_remote_code: bool,
-    allow_unverified: bool,
+    dtype: str | torch.dtype = "auto",
+    device: str | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    attn_implementation: str | None = None,
+    allow_unverified: bool = False,
+    **where: Any,
 ) -> tuple[Any, Any]:
-    """Load model and tokenizer.
+    """Load model and tokenizer. `where`: `revision` and `trust_remote_code`, as in transformers.
 
     Raises:
-        ModelLoadError: Unknown name, no network, damaged files, or out of memory.
+        ModelLoadError: Unknown name, no network, damaged or incomplete files, or out of memory.
         UnsupportedModelError: The configuration shows that the model cannot be blended.
         SettingError: Unknown dtype or device.
     """
+    _check_settings(dtype, device)
     if attn_implementation is not None:
         refuse_attention(attn_implementation)
-    _check_settings(dtype, device)
-    where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    load_config(name, allow_unverified=allow_unverified, **where)
+    tokenizer = load_tokenizer(name, **where)
+    if attn_implementation is not None:
+        where["attn_implementation"] = attn_implementation
     with _explaining(name) as path:
-        config = AutoConfig.from_pretrained(path, **where)
-        refuse_unsupported(config, allow_unverified)
-        tokenizer = AutoTokenizer.from_pretrained(path, **where)
-        attention = {"attn_implementation": attn_implementation} if attn_implementation else {}
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device_map, **where, **attention)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, device_map=device_map, output_loading_info=True, **where
+        )
+        if missing := sorted(info["missing_keys"]):  # transformers would use random numbers
+            raise ModelLoadError(f"cannot load model {name!r}: its files have no weights for {missing[0]}")
         if device_map is None:
             model = model.to(device or default_device())
     return model, tokenizer
 
 
 def load_config(
-    name: str, revision: str | None = None, trust_remote_code: bool = False, local_files_only: bool = False
+    name: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    allow_unverified: bool = False,
+    local_files_only: bool = False,
 ) -> Any:
     """Load a model's configuration without its weights; raises like `load`."""
     with _explaining(name) as path:
         config = AutoConfig.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_files_only
         )
-    refuse_unsupported(config)
+    refuse_unsupported(config, allow_unverified)
     return config
 
 
-def load_tokenizer(
-    name: str, revision: str | None = None, trust_remote_code: bool = False, local_files_only: bool = False
-) -> Any:
+def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Load a model's tokenizer only; raises like `load`."""
     with _explaining(name) as path:
-        return AutoTokenizer.from_pretrained(
-            path, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_files_only
-        )
+        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype | None = None) -> int:
@@ -155,7 +153,7 @@ def _explaining(name: str) -> Iterator[str]:
     path = model_path(name)
     try:
         yield path
-    except UnsupportedModelError:
+    except KvragError:
         raise
     except Exception as error:  # transformers, huggingface_hub, safetensors and torch raise different types
         raise ModelLoadError(_explain(name, path, error)) from error

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from kvrag.backend.lock import FairLock, Shared
-from kvrag.backend.protocol import Branch, KVCache, LayerSource, Observer, T, Tables
+from kvrag.backend.protocol import Backend, Branch, KVCache, LayerSource, Observer, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers import loading
-from kvrag.backend.transformers.attention import AttentionObserver, Calls, attention_at, attention_of_step, suspended
+from kvrag.backend.transformers.attention import AttentionObserver, Calls, Step, attention_at, attention_of, suspended
 from kvrag.backend.transformers.cache import BlendCache, StepCache, StopForward
 from kvrag.backend.transformers.compiled import CompiledForward
 from kvrag.backend.transformers.rotary import probe
@@ -55,36 +55,27 @@ LOAD_DEFAULTS: dict[str, Any] = dict.fromkeys(LoadOptions.__annotations__) | {
 _shared: Shared[Model] = Shared()
 
 
-def fingerprint(name: str, hf: Any, tokenizer: Tokenizer, weights: str) -> Fingerprint:
-    """Return the fingerprint of a transformers model whose weights have this hash."""
+def fingerprint(name: str, hf: Any, tokenizer: Tokenizer, dtype: torch.dtype | None = None) -> Fingerprint:
+    """Return the fingerprint of a transformers model, as if it were loaded in `dtype` (default: its own)."""
     return Fingerprint(
         model=name,
-        weights=weights,
+        weights=hash_weights(hf.state_dict().items(), dtype),
         tokenizer=tokenizer.digest,
-        dtype=str(hf.dtype).removeprefix("torch."),
+        dtype=str(dtype or hf.dtype).removeprefix("torch."),
         rope=json.dumps(loading.rope_parameters(hf.config.get_text_config()), sort_keys=True),
         preamble=tokenizer.preamble,
     )
 
 
-class Model:
-    """A transformers causal LM for blending; implements `kvrag.backend.protocol.Backend`.
+class Model(Backend):
+    """A transformers causal LM for blending.
 
     Forward passes are serialised: threads alternate, one pass each. Decode steps run between the layers of prefills.
-    See the protocol for the other attributes.
 
     Attributes:
-        name: Display name.
-        vocab_size: Number of tokens that the model has logits for.
         recompute_threshold: Length at which `model.generate` recomputes all KV; None = never.
         lock: Held during a forward pass.
     """
-
-    rows_per_pass: int | None = None
-    passes_may_wait = True
-    leaves_tail = False
-    num_processes = 1
-    heads = slice(None)
 
     def __init__(
         self,
@@ -95,17 +86,7 @@ class Model:
         preamble: bool = True,
         compile_decode: bool = False,
     ) -> None:
-        """Wrap a loaded transformers model and its tokenizer.
-
-        Args:
-            allow_unverified: Accept a family that is not in `loading.FAMILIES`; check it with `kvrag verify`.
-            preamble: False = encode chunks without a preamble, for comparison.
-            compile_decode: Compile decode steps with `torch.compile`, on a GPU with CUDA graphs. Takes up to minutes.
-
-        Raises:
-            UnsupportedModelError: The model cannot be blended exactly, or its decode steps cannot be compiled.
-            SettingError: `compile_decode` needs a newer torch.
-        """
+        """Wrap a loaded transformers model and its tokenizer. For the options and errors, see `from_pretrained`."""
         loading.refuse_unsupported(hf.config, allow_unverified)
         loading.refuse_offload(hf)
         self.hf, self.config = hf.eval(), hf.config.get_text_config()
@@ -133,7 +114,7 @@ class Model:
         self.bytes_per_token = loading.bytes_per_token(self.config, self.dtype)
         if compile_decode:
             self._compile()
-        self.fingerprint = fingerprint(self.name, hf, self.tokenizer, hash_weights(hf.state_dict().items()))
+        self.fingerprint = fingerprint(self.name, hf, self.tokenizer)
 
     @classmethod
     @show_options(LoadOptions, LOAD_DEFAULTS)
@@ -147,14 +128,14 @@ class Model:
             device: "cuda", "cpu", ...; None = a GPU if there is one.
             device_map: Distribute over devices with accelerate; excludes `device`.
             revision, attn_implementation, trust_remote_code: As in transformers.
-            allow_unverified: Accept an untested model family.
+            allow_unverified: Accept a family that is not in `loading.FAMILIES`; check it with `kvrag verify`.
             preamble: False = encode chunks without a preamble, for comparison.
             compile_decode: Compile decode steps with `torch.compile`, on a GPU with CUDA graphs. Takes up to minutes.
 
         Raises:
             ModelLoadError: Unknown name, no network, or damaged files.
-            UnsupportedModelError: The model cannot be blended exactly.
-            SettingError: A setting is unknown.
+            UnsupportedModelError: The model cannot be blended exactly, or its decode steps cannot be compiled.
+            SettingError: A setting is unknown, or torch is too old for `compile_decode`.
         """
         settings = fill_options("from_pretrained()", LOAD_DEFAULTS, options)
         key = json.dumps([str(name_or_path), settings], default=str)
@@ -256,18 +237,6 @@ class Model:
         """See `Backend.new_cache`."""
         return BlendCache(self.num_layers, capacity, source, prefix)
 
-    def gather(self, value: T) -> Sequence[T]:
-        """Return the values of all processes: there is only one."""
-        return (value,)
-
-    def all_heads(self, tensor: Tensor) -> Tensor:
-        """Return the tensor: one process has all heads."""
-        return tensor
-
-    def sum_over_processes(self, tensor: Tensor) -> Tensor:
-        """Return the tensor: there is only one process."""
-        return tensor
-
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Release the model while this thread waits for a disk, even during a forward pass."""
@@ -278,27 +247,14 @@ class Model:
             yield
 
     def forward(self, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> Tensor:
-        """Run the model's own forward pass. Changes `cache`.
-
-        Args:
-            ids: (B, S) token ids; (1, S) with `rows`.
-            cache: One of `new_cache`.
-            rows: (S,) ascending positions: the tokens are written there and attend to every key at or before their own
-                position. None: they are appended, as in prefill and decode.
-
-        Returns:
-            (B, V) float32 logits after the last token.
-        """
+        """See `Backend.forward`."""
         return self._forward(ids, cache, rows)
 
     def forward_each(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> Tensor:
-        """Append one token to each of several caches of any length: a decode step. Changes the caches.
+        """Append one token to each of several caches: a decode step. Changes the caches; returns (B, V) float32 logits.
 
         It waits for other threads' passes at most twice as long as the last such step took, and for their current
         layer. Several caches need lengths for which `can_share_steps` is true.
-
-        Returns:
-            (B, V) float32 logits after each token.
         """
         ids = torch.tensor(tokens)[:, None]
         with self.lock.first():
@@ -315,18 +271,22 @@ class Model:
         """Like `forward` without `rows`, but return (B, S, V) logits, after every token."""
         return self._forward(ids, cache, None, all_logits=True)
 
-    def forward_until(self, observe: Observer, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> None:
-        """See `Backend.forward_until`."""
-        with _observed(cache, observe):
-            self._forward(ids, cache, rows)
-
-    def forward_branches(
-        self, observe: Observer, ids: Tensor, cache: KVCache, branches: Sequence[Branch], start: int = 0
+    def forward_until(
+        self,
+        observe: Observer,
+        ids: Tensor,
+        cache: KVCache,
+        rows: Tensor | None = None,
+        branches: Sequence[Branch] = (),
     ) -> None:
-        """See `Backend.forward_branches`."""
-        rows = torch.arange(start, start + ids.shape[1] - sum(length for _, length in branches))
-        with _observed(cache, observe):
-            self._forward(ids, cache, rows, branches=branches)
+        """See `Backend.forward_until`."""
+        assert isinstance(cache, BlendCache)
+        cache.observer = observe
+        try:
+            with suppress(StopForward):
+                self._forward(ids, cache, rows, branches=branches)
+        finally:
+            cache.observer = None
 
     def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
         """See `Backend.attention_received`."""
@@ -388,7 +348,7 @@ class Model:
             "use_cache": True,
             **self._last_logits_only,
         }
-        with attention_of_step(self.config, step, self.windows, self._calls), reporting_memory():
+        with attention_of(self.config, Step(step, self.windows, self._calls)), reporting_memory():
             if self._compiled:
                 logits = self._compiled(**arguments)
             else:
@@ -449,15 +409,3 @@ class Model:
         if eos is None:
             eos = self.tokenizer.hf.eos_token_id
         return frozenset([eos] if isinstance(eos, int) else eos or ())
-
-
-@contextmanager
-def _observed(cache: KVCache, observe: Observer) -> Iterator[None]:
-    """Call `observe` in a forward pass with this cache, which it can end."""
-    assert isinstance(cache, BlendCache)
-    cache.observer = observe
-    try:
-        with suppress(StopForward):
-            yield
-    finally:
-        cache.observer = None

@@ -52,11 +52,7 @@ def _once(table: Tensor, form: Form) -> Tensor:
 
 
 def probe(hf: Any, num_layers: int, shift: int) -> tuple[list[LayerRotary | None], list[torch.device]]:
-    """Return the rotation of each layer's keys (None = not rotated), and the device of each layer.
-
-    Raises:
-        UnsupportedModelError: Keys of this model cannot be made position-free.
-    """
+    """Return the rotation of each layer's keys (None = not rotated) and its device, or raise UnsupportedModelError."""
     first, second = (_observe(hf, num_layers, start) for start in (0, shift))
     layers = [_detect(number, *passes) for number, passes in enumerate(zip(first, second, strict=True))]
     if not any(layers):

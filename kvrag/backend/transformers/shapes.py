@@ -40,15 +40,7 @@ def random_model(
     device: str | None = None,
     compile_decode: bool = False,
 ) -> Model:
-    """Return a model of that shape, or of its first `num_layers` layers, with the bundled reader's tokenizer.
-
-    Args:
-        device: None = a GPU if there is one.
-        compile_decode: As in `Model.from_pretrained`.
-
-    Raises:
-        SettingError: Unknown shape.
-    """
+    """Return a model of that shape, or of its first `num_layers` layers, with the bundled reader's tokenizer."""
     if shape not in SHAPES:
         raise SettingError(f"unknown shape {shape!r}; choose one of {', '.join(SHAPES)}")
     tokenizer = AutoTokenizer.from_pretrained(reader_path())

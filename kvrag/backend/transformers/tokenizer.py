@@ -16,6 +16,7 @@ import xxhash
 from tokenizers.decoders import DecodeStream
 from transformers import TokenizersBackend
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.utils.chat_parsing import ResponseParser
 
 from kvrag.backend.transformers.control_tokens import apply_chat_template
 from kvrag.errors import PromptError
@@ -43,8 +44,7 @@ class Tokenizer:
 
     Attributes:
         preamble: Token ids in front of every encoded chunk: the common prefix of the chat template, or BOS. Without it,
-            a chunk's first tokens would become an attention sink, which they are not in stitched prompts. Empty if
-            switched off.
+            a chunk's first tokens would become an attention sink, which they are not in stitched prompts.
     """
 
     def __init__(self, hf: Any, model_name: str, preamble: bool = True) -> None:
@@ -70,10 +70,6 @@ class Tokenizer:
         rendered with the chat template, to which `template` is passed. Only the template writes control tokens: those
         in a message stay text. If the template rejects the messages, they are merged and tried again: first consecutive
         messages of one role, then the system message into the first user message.
-
-        Raises:
-            PromptError: The prompt is empty, cannot be encoded, contains anything but text or an unknown token id, or
-                is rejected by the template.
         """
         if is_token_ids(prompt):
             if unknown := [token for token in prompt if not 0 <= token < len(self.hf)]:
@@ -90,7 +86,7 @@ class Tokenizer:
             return ids
         if not isinstance(prompt, (list, tuple)):
             raise PromptError(f"a prompt must be one string or a list of messages, got {prompt!r:.80}")
-        messages = [_checked(message) for message in cast(Messages, prompt)]
+        messages = [checked_message(message) for message in cast(Messages, prompt)]
         if not messages:
             raise PromptError("the prompt is empty: pass at least one message")
         if not any(message.get("content") or message.get("tool_calls") for message in messages):
@@ -130,21 +126,13 @@ class Tokenizer:
             raise PromptError(f"the chat template of {self._name} rejects these messages: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a chunk's text: without BOS, control tokens as text.
-
-        Raises:
-            PromptError: The text cannot be encoded.
-        """
+        """Return the ids of a chunk's text: without BOS, control tokens as text."""
         _check_text(text)
         with self._lock:
             return list(self.hf.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
-        """Return the number of tokens that `encode` gives each text, in one fast call.
-
-        Raises:
-            PromptError: A text cannot be encoded.
-        """
+        """Return the number of tokens that `encode` gives each text, in one fast call."""
         for text in texts:
             _check_text(text)
         with self._lock:
@@ -204,13 +192,13 @@ class Tokenizer:
         return "probe" in text
 
     @property
-    def has_response_parser(self) -> bool:
-        """True if the tokenizer has a response template, which describes the format of answers."""
+    def has_response_template(self) -> bool:
+        """True if the tokenizer describes the format of answers."""
         return getattr(self.hf, "response_template", None) is not None
 
-    def response_parser(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Any:
-        """Return transformers' own parser for an answer to this prompt; it needs the control tokens in the text."""
-        return self.hf.get_response_parser(prefix=self.decode(ids, control_tokens=True), tools=list(tools))
+    def answer_regions(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> AnswerRegions:
+        """Return the regions of an answer to this prompt, by the tokenizer's template; need the control tokens."""
+        return AnswerRegions(self.hf.response_template, self.decode(ids, control_tokens=True), tools=list(tools))
 
     @property
     def digest(self) -> str:
@@ -233,6 +221,23 @@ class Tokenizer:
         if bos is not None and self.hf("a")["input_ids"][:1] == [bos]:
             return (bos,)
         return tuple(self.hf.encode("\n", add_special_tokens=False)[:1])
+
+
+class AnswerRegions(ResponseParser):  # type: ignore[misc]
+    """transformers' streaming parser of answers. A region that cannot be parsed has the value None."""
+
+    def end(self) -> list[dict[str, Any]]:
+        """Return the events of the answer's end."""
+        events: list[dict[str, Any]] = []
+        self._process(events, eos=True)
+        return events
+
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
+        try:
+            super()._close_current(events)
+        except Exception:  # for example a call whose arguments are not JSON
+            events.append({"type": "region_close", "field": self._current, "value": None})
+            self._reset_to_implicit()
 
 
 class TextStream:
@@ -306,7 +311,7 @@ def _control_tokens(hf: Any) -> dict[int, str]:
     }
 
 
-def _checked(message: dict[str, Any]) -> dict[str, Any]:
+def checked_message(message: dict[str, Any]) -> dict[str, Any]:
     """Return the message with its content as one string, or without content."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise PromptError(f"a message must be a dict with role and content, got {message!r:.80}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from kvrag.reuse.select import Context, Scores
+from kvrag.reuse.select import Context
 
 
-def score(context: Context) -> Scores:
+def score(context: Context) -> Tensor:
     """The first tokens of every run, the same number of each."""
     scores = torch.full((len(context.stitched.ids),), -torch.inf)
     for run in context.stitched.runs:
         scores[run.start : run.stop] = -torch.arange(len(run), dtype=torch.float32)
-    return Scores(scores)
+    return scores

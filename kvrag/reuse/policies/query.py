@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
+
 from kvrag.config import BlendConfig
 from kvrag.reuse.measure import attention, first_tokens
-from kvrag.reuse.select import Context, Passes, Scores
+from kvrag.reuse.select import Context, Passes
 
 
-def score(context: Context) -> Scores:
+def score(context: Context) -> Tensor:
     """Score the first tokens above all others, and these by their attention.
 
     The first tokens of a chunk were encoded without the text before them, so they count regardless of the question.
     """
-    received = attention(context)
-    return Scores(received.values + first_tokens(context), received.final_rows)
+    return attention(context) + first_tokens(context)
 
 
 def passes(config: BlendConfig, num_layers: int) -> Passes:

@@ -6,26 +6,27 @@ A self-contained text draws attention but hardly changes, so recomputing it woul
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from kvrag.config import BlendConfig
 from kvrag.reuse.measure import attention, deviation, first_tokens
 from kvrag.reuse.policies import query
-from kvrag.reuse.select import CANDIDATES, Context, Passes, Scores, best
+from kvrag.reuse.select import CANDIDATES, Context, Passes, best
 
 
-def score(context: Context) -> Scores:
+def score(context: Context) -> Tensor:
     """Score the first tokens above all others, and the candidates by attention times deviation.
 
     The deviation is measured half-way down. That runs half of the layers on the candidates, about as much work as the
     recompute itself.
     """
     inexact, first, received = context.stitched.inexact, first_tokens(context), attention(context)
-    candidates = inexact[best((received.values + first)[inexact], CANDIDATES * context.budget)]
+    candidates = inexact[best((received + first)[inexact], CANDIDATES * context.budget)]
     rows = torch.cat([context.stitched.fresh, candidates]).sort().values
     deviations = deviation(context, context.backend.num_layers // 2, rows)
-    values = torch.where(deviations > -torch.inf, received.values * deviations, -torch.inf)
+    values = torch.where(deviations > -torch.inf, received * deviations, -torch.inf)
     values[first > 0] = torch.inf
-    return Scores(values, received.final_rows)
+    return values
 
 
 def passes(config: BlendConfig, num_layers: int) -> Passes:

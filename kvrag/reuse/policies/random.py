@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from kvrag.reuse.select import Context, Scores
+from kvrag.reuse.select import Context
 
 
-def score(context: Context) -> Scores:
+def score(context: Context) -> Tensor:
     """Score every position at random."""
     generator = torch.Generator().manual_seed(context.config.seed)
-    return Scores(torch.rand(len(context.stitched.ids), generator=generator))
+    return torch.rand(len(context.stitched.ids), generator=generator)

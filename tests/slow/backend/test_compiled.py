@@ -1,4 +1,4 @@
-"""Compiled decode steps: one graph for all lengths, with the logits of the model's own."""
+"""Compiled decode steps: one graph for all lengths, with the model's own logits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LENGTHS = (94, 150, 60)  # windows are 48 tokens, and longrope's frequencies cha
 
 @pytest.fixture
 def only_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are captured as usual and run without a compiler, which would take half a minute."""
+    """Capture graphs as usual and run them without a compiler, which would take half a minute."""
     monkeypatch.setattr(compiled, "_BACKEND", "eager")
 
 
@@ -66,7 +66,7 @@ def test_a_step_is_one_graph_for_all_lengths_and_numbers_of_rows(
 def test_answers_are_the_same(
     own_thread: bool, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the compiler that users have, blended prompts, one answer and several at the same time."""
+    """With the real compiler, blended prompts, one answer and several at the same time."""
     monkeypatch.setattr(compiled, "_own_thread", lambda device: own_thread)
     hf = build("llama", num_hidden_layers=2)
     prompts = [messages(*CHUNKS[:count], question=f"Question {count}?") for count in (1, 3, 2)]
@@ -110,7 +110,7 @@ def test_serve_compiles_if_asked(only_captured: None, tmp_path: Path) -> None:
     for wanted in (True, False):
         args = parser.parse_args(["--store", str(tmp_path), *(["--compile-decode"] if wanted else []), "--no-corpus"])
         with ExitStack() as stack:
-            model = serve.build(args, serve.read_settings(args), {}, stack).app.state.kvrag.engine.model
+            model = serve.build(args, serve.read_settings(args), {}, stack).state.kvrag.engine.model
             assert (model._compiled is not None) == wanted
 
 
@@ -120,7 +120,7 @@ def test_torch_without_partitioned_graphs_is_rejected(hf: Any, monkeypatch: pyte
         CompiledForward(hf, torch.device("cpu"))
 
 
-def test_steps_run_in_one_thread_whoever_asks(hf: Any) -> None:
+def test_steps_run_in_one_thread_for_all_consumers(hf: Any) -> None:
     """CUDA graphs belong to the thread that captured them."""
     forward = CompiledForward(hf, torch.device("cuda"))
     seen: list[str] = []
@@ -139,7 +139,7 @@ def test_steps_run_in_one_thread_whoever_asks(hf: Any) -> None:
 
 
 def test_an_interrupted_consumer_waits_for_the_end_of_the_step(hf: Any) -> None:
-    """Or the step would go on writing to caches that are used again."""
+    """Otherwise the step would continue to write to caches that are used again."""
     ended: list[bool] = []
 
     def step() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,10 @@ def test_every_part_has_a_result(tiny: None, tmp_path: Path, capsys: pytest.Capt
     ]
     assert all(check["passed"] for check in parts["gate, float32"]["result"])
     assert all(check["passed"] for check in parts["gate, float32, compiled decode steps"]["result"])
-    assert parts["tiny: compiled decode steps"]["result"]["compiled_together"] > 0
     assert "aten::" in parts["tiny: profile"]["result"]
     said = capsys.readouterr().out
     assert "query" in said
-    assert "  compiled: " in said
-    assert parts["tiny: 8 answers together"]["result"]["together"] > 0
-    assert "tiny: 32 answers together: " in said
-    assert "of the model's own forward pass" in said
+    assert re.search(r"tiny: ingestion: [1-9]\d* tokens/s", said)
 
 
 def test_a_part_that_fails_is_reported_and_the_others_run(
@@ -53,7 +50,7 @@ def test_a_part_that_fails_is_reported_and_the_others_run(
     def broken(*_: Any) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(gpu.ingest, "measure", broken)
+    monkeypatch.setattr(gpu, "_ingestion", broken)
     assert gpu.run(_arguments()) == 1
     said = capsys.readouterr().out
     assert "tiny: ingestion: MemoryError: no room" in said

@@ -1,4 +1,4 @@
-"""`kvrag warm --server`: the same chunks as by the local command, encoded elsewhere."""
+"""`kvrag warm --server`: the same chunks as with the local command, encoded on the server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serving import Served, serving
 
 from kvrag import BlendEngine, FileStore, Model
 from kvrag.cli.main import main
-from kvrag.server import ApiKey
+from kvrag.server.settings import ApiKey
 
 CORPUS = Path(__file__).parents[3] / "examples" / "corpus"
 CUT = ("--chunk-tokens", "64")
@@ -153,7 +153,7 @@ def test_keys(folder: Path, engine: BlendEngine, capsys: pytest.CaptureFixture[s
         (("--server", "http://127.0.0.1:9"), "cannot reach"),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_errors_are_one_line(
     folder: Path, served: Served, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], reason: str
 ) -> None:
     assert reason in run(capsys, "warm", folder, "--server", served.url, *options, code=1)
@@ -161,4 +161,4 @@ def test_what_is_wrong_is_one_line(
 
 def test_options_of_a_server_need_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--api-key", "--tokenizer"):
-        assert "need --server" in run(capsys, "warm", folder, option, "x", code=1)
+        assert "needs --server" in run(capsys, "warm", folder, option, "x", code=1)

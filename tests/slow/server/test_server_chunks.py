@@ -13,7 +13,7 @@ from blending import CHUNKS, QUESTION, messages
 from serving import NAME, Served, serving, until
 
 from kvrag import BlendEngine, BlendReport, WarmReport
-from kvrag.server import ApiKey
+from kvrag.server.settings import ApiKey
 
 NASTY = ["a/b", "..", ".", "a//b", "100%25 & more?#", "Ünï çödé 漢", "/abs/docs/a.txt", "a/../b", " "]
 
@@ -92,7 +92,7 @@ def test_namespaces_see_their_own_chunks_only(engine: BlendEngine) -> None:
             assert served.http.request(method, path, headers={"Authorization": "Bearer no"}).status_code == 401
 
 
-def test_a_client_that_leaves_ends_the_encoding(
+def test_a_client_that_disconnects_ends_the_encoding(
     served: Served, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[bool] = []
@@ -121,7 +121,7 @@ def test_chunks_of_a_request_are_encoded_first(served: Served, engine: BlendEngi
     assert refused.status_code == 400
 
 
-def test_a_completion_keeps_to_a_schema(served: Served) -> None:
+def test_a_completion_follows_a_schema(served: Served) -> None:
     schema = {"type": "object", "properties": {"far": {"type": "boolean"}}, "required": ["far"]}
     wanted = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
     body = {"model": NAME, "prompt": "Say it: ", "response_format": wanted, "max_tokens": 64, "temperature": 0}

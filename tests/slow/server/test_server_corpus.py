@@ -1,4 +1,4 @@
-"""The corpus of a server: what is under way, what survives, what fails."""
+"""The corpus of a server: documents in progress, restarts, failures."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from serving import make_corpus, until
 import kvrag.retrieval.index
 from kvrag import BlendEngine, StoreError, StoreFullError
 from kvrag.cli.main import main
-from kvrag.server import Corpus, ServerSettings
 from kvrag.server.answers import chat_work
+from kvrag.server.corpus import Corpus
 from kvrag.server.errors import ApiError
-from kvrag.server.metrics import Metrics
 from kvrag.server.schemas import ChatRequest
-from kvrag.server.state import Tenant
+from kvrag.server.settings import ServerSettings
+from kvrag.server.state import State
 
 load_embedder = functools.cache(kvrag.retrieval.index.load_embedder)
 
@@ -56,12 +56,12 @@ def tasks(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "corpus" / "corpus").iterdir())
 
 
-def test_what_was_left_undone_is_done_by_the_next_server(corpus: Corpus, engine: BlendEngine, tmp_path: Path) -> None:
+def test_the_next_server_finishes_pending_work(corpus: Corpus, engine: BlendEngine, tmp_path: Path) -> None:
     for number, text in enumerate(CHUNKS):
         assert corpus.add(f"{number}", [text]).status == "queued"
     corpus.add("0", [CHUNKS[0] + " She sings."])  # in place of the first
     assert len(tasks(tmp_path)) == len(CHUNKS)
-    (tmp_path / "corpus" / "corpus" / "000000000099.part").write_text("{")
+    (tmp_path / "corpus" / "corpus" / ".99.tmp").write_text("{")
     (tmp_path / "corpus" / "corpus" / "000000000098.json").write_text("{")
     corpus.stop(30)
     again = make_corpus(engine, tmp_path / "corpus")
@@ -94,8 +94,8 @@ def test_retrieved_chunks_that_do_not_fit_into_the_window_are_left_out(corpus: C
 
     def hits(question: str) -> Any:
         asked = ChatRequest.model_validate({"model": "tiny-rag", "messages": [{"role": "user", "content": question}]})
-        settings = ServerSettings(name="tiny", top_k=100)
-        work = chat_work(engine, settings, Tenant("", corpus, Metrics()), asked)()
+        state = State(engine, ServerSettings(name="tiny", top_k=100), [corpus])
+        work = chat_work(state, state.tenants[""], asked)()
         kept = next(work)
         next(work)  # it can be answered
         work.close()
@@ -107,7 +107,7 @@ def test_retrieved_chunks_that_do_not_fit_into_the_window_are_left_out(corpus: C
     assert len(hits("Who plays the harp? " * 100)) < len(kept)
 
 
-def test_a_document_under_way_is_seen_and_can_be_dropped(
+def test_a_document_in_progress_is_listed_and_can_be_dropped(
     corpus: Corpus, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, go, warm = threading.Event(), threading.Event(), engine.warm
@@ -136,11 +136,11 @@ def test_a_document_under_way_is_seen_and_can_be_dropped(
             corpus.remove(document)
     go.set()
     until(lambda: not corpus.count_pending())
-    assert (corpus.num_chunks, engine.documents(), engine.store.stats().chunks) == (0, [], 0)
+    assert (len(corpus.index), engine.documents(), engine.store.stats().chunks) == (0, [], 0)
     assert tasks(tmp_path) == []
 
 
-def test_a_stopped_server_goes_on_with_the_document_it_was_at(
+def test_a_restarted_server_continues_with_its_current_document(
     corpus: Corpus, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, go, warm = threading.Event(), threading.Event(), engine.warm
@@ -169,7 +169,7 @@ def test_a_stopped_server_goes_on_with_the_document_it_was_at(
     again.stop(30)
 
 
-def test_a_document_that_fails_says_why_and_does_not_stop_the_others(
+def test_a_document_that_fails_has_an_error_and_does_not_stop_the_others(
     corpus: Corpus, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put = engine.store.put
@@ -218,7 +218,7 @@ def test_a_document_that_was_replaced_in_time_has_not_failed(
     assert tasks(tmp_path) == []
 
 
-def test_what_cannot_be_kept_changes_nothing(
+def test_a_conversation_that_cannot_be_kept_changes_nothing(
     corpus: Corpus, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_: int) -> None:
@@ -237,15 +237,15 @@ def test_what_cannot_be_kept_changes_nothing(
 
 
 def test_two_servers_do_not_share_a_corpus(corpus: Corpus, engine: BlendEngine, tmp_path: Path) -> None:
-    """Each would do the other's tasks."""
+    """Each would execute the other's tasks."""
     with pytest.raises(StoreError, match="--no-corpus"):
         make_corpus(engine, tmp_path / "corpus")
     corpus.stop(30)
     make_corpus(engine, tmp_path / "corpus").stop(30)
 
 
-def test_not_too_many_documents_wait(engine: BlendEngine, corpus: Corpus) -> None:
-    corpus._max_pending = 1
+def test_not_too_many_documents_wait(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrag.server.corpus.MAX_PENDING", 1)
     corpus.add("a", [CHUNKS[0]])
     with pytest.raises(ApiError) as refused:
         corpus.add("b", [CHUNKS[1]])
@@ -272,7 +272,7 @@ def started(*argv: object) -> Iterator[tuple[subprocess.Popen[str], dict[str, An
         process.wait()
 
 
-def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
+def test_the_command_serves_until_it_is_stopped(tmp_path: Path) -> None:
     command = ("--store", tmp_path / "kv", "--chunk-tokens", 40, "--served-model-name", "mine")
     body = {"model": "mine-rag", "messages": [{"role": "user", "content": "Who?"}], "stream": True, "max_tokens": 40}
     with started(*command) as (process, ready):
@@ -312,7 +312,9 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
         (["--prompt-template", sys.executable], "not UTF-8"),
     ],
 )
-def test_wrong_settings_are_told_in_one_line(argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_settings_are_reported_in_one_line(
+    argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         code: object = main(["serve", *argv])
     except SystemExit as end:  # 2 = wrong arguments
@@ -323,7 +325,7 @@ def test_wrong_settings_are_told_in_one_line(argv: list[str], reason: str, capsy
     assert reason in line
 
 
-def test_a_port_in_use_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_reported_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port), "--model", "nobody/nothing"]) == 1

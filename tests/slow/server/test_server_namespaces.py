@@ -18,7 +18,8 @@ from serving import NAME, Served, make_corpus, serving, until
 
 import kvrag.retrieval.index
 from kvrag import BlendEngine, SettingError
-from kvrag.server import ApiKey, ServerSettings, create_app
+from kvrag.server.app import create_app
+from kvrag.server.settings import ApiKey, ServerSettings
 
 load_embedder = functools.cache(kvrag.retrieval.index.load_embedder)
 QUESTION = "Who likes curry?"
@@ -100,7 +101,7 @@ def test_documents_are_listed_shown_and_deleted_in_their_own_namespace(alice: Ca
         other = bob.http.request(method, "/v1/corpus/a.txt")
         never = bob.http.request(method, "/v1/corpus/b.txt")
         assert other.status_code == never.status_code == 404
-        assert other.text.replace("a.txt", "b.txt") == never.text, "nothing shows that it exists elsewhere"
+        assert other.text.replace("a.txt", "b.txt") == never.text, "nothing reveals that it exists elsewhere"
     assert alice.http.get("/v1/corpus/a.txt").json()["status"] == "ready"
 
 
@@ -142,7 +143,7 @@ def test_chunks_are_not_reused_across_namespaces(alice: Caller, bob: Caller) -> 
     report = bob.ask(prompt)["kvrag"]
     assert (report["reused_tokens"], report["runs"], report["tier"]) == (0, [], "")
     given = bob.ask(QUESTION, documents=[CHUNKS[0]])
-    assert (cached(given), given["kvrag"]["created_tokens"] > 0) == (0, True), "as if nobody had ever sent it"
+    assert (cached(given), given["kvrag"]["created_tokens"] > 0) == (0, True), "as if it had never been sent"
     assert cached(bob.ask(prompt)) > 0
 
 
@@ -167,7 +168,7 @@ def test_metrics_and_health_show_nothing_of_the_other_namespace(alice: Caller, b
     assert {name: value for name, value in bob.metrics().items() if not name.endswith("_created")} == {
         name: value for name, value in before.items() if not name.endswith("_created")
     }
-    assert not [name for name in mine if name.startswith("process_")], "the process' load is everybody's"
+    assert not [name for name in mine if name.startswith("process_")], "all namespaces share the load of the process"
     assert served.http.get("/health").json() == {"status": "ok"}
 
 
@@ -188,7 +189,7 @@ def test_the_queue_shows_nothing_of_the_other_namespace(
         assert [bob.metrics()[counts[name]] for name in counts] == [0, 0]
         body = {"model": NAME, "messages": [{"role": "user", "content": QUESTION}]}
         assert alice.http.post("/v1/chat/completions", json=body).status_code == 429
-        asked.append(threads.submit(bob.ask, QUESTION))  # the other's full line does not keep it out
+        asked.append(threads.submit(bob.ask, QUESTION))  # the other's full queue does not block it
         until(lambda: bob.metrics()[counts["waiting"]] == 1)
         assert alice.metrics()[counts["waiting"]] == 2
         release.set()

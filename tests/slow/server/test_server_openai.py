@@ -1,4 +1,4 @@
-"""OpenAI's interface in full, by the clients that people have: sampling features, responses, uploads, keep-alives."""
+"""OpenAI's whole interface, with common clients: sampling features, responses, uploads, keep-alives."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from serving import NAME, Served, make_corpus, serving, until
 from transformers import AutoModelForCausalLM
 
 import kvrag
+import kvrag.retrieval.index
 import kvrag.server.answers
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
-from kvrag.server import ApiKey, Corpus
+from kvrag.server.corpus import Corpus
+from kvrag.server.settings import ApiKey
 
 QUESTION = "Who likes curry?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -34,7 +36,7 @@ TOOL: Any = {"type": "function", "name": "look", "description": "Look.", "parame
 
 @pytest.fixture(scope="module")
 def engine(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    """The bundled reader, without an end token: its answers are as long as they may be."""
+    """The bundled reader, without an end token: its answers end only at the limit."""
     hf = AutoModelForCausalLM.from_pretrained(Path(kvrag.__file__).parent / "reader")
     hf.generation_config.suppress_tokens = [hf.generation_config.eos_token_id]
     store = FileStore(tmp_path_factory.mktemp("served") / "kv", min_free_bytes=0)
@@ -46,9 +48,9 @@ def engine(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def corpus(engine: BlendEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
     corpus = make_corpus(engine, tmp_path_factory.mktemp("corpus"))
     engine.warm(CHUNKS, document="all.txt")
-    corpus._index.add(CHUNKS, document="all.txt")
+    corpus.index.add(CHUNKS, document="all.txt")
     yield corpus
-    corpus._index.close()
+    corpus.index.close()
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +146,7 @@ def test_prompts_are_lists_of_texts_or_of_token_ids(client: OpenAI, engine: Blen
             assert said.usage.prompt_tokens == sum(map(len, ids[-len(wanted) :]))
 
 
-def test_what_the_sdks_send_without_effect_is_accepted(client: OpenAI) -> None:
+def test_parameters_of_sdks_without_effect_are_accepted(client: OpenAI) -> None:
     plain = client.chat.completions.create(**CALL, messages=MESSAGES)
     said = client.chat.completions.create(
         **CALL,
@@ -167,7 +169,7 @@ def test_what_the_sdks_send_without_effect_is_accepted(client: OpenAI) -> None:
 # -------------------------------------------------------------------- responses
 
 
-def test_a_response_says_what_a_chat_says(client: OpenAI, engine: BlendEngine) -> None:
+def test_a_response_has_the_answer_of_a_chat(client: OpenAI, engine: BlendEngine) -> None:
     history: list[Any] = [{"role": "system", "content": "Be brief."}, *MESSAGES]
     expected = engine.generate(history, **PLAIN)
     said = client.responses.create(
@@ -275,7 +277,7 @@ def test_a_call_of_a_response_that_is_cut_off_is_incomplete(client: OpenAI) -> N
     assert sizes[0] == 0 < sizes[-1]
 
 
-def test_a_response_keeps_to_a_schema(client: OpenAI) -> None:
+def test_a_response_follows_a_schema(client: OpenAI) -> None:
     text: Any = {"format": {"type": "json_schema", "name": "place", "schema": PARAMETERS}, "verbosity": "low"}
     said = client.responses.create(model=NAME, input=QUESTION, text=text, temperature=0, max_output_tokens=64)
     assert list(json.loads(said.output_text)) == ["far"]
@@ -296,7 +298,7 @@ def test_a_response_keeps_to_a_schema(client: OpenAI) -> None:
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )
-def test_what_responses_do_not_support_is_refused_in_one_line(
+def test_unsupported_options_of_responses_are_refused_in_one_line(
     served: Served, changes: dict[str, Any], words: str
 ) -> None:
     said = served.http.post("/v1/responses", json={"model": NAME, "input": QUESTION, **changes})
@@ -304,7 +306,7 @@ def test_what_responses_do_not_support_is_refused_in_one_line(
     assert words in said.json()["error"]["message"]
 
 
-def test_a_response_that_fails_in_mid_stream_says_so(engine: BlendEngine) -> None:
+def test_a_response_that_fails_in_mid_stream_reports_it(engine: BlendEngine) -> None:
     with serving(engine, timeout=0.5, token_limit=100_000) as served:
         body = {"model": NAME, "input": QUESTION, "max_output_tokens": 100_000, "stream": True}
         lines = served.http.post("/v1/responses", json=body).text.splitlines()
@@ -352,7 +354,7 @@ def test_files_are_uploaded_as_forms(served: Served, engine: BlendEngine, tmp_pa
         ({"files": {"file": ("a.pdf", b"no")}}, "a.pdf: skipped: it is a broken or protected PDF"),
         ({"files": {"file": ("../a.txt", b"x")}}, "document id"),
         ({"content": b"x", "headers": {"Content-Type": "multipart/form-data; boundary=a"}}, "form"),
-        ({"content": b"{"}, "must be JSON, or a form"),
+        ({"content": b"{"}, "not valid JSON"),
         ({"json": {"id": "a"}}, "Missing required parameter: 'text'."),
     ],
     ids=range(7),
@@ -370,12 +372,12 @@ def test_a_form_sent_to_a_files_path_is_not_taken_for_the_file(served: Served) -
 
 
 def test_token_ids_are_embedded_as_their_texts(client: OpenAI, corpus: Corpus) -> None:
-    tokenizer = corpus._index._embedder._encoder.tokenizer
+    tokenizer = kvrag.retrieval.index._encoder(corpus.index.embedder).tokenizer
     texts = [CHUNKS[0], "Don't stop."]
     ids = [tokenizer(text)["input_ids"] for text in texts]  # with its control tokens
-    by_text = client.embeddings.create(model=corpus.embedder, input=texts)
-    by_ids = client.embeddings.create(model=corpus.embedder, input=ids)
-    alone = client.embeddings.create(model=corpus.embedder, input=ids[1])
+    by_text = client.embeddings.create(model=corpus.index.embedder, input=texts)
+    by_ids = client.embeddings.create(model=corpus.index.embedder, input=ids)
+    alone = client.embeddings.create(model=corpus.index.embedder, input=ids[1])
     for one, other in (
         (by_text.data[0], by_ids.data[0]),
         (by_text.data[1], by_ids.data[1]),
@@ -401,7 +403,7 @@ def test_the_limit_of_a_body_names_its_option(engine: BlendEngine, tmp_path: Pat
         upload = served.http.post("/v1/corpus", files={"file": ("a.txt", b"x" * (4 << 20))})
         allowed = served.http.post("/v1/corpus", files={"file": ("a.txt", b"x " * (1 << 20))})
         served.http.delete("/v1/corpus/a.txt")
-    corpus._index.close()
+    corpus.index.close()
     assert long.status_code == upload.status_code == 413
     assert "limit of 1 MiB (--max-body-mib)" in long.json()["error"]["message"]
     assert "limit of 3 MiB (--max-upload-mib)" in upload.json()["error"]["message"]
@@ -445,7 +447,7 @@ def test_an_error_after_the_first_keep_alive_is_an_event(engine: BlendEngine, mo
     assert (said.status_code, "out_of_memory" in said.text, "[DONE]" in said.text) == (200, True, False)
 
 
-def test_a_client_that_leaves_before_the_first_event_ends_the_work(
+def test_a_client_that_disconnects_before_the_first_event_ends_the_work(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kvrag.server.answers, "KEEP_ALIVE_S", 0.05)

@@ -46,7 +46,7 @@ WATCH = """() => {
 
 @pytest.fixture(scope="module")
 def model_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model that says words until the limit is reached: a piece of the stream for each."""
+    """A random model that generates words until the limit, one piece of the stream for each."""
     folder = tmp_path_factory.mktemp("model")
     hf = build("llama", max_position_embeddings=2048)
     words = [re.fullmatch(" ?[a-z]+", tokenizer.decode([number])) is not None for number in range(len(tokenizer))]
@@ -88,7 +88,7 @@ def page(server: Any) -> Iterator[Any]:
 def ask(page: Any, question: str, turn: int) -> None:
     page.fill("#question", question)
     page.press("#question", "Enter")
-    page.locator(".verdict:not([hidden])").nth(turn - 1).wait_for()
+    page.locator(".verdict:not(:empty)").nth(turn - 1).wait_for()
 
 
 def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
@@ -111,18 +111,18 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     assert lanes.locator(".name").all_inner_texts() == ["kvrag", "Full prefill"]
     assert all(re.fullmatch(r"\d+ ms|\d+\.\d\d s", text) for text in lanes.locator(".time").all_inner_texts())
     assert re.search(r"[1-9]\d* reused, [1-9]\d* of them recomputed", lanes.first.inner_text())
-    assert "median of 1 question:" in page.inner_text("#score")
+    assert re.fullmatch(r"(First token|Full prefill was) .*x faster, the .*", page.inner_text(".verdict"))
     page.click(".sources > summary")
     page.click(".sources li:first-child summary")
     assert page.locator(".sources li").count() == 5
     named = page.inner_text(".sources > summary")
-    assert re.fullmatch(r"5 chunks from \S+, \S+, \S+ and 2 other documents", named)
+    assert re.fullmatch(r"5 chunks from \d documents", named)
     assert page.is_hidden("#tiny")  # the note about the bundled model
     assert page.inner_text(".sources li:first-child p") in "".join(sample.HANDBOOK.documents().values())
     assert [body.get("policy") for body in asked] == [None, "full"]
     assert asked[0]["messages"] == asked[1]["messages"]
 
-    # a second turn knows the first
+    # a second turn has the first in its prompt
     said = lanes.first.locator(".answer").inner_text()
     ask(page, "Where does he work?", 2)
     roles = [(message["role"], message["content"]) for message in asked[2]["messages"]]
@@ -155,10 +155,10 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    page.click("#theme")
+    page.emulate_media(color_scheme="dark")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
 
-    # a lost server is reported in words
+    # a lost server is reported
     server.terminate()
     server.join(60)
     page.fill("#question", "Is anybody there?")

@@ -18,7 +18,7 @@ ROWS = torch.tensor([3, 4, 9, *range(30, 50), 61, 90, 91, 120, 150, 199])
 
 
 def _inputs(num_heads: int, num_kv_heads: int, loud: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(1, HG, S, D) queries and (1, H, 200, D) keys and values; `loud` adds about so much to every score."""
+    """(1, HG, S, D) queries and (1, H, 200, D) keys and values; `loud` is about the value added to every score."""
     random = torch.Generator().manual_seed(num_heads)
 
     def normal(heads: int, tokens: int) -> Tensor:
@@ -60,7 +60,7 @@ def half(request: pytest.FixtureRequest, tokenizer: Any) -> Model:
 def test_products_are_nearly_as_precise_as_torchs_kernel(
     num_heads: int, num_kv_heads: int, loud: float, half: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where all scores of a row are so high that bfloat16 cannot tell one from the next."""
+    """Also if all scores of a row are so high that bfloat16 cannot distinguish them."""
     monkeypatch.setattr(kvrag.backend.transformers.attention, "_PACKED", 21)  # several blocks
     query, key, value = _inputs(num_heads, num_kv_heads, loud)
     values = value[0].double().repeat_interleave(num_heads // num_kv_heads, dim=0)
@@ -87,7 +87,7 @@ def test_the_observer_gets_the_sum_of_squares(num_queries: int, half: Model, mon
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "gpt_oss"])
 def test_no_mask_over_all_rows_and_keys_is_built(family: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a prompt of 64k tokens of which 32k are fresh needs gigabytes."""
+    """Otherwise a prompt of 64k tokens with 32k fresh ones needs gigabytes."""
     module = kvrag.backend.transformers.attention
     for each in (module, kvrag.backend.attention):
         monkeypatch.setattr(each, "CPU_ROWS", 8)

@@ -68,7 +68,7 @@ def test_equals_that_of_the_bundled_reader(preamble: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(COMMON)))
-def test_any_familys_weights_are_equal_or_refused(save: Save, family: str) -> None:
+def test_the_weights_of_every_family_are_equal_or_refused(save: Save, family: str) -> None:
     folder = save(family)
     try:
         ours = checkpoint_fingerprint(folder, torch.bfloat16).weights
@@ -99,7 +99,7 @@ def test_dtypes_differ(save: Save) -> None:
 
 @pytest.mark.parametrize("rename", [lambda key: key.removeprefix("model."), lambda key: f"model.{key}"])
 def test_a_missing_or_extra_prefix_is_found(save: Save, rename: Callable[[str], str]) -> None:
-    """Like transformers, which accepts checkpoints of the base model and of a model around it."""
+    """Like transformers, which accepts checkpoints with and without the base model's prefix."""
     folder = save("llama", tie_word_embeddings=True)
     _edit_header(folder, lambda header: {key if key == "__metadata__" else rename(key): header[key] for key in header})
     assert checkpoint_fingerprint(folder, torch.float32) == Model.from_pretrained(folder).fingerprint
@@ -126,27 +126,18 @@ def test_the_path_of_a_missing_folder_is_not_taken_for_a_name_on_the_hub(tmp_pat
         load_config(str(tmp_path / "nothing"))
 
 
-def test_only_bin_files_are_refused(save: Save) -> None:
-    folder = save("llama")
-    hf = AutoModelForCausalLM.from_pretrained(folder)
-    (folder / "model.safetensors").unlink()
-    torch.save(hf.state_dict(), folder / "pytorch_model.bin")
-    with pytest.raises(ModelLoadError, match=r"\.bin, are not supported"):
-        checkpoint_fingerprint(folder, torch.float32)
-
-
 @pytest.mark.parametrize("length", [0, 4, 100, 5000, -1])
 def test_a_truncated_file_is_refused(save: Save, length: int) -> None:
     file = save("llama") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:length])
-    with pytest.raises(ModelLoadError, match=r"model\.safetensors is damaged"):
+    with pytest.raises(ModelLoadError, match="check the files in that folder"):
         checkpoint_fingerprint(file.parent, torch.float32)
 
 
 def test_a_missing_shard_is_refused(save: Save) -> None:
     folder = save("llama", shard_size="200KB")
     min(folder.glob("*.safetensors")).unlink()
-    with pytest.raises(ModelLoadError, match="is missing"):
+    with pytest.raises(ModelLoadError, match="check the files in that folder"):
         checkpoint_fingerprint(folder, torch.float32)
 
 
@@ -154,18 +145,20 @@ def test_a_missing_shard_is_refused(save: Save) -> None:
 def test_a_damaged_index_is_refused(save: Save, content: str) -> None:
     folder = save("llama", shard_size="200KB")
     (folder / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(ModelLoadError, match="index"):
+    with pytest.raises(ModelLoadError, match="check the files in that folder"):
         checkpoint_fingerprint(folder, torch.float32)
 
 
 def test_missing_and_misshapen_tensors_are_refused(save: Save) -> None:
     folder = save("llama")
-    _edit_header(folder, lambda header: {key: header[key] for key in header if "layers.1.mlp.up" not in key})
+    _edit_header(folder, lambda header: {key.replace("layers.1.mlp.up", "other"): header[key] for key in header})
+    with pytest.raises(ModelLoadError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight"):
+        Model.from_pretrained(folder)
     with pytest.raises(ModelLoadError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight"):
         checkpoint_fingerprint(folder, torch.float32)
     save("llama")
     _edit_header(folder, lambda header: header | {"model.norm.weight": header["model.norm.weight"] | {"shape": [32]}})
-    with pytest.raises(ModelLoadError, match=r"model\.norm\.weight has shape"):
+    with pytest.raises(ModelLoadError):
         checkpoint_fingerprint(folder, torch.float32)
 
 
@@ -175,18 +168,6 @@ def test_quantised_checkpoints_are_refused(save: Save) -> None:
     quantised = config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     (folder / "config.json").write_text(json.dumps(quantised))
     with pytest.raises(UnsupportedModelError, match="quantised"):
-        checkpoint_fingerprint(folder, torch.float32)
-    (folder / "config.json").write_text(json.dumps(config))
-    _edit_header(folder, lambda header: header | {"x": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}})
-    with pytest.raises(UnsupportedModelError, match="F8_E4M3"):
-        checkpoint_fingerprint(folder, torch.float32)
-
-
-def test_weights_in_a_file_of_another_name_are_refused(save: Save) -> None:
-    folder = save("llama")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "other.safetensors"}))
-    with pytest.raises(UnsupportedModelError, match="another file"):
         checkpoint_fingerprint(folder, torch.float32)
 
 
@@ -203,7 +184,7 @@ def test_weights_that_stay_in_float32_are_refused(save: Save) -> None:
 
 
 def _edit_header(folder: Path, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Change the header of a safetensors file; the data stay."""
+    """Change the header of a safetensors file, not the data."""
     file = folder / "model.safetensors"
     content = file.read_bytes()
     data = 8 + int.from_bytes(content[:8], "little")

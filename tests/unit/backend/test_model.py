@@ -1,4 +1,4 @@
-"""Tokenizer, fingerprint, locks, loading: what every answer rests on."""
+"""Tokenizer, fingerprint, locks, loading."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BOS_TEMPLATE = (
 
 @pytest.fixture
 def doubling(tokenizer: Any) -> Any:
-    """A tokenizer that adds BOS to every text, with a template that writes it as well, as those of Llama 3 do."""
+    """A tokenizer that adds BOS to every text, with a template that also writes it, as in Llama 3."""
     hf = copy.deepcopy(tokenizer)
     hf.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
@@ -107,12 +107,12 @@ def test_control_tokens_in_documents_stay_text(token: str, model: Model, doublin
     ],
     ids=repr,
 )
-def test_what_is_no_prompt_is_refused(prompt: Any, model: Model) -> None:
+def test_invalid_prompts_are_refused(prompt: Any, model: Model) -> None:
     with pytest.raises(PromptError):
         model.tokenizer.render(prompt)
 
 
-def test_a_prompt_that_the_tokenizer_swallows_whole_is_empty(tokenizer: Any) -> None:
+def test_a_prompt_without_tokens_is_empty(tokenizer: Any) -> None:
     class Swallowing:
         chat_template = None
         bos_token_id = None
@@ -129,7 +129,7 @@ def test_a_prompt_that_the_tokenizer_swallows_whole_is_empty(tokenizer: Any) -> 
 
 
 @pytest.mark.parametrize("bad", ["\ud800", "before \udfff after", CHUNKS[0] + "\udc80"])
-def test_lone_surrogates_are_refused_with_a_way_out(bad: str, model: Model) -> None:
+def test_lone_surrogates_are_refused_with_a_remedy(bad: str, model: Model) -> None:
     for use in (
         lambda: model.tokenizer.render(bad),
         lambda: model.tokenizer.render([{"role": "user", "content": bad}]),
@@ -161,7 +161,7 @@ def test_the_preamble_is_what_every_prompt_begins_with(model: Model, doubling: A
 
 
 def test_threads_do_not_get_each_others_control_tokens(model: Model) -> None:
-    """The tokenizer keeps in itself whether control tokens are text, and a prompt and a chunk differ in it."""
+    """Whether control tokens are text is state of the tokenizer, and differs between a prompt and a chunk."""
     ours, another = model.tokenizer, Tokenizer(model.tokenizer.hf, "of another model")
     text = "She said </s> and <s> twice. " * 3
     calls: list[Callable[[], list[int]]] = [
@@ -193,7 +193,7 @@ def test_threads_do_not_get_each_others_control_tokens(model: Model) -> None:
 # ---------------------------------------------------------------- fingerprint
 
 
-def test_the_fingerprint_sees_what_changes_kv(tokenizer: Any, doubling: Any) -> None:
+def test_the_fingerprint_changes_with_everything_that_changes_kv(tokenizer: Any, doubling: Any) -> None:
     base = Model(build("llama"), tokenizer).fingerprint
     assert Model(build("llama"), tokenizer, "another name").fingerprint.digest == base.digest
     tuned = build("llama")
@@ -272,7 +272,7 @@ def test_the_lock_is_released_by_exceptions() -> None:
 
 @pytest.fixture
 def alarm() -> Iterator[None]:
-    """Ctrl-C in a moment."""
+    """Press Ctrl-C in a moment."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -284,7 +284,7 @@ def alarm() -> Iterator[None]:
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")
-def test_an_interrupted_wait_does_not_lock_everybody_out(alarm: None) -> None:
+def test_an_interrupted_wait_leaves_the_lock_usable(alarm: None) -> None:
     lock, holding, leave = FairLock(), threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -421,7 +421,7 @@ def test_unknown_blend_settings_are_refused() -> None:
         BlendConfig(recompute_ratio=0.1)  # type: ignore[call-arg]
 
 
-def test_the_window_says_by_how_much(model: Model) -> None:
+def test_the_window_error_gives_the_excess(model: Model) -> None:
     model.check_window(model.context_window - 1)
     with pytest.raises(ContextWindowError, match=rf"has {model.context_window + 9} tokens, 10 too many"):
         model.check_window(model.context_window + 9)

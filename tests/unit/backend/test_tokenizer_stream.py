@@ -1,4 +1,4 @@
-"""Text of single tokens, joined, is the text of all of them; and no token is decoded with the whole answer."""
+"""The joined text of single tokens is the text of all of them, without decoding the whole answer for each token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAID = "The café's “crème brûlée” costs 3 €; 東京から 🍮🍮 and
 
 
 def _sentencepiece() -> Any:
-    """A tokenizer in the manner of Llama 2: spaces as ▁, none at the start, unknown characters as bytes."""
+    """A tokenizer like Llama 2's: spaces as ▁, none at the start, unknown characters as bytes."""
     words = ["<unk>", "<s>", "</s>", "▁He", "llo", "▁wor", "ld", "▁", "▁\ufffd"]
     words += [f"<0x{byte:02X}>" for byte in range(256)]
     vocab = {word: number for number, word in enumerate(words)}
@@ -62,7 +62,7 @@ def _whole(hf: Any, ids: list[int], control_tokens: bool = False) -> str:
 
 @pytest.mark.parametrize("control_tokens", [False, True])
 def test_joined_pieces_are_the_whole_text(hf: Any, control_tokens: bool) -> None:
-    """Of any tokens; also of words, characters in pieces and control tokens that a model may well write."""
+    """Of any tokens, also of words, parts of characters and control tokens."""
     for seed in range(20):
         chance = random.Random(seed)
         if hf.decode([3]) == "He":
@@ -78,13 +78,13 @@ def test_the_first_space_is_dropped_and_no_other() -> None:
     stream = TextStream(hf)
     assert [stream.push(token) for token in (3, 4, 5, 6, 3)] == ["He", "llo", " wor", "ld", " He"]
     stream = TextStream(hf)
-    assert [stream.push(token) for token in (1, 3, 1, 5)] == ["", "He", "", " wor"], "control tokens leave no trace"
+    assert [stream.push(token) for token in (1, 3, 1, 5)] == ["", "He", "", " wor"], "no text of control tokens"
 
 
 @pytest.mark.parametrize(
     ("said", "text"),
     [
-        ([3, *_bytes("東".encode())[:2]], "He\ufffd\ufffd"),  # breaks off inside of a character
+        ([3, *_bytes("東".encode())[:2]], "He\ufffd\ufffd"),  # ends inside a character
         ([3, *_bytes("東".encode())[:1], 5], "He\ufffd wor"),
         ([*_bytes(b"\xff"), 5], "\ufffd wor"),
         ([3, 8, 5], "He \ufffd wor"),  # the replacement character itself
@@ -104,7 +104,7 @@ def test_bytes_that_make_those_before_them_invalid_do_not_end_the_answer() -> No
 
 @pytest.mark.parametrize("answer", ["text", "control tokens", "invalid bytes"])
 def test_work_is_linear(answer: str, tokenizer: Any) -> None:
-    """Every token is decoded a bounded number of times, also where none of them becomes text."""
+    """Every token is decoded a bounded number of times, even if none of them becomes text."""
     hf = _Slow(_sentencepiece() if answer == "invalid bytes" else tokenizer)
     ids = {"text": tokenizer.encode(SAID * 20), "control tokens": [1] * 3000, "invalid bytes": _bytes(b"\xff") * 3000}
     _joined(hf, ids[answer])
@@ -118,7 +118,7 @@ def test_fast_tokenizers_decode_nothing_anew(tokenizer: Any, monkeypatch: pytest
         type(tokenizer), "decode", lambda hf, ids, **settings: decoded.append(len(ids)) or decode(hf, ids, **settings)
     )
     assert _joined(tokenizer, ids) == SAID * 20
-    assert sum(decoded) < 10, "only what is left at the end"
+    assert sum(decoded) < 10, "only the rest at the end"
 
 
 # ---------------------------------------------------------------- control tokens in messages

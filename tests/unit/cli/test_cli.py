@@ -40,7 +40,7 @@ CHUNKS = 78  # of the corpus
 
 @pytest.fixture(scope="module", autouse=True)
 def reader() -> Iterator[Model]:
-    """Stays loaded, and on one thread: it is too small to share its work."""
+    """The reader, loaded once, on one thread: it is too small for more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield Model.from_pretrained("reader")
@@ -54,7 +54,7 @@ def _embedder_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def warmed(tmp_path_factory: pytest.TempPathFactory, reader: Model) -> Path:
-    """A store with the corpus; not to be changed."""
+    """A store with the corpus; tests must not change it."""
     store = tmp_path_factory.mktemp("warmed")
     kvrag.retrieval.index.load_embedder, original = load_embedder, kvrag.retrieval.index.load_embedder
     try:
@@ -66,7 +66,7 @@ def warmed(tmp_path_factory: pytest.TempPathFactory, reader: Model) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three articles of the corpus, to be changed at will."""
+    """Three articles of the corpus, which tests may change."""
     inside = tmp_path / "docs"
     inside.mkdir()
     for name in ("ingla.txt", "holra.txt", "jomouth.txt"):
@@ -76,7 +76,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def as_json(capsys: pytest.CaptureFixture[str]) -> Json:
-    """Run a command with --json; its result, which must be all there is on stdout."""
+    """Run a command with --json; return its result, which must be the whole stdout."""
 
     def call(*argv: object, code: int = 0) -> Any:
         capsys.readouterr()
@@ -88,7 +88,7 @@ def as_json(capsys: pytest.CaptureFixture[str]) -> Json:
 
 @pytest.fixture
 def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command that must fail with one line on stderr, which is returned."""
+    """Run a command that must fail with one line on stderr; return the line."""
 
     def call(*argv: object, code: int = 1) -> str:
         capsys.readouterr()
@@ -148,7 +148,7 @@ WRONG = [
 
 
 def test_arguments_are_checked_before_torch_is_imported() -> None:
-    """All in one process: what one command imports, the next ones would show."""
+    """All in one process: imports of one command would show in the next ones."""
     program = """
 import json, sys
 from kvrag.cli.main import main
@@ -215,8 +215,8 @@ def test_wrong_usage_is_one_line(command: str, said: str, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("command", [["warm", "README.md"], ["ask", "Who?"], ["chat"]], ids=lambda c: c[0])
-@pytest.mark.parametrize("missing", ["rich", "faiss", "sentence_transformers", "langchain_text_splitters"])
-def test_without_its_extra_a_command_says_so_before_it_loads_a_model(
+@pytest.mark.parametrize("missing", ["faiss", "sentence_transformers", "langchain_text_splitters"])
+def test_without_its_extra_a_command_fails_before_it_loads_a_model(
     missing: str, command: list[str], fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
@@ -249,12 +249,12 @@ def test_warming_twice_encodes_nothing_twice(folder: Path, tmp_path: Path, reade
     assert (second["new"], second["reused"], second["bytes"], second["indexed"]) == (0, 6, 0, 0)
 
 
-def test_warm_says_beforehand_what_it_needs(
+def test_warm_prints_the_needed_space_first(
     folder: Path, tmp_path: Path, reader: Model, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["warm", str(folder), "--store", str(tmp_path / "kv"), *map(str, CUT)]) == 0
     captured = capsys.readouterr()
-    tokens = int(captured.err.split(" tokens, ")[0].split()[-1])
+    tokens = int(captured.err.split(" new tokens: ")[0].split()[-1])
     assert f"needs {human_bytes(tokens * reader.bytes_per_token)} in" in captured.err
     assert captured.out.startswith("6 chunks: 6 new, 0 reused; " + str(tokens))
 
@@ -263,7 +263,7 @@ def test_warm_says_beforehand_what_it_needs(
     ("option", "behind"),
     [((), "# Pay\n\nThe salary"), (("--context-tokens", "headings"), "pay\n\n# Pay"), (("--context-tokens", 0), "")],
 )
-def test_what_chunks_are_encoded_behind(
+def test_contexts_that_chunks_are_encoded_with(
     option: tuple[object, ...], behind: str, tmp_path: Path, reader: Model, as_json: Json
 ) -> None:
     last = "Bonuses are paid in March, if the manager has agreed to them in writing before the year ends."
@@ -277,14 +277,14 @@ def test_what_chunks_are_encoded_behind(
     assert bool(context.strip()) == bool(behind)
 
 
-def test_the_server_encodes_chunks_behind_the_same() -> None:
+def test_the_server_encodes_chunks_with_the_same_context() -> None:
     from kvrag.cli import serve
 
     args = _parser(["serve"]).parse_args(["serve", "--context-tokens", "headings"])
     assert BlendConfig(**serve.read_config(args)).context == "headings"
 
 
-def test_documents_whose_files_are_gone_are_told_and_dropped_if_one_says_so(
+def test_documents_whose_files_are_gone_are_reported_and_dropped_on_request(
     folder: Path, tmp_path: Path, as_json: Json, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store, other = tmp_path / "kv", tmp_path / "docs2"
@@ -316,7 +316,7 @@ def test_documents_whose_files_are_gone_are_told_and_dropped_if_one_says_so(
     assert sources == {*map(str, folder.iterdir()), str(other / "gone.txt"), str(other / "harfield.txt")}
 
 
-def test_progress_begins_at_nothing_and_tells_the_speed(
+def test_progress_begins_at_zero_and_shows_the_speed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter((0.0, 0.1, 5.0, 10.2, 25.0))
@@ -370,7 +370,7 @@ def test_a_file_that_cannot_be_read_keeps_its_chunks(
     assert keys(tmp_path / "kv") == encoded
 
 
-def test_namespaces_have_documents_of_their_own(
+def test_namespaces_have_their_own_documents(
     folder: Path, tmp_path: Path, as_json: Json, fails: Callable[..., str]
 ) -> None:
     store = ("--store", tmp_path / "kv")
@@ -378,7 +378,7 @@ def test_namespaces_have_documents_of_their_own(
     assert "and --namespace" in fails("ask", QUESTION, *store)
     (folder / "holra.txt").unlink()
     first = as_json("warm", folder, "--namespace", "bob", *store, *CUT)
-    assert (first["indexed"], first["gone"]) == (first["chunks"], []), "nothing of the other namespace counts"
+    assert (first["indexed"], first["gone"]) == (first["chunks"], []), "chunks of the other namespace do not count"
     for namespace, count in (("alice", 3), ("bob", 2)):
         found = as_json("ask", QUESTION, "--top-k", 99, "--namespace", namespace, *store)["context"]
         assert len({hit["document"] for hit in found}) == count
@@ -387,7 +387,7 @@ def test_namespaces_have_documents_of_their_own(
         assert "namespace" in fails(*argv, "--namespace", "a\0b", *store)
 
 
-def test_an_interrupted_ingestion_goes_on_where_it_stopped(
+def test_an_interrupted_ingestion_continues_where_it_stopped(
     folder: Path, tmp_path: Path, as_json: Json, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ("warm", folder, "--store", tmp_path / "kv", *CUT)
@@ -513,7 +513,7 @@ def test_warm_refuses_what_the_disk_cannot_hold(
     ],
     ids=["missing", "empty", "overlap", "embedder"],
 )
-def test_what_warm_cannot_do_is_one_line(
+def test_errors_of_warm_are_one_line(
     argv: list[str],
     message: str,
     folder: Path,
@@ -565,7 +565,7 @@ def test_ask_before_warm_says_what_to_do(
     assert not (tmp_path / ".cache" / "kvrag").exists()  # none of them made a store
 
 
-def test_a_store_that_cannot_be_made_is_one_line(folder: Path, fails: Callable[..., str]) -> None:
+def test_a_store_that_cannot_be_created_is_reported_in_one_line(folder: Path, fails: Callable[..., str]) -> None:
     assert "(Not a directory): choose another one" in fails("warm", folder, "--store", folder / "ingla.txt" / "kv")
 
 
@@ -575,7 +575,7 @@ def test_a_store_of_another_model_is_refused(warmed: Path, fails: Callable[..., 
     assert "load the model with the same settings, use another store folder" in message
 
 
-def test_a_device_that_is_not_there_is_one_line(fails: Callable[..., str]) -> None:
+def test_a_missing_device_is_reported_in_one_line(fails: Callable[..., str]) -> None:
     assert "unknown device 'gpu'" in fails("ask", "What?", "--device", "gpu")
     if not torch.cuda.is_available():
         assert "torch finds no GPU for device 'cuda'" in fails("ask", "What?", "--device", "cuda")
@@ -603,7 +603,7 @@ def test_chat_answers_line_by_line(
     assert '"prompt_tokens"' in captured.err
 
 
-def test_a_long_chat_forgets_its_oldest_turns_and_says_so(
+def test_a_long_chat_drops_its_oldest_turns_and_reports_it(
     warmed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     question = "Which company makes golden pens? " * 40
@@ -611,7 +611,7 @@ def test_a_long_chat_forgets_its_oldest_turns_and_says_so(
     assert main(["chat", "--store", str(warmed), "--max-tokens", "2", "--json"]) == 0
     captured = capsys.readouterr()
     assert "the oldest turn was dropped" in captured.err
-    assert "too many for the window" in captured.err  # the one that fits in no conversation
+    assert "too many for the window" in captured.err  # the question that does not fit with any conversation
     assert len(captured.out.splitlines()) == 5
 
 
@@ -651,7 +651,7 @@ def test_store_stats_and_gc(warmed: Path, as_json: Json) -> None:
 CHECKED = {"sound": 0, "damaged": 0, "adopted": 0, "repaired": 0, "unreadable": 0}
 
 
-def test_store_check_finds_damage_once(folder: Path, tmp_path: Path, as_json: Json) -> None:
+def test_store_check_reports_damage_once(folder: Path, tmp_path: Path, as_json: Json) -> None:
     store = tmp_path / "kv"
     command = ("warm", folder, "--store", store, *CUT)
     as_json(*command)
@@ -674,7 +674,7 @@ def test_looking_at_a_store_makes_none(tmp_path: Path, fails: Callable[..., str]
 
 
 @pytest.mark.slow
-def test_the_demo_is_right_by_full_prefill_and_honest_about_the_rest(tmp_path: Path, as_json: Json) -> None:
+def test_the_demo_is_right_by_full_prefill_and_reports_the_rest(tmp_path: Path, as_json: Json) -> None:
     pytest.importorskip("langchain_kvrag")
     result = as_json("demo", "--no-speed", "--store", tmp_path / "kv")
     outcomes = result["questions"]
@@ -695,7 +695,7 @@ def test_the_demo_is_right_by_full_prefill_and_honest_about_the_rest(tmp_path: P
     )
 
 
-def test_the_demo_begins_with_its_number_and_fits_80_columns(
+def test_the_demo_begins_with_its_result_and_fits_80_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("langchain_kvrag")
@@ -704,7 +704,7 @@ def test_the_demo_begins_with_its_number_and_fits_80_columns(
         "processor": "Intel(R) Xeon(R) Platinum 8488C, a name that does not fit into a line",
     }
     rows = [TtftRow("full prefill", 11.12, 1.0), TtftRow("query", 2.02, 5.5, 6.9, 0.8, 500)]
-    monkeypatch.setattr(demo, "_measure", lambda chain: TtftResult(rows, 3146, settings))
+    monkeypatch.setattr(demo, "_measure", lambda: TtftResult(rows, 3146, settings))
     assert main(["demo", "--store", str(tmp_path / "kv")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.match(r"\d+\.\dx (faster|slower): first token after \d+ ms instead of \d+ ms", lines[0])
@@ -719,9 +719,9 @@ def test_the_demo_begins_with_its_number_and_fits_80_columns(
 
 def test_the_demos_columns_stay_apart_on_a_slow_machine() -> None:
     settings = {"answer": "dried bread", "correct": True, "reused_tokens": 1821, "recomputed_tokens": 264}
-    outcomes = [demo.DemoAnswer("What?", "dried bread", way.name, ttft_s=114.943, **settings) for way in demo.WAYS]
+    outcomes = [demo.DemoAnswer("What?", "dried bread", way, ttft_s=114.943, **settings) for way in demo.WAYS]
     warmed = {"files": 1, "chunks": 1, "new": 1, "tokens": 1, "bytes": 1}
-    (line,) = [line for line in demo.outcome_lines(outcomes, warmed) if "blending  " in line]
+    (line,) = [line for line in demo.answer_lines(outcomes, warmed) if "blending  " in line]
     assert line.split()[-5:] == ["264", "of", "1821", "114943", "ms"]
 
 
@@ -729,7 +729,7 @@ def test_the_demo_without_langchain_says_what_to_install(
     fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "langchain_kvrag", None)
-    assert "pip install langchain-kvrag" in fails("demo")
+    assert "pip install 'langchain-kvrag'" in fails("demo")
 
 
 # -------------------------------------------------------------------- calibrate
@@ -737,29 +737,44 @@ def test_the_demo_without_langchain_says_what_to_install(
 
 @pytest.fixture
 def own(warmed: Path, tmp_path: Path) -> Path:
-    """A copy of the warmed store, to be changed at will."""
+    """A copy of the warmed store, which tests may change."""
     return Path(shutil.copytree(warmed, tmp_path / "own"))
 
 
-def test_calibrate_by_questions(own: Path, tmp_path: Path, as_json: Json) -> None:
-    questions = tmp_path / "questions.txt"
-    questions.write_text("\n".join([question for question, _ in QUESTIONS] + ["", QUESTIONS[0][0]]))
-    wanted = ("--questions", questions, "--ratios", "0.6", "--target", "0.1", *CONTEXT)
-    result = as_json("calibrate", "--store", own, *wanted)
-    assert [(point["ratio"], point["prompts"]) for point in result["curve"]] == [(0.6, len(QUESTIONS))]
-    assert result["ratio"] == 0.6
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    """Forty questions about the corpus, one of them twice."""
+    path = tmp_path / "questions.txt"
+    asked = [f"{question} ({number})" for number in range(40) for question, _ in QUESTIONS][:40]
+    path.write_text("\n".join([*asked, "", asked[0]]))
+    return path
+
+
+def test_calibrate_by_questions(own: Path, questions: Path, as_json: Json, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = ("--store", own, "--questions", questions, "--ratios", "0.6", "--target", "0.1", *CONTEXT)
+    result = as_json("calibrate", *wanted, "--dry-run")
+    assert (result["ratio"], result["saved"]) == (0.6, False)
+    assert not (own / "calibration.json").exists()
+    result = as_json("calibrate", *wanted)
+    assert [(point["ratio"], point["prompts"]) for point in result["curve"]] == [(0.6, 40)]
+    assert (result["ratio"], result["saved"], result["store"]) == (0.6, True, str(own))
     assert result["verdict"].startswith("ratio 0.6 reaches 10.0%")
-    assert result["store"] == str(own)
     assert json.loads((own / "calibration.json").read_text())["ratio"] == 0.6
     assert as_json("ask", QUESTION, "--store", own)["report"]["ratio"] == 0.6
     assert as_json("ask", QUESTION, "--store", own, "--ratio", "0.3")["report"]["ratio"] == 0.3
+    assert main(["calibrate", *map(str, wanted), "--prompts", "39"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[-1].endswith("; nothing was saved")
+    assert "only 39 prompts, and a default takes 40: nothing is saved. Pass 40 or more questions" in captured.err
+    assert as_json("calibrate", "--store", own, "--reset")["store"] == str(own)
+    assert as_json("ask", QUESTION, "--store", own)["report"]["ratio"] == 0.15
 
 
 @pytest.mark.slow
-def test_calibrate_for_chunks_encoded_alone(tmp_path: Path, reader: Model, as_json: Json) -> None:
+def test_calibrate_for_chunks_encoded_alone(tmp_path: Path, questions: Path, reader: Model, as_json: Json) -> None:
     alone = ("--store", tmp_path / "alone", "--context-tokens", "0")
     as_json("warm", CORPUS, *CUT, *alone)
-    as_json("calibrate", *alone, "--prompts", "8", "--ratios", "0.6", "--target", "0.1")
+    as_json("calibrate", *alone, "--questions", questions, "--ratios", "0.6", "--target", "0.1")
     for context_tokens, ratio in ((0, 0.6), (256, 0.15)):
         config = BlendConfig(context_tokens=context_tokens, controller="off")
         with BlendEngine(reader, tmp_path / "alone", config) as engine:
@@ -788,9 +803,9 @@ def test_calibrate_says_what_is_missing(own: Path, tmp_path: Path, fails: Callab
 
 
 def test_the_controller_can_be_switched_off(own: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(2):  # by now all is measured
+    for _ in range(2):  # everything is measured by now
         as_json("ask", QUESTION, "--store", own)
-    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("-inf"))
+    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("-inf"))
     report = as_json("ask", QUESTION, "--store", own)["report"]
     assert (report["policy"], report["decision"].split(":")[0]) == ("full", "full prefill")
     report = as_json("ask", QUESTION, "--store", own, "--controller", "off")["report"]

@@ -10,13 +10,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from blending import CHUNKS, messages
 from fake_vllm import MODEL, REPORT, FakeVllm, fake_vllm
-from serving import NAME, serving
+from serving import NAME, serving, until
 
 from kvrag import (
     BlendEngine,
@@ -32,8 +31,9 @@ from kvrag import (
     SettingError,
     WarmReport,
 )
-from kvrag.answer import join
-from kvrag.client.texts import NamedTexts, batches, whole_documents
+from kvrag.client.request import NamedText
+from kvrag.client.servers import whole_documents
+from kvrag.types import join
 
 OBJECT = {"type": "object"}
 USER: list[dict[str, Any]] = [{"role": "user", "content": "Who plays the harp"}]
@@ -63,7 +63,7 @@ async def test_answers_of_vllm(fake: FakeVllm, remote: RemoteEngine, prompt: Any
         assert [delta.text for delta in deltas] == ["harp", " harp", ""]
         assert (deltas[-1].finish_reason, deltas[-1].num_tokens) == ("stop", 2)
         assert deltas[-1].report == expected
-    assert not fake.reports  # every one was asked for
+    assert not fake.reports  # every piece was requested
 
 
 def test_settings_of_an_answer(fake: FakeVllm, remote: RemoteEngine) -> None:
@@ -187,7 +187,7 @@ def test_a_history_is_sent_in_openais_form(fake: FakeVllm, remote: RemoteEngine)
 def test_documents_are_warmed_first(fake: FakeVllm, remote: RemoteEngine) -> None:
     remote.generate(USER, documents=CHUNKS[:2], namespace="n")
     [asked] = fake.asked("warm")
-    assert (asked["texts"], asked["document"], asked["namespace"]) == (CHUNKS[:2], "", "n")
+    assert (asked["texts"], asked["document"], asked["namespace"]) == (CHUNKS[:2], ["", ""], "n")
 
 
 def test_reports_that_are_missing(fake: FakeVllm, remote: RemoteEngine) -> None:
@@ -229,41 +229,23 @@ def test_chunks_of_vllm(fake: FakeVllm, remote: RemoteEngine) -> None:
     assert asyncio.run(remote.awarm(CHUNKS[:1])).chunks == 1
 
 
-def test_a_long_document_is_sent_in_parts(fake: FakeVllm, remote: RemoteEngine) -> None:
+def test_the_prompt_reserves_pages_for_the_texts(fake: FakeVllm, remote: RemoteEngine) -> None:
+    """The texts themselves, or all pages if they are longer than the window."""
     fake.window = 200
     texts = [" ".join([f"chunk{number}"] * 60) for number in range(9)]
     steps: list[tuple[int, int]] = []
-    report = remote.warm(texts, document="d", sources=["s"] * 9, progress=lambda *done: steps.append(done))
-    assert report.chunks == 9
-    *asked, last = fake.asked("warm")
-    assert len(asked) > 2
-    assert [text for each in asked for text in each["texts"]] == texts == fake.documents["", "d"]
-    assert not any(each["replace"] for each in asked), "what it had before is kept until all is stored"
-    assert last["texts"] == texts
-    assert last.get("replace", True)
-    assert steps[-1] == (9, 9)
-    for before, each in pairwise(asked):
-        assert each["contexts"] == {"s": [len(before["texts"])]}
-    with pytest.raises(ContextWindowError, match="chunk 1 is too long for the server's window of 200"):
-        remote.warm(["a", "word " * 300], document="e")
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_parts_keep_to_the_contract(seed: int) -> None:
-    """Of any texts: all are sent in order, none too long, and it is known which documents are divided."""
-    rng = random.Random(seed)
-    number = rng.randint(1, 40)
-    texts = NamedTexts(
-        [" ".join(["word"] * rng.randint(1, 50)) for _ in range(number)],
-        [rng.choice("abc") if seed % 2 else rng.choice(["", "a"]) for _ in range(number)],
-        [rng.choice(["", "s", "t"]) for _ in range(number)],
+    report = remote.warm(
+        [*texts, "short", "shorter"],
+        document=["d"] * 9 + ["e", "f"],
+        progress=lambda *done: steps.append(done),
     )
-    made = batches(texts, 60, lambda prompt: len(prompt.split()))
-    assert [text for batch in made for text in batch.part.texts] == texts.texts
-    for number, batch in enumerate(made):
-        assert len("\n\n".join(batch.part.texts).split()) < 60
-        elsewhere = {name for other in made[:number] + made[number + 1 :] for name in other.part.documents}
-        assert batch.is_whole == (not {*batch.part.documents} & elsewhere - {""})
+    assert report.chunks == 11
+    assert fake.documents["", "d"] == texts
+    assert steps == [(9, 11), (11, 11)]
+    assert [body["prompt"] for body in fake.requests] == [[0] * 199, "short\n\nshorter"]
+    assert fake.tokenized == 2  # one finds the window
+    remote.warm(["longer than the window in bytes only " * 10], document="g")
+    assert fake.requests[-1]["prompt"] == "longer than the window in bytes only " * 10
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -271,13 +253,10 @@ def test_documents_and_sources_are_not_divided(seed: int) -> None:
     rng = random.Random(seed)
     number = rng.randint(0, 30)
     documents = sorted(rng.choice("abcdefgh") for _ in range(number))
-    texts = NamedTexts(
-        ["x" * rng.randint(1, 9) for _ in range(number)], documents, [rng.choice(["", d]) for d in documents]
-    )
+    texts = [NamedText("x" * rng.randint(1, 9), name, rng.choice(["", name])) for name in documents]
     made = list(whole_documents(texts, 12))
-    assert [text for part in made for text in part.texts] == texts.texts
-    assert [len({*part.documents}) for part in made] == [len({*part.documents}) for part in made]
-    names = [name for part in made for name in {*part.documents}]
+    assert [row for part in made for row in part] == texts
+    names = [name for part in made for name in {row.document for row in part}]
     assert len(names) == len({*names})
     assert number < 12 or len(made) > 1
 
@@ -309,11 +288,10 @@ def test_the_server_is_asked_once(fake: FakeVllm, remote: RemoteEngine) -> None:
     assert remote.context_window == 5000
     fake.fail = [500]  # it would fail
     assert remote.context_window == 5000
-    assert (remote.model_name, remote.has_chat_template) == (MODEL, True)
+    assert (remote.model_name, remote.as_prompt("a")) == (MODEL, [{"role": "user", "content": "a"}])
     fake.fail = []
     assert remote.count_tokens("a b c") == remote.count_tokens([{"role": "user", "content": "a b c"}]) == 4
     assert remote.encode("a b c") == [0, 1, 2]
-    assert remote.as_prompt("a") == [{"role": "user", "content": "a"}]
     assert RemoteEngine(fake.url).model_name == MODEL
 
 
@@ -323,10 +301,10 @@ def test_a_model_without_a_template(fake: FakeVllm, remote: RemoteEngine) -> Non
     assert remote.generate("a").text == "a a"
 
 
-def test_a_gateway_may_hide_what_is_not_openais(fake: FakeVllm, remote: RemoteEngine) -> None:
+def test_a_gateway_may_hide_fields_beyond_openais(fake: FakeVllm, remote: RemoteEngine) -> None:
     fake.fail = [0, 404]  # of /v1/models and /tokenize
     assert remote.generate("a").text == "a a"
-    assert (remote.context_window, remote.has_chat_template) == (5000, True)
+    assert (remote.context_window, remote.as_prompt("a")) == (5000, [{"role": "user", "content": "a"}])
 
 
 def test_pages_of_other_servers() -> None:
@@ -388,7 +366,7 @@ def test_a_key_is_sent_and_only_ours(fake: FakeVllm, monkeypatch: pytest.MonkeyP
         (507, KvragError, "as told"),
     ],
 )
-def test_errors_are_one_line_with_a_way_out(
+def test_errors_are_one_line_with_a_remedy(
     fake: FakeVllm, remote: RemoteEngine, status: int, kind: type[Exception], reason: str
 ) -> None:
     ways: list[Any] = [
@@ -426,7 +404,7 @@ def test_prompts_that_are_too_long_or_empty(remote: RemoteEngine) -> None:
 
 @pytest.mark.parametrize("as_messages", [False, True])
 def test_an_answer_may_be_shorter_than_asked(fake: FakeVllm, remote: RemoteEngine, as_messages: bool) -> None:
-    """As locally, a prompt is answered if one token fits behind it; the prompt is counted only if need be."""
+    """As locally, a prompt is answered if one token fits after it; its tokens are counted only if needed."""
     for words, room, counted in ((10, 256, 0), (4900, 99, 1), (4998, 1, 1)):
         text = "word " * words
         assert remote.model_name
@@ -436,7 +414,7 @@ def test_an_answer_may_be_shorter_than_asked(fake: FakeVllm, remote: RemoteEngin
         assert fake.tokenized - before == counted
 
 
-def test_answers_that_break_off(fake: FakeVllm, remote: RemoteEngine) -> None:
+def test_answers_that_end_early(fake: FakeVllm, remote: RemoteEngine) -> None:
     fake.cut = True
     with pytest.raises(ServerError, match="the stream broke off"):
         list(remote.stream(USER))
@@ -444,6 +422,45 @@ def test_answers_that_break_off(fake: FakeVllm, remote: RemoteEngine) -> None:
     fake.finish = "abort"
     with pytest.raises(ServerError, match="abort"):
         remote.generate(USER)
+
+
+async def test_an_answer_that_is_left_ends_on_the_server(fake: FakeVllm, remote: RemoteEngine) -> None:
+    """Cancelling a task closes its connection, and so does closing a stream."""
+
+    async def ended() -> bool:
+        was_set = await asyncio.to_thread(fake.left.wait, 10)
+        fake.left.clear()
+        return was_set
+
+    assert remote.model_name
+    fake.endless = True
+    stream = remote.stream(USER)
+    assert next(stream).text == "harp"
+    stream.close()
+    assert await ended()
+    astream = remote.astream(USER)
+    assert (await anext(astream)).text == "harp"
+    await astream.aclose()
+    assert await ended()
+
+    async def read() -> None:
+        async for _ in remote.astream(USER):
+            pass
+
+    for way in (remote.agenerate(USER), read(), remote.awarm(CHUNKS)):
+        sent = len(fake.requests)
+        task = asyncio.ensure_future(way)
+        await asyncio.to_thread(until, lambda sent=sent: len(fake.requests) > sent, 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await ended()
+
+
+async def test_synchronous_calls_while_a_loop_runs(remote: RemoteEngine) -> None:
+    """As in a notebook."""
+    assert "".join(delta.text for delta in remote.stream(USER)) == remote.generate(USER).text == "harp harp"
+    assert remote.warm(CHUNKS).new == 4
 
 
 @pytest.mark.parametrize(
@@ -495,7 +512,7 @@ def test_an_engine_is_shared_and_closed(fake: FakeVllm) -> None:
     for _ in range(2):
         with one:
             assert one.generate("a").text
-    for method in (one.explain, one.calibrate, one.verify):
+    for method in (one.explain, one.calibrate, one.reset_calibration, one.verify):
         with pytest.raises(SettingError, match="run it where they are"):
             method()
 

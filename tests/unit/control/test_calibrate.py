@@ -1,4 +1,4 @@
-"""Calibration: the choice, the interval, what is kept, and what the engine makes of it."""
+"""Calibration: the choice, the interval, the stored result, and its effect in the engine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from blending import CHUNKS, messages
 
 from kvrag import BlendConfig, BlendEngine, FileStore, KvragError, Model, ModelError, SettingError, StoreError
 from kvrag.config import DEFAULT_POLICY
-from kvrag.control.calibrate import FILE, Agreement, Calibration, choose, settings_of, wilson
+from kvrag.control.agreement import choose, wilson
+from kvrag.control.calibrate import FILE, Agreement, Calibration, settings_of
+from kvrag.control.calibrate import PROMPTS as LEAST
 from kvrag.control.prompts import first_word, make_prompts, search_by_words
 from kvrag.errors import PromptError
 
 PROMPT = messages(*CHUNKS)
 PROMPTS = [messages(*CHUNKS[i:], *CHUNKS[:i], question=f"Question {i}: who likes curry?") for i in range(4)]
+MANY = PROMPTS * 10
+"""As many as a default takes."""
 
 
 def _curve(*first: int, prompts: int = 100) -> tuple[Agreement, ...]:
@@ -37,22 +41,17 @@ def test_wilson() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "wanted"),
+    ("shares", "wanted"),
     [
-        ((80, 90, 99, 100, 100), 0.1),
-        ((99, 90, 99, 100, 100), 0.1),  # the first was luck
-        ((80, 90, 95, 98, 99), 0.4),
-        ((80, 90, 95, 98, 98), None),
-        ((100,), 0.02),
+        ((0.8, 0.9, 0.99, 1.0, 1.0), 0.1),
+        ((0.99, 0.9, 0.99, 1.0, 1.0), 0.1),  # the first was luck
+        ((0.8, 0.9, 0.95, 0.98, 0.99), 0.4),
+        ((0.8, 0.9, 0.95, 0.98, 0.98), None),
+        ((1.0,), 0.02),
     ],
 )
-def test_choose(first: tuple[int, ...], wanted: float | None) -> None:
-    assert choose(_curve(*first), 0.99) == wanted
-
-
-def test_choose_by_the_lower_end_of_the_interval() -> None:
-    assert choose(_curve(95, 99, 100, 100), 0.95) == 0.02
-    assert choose(_curve(95, 99, 100, 100), 0.95, sure=True) == 0.1
+def test_choose(shares: tuple[float, ...], wanted: float | None) -> None:
+    assert choose((0.02, 0.05, 0.1, 0.2, 0.4)[: len(shares)], shares, 0.99) == wanted
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def warmed(engine: BlendEngine) -> Iterator[BlendEngine]:
     return engine
 
 
-def test_a_calibration_counts_what_it_says(warmed: BlendEngine, endless: Model) -> None:
+def test_a_calibration_counts_the_answers_that_it_reports(warmed: BlendEngine, endless: Model) -> None:
     steps: list[tuple[int, int]] = []
     found = warmed.calibrate(PROMPTS, ratios=(0.5, 0.1), tokens=3, progress=lambda *step: steps.append(step))
     assert [point.ratio for point in found.curve] == [0.1, 0.5]
@@ -78,7 +77,18 @@ def test_a_calibration_counts_what_it_says(warmed: BlendEngine, endless: Model) 
             for given, wanted in pairwise(full):
                 following += int(endless.forward(torch.tensor([[given]]), cache).argmax()) == wanted
         assert (point.first, point.following) == (same, following)
-    assert found.notes == ("only 4 prompts: the interval is wide, give more prompts",)
+    (note,) = found.notes
+    assert note.startswith("only 4 prompts, and a default takes 40: nothing is saved.")
+    assert "--questions FILE" in note
+
+
+def test_the_end_of_an_answer_is_compared(warmed: BlendEngine, endless: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, _ = warmed.generate(PROMPT, policy="full", max_new_tokens=3, temperature=0).token_ids
+    assert first != second
+    for end, following in ((second, 1), (first, 0)):
+        monkeypatch.setitem(endless.__dict__, "eos_ids", frozenset({end}))
+        (point,) = warmed.calibrate([PROMPT], ratios=(0.999999,), tokens=3).curve
+        assert (point.first, point.following, point.tokens) == (1, following, following)
 
 
 def test_everything_recomputed_agrees_always(warmed: BlendEngine) -> None:
@@ -89,7 +99,7 @@ def test_everything_recomputed_agrees_always(warmed: BlendEngine) -> None:
 
 def test_the_ratio_found_is_the_default_from_now_on(warmed: BlendEngine, model: Model) -> None:
     assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.15
-    found = warmed.calibrate(PROMPTS, ratios=(0.91,), target=0.01)
+    found = warmed.calibrate(MANY, ratios=(0.91,), target=0.01)
     assert found.ratio == 0.91
     assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.91
     assert warmed.generate(PROMPT, ratio=0.5, max_new_tokens=1).report.ratio == 0.5
@@ -101,6 +111,37 @@ def test_the_ratio_found_is_the_default_from_now_on(warmed: BlendEngine, model: 
         assert report.recomputed_tokens == round(0.91 * sum(len(run) for run in report.runs[1:]))
     with BlendEngine(model, FileStore(folder, min_free_bytes=0), BlendConfig(ratio=0.4)) as other:
         assert other.generate(PROMPT, max_new_tokens=1).report.ratio == 0.4
+
+
+@pytest.mark.parametrize(("count", "is_saved"), [(2, False), (LEAST - 1, False), (LEAST, True)])
+def test_few_prompts_change_no_default(count: int, is_saved: bool, warmed: BlendEngine) -> None:
+    found = warmed.calibrate(MANY[:count], ratios=(0.9,), target=0.01)
+    assert (found.ratio, found.curve[0].prompts, found.is_usable) == (0.9, count, is_saved)
+    assert (Path(warmed.store.stats().path) / FILE).exists() == is_saved
+    assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == (0.9 if is_saved else 0.15)
+
+
+def test_a_calibration_can_be_tried_and_taken_back(warmed: BlendEngine, model: Model) -> None:
+    path = Path(warmed.store.stats().path)
+    found = warmed.calibrate(MANY, ratios=(0.9,), target=0.01, save=False)
+    assert (found.ratio, found.is_usable) == (0.9, True)
+    assert not (path / FILE).exists()
+    assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.15
+    _kept(warmed)
+    with BlendEngine(model, FileStore(path, min_free_bytes=0)) as again:
+        assert again.generate(PROMPT, max_new_tokens=1).report.ratio == 0.05
+        again.reset_calibration()
+        report = again.generate(PROMPT, max_new_tokens=1).report
+        assert (report.ratio, report.notes) == (0.15, ())
+    with BlendEngine(model, FileStore(path, min_free_bytes=0)) as later:
+        report = later.generate(PROMPT, max_new_tokens=1).report
+        assert (report.ratio, report.notes) == (0.15, ())
+
+
+def test_a_sure_calibration_goes_by_the_lower_end_of_the_interval(warmed: BlendEngine) -> None:
+    nearly_all = {"ratios": (0.999999,), "target": 0.95, "save": False}
+    assert warmed.calibrate(MANY, **nearly_all).ratio == 0.999999
+    assert warmed.calibrate(MANY, **nearly_all, sure=True).ratio is None, "40 of 40 may be 91 %"
 
 
 def _kept(engine: BlendEngine, **changes: Any) -> None:
@@ -115,10 +156,10 @@ def _kept(engine: BlendEngine, **changes: Any) -> None:
         "ratio": 0.05,
         "made": "2026-01-01T00:00:00+00:00",
     }
-    engine.store.write_text(FILE, Calibration(**(made | changes)).to_json())  # type: ignore[attr-defined]
+    engine.store.change_text(FILE, lambda _: Calibration(**(made | changes)).to_json())  # type: ignore[attr-defined]
 
 
-def test_where_nothing_holds_there_is_full_prefill(warmed: BlendEngine) -> None:
+def test_if_no_ratio_reaches_the_target_full_prefill_is_used(warmed: BlendEngine) -> None:
     _kept(warmed, ratio=None)
     report = warmed.generate(PROMPT, max_new_tokens=1).report
     assert (report.policy, report.ratio, report.exact) == ("full", 1.0, True)
@@ -148,7 +189,7 @@ def test_a_calibration_for_something_else_is_ignored(changes: dict[str, Any], wh
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b'{"ratio": 3}', b"null"])
-def test_a_damaged_calibration_costs_no_answer(content: bytes, warmed: BlendEngine) -> None:
+def test_a_damaged_calibration_does_not_stop_answers(content: bytes, warmed: BlendEngine) -> None:
     path = Path(warmed.store.stats().path) / FILE
     path.write_bytes(content)
     report = warmed.generate(PROMPT, max_new_tokens=1).report
@@ -156,11 +197,11 @@ def test_a_damaged_calibration_costs_no_answer(content: bytes, warmed: BlendEngi
     (note,) = report.notes
     assert str(path) in note
     assert "kvrag calibrate" in note
-    assert warmed.calibrate(PROMPTS, ratios=(0.9,), target=0.01).ratio == 0.9
+    assert warmed.calibrate(MANY, ratios=(0.9,), target=0.01).ratio == 0.9
     assert warmed.generate(PROMPT, max_new_tokens=1).report.notes == ()
 
 
-def test_a_ratio_out_of_range_is_damage(warmed: BlendEngine) -> None:
+def test_a_stored_ratio_out_of_range_is_damage(warmed: BlendEngine) -> None:
     _kept(warmed, ratio=7.0)
     assert "is damaged" in warmed.generate(PROMPT, max_new_tokens=1).report.notes[0]
 
@@ -175,20 +216,20 @@ def test_a_store_that_cannot_be_written_costs_no_work(warmed: BlendEngine, monke
     def full_disk(*_: Any) -> None:
         raise StoreError("the disk is full")
 
-    monkeypatch.setattr(warmed.store, "write_text", full_disk)
-    found = warmed.calibrate(PROMPTS, ratios=(0.9,), target=0.01)
+    monkeypatch.setattr(warmed.store, "change_text", full_disk)
+    found = warmed.calibrate(MANY, ratios=(0.9,), target=0.01)
     assert found.notes[-1] == "valid for this process only: the disk is full"
     assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.9
 
 
 class _Plain:
-    """A store without `read_text` and `write_text`."""
+    """A store without `read_text` and `change_text`."""
 
     def __init__(self, store: FileStore) -> None:
         self._store = store
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("read_text", "write_text"):
+        if name in ("read_text", "change_text"):
             raise AttributeError(name)
         return getattr(self._store, name)
 
@@ -197,7 +238,7 @@ def test_a_store_that_keeps_no_texts_is_calibrated_for_one_engine(model: Model, 
     store: Any = _Plain(FileStore(tmp_path, min_free_bytes=0))
     with BlendEngine(model, store) as engine:
         engine.warm(CHUNKS)
-        engine.calibrate(PROMPTS, ratios=(0.9,), target=0.01)
+        engine.calibrate(MANY, ratios=(0.9,), target=0.01)
         assert engine.generate(PROMPT, max_new_tokens=1).report.ratio == 0.9
     assert not (tmp_path / FILE).exists()
     assert not (tmp_path / "speed.json").exists()
@@ -219,7 +260,7 @@ def test_prompts_are_made_of_the_chunks_and_guesses_are_left_out(
             logits = warmed.model.forward(torch.tensor([answer[-1:]]), done.cache)
         words.append(first_word(warmed.model.tokenizer.decode(answer)))
     wanted = [words[0], "never", words[2], *words[3:]]
-    changed = [replace(one, gap=replace(one.gap, word=word)) for one, word in zip(made, wanted, strict=True)]
+    changed = [replace(one, word=word) for one, word in zip(made, wanted, strict=True)]
     asked: list[int] = []
 
     def remade(model: Model, texts: list[str], search: object, count: int, *_: object) -> list[Any]:
@@ -233,7 +274,7 @@ def test_prompts_are_made_of_the_chunks_and_guesses_are_left_out(
     assert found.curve[0].prompts == 2
     assert "1 prompts were left out: full prefill continues them differently" in found.notes[0]
     assert steps == [(done, 4) for done in range(5)]
-    changed = [replace(one, gap=replace(one.gap, word="never")) for one in made]
+    changed = [replace(one, word="never") for one in made]
     with pytest.raises(PromptError, match="completes none of 6 sentences"):
         warmed.calibrate(count=2)
 
@@ -282,7 +323,7 @@ def test_chunks_without_sentences(engine: BlendEngine) -> None:
         engine.calibrate()
 
 
-def test_prompts_with_nothing_to_recompute_are_left_out_and_said(warmed: BlendEngine) -> None:
+def test_prompts_with_nothing_to_recompute_are_left_out_and_reported(warmed: BlendEngine) -> None:
     found = warmed.calibrate([*PROMPTS, messages("Never warmed.")], ratios=(0.2,))
     assert found.curve[0].prompts == 4
     assert found.notes[0] == "1 prompts had nothing to recompute and were left out"
@@ -322,7 +363,6 @@ def test_an_interrupted_calibration_reports_the_prompts_that_are_done(warmed: Bl
         assert again.generate(PROMPT, max_new_tokens=1).report.ratio == 0.05, "too few: the old one stays"
         with pytest.raises(KeyboardInterrupt):
             again.calibrate(PROMPTS, progress=_interrupt_at(3))
-        many = [*PROMPTS, *PROMPTS, *PROMPTS]
-        found = again.calibrate(many, ratios=(0.9,), target=0.01, progress=_interrupt_at(21))
-        assert (found.curve[0].prompts, found.is_usable) == (10, True)
+        found = again.calibrate(MANY * 2, ratios=(0.9,), target=0.01, progress=_interrupt_at(2 * LEAST + 1))
+        assert (found.curve[0].prompts, found.interrupted, found.is_usable) == (LEAST, True, True)
         assert again.generate(PROMPT, max_new_tokens=1).report.ratio == 0.9

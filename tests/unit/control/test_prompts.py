@@ -1,4 +1,4 @@
-"""Prompts made of documents: what is asked, what is retrieved, and what cannot be asked."""
+"""Prompts made of documents: sentences, retrieved chunks, and unsuitable documents."""
 
 from __future__ import annotations
 
@@ -17,30 +17,26 @@ CHUNKS = [
 
 def test_a_cloze_asks_for_a_rare_word_that_another_chunk_has(model: Model) -> None:
     prompts = make_prompts(model, CHUNKS, search_by_words(CHUNKS), 100, top_k=3)
-    clozes = [made for made in prompts if made.gap.kind == CLOZE]
-    assert "Tarvik" in {made.gap.word for made in clozes}
+    clozes = [made for made in prompts if made.kind == CLOZE]
+    assert "Tarvik" in {made.word for made in clozes}
     for made in clozes:
-        own = [chunk for chunk in CHUNKS if made.gap.sentence in chunk]
-        assert made.gap.word not in made.gap.beginning.split()
-        assert any(made.gap.word in chunk for chunk in CHUNKS if chunk not in own)
+        own = [chunk for chunk in CHUNKS if made.sentence in chunk]
+        assert made.word not in made.beginning.split()
+        assert any(made.word in chunk for chunk in CHUNKS if chunk not in own)
         assert not set(own) & set(made.chunks), "the word must come from another chunk"
-        assert made.across is (True if any(made.gap.word in chunk for chunk in made.chunks) else None)
 
 
-def test_a_continuation_may_be_read_off_its_own_chunk(model: Model) -> None:
+def test_a_continuation_may_be_in_its_own_chunk(model: Model) -> None:
     prompts = [
-        made
-        for made in make_prompts(model, CHUNKS, search_by_words(CHUNKS), 100, top_k=2)
-        if made.gap.kind == CONTINUATION
+        made for made in make_prompts(model, CHUNKS, search_by_words(CHUNKS), 100, top_k=2) if made.kind == CONTINUATION
     ]
     assert len(prompts) == 6, "two sentences are too short"
     for made in prompts:
-        assert made.gap.sentence.startswith(made.gap.beginning)
-        rest = made.gap.sentence[len(made.gap.beginning) :].strip()
-        assert rest.startswith(made.gap.word)
-        assert made.across is False
+        assert made.sentence.startswith(made.beginning)
+        rest = made.sentence[len(made.beginning) :].strip()
+        assert rest.startswith(made.word)
         text = model.tokenizer.decode(made.ids)
-        assert text.endswith(made.gap.beginning)
+        assert text.endswith(made.beginning)
         assert all(chunk in text for chunk in made.chunks)
 
 
@@ -51,11 +47,11 @@ def test_the_seed_decides_and_more_prompts_append(model: Model) -> None:
     assert prompts[:3] == make_prompts(model, CHUNKS, search, 3, seed=1)
     assert prompts != make_prompts(model, CHUNKS, search, 6, seed=2)
     orders = {tuple(CHUNKS.index(chunk) for chunk in made.chunks) for made in prompts}
-    assert any(list(order) != sorted(order) for order in orders), "what is retrieved is shuffled"
+    assert any(list(order) != sorted(order) for order in orders), "the retrieved chunks are shuffled"
     assert [gap.kind for gap in find_gaps(CHUNKS, 1)[:4]] == [CLOZE, CONTINUATION] * 2
 
 
-def test_tables_code_and_repeated_text_are_not_asked_about() -> None:
+def test_no_prompts_are_made_of_tables_code_and_repeated_text() -> None:
     chunks = ["| a | b | c | d | e | f | g | h |", "x = f(a, b)[c] + {d: e} // g ** (h - 1)", CHUNKS[0], CHUNKS[0]]
     sentences = [gap.sentence for gap in find_gaps(chunks, 0)]
     assert sentences
@@ -85,7 +81,9 @@ def test_a_model_without_a_chat_template_continues_the_text(model: Model, monkey
         ([chunk * 100 for chunk in CHUNKS], ContextWindowError, "use fewer (--top-k) or shorter chunks"),
     ],
 )
-def test_what_cannot_be_asked_is_said(chunks: list[str], error: type[KvragError], message: str, model: Model) -> None:
+def test_impossible_prompts_are_reported(
+    chunks: list[str], error: type[KvragError], message: str, model: Model
+) -> None:
     with pytest.raises(error) as caught:
         make_prompts(model, chunks, search_by_words(chunks), 3)
     assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""Answers that are decoded together: each gets the tokens that it would get alone, whatever happens to the others."""
+"""Answers that are decoded together: each gets the same tokens as alone, whatever happens to the others."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def tokens(deltas: Any, count: int | None = None) -> list[int]:
 
 
 def in_threads(*works: Callable[[], Any]) -> list[Any]:
-    """Run these at the same time; return what they return or raise."""
+    """Run these at the same time; return their results or errors."""
     results: list[Any] = [None] * len(works)
 
     def run(number: int) -> None:
@@ -169,7 +169,7 @@ def test_parallel_calls_share_their_steps(
 # ---------------------------------------------------------------- consumers
 
 
-def test_a_slow_consumer_stops_nobody_and_its_answer_does_not_run_away(
+def test_a_slow_consumer_stops_no_other_and_its_answer_stays_close_behind(
     start: Start, alone: dict[int, list[int]], endless: Model
 ) -> None:
     slow = start(5, max_new_tokens=100)
@@ -181,7 +181,7 @@ def test_a_slow_consumer_stops_nobody_and_its_answer_does_not_run_away(
     assert got + tokens(slow, 18) == alone[5]
 
 
-def test_a_consumer_may_ask_again_while_it_reads(engine: BlendEngine, endless: Model, polling_fast: None) -> None:
+def test_a_consumer_may_send_a_prompt_while_it_reads(engine: BlendEngine, endless: Model, polling_fast: None) -> None:
     wanted = engine.generate(PROMPTS[1], max_new_tokens=5, temperature=0).token_ids
     with BlendEngine(endless, engine.store, batch_bytes=0) as narrow:  # no two answers at a time
         for count, _ in enumerate(narrow.stream(PROMPTS[0], max_new_tokens=6), 1):
@@ -277,10 +277,10 @@ def test_without_memory_the_steps_become_smaller(
     streams = [start(length) for length in LENGTHS]
     got = [tokens(deltas, 3) for deltas in streams]
     assert [[*first, *tokens(rest)] for first, rest in zip(got, streams, strict=True)] == list(alone.values())
-    assert 1 <= sum(size > 1 for size in steps) <= 3, "tried again when a row has left, not at every step"
+    assert 1 <= sum(size > 1 for size in steps) <= 3, "tried again when a row has ended, not at every step"
 
 
-def test_a_row_without_memory_goes_on_when_another_one_has_left(
+def test_a_row_without_memory_continues_when_another_one_has_ended(
     start: Start, alone: dict[int, list[int]], endless: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward_each = endless.forward_each
@@ -294,7 +294,7 @@ def test_a_row_without_memory_goes_on_when_another_one_has_left(
     short, long = start(5), start(90)
     tokens(short, 2)
     assert in_threads(lambda: tokens(long), lambda: tokens(short)) == [alone[90], alone[5][2:]]
-    holding, long = start(5, max_new_tokens=100), start(90)  # a consumer that never goes on holds memory for ever
+    holding, long = start(5, max_new_tokens=100), start(90)  # a consumer that never continues holds memory forever
     tokens(holding, 2)
     with pytest.raises(OutOfMemoryError):
         tokens(long)

@@ -1,4 +1,4 @@
-"""Decoding is `model.generate`'s, piece by piece: the same tokens and processors, text as soon as it is certain."""
+"""Decoding equals `model.generate`, streamed: the same tokens and processors, text as soon as it is certain."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_without_a_seed_nothing_repeats(engine: BlendEngine, endless: Model) -> 
 
 @pytest.fixture
 def opinionated(tokenizer: Any) -> tuple[Model, Any]:
-    """A model whose generation config samples, as those of Qwen do."""
+    """A model whose generation config samples, like Qwen's."""
     hf = build("llama", eos_token_id=None)
     hf.generation_config.do_sample = True
     hf.generation_config.temperature = 0.7
@@ -157,7 +157,7 @@ def test_unset_fields_come_from_the_generation_config(opinionated: tuple[Model, 
         )
 
 
-def test_a_model_without_opinions_is_greedy_by_default(engine: BlendEngine, endless: Model, hf: Any) -> None:
+def test_a_model_without_sampling_defaults_is_greedy(engine: BlendEngine, endless: Model, hf: Any) -> None:
     ids = endless.tokenizer.render(PROMPT)
     wanted = _generate(hf, ids, max_new_tokens=10, eos_token_id=None, pad_token_id=2)
     assert list(engine.generate(PROMPT, policy="full", max_new_tokens=10).token_ids) == wanted
@@ -170,7 +170,7 @@ Script = Callable[..., list[Delta]]
 
 @pytest.fixture
 def script(endless: Model, monkeypatch: pytest.MonkeyPatch) -> Script:
-    """Decode with a model that says just this, one token after the other."""
+    """Decode with a model that generates exactly this text, one token after the other."""
 
     def run(said: str | list[int], **settings: Any) -> list[Delta]:
         tokens = endless.tokenizer.encode(said) if isinstance(said, str) else said
@@ -219,7 +219,7 @@ def test_the_answer_ends_before_a_stop_string_wherever_token_borders_lie(stop: s
     assert all(delta.finish_reason is None for delta in deltas[:-1])
 
 
-def test_what_may_become_a_stop_string_is_held_back_and_let_go(script: Script) -> None:
+def test_a_possible_stop_string_is_held_back_and_released(script: Script) -> None:
     said = "One two thr. One two three!"
     deltas = script(said, stop=("three!",))
     assert _text(deltas) == said[: said.index("three!")]
@@ -271,7 +271,7 @@ def test_any_of_the_end_tokens_ends_the_answer(
         assert _text(deltas) == endless.tokenizer.decode(tokens[:at])
 
 
-def test_what_is_held_back_comes_with_the_end_token(
+def test_held_back_text_is_released_with_the_end_token(
     script: Script, endless: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(endless.__dict__, "eos_ids", frozenset({1}))

@@ -1,4 +1,4 @@
-"""Answers under a grammar: whatever the model would rather say, what it says is in the language."""
+"""Answers under a grammar: for any model, the answer is in the grammar's language."""
 
 from __future__ import annotations
 
@@ -124,13 +124,13 @@ def test_top_k_chooses_among_what_is_allowed(engine: BlendEngine) -> None:
     assert re.fullmatch("[xyz]{6}", answer.text)
 
 
-def test_an_answer_cut_off_says_so(engine: BlendEngine) -> None:
+def test_an_answer_cut_off_is_reported(engine: BlendEngine) -> None:
     answer = engine.generate(PROMPT, grammar=Grammar(regex="a{500}"), max_new_tokens=5)
     assert (answer.finish_reason, len(answer.token_ids)) == ("length", 5)
     assert set(answer.text) == {"a"}
 
 
-def test_a_grammar_changes_nothing_about_reuse(engine: BlendEngine) -> None:
+def test_a_grammar_does_not_change_reuse(engine: BlendEngine) -> None:
     chunk = "Kan Dror was born in Stelburg. He plays the banjo. He owns a goat and a cat. He studied geology."
     engine.warm([chunk])
     answers: list[Answer] = [
@@ -147,7 +147,7 @@ def test_a_grammar_changes_nothing_about_reuse(engine: BlendEngine) -> None:
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
-    """As Llama 2's and Gemma's: spaces are letters, and bytes stand in for what is not in the vocabulary."""
+    """Like Llama 2's and Gemma's: spaces are letters, and characters outside the vocabulary are bytes."""
     bytes_ = [f"<0x{number:02X}>" for number in range(256)]
     pieces = ["<s>", "</s>", *bytes_, "▁", *"abcdefghijklmnopqrstuvwxyz", "▁a", "▁the", "th", "he", "an"]
     merges = [("▁", "a"), ("t", "h"), ("h", "e"), ("a", "n"), ("▁", "the")]
@@ -161,7 +161,7 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """As GPT's, Llama 3's and Qwen's."""
+    """Like GPT's, Llama 3's and Qwen's."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -195,7 +195,7 @@ def test_other_kinds_of_tokenizers(make: Callable[[], Any], tmp_path: Path) -> N
         ({"json_schema": {"const": {1, 2}}}, "json_schema is not JSON"),
     ],
 )
-def test_what_is_no_grammar_is_refused_when_it_is_made(wrong: dict[str, Any], why: str) -> None:
+def test_an_invalid_grammar_is_refused_when_it_is_created(wrong: dict[str, Any], why: str) -> None:
     with pytest.raises(SettingError, match=why):
         Grammar(**wrong)
 
@@ -210,7 +210,7 @@ def test_what_is_no_grammar_is_refused_when_it_is_made(wrong: dict[str, Any], wh
         (Grammar(json_schema={"type": "array", "uniqueItems": True}), "uniqueItems"),
     ],
 )
-def test_a_grammar_that_cannot_be_kept_to_is_refused_before_any_work(
+def test_a_grammar_that_cannot_be_enforced_is_refused_before_any_work(
     engine: BlendEngine, grammar: Grammar, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BlendEngine, "prefill", None)
@@ -219,7 +219,7 @@ def test_a_grammar_that_cannot_be_kept_to_is_refused_before_any_work(
     assert "\n" not in str(error.value)
 
 
-def test_without_the_extra_the_way_out_is_named(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_the_remedy_is_named(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(SettingError, match=r"pip install 'kvrag\[grammar\]'"):
         engine.generate(PROMPT, grammar=Grammar(regex="a"))
@@ -249,7 +249,7 @@ def test_openais_response_format_is_a_grammar(response_format: dict[str, Any], s
 @pytest.mark.parametrize(
     "wrong", [{}, {"type": "json_schema"}, {"type": "xml"}, "json", {"type": "json_schema", "json_schema": 3}]
 )
-def test_what_is_no_response_format_is_refused(wrong: Any) -> None:
+def test_invalid_response_formats_are_refused(wrong: Any) -> None:
     with pytest.raises(SettingError, match="response_format must be"):
         Grammar.of_response_format(wrong)
 

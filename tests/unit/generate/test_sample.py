@@ -30,7 +30,7 @@ def test_biases_are_added_and_the_logits_left_alone() -> None:
     assert not logits.any()
 
 
-def test_the_likeliest_tokens_come_best_first() -> None:
+def test_the_likeliest_tokens_are_sorted() -> None:
     found = logprob(torch.tensor([[0.0, 2.0, 1.0]]), 0, 2)
     assert [token for token, _ in found.top] == [1, 2]
     assert found.logprob == pytest.approx(torch.tensor([0.0, 2.0, 1.0]).log_softmax(0)[0].item())
@@ -85,13 +85,13 @@ def test_token_ids_are_a_prompt(engine: BlendEngine, endless: Model) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"frequency_penalty": 2.1}, "frequency_penalty must be in"),
-        ({"presence_penalty": float("nan")}, "presence_penalty must be in"),
-        ({"logit_bias": {5: 101}}, "logit_bias of token 5 must be in"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty must be a number in"),
+        ({"presence_penalty": float("nan")}, "presence_penalty must be a number in"),
+        ({"logit_bias": {5: 101}}, "logit_bias of token 5 must be a number in"),
         ({"logit_bias": {"5": 1}}, "a token id of logit_bias must be an integer"),
         ({"logit_bias": [5]}, "logit_bias must be a dict"),
         ({"logit_bias": {10**6: 1}}, "unknown token 1000000"),
-        ({"logprobs": 21}, "logprobs must be at most 20"),
+        ({"logprobs": 21}, "logprobs must be an integer in"),
     ],
 )
 def test_settings_out_of_range_are_refused(engine: BlendEngine, settings: dict[str, Any], words: str) -> None:

@@ -1,4 +1,4 @@
-"""Tools: what the model reads about them, and the calls in what it says."""
+"""Tools: their description in the prompt, and the calls in the answer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import pytest
 from blending import CHUNKS
 
 from kvrag import BlendEngine, Delta, FileStore, Grammar, InvalidCall, Model, PromptError, SettingError, ToolCall
-from kvrag.answer import join
-from kvrag.generate.tools import CallParser, prepare
-from kvrag.types import FinishReason
+from kvrag.generate.tools import AnswerParser, call_parser, prepare
+from kvrag.types import FinishReason, join
 
 HELLO = [{"role": "user", "content": "Hello."}]
 
@@ -43,7 +42,7 @@ HISTORY = [
 
 
 def template(tools: str, call: str) -> str:
-    """A chat template with the parts about tools of a well-known one."""
+    """A chat template with the tool parts of a well-known one."""
     return (
         f"{{% if tools %}}{tools}{{% endif %}}"
         "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}"
@@ -70,7 +69,7 @@ TEMPLATES = {
 
 @pytest.fixture(params=["reader", *TEMPLATES])
 def talker(request: pytest.FixtureRequest, tokenizer: Any, hf: Any, tmp_path: Path) -> Iterator[BlendEngine]:
-    """An engine of the tiny llama that speaks like a model of this kind."""
+    """An engine of the tiny llama with the tool format of this model."""
     theirs = copy.deepcopy(tokenizer)
     if request.param in TEMPLATES:
         theirs.chat_template = TEMPLATES[request.param]
@@ -81,7 +80,7 @@ def talker(request: pytest.FixtureRequest, tokenizer: Any, hf: Any, tmp_path: Pa
 
 
 def check(call: ToolCall) -> bool:
-    """Whether its arguments are those of its tool."""
+    """Return whether the arguments match the tool."""
     if call.name == "look":
         assert list(call.arguments) == ["where", "far"]
         assert isinstance(call.arguments["where"], str)
@@ -95,7 +94,7 @@ def check(call: ToolCall) -> bool:
 
 
 @pytest.mark.parametrize("choice", ["required", "look", "rest", {"type": "function", "function": {"name": "count"}}])
-def test_a_forced_call_comes_whatever_the_model_and_its_dialect(talker: BlendEngine, choice: Any) -> None:
+def test_a_forced_call_is_returned_for_every_model_and_format(talker: BlendEngine, choice: Any) -> None:
     settings = {"tools": TOOLS, "tool_choice": choice, "temperature": 1.5, "seed": 7, "max_new_tokens": 100}
     answer = talker.generate(HELLO, **settings)
     [call] = answer.tool_calls
@@ -119,7 +118,7 @@ def test_a_forced_call_can_have_nested_types(talker: BlendEngine) -> None:
     assert call.arguments in ({"places": [{"row": 1}]}, {"places": [{"row": 2}]})
 
 
-def test_what_answers_without_a_call_must_keep_to_can_be_said(talker: BlendEngine) -> None:
+def test_answers_without_a_call_can_have_a_format(talker: BlendEngine) -> None:
     answers = [
         talker.generate(
             HELLO, tools=[COUNT], grammar=Grammar(json_schema={"enum": ["yes", "no"]}), seed=seed, temperature=3.0
@@ -132,7 +131,7 @@ def test_what_answers_without_a_call_must_keep_to_can_be_said(talker: BlendEngin
     assert all(not answer.tool_calls for answer in answers if answer.text)
 
 
-def test_unforced_answers_are_what_the_prompt_makes_of_them(talker: BlendEngine) -> None:
+def test_unforced_answers_depend_on_the_prompt_alone(talker: BlendEngine) -> None:
     prepared = prepare(talker.model.tokenizer, HELLO, TOOLS)
     ids = talker.model.tokenizer.render(prepared.prompt, **prepared.template)
     told = talker.model.tokenizer.decode(ids)
@@ -144,7 +143,7 @@ def test_unforced_answers_are_what_the_prompt_makes_of_them(talker: BlendEngine)
     assert (answer.text, answer.token_ids) == (free.text, free.token_ids)
 
 
-def test_no_tools_are_told_of_if_none_may_be_called(talker: BlendEngine) -> None:
+def test_no_tools_are_described_if_none_may_be_called(talker: BlendEngine) -> None:
     plain = talker.generate(HELLO, temperature=0, max_new_tokens=3)
     none = talker.generate(HELLO, tools=TOOLS, tool_choice="none", temperature=0, max_new_tokens=3)
     assert none.report.prompt_tokens == plain.report.prompt_tokens
@@ -164,7 +163,7 @@ def test_calls_and_their_results_reach_the_model(talker: BlendEngine) -> None:
     assert HISTORY[2]["tool_calls"] == [CALLED]
 
 
-def test_a_template_that_knows_no_tools_gets_them_in_words(model: Model) -> None:
+def test_a_template_without_tools_gets_them_as_text(model: Model) -> None:
     prepared = prepare(model.tokenizer, HISTORY, TOOLS)
     assert prepared.template == {}
     system, user, assistant, result = prepared.prompt
@@ -182,7 +181,7 @@ def test_a_template_that_knows_no_tools_gets_them_in_words(model: Model) -> None
     assert "<tool_response>\nA bird.\n</tool_response>" in told
 
 
-def test_a_template_that_takes_its_tools_by_another_name_gets_them_in_words(tokenizer: Any, hf: Any) -> None:
+def test_a_template_with_another_name_for_tools_gets_them_as_text(tokenizer: Any, hf: Any) -> None:
     theirs = copy.deepcopy(tokenizer)
     theirs.chat_template = TEMPLATES["mistral"].replace("if tools", "if xml_tools")
     prepared = prepare(Model(hf, theirs, "other").tokenizer, HELLO, TOOLS, "look")
@@ -216,8 +215,8 @@ def test_chunks_in_a_tools_result_are_reused(talker: BlendEngine) -> None:
 def listen(
     text: str, size: int = 3, names: tuple[str, ...] = ("look", "count")
 ) -> tuple[str, list[tuple[str, Any]], list[str]]:
-    """What a parser makes of the text, in pieces of this size: the text, the calls, and the pieces said."""
-    parser = CallParser(names)
+    """Parse a text in pieces of this size; return the text, the calls, and the streamed pieces."""
+    parser = call_parser(names)
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     heard = [parser.parse(Delta(piece, (1,))) for piece in pieces] + [parser.parse(Delta("", (), "stop"))]
     calls = [(call.name, call.arguments) for delta in heard for call in delta.tool_calls]
@@ -277,20 +276,20 @@ def test_calls_are_found(text: str, said: str, calls: list[Any]) -> None:
         'Use {"name": "look", "parameters": {}}',
     ],
 )
-def test_what_is_no_call_is_said_as_it_is(text: str) -> None:
+def test_text_that_is_not_a_call_is_returned_unchanged(text: str) -> None:
     for size in (1, 4, 1000):
         assert listen(text, size)[:2] == (text, []), size
 
 
-def test_text_is_said_as_soon_as_it_is_certainly_no_call() -> None:
+def test_text_is_streamed_as_soon_as_it_cannot_be_a_call() -> None:
     _, _, pieces = listen("one two <three four", size=1)
     assert listen("[1] so", size=1)[2] == ["[1", "]", " s", "o"]
     assert pieces == [*"one", " t", *"wo", " <th", *"ree", " f", *"our"]
 
 
 def spell(text: str, size: int, finish: FinishReason) -> list[Delta]:
-    """What a parser makes of an answer that arrives in pieces of this size."""
-    parser = CallParser(("look", "count"))
+    """Parse an answer that arrives in pieces of this size."""
+    parser = call_parser(("look", "count"))
     pieces = [Delta(text[at : at + size], (1,)) for at in range(0, len(text), size)]
     return [parser.parse(piece) for piece in [*pieces, Delta("", (), finish)]]
 
@@ -328,12 +327,12 @@ def test_arguments_come_in_pieces_that_make_up_the_calls(form: str, size: int) -
         (call.name, call.id, call.arguments) for call in calls
     ]
     if size == 1:
-        assert sum(bool(delta.call_pieces) for delta in deltas) > 40  # they come while the model writes
+        assert sum(bool(delta.call_pieces) for delta in deltas) > 40  # they arrive while the model generates
 
 
 @pytest.mark.parametrize("size", [1, 1000])
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_call_cut_off_is_invalid_wherever_it_is_cut(form: str, size: int) -> None:
+def test_a_call_cut_off_at_any_place_is_invalid(form: str, size: int) -> None:
     text = FORMATS[form] % LONG
     start = text.index(LONG)
     for end in range(start + 1, start + len(LONG)):
@@ -372,6 +371,9 @@ def test_an_answer_that_only_resembles_a_call_is_text_when_cut() -> None:
     assert [delta.text for delta in spell('{"name": "lo', 1000, "length")] == ["", '{"name": "lo']
     [call] = spell('<tool_call>\n{"name": "lo', 3, "length")[-1].invalid_calls
     assert (call.name, call.arguments) == ("", "")
+    for mark in ("<tool_call>", "[TOOL_CALLS]"):
+        assert [call.arguments for call in spell(mark, 3, "length")[-1].invalid_calls] == [""]
+        assert spell(mark, 3, "stop")[-1].text == mark
 
 
 @pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
@@ -404,7 +406,7 @@ RESPONSES = {
 }
 
 
-def test_a_tokenizer_that_says_how_its_answers_look_is_believed(tokenizer: Any, hf: Any) -> None:
+def test_a_tokenizers_own_response_template_is_used(tokenizer: Any, hf: Any) -> None:
     theirs = copy.deepcopy(tokenizer)
     theirs.chat_template = template("{{ tools | tojson }}", "{{ c.function | tojson }}")
     theirs.response_template = RESPONSES
@@ -424,7 +426,8 @@ def test_a_tokenizer_that_says_how_its_answers_look_is_believed(tokenizer: Any, 
     assert hear(f"Let me see. {call}") == ("Let me see. ", [UP])
     assert hear("Nothing.") == ("Nothing.", [])
     broken = '<call>{"tool": look}</call>'
-    assert hear(f"So: {broken} or not") == (f"So: {broken.removeprefix('<call>')} or not", [])
+    assert hear(f"So: {broken} or not") == ('So: {"tool": look} or not', [])
+    assert hear(f"So: {broken} {call}") == ('So: {"tool": look} ', [UP])
     theirs.response_template = {**RESPONSES, "fields": {"content": {"close": "<eot>"}, "tool_calls": CALLS_FIELD}}
     parser = prepared.parser(model.tokenizer, model.tokenizer.render(HELLO))
     assert parser is not None
@@ -441,7 +444,7 @@ def test_a_tokenizer_that_says_how_its_answers_look_is_believed(tokenizer: Any, 
         assert [len(delta.invalid_calls) for delta in deltas] == [0] * len(cut) + [1]
     forced = prepare(model.tokenizer, HELLO, TOOLS, "look")
     assert forced.template == {}
-    assert isinstance(forced.parser(model.tokenizer, []), CallParser)
+    assert isinstance(forced.parser(model.tokenizer, []), AnswerParser)
 
 
 def tool_without_arguments() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Ingestion: what is encoded in company is what is encoded alone."""
+"""Ingestion: chunks encoded together have the same KV as chunks encoded alone."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def test_where_rope_follows_the_length_only_equal_lengths_share_a_batch() -> Non
 
 
 def test_keys_are_position_free(model: Model) -> None:
-    """Layer 0 sees the token alone: the same token has the same key wherever it stands."""
+    """Layer 0 depends on the token alone: the same token has the same key at every position."""
     keys, values = _encoded(model, [[7] * 30], 1)[0][0]
     torch.testing.assert_close(keys, keys[:, :1].expand_as(keys), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(values, values[:, :1].expand_as(values), atol=1e-5, rtol=1e-5)
 
 
-def test_what_stands_before_a_chunk_is_seen_and_dropped(model: Model) -> None:
-    """Its KV is what one pass over both makes of it, at any position."""
+def test_the_context_of_a_chunk_is_attended_to_and_dropped(model: Model) -> None:
+    """Its KV equals that of one pass over both, at any position."""
     context, chunk = CHUNKS[1], CHUNKS[5]
     whole = _encoded(model, [context + chunk], 1)[0]
     own = dict(encode(model, [chunk, chunk], [context, []], most_tokens=1000))
@@ -93,8 +93,8 @@ def test_what_stands_before_a_chunk_is_seen_and_dropped(model: Model) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "llama-dynamic", "phi3-longrope", "gemma3", "qwen3_moe"])
-def test_what_other_chunks_stand_behind_is_computed_once(family: str, tokenizer: Any) -> None:
-    """And is what it would be alone."""
+def test_common_contexts_are_computed_once(family: str, tokenizer: Any) -> None:
+    """The KV equals that of each context encoded alone."""
     model_type, changes = FAMILIES[family]
     model = Model(build(model_type, **changes), tokenizer, family)
     first, second, third, other = CHUNKS[1][:20], CHUNKS[2], CHUNKS[5][:15], CHUNKS[4][:30]
@@ -117,7 +117,7 @@ def test_what_other_chunks_stand_behind_is_computed_once(family: str, tokenizer:
 
 
 def overlapping(length: int = 40, repeated: int = 12, number: int = 5) -> tuple[list[list[int]], list[list[int]]]:
-    """Return chunks and contexts as a splitter with overlap and a byte-level BPE make them.
+    """Return chunks and contexts like those of a splitter with overlap and a byte-level BPE.
 
     A chunk's first token is not the document's, because the space before it is missing.
     """
@@ -154,7 +154,9 @@ def computed(hf: Any) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("family", BRANCHING)
 @pytest.mark.parametrize("most_tokens", [None, 150, 1])
-def test_overlapping_chunks_are_what_they_are_alone(family: str, most_tokens: int | None, tokenizer: Any) -> None:
+def test_overlapping_chunks_have_the_kv_of_separate_passes(
+    family: str, most_tokens: int | None, tokenizer: Any
+) -> None:
     model_type, changes = FAMILIES[family]
     model = Model(build(model_type, **changes), tokenizer, family)
     chunks, contexts = overlapping()
@@ -175,7 +177,7 @@ def test_overlapping_chunks_are_what_they_are_alone(family: str, most_tokens: in
             torch.testing.assert_close(keys, free[0, :, own], atol=1e-4, rtol=1e-4)
 
 
-def test_what_chunks_repeat_is_computed_once(model: Model, computed: list[int]) -> None:
+def test_text_that_chunks_repeat_is_computed_once(model: Model, computed: list[int]) -> None:
     """Only the repeated text itself is computed twice, since it begins with another token."""
     chunks, contexts = overlapping()
     preamble = len(model.preamble)
@@ -206,7 +208,7 @@ def test_the_last_layer_ends_at_its_keys(model: Model, hf: Any) -> None:
 
 
 def test_trees_hold_every_token_of_every_chunk(model: Model) -> None:
-    """Whatever the chunks and contexts are."""
+    """For any chunks and contexts."""
     rng = random.Random(0)
     for most_tokens in (1, 60, 4096):
         for _ in range(40):
@@ -216,25 +218,27 @@ def test_trees_hold_every_token_of_every_chunk(model: Model) -> None:
             contexts = [row[:cut] for row, cut in zip(rows, cuts, strict=True)]
             chunks = [row[cut:] for row, cut in zip(rows, cuts, strict=True)]
             made = trees(model, chunks, contexts, most_tokens)
-            assert sorted(number for tree in made for number in tree.chunks) == list(range(len(rows)))
+            numbers = [number for tree in made for number in (*tree.chunks, *(b.chunk for b in tree.branches))]
+            assert sorted(numbers) == list(range(len(rows)))
             for tree in made:
-                tokens = tree.ids + [token for _, rest in tree.branches for token in rest]
-                assert len(tokens) == tree.num_tokens
-                assert not tree.branches or len(tokens) <= most_tokens
-                branches = {tuple(tree.ids[:start] + rest) for start, rest in tree.branches}
-                for number, places in tree.chunks.items():
-                    assert [token for place in places for token in tokens[place]] == chunks[number]
-                    row = [*model.preamble, *rows[number]]
-                    assert row == tree.ids[: len(row)] or tuple(row) in branches
+                assert tree.num_tokens == len(tree.ids) + sum(len(branch.ids) for branch in tree.branches)
+                assert not tree.branches or tree.num_tokens <= most_tokens
+                for number, place in tree.chunks.items():
+                    assert tree.ids[place] == chunks[number]
+                    assert tree.ids[: place.stop] == [*model.preamble, *rows[number]]
+                for at, ids, number, first in tree.branches:
+                    row = tree.ids[:at] + ids
+                    assert row == [*model.preamble, *rows[number]]
+                    assert row[first:] == chunks[number]
             assert sum(tree.num_tokens for tree in made) <= sum(len(row) + len(model.preamble) for row in rows)
 
 
 @pytest.mark.parametrize("family", BRANCHING)
 @pytest.mark.parametrize("block", [1, 33, 100])
-def test_blocks_of_a_row_are_what_it_is_in_one_pass(
+def test_blocks_of_a_row_give_the_kv_of_one_pass(
     family: str, block: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With branches and without, whichever blocks the chunks begin and end in."""
+    """With branches and without, for chunks that begin and end in any block."""
     model_type, changes = FAMILIES[family]
     model = Model(build(model_type, **changes), tokenizer, family)
     document = [5 + i * 7 % 900 for i in range(130)]

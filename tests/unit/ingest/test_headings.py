@@ -65,7 +65,7 @@ def test_texts_without_a_source_and_without_contexts_are_encoded_alone(model: Mo
         assert _contexts(engine) == {0}
     with BlendEngine(model, tmp_path / "few", BlendConfig(context="headings", context_tokens=5)) as engine:
         engine.warm(TEXTS, document="Pumps of the old house by the river.md")
-        assert _contexts(engine) == {5}, "at most so many tokens"
+        assert _contexts(engine) == {5}, "at most the given number of tokens"
 
 
 def _contexts(engine: BlendEngine) -> set[int]:
@@ -74,5 +74,5 @@ def _contexts(engine: BlendEngine) -> set[int]:
 
 
 def test_an_unknown_context_is_refused() -> None:
-    with pytest.raises(SettingError, match="context must be text or headings, got 'title'"):
+    with pytest.raises(SettingError, match="unknown context 'title'; choose one of text, headings"):
         BlendConfig(context="title")

@@ -1,4 +1,4 @@
-"""What is said about a prompt is what happened to it."""
+"""The explanation of a prompt matches its computation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from bs4 import BeautifulSoup
 
 from kvrag import BlendEngine, Explanation, FileStore, Model, PromptError, SettingError
 from kvrag.cli.main import main
-from kvrag.inspect.changes import pieces, unquoted
-from kvrag.inspect.explain import _texts
+from kvrag.inspect.explain import _texts, pieces, unquoted
 
 TEXT = (
     'The museum\'s "quiet room" opens at ten & closes at <six>; children & dogs pay <nothing>.\n'
@@ -46,9 +45,7 @@ def answered(engine: BlendEngine, *chunks: str, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(("policy", "ratio"), [("query", 0.2), ("seam", 0.3), ("none", None), ("full", None)])
-def test_every_token_is_told_with_what_really_happened_to_it(
-    engine: BlendEngine, policy: str, ratio: float | None
-) -> None:
+def test_every_token_is_explained_by_how_it_was_computed(engine: BlendEngine, policy: str, ratio: float | None) -> None:
     engine.warm(CHUNKS[:2], document="a.txt")
     engine.warm(CHUNKS[1:3], document="b.txt")
     ids = engine.model.tokenizer.render(messages(*CHUNKS))
@@ -118,7 +115,7 @@ def test_another_namespaces_chunks_are_not_named(engine: BlendEngine) -> None:
         assert "secret.txt" not in explanation.html()
 
 
-def test_the_stores_beside_are_not_written(engine: BlendEngine, tmp_path: Path) -> None:
+def test_neighbouring_stores_are_not_written(engine: BlendEngine, tmp_path: Path) -> None:
     beside = tmp_path / "beside"
     with BlendEngine(engine.model, FileStore(beside, min_free_bytes=0)) as other:
         other.warm([TEXT])
@@ -133,7 +130,7 @@ def test_the_stores_beside_are_not_written(engine: BlendEngine, tmp_path: Path) 
     assert state() == before
 
 
-def test_a_stream_that_nobody_heard_to_the_end_is_explained_too(engine: BlendEngine) -> None:
+def test_an_abandoned_stream_is_explained_too(engine: BlendEngine) -> None:
     engine.warm(CHUNKS)
     deltas = engine.stream(messages(CHUNKS[3]), max_new_tokens=5, ratio=0.1)
     next(deltas)
@@ -141,7 +138,7 @@ def test_a_stream_that_nobody_heard_to_the_end_is_explained_too(engine: BlendEng
     assert CHUNKS[3] in "".join(stretch.text for stretch in engine.explain().stretches)
 
 
-def test_an_answer_is_explained_by_its_report_of_whatever_has_been_answered_since(engine: BlendEngine) -> None:
+def test_an_answer_is_explained_by_its_report_after_other_answers(engine: BlendEngine) -> None:
     engine.warm(CHUNKS)
     first, second = (answered(engine, chunk).report for chunk in CHUNKS[:2])
     as_json = json.loads(json.dumps(first.to_dict()))
@@ -203,8 +200,8 @@ WAYS: dict[str, tuple[Callable[[str], str], str, str]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_chain_did_to_a_chunk_is_recognised(engine: BlendEngine, way: str) -> None:
-    """From the prompt alone, and the same for what was retrieved."""
+def test_changes_of_a_chunk_by_a_chain_are_recognised(engine: BlendEngine, way: str) -> None:
+    """From the prompt alone, and the same for retrieved texts."""
     change, reason, detail = WAYS[way]
     engine.warm([TEXT, OTHER], document="museum.txt")
     changed = change(TEXT)
@@ -219,7 +216,7 @@ def test_what_a_chain_did_to_a_chunk_is_recognised(engine: BlendEngine, way: str
     assert (judged.reason, judged.detail, judged.key) == (found.reason, found.detail, found.key)
 
 
-def test_a_chunk_that_a_prompt_contains_twice_has_no_more_tokens_than_it_has(engine: BlendEngine) -> None:
+def test_a_chunk_that_a_prompt_contains_twice_is_not_counted_twice(engine: BlendEngine) -> None:
     engine.warm([OTHER])
     explanation = told(engine, OTHER, OTHER[OTHER.index("The newer") :])
     (found,) = explanation.chunks
@@ -240,7 +237,7 @@ def test_retrieved_texts_that_are_not_in_the_prompt_or_not_in_the_store(engine: 
         with_metadata: "never warmed",
         CHUNKS[0]: "reused",
     }
-    assert found[-1].text == CHUNKS[0], "what went wrong comes first"
+    assert found[-1].text == CHUNKS[0], "chunks that were not reused come first"
     part = next(chunk for chunk in found if chunk.text == with_metadata)
     assert part.reused >= len(engine.model.tokenizer.encode(CHUNKS[1])) - 2
     assert f"{part.reused} of its tokens are in stored chunks" in part.detail
@@ -249,7 +246,7 @@ def test_retrieved_texts_that_are_not_in_the_prompt_or_not_in_the_store(engine: 
             told(engine, OTHER, retrieved=wrong)
 
 
-def test_a_retrieved_text_that_was_warmed_in_pieces_is_no_stranger(engine: BlendEngine, tmp_path: Path) -> None:
+def test_a_retrieved_text_that_was_warmed_in_pieces_is_recognised(engine: BlendEngine, tmp_path: Path) -> None:
     whole = f"{OTHER}\n\n{CHUNKS[0]}\n\n{CHUNKS[1]}"
     with BlendEngine(engine.model, FileStore(tmp_path / "beside", min_free_bytes=0)) as beside:
         beside.warm([whole])
@@ -270,7 +267,7 @@ def test_a_text_that_was_warmed_into_another_folder_is_found_there(
         beside.warm([TEXT])
     (found,) = told(engine, TEXT).chunks
     assert found.reason == "warmed elsewhere"
-    assert f"in {tmp_path / 'beside'}, for tiny as it is loaded now: open" in found.detail
+    assert f"in {tmp_path / 'beside'}, for tiny: open" in found.detail
     left_out = {record.args[0] for record in caplog.records if isinstance(record.args, tuple) and record.args}
     assert left_out == {tmp_path / "broken", tmp_path / "strange"}
 
@@ -307,7 +304,7 @@ def test_a_prompt_in_which_no_chunk_is_recognised_is_explained_in_the_summary(en
     assert any("it contains no warmed chunk" in line for line in explanation.summary)
 
 
-def test_what_was_never_warmed_is_told_without_being_asked(engine: BlendEngine) -> None:
+def test_text_that_was_never_warmed_is_reported_automatically(engine: BlendEngine) -> None:
     engine.warm(CHUNKS)
     (known, strange) = sorted(told(engine, CHUNKS[0], TEXT).chunks, key=lambda chunk: chunk.text != CHUNKS[0])
     assert (known.text, known.reason) == (CHUNKS[0], "reused")
@@ -315,7 +312,7 @@ def test_what_was_never_warmed_is_told_without_being_asked(engine: BlendEngine) 
     assert TEXT in strange.text
 
 
-def test_full_prefill_and_chunks_that_came_later_are_told_apart(engine: BlendEngine) -> None:
+def test_full_prefill_and_chunks_that_came_later_are_distinguished(engine: BlendEngine) -> None:
     engine.warm([OTHER])
     assert [chunk.reason for chunk in told(engine, OTHER, policy="full").chunks] == ["full prefill"]
     assert [chunk.reason for chunk in told(engine, OTHER, policy="full", retrieved=[OTHER]).chunks] == ["full prefill"]
@@ -345,7 +342,6 @@ def test_a_text_that_was_warmed_for_another_codec_is_found_there(
             assert "codec int8" in found.detail
         (nowhere,) = told(engine, OTHER, retrieved=[OTHER]).chunks
         assert nowhere.reason == "never warmed"
-        assert f"another tokenizer: {strange}" in nowhere.detail
 
 
 @pytest.mark.parametrize(
@@ -364,7 +360,7 @@ def test_pieces_are_never_none() -> None:
 # -------------------------------------------------------------------- how it looks
 
 
-def test_the_page_is_whole_and_says_the_prompt_and_nothing_else_runs(engine: BlendEngine) -> None:
+def test_the_page_is_complete_and_shows_the_prompt_without_running_it(engine: BlendEngine) -> None:
     evil = "<script>alert('1')</script> & <mark>no</mark> </pre></span> " + OTHER
     engine.warm([evil], document='"><img src=x onerror=alert(1)>')
     explanation = told(engine, TEXT, evil, ratio=0.3, policy="random")
@@ -380,7 +376,7 @@ def test_the_page_is_whole_and_says_the_prompt_and_nothing_else_runs(engine: Ble
     assert explanation._repr_html_() in page
 
 
-def test_the_text_and_the_json_say_the_same(engine: BlendEngine) -> None:
+def test_the_text_and_the_json_have_the_same_content(engine: BlendEngine) -> None:
     engine.warm([OTHER], document="grelville.txt")
     explanation = told(engine, OTHER, TEXT, ratio=0.2)
     report = explanation.report
@@ -395,7 +391,7 @@ def test_the_text_and_the_json_say_the_same(engine: BlendEngine) -> None:
     assert "".join(piece["text"] for piece in pieces) == "".join(part.text for part in explanation.stretches)
 
 
-def test_an_empty_store_is_told_first_of_all(engine: BlendEngine) -> None:
+def test_an_empty_store_is_reported_first(engine: BlendEngine) -> None:
     assert any("is empty" in line for line in told(engine, OTHER).summary)
 
 
@@ -404,7 +400,7 @@ def test_an_empty_store_is_told_first_of_all(engine: BlendEngine) -> None:
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What the engine has warned of since the last look."""
+    """Warnings of the engine since the last call."""
     caplog.set_level(logging.WARNING, "kvrag")
 
     def said() -> list[str]:
@@ -418,7 +414,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 LONG = [f"{number}. {OTHER[number:]}" for number in range(8)]
 
 
-def test_a_changed_chunk_is_warned_of_at_once_and_once(engine: BlendEngine, warnings: Callable[[], list[str]]) -> None:
+def test_a_changed_chunk_causes_one_warning_at_once(engine: BlendEngine, warnings: Callable[[], list[str]]) -> None:
     engine.warm([CYRILLIC, *CHUNKS])
     answered(engine, json.dumps(CYRILLIC))
     (warning,) = warnings()
@@ -429,12 +425,12 @@ def test_a_changed_chunk_is_warned_of_at_once_and_once(engine: BlendEngine, warn
     assert warnings() == []
 
 
-def test_text_that_was_never_warmed_is_warned_of_when_it_happens_twice_in_a_row(
+def test_two_prompts_in_a_row_without_warmed_text_cause_a_warning(
     engine: BlendEngine, warnings: Callable[[], list[str]]
 ) -> None:
     engine.warm(CHUNKS)
     answered(engine, *LONG)
-    answered(engine, *CHUNKS, *CHUNKS, *CHUNKS, *CHUNKS)  # reuse works: what came before was no retrieved text
+    answered(engine, *CHUNKS, *CHUNKS, *CHUNKS, *CHUNKS)  # reuse works: the earlier prompt had no retrieved text
     answered(engine, *LONG)
     assert warnings() == []
     answered(engine, *LONG)
@@ -457,14 +453,14 @@ def test_the_warning_does_not_deny_the_chunk_that_was_reused(
     assert "the rest of it is in no warmed chunk" in warning
 
 
-def test_an_empty_store_is_warned_of(engine: BlendEngine, warnings: Callable[[], list[str]]) -> None:
+def test_an_empty_store_causes_a_warning(engine: BlendEngine, warnings: Callable[[], list[str]]) -> None:
     for _ in range(2):
         answered(engine, *LONG)
     (warning,) = warnings()
     assert f"{engine.store.stats().path} is empty" in warning
 
 
-def test_nothing_is_warned_of_that_may_be_meant(engine: BlendEngine, warnings: Callable[[], list[str]]) -> None:
+def test_no_warning_for_intended_settings(engine: BlendEngine, warnings: Callable[[], list[str]]) -> None:
     engine.warm([CYRILLIC, *CHUNKS])
     for _ in range(3):
         answered(engine, TEXT)  # short
@@ -494,7 +490,7 @@ def store(reader: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def explained(store: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Run `kvrag explain --json`; its result."""
+    """Run `kvrag explain --json`; return its result."""
 
     def call(*argv: object) -> Any:
         assert main(["explain", *map(str, argv), "--store", str(store), "--json"]) == 0
@@ -508,7 +504,7 @@ def test_a_prompt_may_be_a_text_a_file_messages_a_request_or_stdin(
 ) -> None:
     text = f"{OTHER}\n\n{QUESTION}"
     spoken = [{"role": "user", "content": text}]
-    plain = f"{text}\n\nAnswer:"  # what the reader's template makes of it, without the BOS
+    plain = f"{text}\n\nAnswer:"  # rendered by the reader's template, without the BOS
     forms = {"a.txt": text, "b.json": json.dumps(spoken), "c.json": json.dumps({"messages": spoken, "model": "x"})}
     forms["d.json"] = json.dumps({"prompt": plain, "max_tokens": 1})
     results = [explained(text)]
@@ -523,7 +519,7 @@ def test_a_prompt_may_be_a_text_a_file_messages_a_request_or_stdin(
         assert result["stretches"] == results[0]["stretches"]
 
 
-def test_the_settings_and_what_was_retrieved_are_heeded(explained: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_settings_and_the_retrieved_texts_are_used(explained: Callable[..., Any], tmp_path: Path) -> None:
     chunks, single = tmp_path / "chunks.json", tmp_path / "single.txt"
     chunks.write_text(json.dumps([OTHER, TEXT]))
     single.write_text(CHUNKS[0])
@@ -537,9 +533,7 @@ def test_the_settings_and_what_was_retrieved_are_heeded(explained: Callable[...,
     }
 
 
-def test_text_colours_and_a_page(
-    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_and_a_page(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "why.html"
     command = ["explain", f"{OTHER} [bold]{TEXT}", "--store", str(store), "--html", str(page), "--ratio", "0.3"]
     assert main(command) == 0
@@ -548,12 +542,6 @@ def test_text_colours_and_a_page(
     assert "never warmed" in said.out
     assert str(page) in said.err
     assert "grelville.txt" in page.read_text("utf-8")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert main(command[:4]) == 0
-    coloured = capsys.readouterr().out
-    assert "\x1b[" in coloured
-    assert "[bold]" in coloured, "the prompt's brackets are no markup"
-    assert "[grelville.txt]" in coloured
 
 
 @pytest.mark.parametrize(
@@ -563,7 +551,7 @@ def test_text_colours_and_a_page(
         (["[]"], "at least one message"),
         (["text", "--retrieved", "missing.json"], "missing.json"),
         (["text", "--retrieved", "object.json"], "list of strings"),
-        (["text", "--retrieved", "broken.json"], "not JSON"),
+        (["text", "--retrieved", "broken.json"], "list of strings"),
         (["nothing.txt"], "nothing.txt does not exist"),
         (["documents.json"], "documents"),
         (["prompts.json"], "one string"),
@@ -572,7 +560,7 @@ def test_text_colours_and_a_page(
         (["text", "--html", "no/such/folder/why.html"], "no/such/folder"),
     ],
 )
-def test_mistakes_are_one_line(
+def test_mistakes_are_reported_in_one_line(
     argv: list[str],
     reason: str,
     store: Path,

@@ -1,4 +1,4 @@
-"""Reading files: every kind, every encoding, and what is listed of files that nobody should have to read."""
+"""Reading files: every kind, every encoding, and the reported problems of malformed files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_unicode_is_read(encoding: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", *OTHERS])
-def test_a_guessed_encoding_is_told(encoding: str) -> None:
+def test_a_guessed_encoding_is_reported(encoding: str) -> None:
     text = OTHERS.get(encoding, GERMAN)
     found = parse("a.txt", ".txt", text.encode(encoding))
     assert found.texts == [text]
@@ -92,7 +92,7 @@ def test_a_csv_is_read_row_by_row(delimiter: str) -> None:
     assert parse("a.csv", ".csv", b"a,b\rc,d\re,f\r").texts == ["a: c\nb: d\n\na: e\nb: f"]
 
 
-def test_a_quote_that_is_not_closed_costs_one_field() -> None:
+def test_an_unclosed_quote_affects_one_field() -> None:
     content = b'a,b\n1,2\n3,"' + b"x,\n" * 60_000 + b"4,5\n"
     found = parse("a.csv", ".csv", content)
     assert found.texts[0].startswith("a: 1\nb: 2")
@@ -102,7 +102,7 @@ def test_a_quote_that_is_not_closed_costs_one_field() -> None:
     ]
 
 
-def test_a_bad_line_costs_a_line() -> None:
+def test_a_malformed_line_is_skipped_alone() -> None:
     bad = ["broken", "[1]", '{"body": "x"}', '{"text": 5}', "[" * 100_000]
     lines = ['{"text": "a\u2028b"}', "", *bad, '{"text": "c"}']
     found = parse("a.jsonl", ".jsonl", "\n".join(lines).encode())
@@ -110,10 +110,9 @@ def test_a_bad_line_costs_a_line() -> None:
     assert [problem.line for problem in found.problems] == [3, 4, 5, 6, 7]
     reasons = [problem.message for problem in found.problems]
     assert "not JSON" in reasons[0]
-    assert "must be a JSON object, got list" in reasons[1]
-    assert "no field 'text', but 'body' (see --text-field)" in reasons[2]
-    assert "'text' must be a string, got int" in reasons[3]
-    assert "nested too deeply" in reasons[4]
+    for reason in reasons[1:4]:
+        assert "it is not a JSON object with a text in 'text' (see --text-field)" in reason
+    assert "not JSON" in reasons[4]
     many = parse("a.jsonl", ".jsonl", b"[]\n" * 5000)
     assert not many.texts
     assert len(many.problems) == 101
@@ -156,14 +155,18 @@ def zipped(name: str, size: int) -> bytes:
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("a.txt", b"\x89PNG\r\n\x1a\n\0\0", "it is an image (PNG), and only text is read: extract its text with OCR"),
-        ("a.pdf", b"\xff\xd8\xff\xe0\0\x10JFIF", "it is an image (JPEG)"),
-        ("a.docx", b"RIFF\0\0\0\0WEBPVP8 ", "it is an image (WebP)"),
+        ("a.txt", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "the file is binary: extract its text, for example with OCR"),
+        ("a.csv", b"\xff\xd8\xff\xe0\0\x10JFIF", "the file is binary"),
+        ("a.md", b"RIFF\0\0\0\0WEBPVP8 ", "the file is binary"),
         ("a.txt", b"\0\1\2", "the file is binary"),
         ("a.csv", b"a,b\nx,\0y\n", "the file is binary"),
-        ("a.txt", b"%PDF-1.4\n\0\xff\xfe", "it is a PDF: give its name the suffix .pdf"),
-        ("a.txt", zipped("word/document.xml", 1 << 20), "it is an archive or an Office document"),
-        ("a.txt", b"\xff\xfe\0", "begins as utf-16 but is not"),
+        (
+            "a.txt",
+            b"%PDF-1.4\n\0\xff\xfe",
+            "it is a PDF, an archive or an Office document: give its name the suffix .pdf",
+        ),
+        ("a.txt", zipped("word/document.xml", 1 << 20), "it is a PDF, an archive or an Office document"),
+        ("a.txt", b"\xff\xfe\0", "the file is binary"),
         ("a.txt", b"\x7fELF\2\1\1\0\1\2\3\4\5\6\7\x08", "the file is binary"),
         ("a.txt", bytes(range(1, 256)), "the file is binary"),
         ("a.txt", b"", "the file contains no text"),
@@ -171,15 +174,15 @@ def zipped(name: str, size: int) -> bytes:
         ("a.csv", b"only,a,header\n", "the file contains no text"),
         ("a.jsonl", b"\n\n", "the file contains no text"),
         ("a.html", b"<p></p>", "the file contains no text"),
-        ("a.docx", b"", "it is a broken Word document (BadZipFile"),
-        ("a.docx", b"no zip at all", "it is a broken Word document (BadZipFile"),
-        ("a.docx", a_docx()[:-200], "it is a broken Word document"),
-        ("a.docx", zipped("a.txt", 1 << 20), "it is a broken Word document"),
+        ("a.docx", b"", "it is a broken or protected .docx file (BadZipFile"),
+        ("a.docx", b"no zip at all", "it is a broken or protected .docx file (BadZipFile"),
+        ("a.docx", a_docx()[:-200], "it is a broken or protected .docx file"),
+        ("a.docx", zipped("a.txt", 1 << 20), "it is a broken or protected .docx file"),
         ("a.docx", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "save it as .docx without a password"),
         ("a.docx", zipped("word/document.xml", 100 << 20), "larger than 64 MiB of text"),
     ],
 )
-def test_what_cannot_be_read_is_told_with_the_way_out(name: str, content: bytes, reason: str) -> None:
+def test_unreadable_files_are_reported_with_a_remedy(name: str, content: bytes, reason: str) -> None:
     found = parse(name, Path(name).suffix, content)
     assert not found.texts
     [problem] = said(found)
@@ -192,7 +195,7 @@ def test_a_text_that_begins_like_an_image_is_text() -> None:
     assert parse("a.txt", ".txt", b"BMW and GIF89 are names.").texts == ["BMW and GIF89 are names."]
 
 
-def test_folders_list_what_they_leave_out(tmp_path: Path) -> None:
+def test_folders_list_skipped_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "photo.png").write_bytes(b"\x89PNG")
     (tmp_path / "photo.jpeg").write_bytes(b"\xff\xd8\xff")
@@ -209,13 +212,13 @@ def test_folders_list_what_they_leave_out(tmp_path: Path) -> None:
         f"{tmp_path}: skipped: files of other kinds (2 .png, 1 .jpeg): to read one as text, name the file itself",
     ]
     assert said(read(tmp_path / "pipe.txt")) == [f"{tmp_path / 'pipe.txt'}: skipped: it is not a regular file"]
-    with pytest.raises(KvragError, match="is a broken link"):
+    with pytest.raises(KvragError, match="is a broken link: check"):
         find([tmp_path / "broken.md"])
     with pytest.raises(KvragError, match="does not exist"):
         find([tmp_path / "nowhere.md"])
 
 
-def test_a_file_without_read_permission_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_read_permission_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("text")
 
@@ -226,7 +229,7 @@ def test_a_file_without_read_permission_is_told(tmp_path: Path, monkeypatch: pyt
     assert said(read(secret)) == [f"{secret}: skipped: Permission denied"]
 
 
-def test_folders_and_files_that_cannot_be_seen_are_told(tmp_path: Path, forbid: Callable[[Path], None]) -> None:
+def test_folders_and_files_that_cannot_be_read_are_reported(tmp_path: Path, forbid: Callable[[Path], None]) -> None:
     for name in ("a.txt", "closed/b.txt", "listed/c.txt", ".hidden/d.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -57,13 +55,6 @@ def test_adding_a_document_again_drops_what_it_no_longer_has(index: ChunkIndex) 
     assert found == {CHUNKS[0], "The keeper has moved away."}
 
 
-def test_unnamed_texts_add_up_without_repeating(index: ChunkIndex) -> None:
-    index.add(CHUNKS[:2])
-    index.add(CHUNKS[1:])
-    assert len(index) == 3
-    assert [hit.text for hit in index.search(CHUNKS[1], k=1, around=1)] == CHUNKS
-
-
 def test_neighbours_come_in_the_documents_order(index: ChunkIndex) -> None:
     index.add(CHUNKS, "a.txt")
     assert [hit.text for hit in index.search("Who grows vegetables?", k=1, around=1)] == CHUNKS
@@ -79,12 +70,12 @@ def test_another_process_sees_what_was_added_and_removed(index: ChunkIndex) -> N
         assert other.search("keeper") == []
 
 
-def test_a_text_that_another_document_drops_meanwhile_is_there_in_the_end(index: ChunkIndex) -> None:
+def test_a_text_that_another_document_drops_meanwhile_is_stored_in_the_end(index: ChunkIndex) -> None:
     index.add(CHUNKS[:2], "a.txt")
     with ChunkIndex(index.path) as other:
 
         def drop(done: int, total: int) -> None:
-            if done == 0:  # all of them have been looked up
+            if done == 0:  # all of them were looked up
                 other.remove("a.txt")
 
         assert index.add(CHUNKS, "b.txt", drop) == 3
@@ -92,7 +83,7 @@ def test_a_text_that_another_document_drops_meanwhile_is_there_in_the_end(index:
     assert index.search("Where do the vegetables grow?", k=1)[0].text == CHUNKS[1]
 
 
-def test_what_is_dropped_while_one_searches_is_not_found(index: ChunkIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_dropped_during_a_search_are_not_found(index: ChunkIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     index.add(CHUNKS[:2], "a.txt")
     index.add(CHUNKS[2:], "b.txt")
     vectors = index._vectors
@@ -119,7 +110,7 @@ def test_vectors_of_another_embedder_are_refused(index: ChunkIndex) -> None:
         ChunkIndex(index.path, "other")
 
 
-def test_a_file_that_is_no_index_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_index_is_named(tmp_path: Path) -> None:
     (tmp_path / "index.sqlite").write_bytes(b"nothing of the kind" * 100)
     with pytest.raises(StoreError, match=r"index\.sqlite"):
         ChunkIndex(tmp_path / "index.sqlite")
@@ -130,20 +121,6 @@ def test_an_unknown_embedder_says_what_to_do(tmp_path: Path) -> None:
         index.add(CHUNKS)
     assert "nobody/nothing" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_missing_extra_names_its_remedy(index: ChunkIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    index.add(CHUNKS, "a.txt")
-    real = builtins.__import__
-
-    def without_faiss(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "faiss":
-            raise ImportError("No module named 'faiss'", name="faiss")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_faiss)
-    with pytest.raises(KvragError, match=r"faiss is not installed: pip install 'kvrag\[cli\]'"):
-        index.search("anything")
 
 
 def test_settings_are_checked(index: ChunkIndex) -> None:

@@ -1,4 +1,4 @@
-"""The catalog sees what the store has, whatever happens to its files and whoever else works on them."""
+"""The catalog has the store's content, despite damaged files and other processes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ import pytest
 from kvrag.reuse import catalog as catalog_module
 from kvrag.reuse import segment as segment_module
 from kvrag.reuse.catalog import Catalog, _to_merge
-from kvrag.reuse.match import TextRun, match
+from kvrag.reuse.match import match
 from kvrag.reuse.segment import DamagedSegmentError, Segment, join, read, write
 from kvrag.store import FileStore
 from kvrag.store.base import MANIFEST
 from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.protocol import Entry
+from kvrag.types import Run
 
 MIN_RUN = 16
 
 
 class Store:
-    """The part of a store that a catalog sees; processes that share it share the object."""
+    """The part of a store that a catalog uses; processes that share it share the object."""
 
     def __init__(self, folder: Path | None = None, read_only: bool = False) -> None:
         self.catalog_folder, self.read_only = folder, read_only
         self.texts: dict[int, Entry] = {}
         self.log: list[int] = []
-        self.forgotten = 0  # the log's first removals that it does not hold any more
+        self.forgotten = 0  # number of the oldest removals that were dropped from the log
         self.number = 0
         self.read = 0  # entries given out
 
@@ -82,14 +83,14 @@ def _text(rng: random.Random, length: int = 100) -> list[int]:
     return [rng.randrange(30000) for _ in range(length)]
 
 
-def _match(catalog: Catalog, ids: Any, min_run: int, namespace: str = "") -> list[TextRun]:
-    """As a prompt does."""
+def _match(catalog: Catalog, ids: Any, min_run: int, namespace: str = "") -> list[Run]:
+    """Match as a prompt does."""
     catalog.update()
     return catalog.match(ids, min_run, namespace)
 
 
 def _settle(catalog: Catalog) -> None:
-    """Let the thread that writes files finish."""
+    """Wait for the thread that writes files."""
     catalog.refresh()
     while catalog._thread is not None and catalog._thread.is_alive():
         catalog._thread.join()
@@ -98,7 +99,7 @@ def _settle(catalog: Catalog) -> None:
 
 def _check(catalog: Catalog, present: dict[str, list[int]], absent: dict[str, list[int]]) -> None:
     for text, ids in present.items():
-        assert _match(catalog, ids, MIN_RUN) == [TextRun(0, len(ids), text, 0)]
+        assert _match(catalog, ids, MIN_RUN) == [Run(0, len(ids), text, 0)]
         assert catalog.ids(text).tolist() == ids
     for text, ids in absent.items():
         assert _match(catalog, ids, MIN_RUN) == []
@@ -171,13 +172,13 @@ def test_namespaces_share_nothing(rng: random.Random) -> None:
     anonymous = store.add(_text(rng))
     assert ours != theirs
     catalog = Catalog(store)
-    assert [run.text_key for run in _match(catalog, ids, MIN_RUN, "ours")] == [ours]
-    assert [run.text_key for run in _match(catalog, ids, MIN_RUN, "theirs")] == [theirs]
+    assert [run.key for run in _match(catalog, ids, MIN_RUN, "ours")] == [ours]
+    assert [run.key for run in _match(catalog, ids, MIN_RUN, "theirs")] == [theirs]
     assert _match(catalog, ids, MIN_RUN) == []
     assert _match(catalog, catalog.ids(anonymous), MIN_RUN, "ours") == []
     for _ in range(100):  # more than an anchor has candidates
         store.add([*ids, *_text(rng, 20)], "theirs")
-    assert [run.text_key for run in _match(catalog, ids, MIN_RUN, "ours")] == [ours]
+    assert [run.key for run in _match(catalog, ids, MIN_RUN, "ours")] == [ours]
     segment = Segment.of([*store.entries(0)])
     hashes = segment.postings >> np.uint64(32)
     addresses = (segment.postings & np.uint64(0xFFFFFFFF)).astype(np.int64)
@@ -245,7 +246,7 @@ def test_a_flipped_bit_anywhere_in_a_segment_never_makes_a_wrong_run(tmp_path: P
             segment.check()
         for run in match([segment], prompt, MIN_RUN):
             # the engine compares the ids once more, with those of the chunk that it opens
-            theirs = segment.text(segment.row(run.text_key) or 0)[run.offset : run.offset + len(run)]
+            theirs = segment.text(segment.row(run.key) or 0)[run.offset : run.offset + len(run)]
             assert theirs.tolist() == prompt[run.start : run.stop]
 
 
@@ -280,7 +281,7 @@ def test_a_folder_that_cannot_be_written_leaves_the_catalog_in_memory(tmp_path: 
     _check(catalog, present, {})
 
 
-def test_a_pruned_log_of_removals_leads_to_a_comparison(tmp_path: Path, rng: random.Random) -> None:
+def test_after_a_pruned_log_of_removals_all_texts_are_indexed_again(tmp_path: Path, rng: random.Random) -> None:
     store = Store(tmp_path)
     present, absent = _fill(store, rng), {}
     catalog = Catalog(store)
@@ -295,7 +296,7 @@ def test_a_pruned_log_of_removals_leads_to_a_comparison(tmp_path: Path, rng: ran
 
 
 def test_the_files_of_another_store_are_not_taken_for_ours(tmp_path: Path, rng: random.Random) -> None:
-    """A manifest that was made again counts from 1 again."""
+    """A rebuilt manifest counts from 1 again."""
     before, store = Store(tmp_path), Store(tmp_path)
     absent = _fill(before, rng)
     _settle(Catalog(before))
@@ -317,7 +318,7 @@ def test_prompts_are_matched_while_others_write(tmp_path: Path, rng: random.Rand
         mine = random.Random(seed)
         while not stop.is_set():
             text = mine.choice(list(present))
-            if [run.text_key for run in _match(catalog, present[text], MIN_RUN)] != [text]:
+            if [run.key for run in _match(catalog, present[text], MIN_RUN)] != [text]:
                 errors.append(text)
 
     threads = [threading.Thread(target=ask, args=(catalogs[i % 2], i)) for i in range(4)]
@@ -370,7 +371,7 @@ def _rows(texts: Sequence[list[int]]) -> list[ManifestRow]:
 
 
 def test_a_store_on_disk_opened_twice(tmp_path: Path, rng: random.Random) -> None:
-    """As two processes see it: each has its own connection to the manifest."""
+    """As in two processes: each has its own connection to the manifest."""
     texts = [_text(rng) for _ in range(40)]
     rows = _rows(texts)
     with closing(FileStore(tmp_path)) as ours, closing(FileStore(tmp_path)) as theirs:
@@ -443,11 +444,11 @@ def test_closing_gives_up_what_is_being_written(
     assert not thread.is_alive()
     assert {path.name for path in tmp_path.iterdir()} == before
     monkeypatch.undo()
-    _check(catalog, present, {})  # what was there can still be matched
+    _check(catalog, present, {})  # earlier texts can still be matched
     _check(Catalog(store), present, {})
 
 
-def test_much_is_taken_in_with_a_bounded_tail_and_merged_once(
+def test_many_additions_keep_a_bounded_tail_and_are_merged_once(
     tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catalog_module, "_AT_ONCE", 500)

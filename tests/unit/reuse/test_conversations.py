@@ -1,4 +1,4 @@
-"""Conversations: what the next turn takes over, from whom, and what it must never take over."""
+"""Conversations: the KV that the next turn reuses, and the KV that it must not reuse."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ FIRST = messages(*CHUNKS[:3], question="Question: Who likes to eat curry and app
 
 @pytest.fixture
 def talk(engine: BlendEngine, endless: Model) -> Talk:
-    """Questions to an engine that has the chunks."""
+    """A conversation with an engine that has warmed the chunks."""
     engine.warm(CHUNKS)
     return Talk(engine)
 
 
 class Talk:
-    """Answers, each with the logits it begins with; greedy, as long as asked for."""
+    """Greedy answers of the requested length, each with the logits of its first token."""
 
     def __init__(self, engine: BlendEngine) -> None:
         self.engine, self.done = engine, []
@@ -89,11 +89,11 @@ def test_at_ratio_1_the_next_turn_has_full_prefills_logits(policy: str, talk: Ta
     assert [run.start >= report.conversation_tokens for run in report.runs] == [True, True]
     assert report.reused_tokens == report.conversation_tokens + sum(map(len, report.runs))
     assert report.reused_tokens + report.fresh_tokens == len(ids)
-    assert report.recomputed_tokens == sum(map(len, report.runs)), "what the conversation has is not computed again"
+    assert report.recomputed_tokens == sum(map(len, report.runs)), "KV of the conversation is not computed again"
 
 
 @pytest.mark.parametrize("policy", ["query", "hkvd", "hkvd_gradual", "first_k", "random", "none"])
-def test_below_ratio_1_the_blended_chunks_and_the_answer_are_taken_over(policy: str, talk: Talk) -> None:
+def test_below_ratio_1_the_blended_chunks_and_the_answer_are_reused(policy: str, talk: Talk) -> None:
     said = talk(FIRST, ratio=0.3, policy=policy)
     before = talk.done[-1].cache
     prompt = _next(FIRST, said, CHUNKS[3])
@@ -110,7 +110,7 @@ def test_below_ratio_1_the_blended_chunks_and_the_answer_are_taken_over(policy: 
             assert old.data_ptr() != new.data_ptr()
 
 
-def test_a_conversation_of_ten_turns_takes_over_all_but_the_last_question(talk: Talk) -> None:
+def test_a_conversation_of_ten_turns_reuses_all_but_the_last_question(talk: Talk) -> None:
     prompt, texts = FIRST, [f"{CHUNKS[i % 4]} This is the story number {i} of them all." for i in range(10)]
     talk.engine.warm(texts)
     for number in range(10):
@@ -119,11 +119,11 @@ def test_a_conversation_of_ten_turns_takes_over_all_but_the_last_question(talk: 
             left = said.report.prompt_tokens - said.report.conversation_tokens
             assert left < 80, "a turn costs as much as the first"
             assert len(said.report.runs) == 1
-        assert talk.kept == 1, "a turn takes the place of the one before"
+        assert talk.kept == 1, "a turn replaces the previous one"
         prompt = _next(prompt, said, texts[number], question=f"Question {number}: who?")
 
 
-def test_the_answer_as_it_was_decoded_is_what_full_prefill_would_make_of_it(talk: Talk, hf: Any) -> None:
+def test_the_kv_of_the_decoded_answer_equals_full_prefills(talk: Talk, hf: Any) -> None:
     said = talk("Mira Brel was born in Florton. Question: where? Answer:", ratio=1.0, max_new_tokens=12)
     (conversation,) = talk.engine._answering._conversations._kept
     assert len(conversation.ids) == said.report.prompt_tokens + 11, "of the last token there is no KV"
@@ -137,7 +137,7 @@ def test_the_answer_as_it_was_decoded_is_what_full_prefill_would_make_of_it(talk
             )
 
 
-def test_a_text_goes_on_as_messages_do(talk: Talk, hf: Any) -> None:
+def test_a_text_continues_a_conversation_like_messages(talk: Talk, hf: Any) -> None:
     prompt = "\n\n".join(CHUNKS[:2]) + "\n\nQuestion: Who was born in Florton?\n\nAnswer:"
     said = talk(prompt, ratio=1.0)
     longer = prompt + said.text + "\n\nQuestion: And where does she live?\n\nAnswer:"
@@ -147,8 +147,8 @@ def test_a_text_goes_on_as_messages_do(talk: Talk, hf: Any) -> None:
     assert relative(talk.logits, plain_logits(hf, ids)[-1]) <= 1e-5
 
 
-def test_an_answer_that_the_history_has_otherwise_is_cropped(talk: Talk, hf: Any) -> None:
-    """Thinking is left out, calls of tools are written anew, text is tokenised otherwise."""
+def test_an_answer_that_differs_in_the_history_is_cropped(talk: Talk, hf: Any) -> None:
+    """Thinking is left out, tool calls are rewritten, text is tokenised differently."""
     said = talk(FIRST, ratio=1.0)
     for other in ("No, something else entirely.", said.text[: len(said.text) // 2], ""):
         prompt = _next(FIRST, other, CHUNKS[3])
@@ -163,7 +163,7 @@ _TEMPLATE = """{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content 
 
 
 @pytest.mark.parametrize("template", [{}, {"no_thoughts": True}])
-def test_what_a_template_writes_for_the_answer_to_begin_may_be_gone(
+def test_a_templates_generation_prompt_may_be_missing_in_the_history(
     template: dict[str, Any], hf: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     """As `enable_thinking=False` does with Qwen3's."""
@@ -178,10 +178,10 @@ def test_what_a_template_writes_for_the_answer_to_begin_may_be_gone(
         assert said.report.prompt_tokens == len(question) + model.tokenizer.generation_prompt_length(**template)
         report = talk(_next(FIRST, "Nobody does.", CHUNKS[3]), template=template, ratio=0.3).report
         opened = model.tokenizer.generation_prompt_length()
-        assert report.conversation_tokens == len(question) + opened, "up to the answer, which is another"
+        assert report.conversation_tokens == len(question) + opened, "up to the answer, which differs"
 
 
-def test_a_stream_that_was_dropped_can_be_gone_on_with(talk: Talk) -> None:
+def test_a_dropped_stream_can_be_continued(talk: Talk) -> None:
     deltas = talk.engine.stream(FIRST, ratio=0.3, max_new_tokens=50, temperature=0)
     heard = [next(deltas) for _ in range(5)]
     deltas.close()
@@ -190,7 +190,7 @@ def test_a_stream_that_was_dropped_can_be_gone_on_with(talk: Talk) -> None:
 
 
 def test_a_stream_that_garbage_collection_ends_waits_for_nothing(talk: Talk) -> None:
-    """It may run anywhere, in a thread that is just matching as well."""
+    """It may run in any thread, also in one that is matching."""
     deltas = talk.engine.stream("Nothing of this was warmed. " * 100, max_new_tokens=50)
     next(deltas)
     cycle: list[Any] = [deltas]
@@ -211,7 +211,7 @@ def test_a_stream_that_garbage_collection_ends_waits_for_nothing(talk: Talk) -> 
 # ---------------------------------------------------------------- what must not be taken over
 
 
-def test_ratio_1_takes_over_nothing_that_was_made_at_less(talk: Talk, hf: Any) -> None:
+def test_ratio_1_reuses_no_conversation_of_a_lower_ratio(talk: Talk, hf: Any) -> None:
     said = talk(FIRST, ratio=0.3)
     prompt = _next(FIRST, said, CHUNKS[3])
     report = talk(prompt, ratio=1.0).report
@@ -234,7 +234,7 @@ def test_ratio_1_takes_over_nothing_that_was_made_at_less(talk: Talk, hf: Any) -
         ({"ratio": 0.0}, {"policy": "none"}, False),
     ],
 )
-def test_what_is_taken_over_is_as_good_as_what_was_asked_for(
+def test_a_reused_conversation_has_at_least_the_requested_ratio(
     made: dict[str, Any], asked: dict[str, Any], taken: bool, talk: Talk
 ) -> None:
     said = talk(FIRST, **made)
@@ -243,7 +243,7 @@ def test_what_is_taken_over_is_as_good_as_what_was_asked_for(
 
 
 def test_another_question_about_the_same_chunks_is_another_conversation(talk: Talk) -> None:
-    """Chunks are blended for their question: an answer must not depend on what others have asked."""
+    """Chunks are blended for their question: an answer must not depend on other users' questions."""
     other = messages(*CHUNKS[:3], question="Question: Who likes to eat curry and bread?")
     alone = talk(other, ratio=0.3)
     talk.engine._answering._conversations._kept.clear()
@@ -256,7 +256,7 @@ def test_another_question_about_the_same_chunks_is_another_conversation(talk: Ta
             assert report.runs == alone.report.runs
 
 
-def test_a_question_that_was_changed_goes_on_from_the_turn_before(talk: Talk, hf: Any) -> None:
+def test_a_changed_question_continues_from_the_previous_turn(talk: Talk, hf: Any) -> None:
     said = talk(FIRST, ratio=0.3)
     second = _next(FIRST, said, CHUNKS[3], question="Question: Who likes to eat curry and apples?")
     first = talk(second, ratio=0.3).report
@@ -264,11 +264,11 @@ def test_a_question_that_was_changed_goes_on_from_the_turn_before(talk: Talk, hf
     report = talk(changed, ratio=0.3).report
     assert report.conversation_tokens == first.conversation_tokens > 0
     assert report.runs == first.runs
-    assert talk.kept == 2, "both can be gone on with"
+    assert talk.kept == 2, "both can be continued"
 
 
 @pytest.mark.parametrize("policy", ["full", "query"])
-def test_full_prefill_as_the_reference_stays_out_of_it(policy: str, talk: Talk, hf: Any) -> None:
+def test_full_prefill_as_the_reference_ignores_conversations(policy: str, talk: Talk, hf: Any) -> None:
     said = talk(FIRST, policy=policy, ratio=1.0)
     assert talk.kept == (policy != "full")
     prompt = _next(FIRST, said, CHUNKS[3])
@@ -278,8 +278,8 @@ def test_full_prefill_as_the_reference_stays_out_of_it(policy: str, talk: Talk, 
     assert torch.equal(talk.logits, full_prefill(talk.engine.model, ids, 600)[0][0])
 
 
-def test_what_only_asks_for_a_cache_has_nothing_to_do_with_conversations(talk: Talk) -> None:
-    """Calibration and benchmarks."""
+def test_passes_that_only_need_a_cache_ignore_conversations(talk: Talk) -> None:
+    """As in calibration and benchmarks."""
     said = talk(FIRST, ratio=1.0)
     done = talk.engine.prefill(_ids(talk.engine, _next(FIRST, said)), BlendConfig(ratio=0.3))
     assert done.report.conversation_tokens == 0
@@ -300,7 +300,7 @@ def test_an_answer_that_failed_leaves_nothing(talk: Talk, monkeypatch: pytest.Mo
 # ---------------------------------------------------------------- the controller
 
 
-def test_full_prefill_that_the_controller_chooses_goes_on_from_the_conversation(
+def test_full_prefill_that_the_controller_chooses_continues_the_conversation(
     talk: Talk, hf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = talk(FIRST, ratio=1.0)
@@ -319,7 +319,7 @@ def test_full_prefill_that_the_controller_chooses_goes_on_from_the_conversation(
     assert report.reused_tokens == report.conversation_tokens >= len(_ids(talk.engine, FIRST)) - 5
     assert relative(talk.logits, plain_logits(hf, ids)[-1]) <= 1e-5
     report = talk(_next(prompt, "Nobody."), ratio=1.0).report
-    assert report.conversation_tokens >= len(ids) - 5, "and it is as good as any"
+    assert report.conversation_tokens >= len(ids) - 5, "and any of them can be used"
 
 
 def test_copying_a_conversation_is_not_measured_as_rotating(talk: Talk) -> None:
@@ -363,7 +363,7 @@ def test_two_turns_of_one_conversation_at_once_do_not_disturb_each_other(talk: T
     after = [tensor for number in range(engine.model.num_layers) for tensor in origin.cache.layer(number)]
     length = len(origin.ids)
     assert all(torch.equal(a[:, :, :length], b[:, :, :length]) for a, b in zip(before, after, strict=True))
-    assert talk.kept == 4, "each can be gone on with"
+    assert talk.kept == 4, "each can be continued"
     for number in range(4):
         report = talk(_next(prompts[number], alone[number]), ratio=0.3).report
         assert report.conversation_tokens >= len(_ids(engine, prompts[number])) - 5
@@ -373,7 +373,7 @@ def test_two_turns_of_one_conversation_at_once_do_not_disturb_each_other(talk: T
 
 
 def _kept(engine: BlendEngine) -> int:
-    return engine._answering._conversations.num_bytes
+    return sum(kept.cache.num_bytes for kept in engine._answering._conversations._kept)
 
 
 def test_the_bound_in_bytes_is_kept(endless: Model, tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ def test_the_bound_in_bytes_is_kept(endless: Model, tmp_path: Path) -> None:
         assert 2 <= len(engine._answering._conversations) < 6
         last = engine._answering._conversations._kept[-1]
         engine.generate(messages(*CHUNKS * 12), max_new_tokens=2)
-        assert engine._answering._conversations._kept[-1] is last, "one that is too large pushes nobody out"
+        assert engine._answering._conversations._kept[-1] is last, "one that is too large evicts no other"
 
 
 def test_none_are_kept_where_none_are_wanted(endless: Model, tmp_path: Path) -> None:
@@ -396,12 +396,12 @@ def test_none_are_kept_where_none_are_wanted(endless: Model, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, "1GB", None, True])
-def test_a_bound_that_is_none(wrong: Any, model: Model, tmp_path: Path) -> None:
+def test_an_invalid_bound_is_rejected(wrong: Any, model: Model, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="conversation_bytes must be an integer of at least 0"):
         BlendEngine(model, tmp_path / "kv", conversation_bytes=wrong)
 
 
-def test_closing_lets_go_of_all(endless: Model, tmp_path: Path) -> None:
+def test_closing_releases_everything(endless: Model, tmp_path: Path) -> None:
     engine = BlendEngine(endless, FileStore(tmp_path, min_free_bytes=0))
     engine.generate(FIRST, max_new_tokens=2)
     under_way = engine.stream(FIRST, max_new_tokens=3)
@@ -411,7 +411,7 @@ def test_closing_lets_go_of_all(endless: Model, tmp_path: Path) -> None:
     assert (len(engine._answering._conversations), _kept(engine)) == (0, 0)
 
 
-def test_a_turn_holds_on_to_nothing_of_the_turns_before(talk: Talk) -> None:
+def test_a_turn_keeps_no_memory_of_earlier_turns(talk: Talk) -> None:
     said = talk(FIRST, ratio=0.3)
     old = weakref.ref(talk.done.pop().cache)
     assert old() is not None
@@ -429,15 +429,20 @@ def _conversation(tokens: range, size: int = 4) -> Conversation:
     return Conversation(np.array(tokens), cache, 0, BlendConfig(ratio=0.3), turns)
 
 
-def test_the_one_used_longest_ago_goes_first() -> None:
+def _keep(conversations: Conversations, conversation: Conversation) -> None:
+    conversations.begin(conversation, frozenset())
+    conversations.keep(conversation, conversation, None)
+
+
+def test_the_least_recently_used_is_evicted_first() -> None:
     three = [_conversation(range(start, start + 40)) for start in (0, 100, 200)]
-    conversations = Conversations(2 * three[0].num_bytes, 1000)
+    conversations = Conversations(2 * three[0].cache.num_bytes, 1000)
     for conversation in three[:2]:
-        conversations.keep(conversation, None)
+        _keep(conversations, conversation)
     found = conversations.find([*range(40), 7, 7], BlendConfig(ratio=0.3))
     assert found is not None
     assert (found.conversation, found.length) == (three[0], 40)
-    conversations.keep(three[2], None)
+    _keep(conversations, three[2])
     assert conversations._kept == [three[0], three[2]]
 
 
@@ -445,7 +450,7 @@ def test_the_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvrag.reuse.conversation, "_MOST", 3)
     conversations = Conversations(1 << 20, 1000)
     for start in range(5):
-        conversations.keep(_conversation(range(start, start + 40)), None)
+        _keep(conversations, _conversation(range(start, start + 40)))
     assert [conversation.ids[0] for conversation in conversations._kept] == [2, 3, 4]
 
 
@@ -462,9 +467,9 @@ def test_the_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         ([0], None),
     ],
 )
-def test_what_counts_as_going_on(prompt: list[int], length: int | None) -> None:
+def test_prompts_that_continue_a_conversation(prompt: list[int], length: int | None) -> None:
     conversations = Conversations(1 << 20, 1000)
-    conversations.keep(_conversation(range(40)), None)
+    _keep(conversations, _conversation(range(40)))
     found = conversations.find(prompt, BlendConfig(ratio=0.3))
     assert (found and found.length) == length
 
@@ -472,7 +477,7 @@ def test_what_counts_as_going_on(prompt: list[int], length: int | None) -> None:
 def test_the_longest_is_taken() -> None:
     conversations = Conversations(1 << 20, 1000)
     for stop in (60, 80, 70):
-        conversations.keep(_conversation(range(stop)), None)
+        _keep(conversations, _conversation(range(stop)))
     found = conversations.find(list(range(100)), BlendConfig(ratio=0.3))
     assert found is not None
     assert found.length == 80
@@ -480,8 +485,8 @@ def test_the_longest_is_taken() -> None:
 
 def test_where_rope_follows_the_length_nothing_longer_is_kept_or_taken() -> None:
     conversations = Conversations(1 << 20, 50)
-    conversations.keep(_conversation(range(51)), None)
+    _keep(conversations, _conversation(range(51)))
     assert len(conversations) == 0
-    conversations.keep(_conversation(range(40)), None)
+    _keep(conversations, _conversation(range(40)))
     assert conversations.find(list(range(50)), BlendConfig(ratio=0.3)) is not None
     assert conversations.find(list(range(51)), BlendConfig(ratio=0.3)) is None

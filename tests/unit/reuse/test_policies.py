@@ -1,4 +1,4 @@
-"""A policy is one file: the settings, the command line, the engine and the controller know it from there."""
+"""A policy is one file: settings, command line, engine and controller find it there."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ POLICY = '''
 
 import torch
 
-from kvrag.reuse.select import Context, Passes, Scores
+from kvrag.reuse.select import Context, Passes
 
 
 def score(context):
     scores = torch.full((len(context.stitched.ids),), -torch.inf)
     for run in context.stitched.runs:
         scores[run.start : run.stop] = torch.arange(len(run), dtype=torch.float32)
-    return Scores(scores)
+    return scores
 
 
 def passes(config, num_layers):
@@ -34,8 +34,7 @@ from pathlib import Path
 import kvrag
 from kvrag import POLICIES, BlendConfig, BlendEngine, FileStore, Model
 from kvrag.cli.main import main
-from kvrag.control.controller import Workload, blend_seconds
-from kvrag.control.cost import Speed
+from kvrag.control.cost import Speed, Workload, blend_seconds
 from kvrag.reuse.select import Passes, selecting
 
 assert "last_k" in POLICIES
@@ -75,7 +74,7 @@ def _link(folder: Path, source: Path, but: str) -> Path:
     return folder / but
 
 
-def test_a_new_file_is_a_new_policy_everywhere(tmp_path: Path) -> None:
+def test_a_new_file_adds_a_policy_everywhere(tmp_path: Path) -> None:
     source = Path(kvrag.__file__).parent
     reuse = _link(tmp_path / "kvrag", source, "reuse")
     policies = _link(reuse, source / "reuse", "policies")

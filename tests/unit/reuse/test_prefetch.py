@@ -1,4 +1,4 @@
-"""Reading ahead: what a prompt will need is in RAM before it comes, and nothing else changes."""
+"""Reading ahead: the chunks of a prompt are in RAM before it arrives, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ask(engine: BlendEngine, *chunks: str) -> Any:
     return engine.generate(messages(*chunks), temperature=0, max_new_tokens=8)
 
 
-def test_what_is_read_ahead_is_in_ram_and_answers_are_the_same(engine: BlendEngine, tmp_path: Path) -> None:
+def test_chunks_read_ahead_are_in_ram_and_answers_are_the_same(engine: BlendEngine, tmp_path: Path) -> None:
     engine.prefetch([*CHUNKS[:2], "never warmed, and therefore not in the store", CHUNKS[1]])
     engine._prefetcher.wait()
     assert len(engine._pipeline.memory) == 2
@@ -47,7 +47,7 @@ def test_a_namespace_reads_its_own_chunks(engine: BlendEngine) -> None:
     assert len(engine._pipeline.memory) == 0
 
 
-def test_it_never_takes_more_than_what_is_free(engine: BlendEngine, tmp_path: Path) -> None:
+def test_it_uses_only_free_space(engine: BlendEngine, tmp_path: Path) -> None:
     engine.prefetch(CHUNKS)
     engine._prefetcher.wait()
     sizes = [chunk.nbytes for chunk in engine._pipeline.memory._chunks.values()]
@@ -68,7 +68,7 @@ def test_it_never_takes_more_than_what_is_free(engine: BlendEngine, tmp_path: Pa
         assert none._pipeline.memory.bytes == 0
 
 
-def test_it_does_not_wait_and_errors_are_left_to_the_request(
+def test_it_does_not_wait_and_leaves_errors_to_the_request(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, let, open_ = threading.Event(), threading.Event(), FileStore.open
@@ -79,7 +79,7 @@ def test_it_does_not_wait_and_errors_are_left_to_the_request(
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(FileStore, "open", broken)
-    for _ in range(20):  # returns although nothing is read yet; no more than a few calls wait
+    for _ in range(20):  # returns before anything is read; only a few calls wait
         engine.prefetch(CHUNKS)
     assert opened.wait(60)
     assert engine._prefetcher._pool._work_queue.qsize() < 5
@@ -92,7 +92,7 @@ def test_it_does_not_wait_and_errors_are_left_to_the_request(
     assert len(engine._pipeline.memory) == 4
 
 
-def test_what_a_request_reads_is_not_read_twice(engine: BlendEngine) -> None:
+def test_chunks_that_a_request_reads_are_not_read_twice(engine: BlendEngine) -> None:
     memory, store = engine._pipeline.memory, engine.store
     key, other = list(engine._lookup.usable(entry.text_key for entry in store.entries(0)).values())[:2]
     opened = store.open(key)
@@ -104,7 +104,7 @@ def test_what_a_request_reads_is_not_read_twice(engine: BlendEngine) -> None:
     reading.close()
 
 
-def test_room_that_has_gone_meanwhile_is_not_taken(engine: BlendEngine) -> None:
+def test_space_that_was_taken_meanwhile_is_not_used(engine: BlendEngine) -> None:
     memory, store = engine._pipeline.memory, engine.store
     keys = list(engine._lookup.usable(entry.text_key for entry in store.entries(0)).values())
     readers = [memory.keeping(reader, only_free=True) for key in keys if (reader := store.open(key))]

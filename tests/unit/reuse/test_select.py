@@ -1,4 +1,4 @@
-"""What makes each policy that policy, and the rules that hold for all."""
+"""The distinguishing property of each policy, and the rules for all policies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvrag import POLICIES, BlendConfig, BlendEngine, FileStore, Model, SettingError
 from kvrag.reuse.blend import blend
-from kvrag.reuse.select import Selection, select
+from kvrag.reuse.select import select
 from kvrag.reuse.stitch import Stitched
 
 INFORMED = tuple(policy for policy in POLICIES if policy not in ("none", "full"))
@@ -22,7 +22,7 @@ INFORMED = tuple(policy for policy in POLICIES if policy not in ("none", "full")
 
 def _pick(model: Model, stitched: Stitched, policy: str, ratio: float, **changes: Any) -> list[int]:
     config = BlendConfig(policy=policy, ratio=ratio, **{"first_tokens": 0, "band": (0.5, 1.0), **changes})
-    return select(model, stitched, config).positions.tolist()
+    return select(model, stitched, config).tolist()
 
 
 @pytest.mark.parametrize("policy", INFORMED)
@@ -39,7 +39,7 @@ def test_the_budget_is_filled_with_inexact_reused_positions(policy: str, model: 
         assert set(picked) <= set(inexact)
         assert not stitched.exact[picked].any()
         assert stitched.reused[picked].all()
-    assert stitched.exact.sum() > 20, "the run behind the preamble is exact"
+    assert stitched.exact.sum() > 20, "the run after the preamble is exact"
     assert len(inexact) > 60
 
 
@@ -51,7 +51,7 @@ def test_none_picks_nothing(ratio: float, model: Model, lay_out: LayOut) -> None
 @pytest.mark.parametrize("policy", INFORMED)
 def test_nothing_to_choose_from(policy: str, model: Model, lay_out: LayOut) -> None:
     assert _pick(model, lay_out("Something that was never warmed."), policy, 0.5) == []
-    assert _pick(model, lay_out(CHUNKS[0]), policy, 0.5) == [], "one chunk behind the preamble is exact"
+    assert _pick(model, lay_out(CHUNKS[0]), policy, 0.5) == [], "the chunk after the preamble is exact"
 
 
 def test_every_policy_is_known_to_the_settings() -> None:
@@ -116,7 +116,7 @@ def test_hkvd_gradual_measures_again_deeper_down_and_thins_out(model: Model, lay
     ratio = 1 / len(stitched.inexact)
     wanted = torch.tensor(_pick(model, other, "hkvd", 28 * ratio))
     for layer, num in ((2, 20), (3, 12)):  # of 4 layers
-        blend(model, other, Selection(wanted))
+        blend(model, other, wanted)
         pairs = zip(other.cache.layer(layer), untouched.cache.layer(layer), strict=True)
         deviations = sum((ours - theirs)[:, :, wanted].square().sum(dim=(0, 1, 3)) for ours, theirs in pairs)
         wanted = wanted[torch.as_tensor(deviations).topk(num).indices].sort().values
@@ -134,7 +134,7 @@ def test_hkvd_gradual_measures_again_when_nothing_is_exact_and_its_first_stage_t
     assert not stitched.exact.any()
     picked = _pick(model, stitched, "hkvd_gradual", ratio)
     assert len(picked) == round(0.6 * round(ratio * len(stitched.inexact)))
-    assert torch.isfinite(blend(model, stitched, Selection(torch.tensor(picked)))).all()
+    assert torch.isfinite(blend(model, stitched, torch.tensor(picked))).all()
 
 
 def test_layer_0_does_not_deviate_and_layer_1_does(model: Model, lay_out: LayOut) -> None:
@@ -199,7 +199,7 @@ def _attention(model: Model, stitched: Stitched, layers: list[int], num_queries:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mistral-window", "granite", "gemma3", "glm4"])
-def test_query_picks_what_the_question_attends_to(family: str, tokenizer: Any, tmp_path: Path) -> None:
+def test_query_picks_the_tokens_that_the_question_attends_to(family: str, tokenizer: Any, tmp_path: Path) -> None:
     model_type, changes = FAMILIES[family]
     model = Model(build(model_type, **changes), tokenizer, family)
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine, ExitStack() as stack:
@@ -224,7 +224,7 @@ def test_query_hkvd_weighs_attention_by_deviation(model: Model, lay_out: LayOut)
     num_queries = int((other.fresh > int(other.reused.nonzero()[-1])).sum())
     attention = _attention(model, lay_out(*CHUNKS), [2, 3], num_queries)
     candidates = inexact[attention[inexact].topk(20).indices].sort().values
-    blend(model, other, Selection(candidates))
+    blend(model, other, candidates)
     pairs = zip(other.cache.layer(2), untouched.cache.layer(2), strict=True)  # of 4 layers
     deviation = sum((ours - theirs)[:, :, candidates].square().sum(dim=(0, 1, 3)) for ours, theirs in pairs)
     wanted = candidates[(attention[candidates] * deviation).topk(10).indices].sort().values.tolist()
@@ -233,7 +233,9 @@ def test_query_hkvd_weighs_attention_by_deviation(model: Model, lay_out: LayOut)
 
 
 @pytest.mark.parametrize("band", BANDS)
-def test_the_band_says_which_layers_are_listened_to(band: tuple[float, float], model: Model, lay_out: LayOut) -> None:
+def test_the_band_selects_the_layers_whose_attention_is_used(
+    band: tuple[float, float], model: Model, lay_out: LayOut
+) -> None:
     layers = {(0.25, 0.75): [1, 2], (0.0, 1.0): [1, 2, 3], (0.5, 0.6): [2], (0.9, 1.0): [3]}[band]
     stitched = lay_out(*CHUNKS)
     scores = _attention(
@@ -244,8 +246,8 @@ def test_the_band_says_which_layers_are_listened_to(band: tuple[float, float], m
     assert _pick(model, stitched, "query", 15 / len(inexact), band=band, smoothing=1) == wanted
 
 
-def test_a_question_before_the_chunks_is_no_obstacle(model: Model, lay_out: LayOut) -> None:
-    """The last fresh tokens ask then, however few there are."""
+def test_a_question_may_precede_the_chunks(model: Model, lay_out: LayOut) -> None:
+    """Then the last fresh tokens are used as the question, however few there are."""
     encode = model.tokenizer.encode
     ids = [*model.tokenizer.preamble, *encode(QUESTION), *encode(CHUNKS[0]), *encode(CHUNKS[1])]
     stitched = lay_out(ids=ids)
@@ -274,14 +276,14 @@ def test_seam_takes_what_is_nearest_to_a_seam(model: Model, lay_out: LayOut) -> 
     runs = [run for run in stitched.runs if not stitched.exact[run.start]]
     starts = {run.start + i for run in runs for i in range(4)}
     ends = {run.stop - 1 - i for run in runs for i in range(4)}
-    assert picked(12, before=0, after=8) == starts, "nothing before a seam when nothing is asked for there"
+    assert picked(12, before=0, after=8) == starts, "nothing before a seam if `seam_before` is 0"
     assert picked(12, before=8, after=0) == ends
     assert picked(24, before=8, after=8) == starts | ends
     both = picked(9, before=8, after=4)  # two at the end for every one at the beginning
     assert both == {run.start for run in runs} | {run.stop - 1 - i for run in runs for i in range(2)}
 
 
-def test_the_first_tokens_of_runs_come_before_what_the_question_attends_to(model: Model, lay_out: LayOut) -> None:
+def test_the_first_tokens_of_runs_are_selected_before_the_questions_tokens(model: Model, lay_out: LayOut) -> None:
     stitched = lay_out(*CHUNKS)
     runs, num = [run for run in stitched.runs if not stitched.exact[run.start]], len(stitched.inexact)
 
@@ -308,14 +310,14 @@ def test_random_is_repeatable_and_its_own(model: Model, lay_out: LayOut) -> None
     assert picks[0] == picks[1] != picks[2]
     state = torch.random.get_rng_state()
     _pick(model, lay_out(*CHUNKS), "random", 0.3)
-    assert torch.equal(torch.random.get_rng_state(), state), "nobody else's random numbers change"
+    assert torch.equal(torch.random.get_rng_state(), state), "other random numbers do not change"
 
 
 @pytest.mark.parametrize("policy", INFORMED)
 def test_choosing_never_makes_kv_worse(policy: str, model: Model, lay_out: LayOut) -> None:
-    """Whatever a policy writes into the cache, blending everything afterwards is still full prefill."""
+    """After any policy's writes to the cache, blending everything is still full prefill."""
     stitched = lay_out(*CHUNKS)
     _pick(model, stitched, policy, 0.2)
-    logits = blend(model, stitched, Selection(stitched.inexact))
+    logits = blend(model, stitched, stitched.inexact)
     full = model.new_cache(len(stitched.ids))
     torch.testing.assert_close(logits, model.forward(stitched.ids[None], full), atol=1e-4, rtol=1e-4)

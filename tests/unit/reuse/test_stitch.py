@@ -1,4 +1,4 @@
-"""Which stored KV is full prefill's as it is."""
+"""Stored KV that equals full prefill's without recomputing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from blending import CHUNKS, messages
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
 
 
-def test_only_what_was_encoded_alone_is_exact_behind_the_preamble(model: Model, tmp_path: Path) -> None:
+def test_only_a_chunk_encoded_alone_is_exact_after_the_preamble(model: Model, tmp_path: Path) -> None:
     with BlendEngine(model, FileStore(tmp_path), BlendConfig(context_tokens=64)) as engine:
         engine.warm(CHUNKS[:2], document="a")
         alone, behind = (
@@ -17,4 +17,4 @@ def test_only_what_was_encoded_alone_is_exact_behind_the_preamble(model: Model, 
         )
     assert [run.start for report in (alone, behind) for run in report.runs] == [len(model.preamble)] * 2
     assert alone.exact
-    assert not behind.exact, "other words stood before it when it was encoded"
+    assert not behind.exact, "it was encoded with another context"

@@ -14,14 +14,14 @@ from kvrag.reuse.trace import Trace
 
 def test_a_step_counts_with_and_without_the_steps_inside_of_it(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     trace, seconds = Trace(model), itertools.count(0.0)
-    clock = SimpleNamespace(perf_counter=lambda: next(seconds))  # a second between two looks
+    clock = SimpleNamespace(perf_counter=lambda: next(seconds))  # a second between two readings
     monkeypatch.setattr(trace_module, "time", clock)
     with trace.step("select"), trace.step("stitch"):  # 0 to 3, 1 to 2
         pass
     with trace.step("blend"):  # 4 to 11
-        with trace.step("stall"):  # 5 to 6
+        with trace.step("load_stall"):  # 5 to 6
             pass
-        with trace.step("stitch"), trace.step("stall"):  # 7 to 10, 8 to 9
+        with trace.step("stitch"), trace.step("load_stall"):  # 7 to 10, 8 to 9
             pass
-    assert trace.seconds == {"match": 0, "stall": 2, "stitch": 4, "select": 3, "blend": 7, "read": 0}
-    assert trace.own_seconds == {"match": 0, "stall": 2, "stitch": 3, "select": 2, "blend": 3, "read": 0}
+    assert trace.seconds == {"match": 0, "load_stall": 2, "stitch": 4, "select": 3, "blend": 7, "load": 0}
+    assert trace.own_seconds == {"match": 0, "load_stall": 2, "stitch": 3, "select": 2, "blend": 3, "load": 0}

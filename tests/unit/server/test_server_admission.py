@@ -1,4 +1,4 @@
-"""The admission queue: order, limits, leaving, stopping."""
+"""The admission queue: order, limits, disconnects, stopping."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrag.server.errors import ApiError
 
 
 class Work:
-    """Yields numbers as it is told, for ever."""
+    """Yields numbers on request, without end."""
 
     def __init__(self) -> None:
         self.go = threading.Semaphore(0)
@@ -85,7 +85,7 @@ async def test_the_longest_waiting_comes_first_and_one_too_many_is_rejected() ->
     assert order == ["a", "b"]
 
 
-async def test_the_place_is_taken_until_the_step_under_way_is_over() -> None:
+async def test_the_place_is_taken_until_the_current_step_is_over() -> None:
     queue, work = AdmissionQueue(1, 2, "test"), Work()
     running = queue.run(work, 60)
     work.go.release()
@@ -131,7 +131,7 @@ async def test_work_that_takes_too_long_ends() -> None:
     assert work.closed.is_set()
 
 
-async def test_what_work_raises_is_raised_and_the_place_is_free() -> None:
+async def test_an_error_of_the_work_is_raised_and_the_place_is_free() -> None:
     def broken() -> Generator[int, None, None]:
         yield 1
         raise ValueError("broken")
@@ -144,7 +144,7 @@ async def test_what_work_raises_is_raised_and_the_place_is_free() -> None:
     await settled(queue, 0, 0)
 
 
-async def test_stopping_lets_work_finish_and_none_begin() -> None:
+async def test_stopping_finishes_running_work_and_starts_none() -> None:
     queue, work = AdmissionQueue(1, 4, "test"), Work()
     async with aclosing(queue.run(work, 60)) as running:
         work.go.release()
@@ -165,7 +165,7 @@ async def test_stopping_lets_work_finish_and_none_begin() -> None:
     assert queue.running("") == 0
 
 
-async def test_a_place_for_a_request_that_has_just_been_cancelled_is_passed_on() -> None:
+async def test_the_place_of_a_cancelled_request_is_passed_on() -> None:
     queue = AdmissionQueue(1, 2, "test")
     await queue._admit("")
     leaving, staying = asyncio.create_task(all_of(queue)), asyncio.create_task(all_of(queue))
@@ -176,7 +176,7 @@ async def test_a_place_for_a_request_that_has_just_been_cancelled_is_passed_on()
     await settled(queue, 0, 0)
 
 
-async def test_namespaces_have_lines_of_their_own_and_are_admitted_in_rotation() -> None:
+async def test_namespaces_have_their_own_queues_and_are_admitted_in_rotation() -> None:
     queue, work, order = AdmissionQueue(1, 2, "test"), Work(), []
 
     async def wait(namespace: str) -> None:
@@ -193,7 +193,7 @@ async def test_namespaces_have_lines_of_their_own_and_are_admitted_in_rotation()
                 await asyncio.sleep(0.005)
         with pytest.raises(ApiError) as full:
             await wait("a")
-        assert full.value.status == 429, "its own line is full, which the other namespaces do not notice"
+        assert full.value.status == 429, "its own queue is full, which does not affect other namespaces"
         assert [queue.waiting(namespace) for namespace in "abc"] == [2, 1, 1]
         assert [queue.running(namespace) for namespace in ("", "a")] == [1, 0]
     work.go.release()

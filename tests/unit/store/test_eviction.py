@@ -1,4 +1,4 @@
-"""Which chunks are evicted: what was used often and lately stays."""
+"""Which chunks are evicted: frequently and recently used ones stay."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
-from records import A, B, held, opened, record, text
+from records import opened, record
 
-from kvrag import FileStore, StoreFullError
+from kvrag import StoreFullError
 from kvrag.store.manifest import Manifest, ManifestRow
 
 BUDGET, LOW, CORPUS = 300, 240, 1000  # chunks of one size
@@ -32,8 +33,16 @@ def row(number: int, tokens: int = 8, context: int = 0, num_bytes: int = 1000, n
     return ManifestRow(key, f"text {key}", namespace, bytes(4 * tokens), context, f"{key}-0.safetensors", num_bytes)
 
 
+def touch(manifest: Manifest, uses: dict[str, int]) -> None:
+    manifest.touch(list(uses), list(uses.values()))
+
+
+def evict(manifest: Manifest, *limits: Any) -> list[tuple[str, str]]:
+    return manifest.remove(manifest.coldest(*limits))
+
+
 def popular(exponent: float, rng: random.Random, prompts: int) -> list[list[Access]]:
-    """Prompts of chunks whose popularity follows Zipf's law; every call shuffles who is popular."""
+    """Prompts of chunks whose popularity follows Zipf's law; every call shuffles the popularity."""
     numbers = list(range(CORPUS))
     rng.shuffle(numbers)
     weights = [(place + 1) ** -exponent for place in range(CORPUS)]
@@ -46,7 +55,7 @@ def scan() -> list[list[Access]]:
 
 
 class Lru:
-    """The policy before: least recently used first."""
+    """The earlier policy: least recently used first."""
 
     def __init__(self) -> None:
         self._chunks: OrderedDict[Access, None] = OrderedDict()
@@ -74,9 +83,9 @@ class Scored:
         with self._manifest.transaction():
             hits = self._manifest.known(list(rows))
             new = [row for key, row in rows.items() if key not in hits]
-            self._manifest.touch(dict.fromkeys(hits, 1))
+            touch(self._manifest, dict.fromkeys(hits, 1))
         if self._manifest.num_bytes() + 1000 * len(new) > 1000 * BUDGET:
-            self._manifest.evict(1000 * LOW - 1000 * len(new), 500)
+            evict(self._manifest, 1000 * LOW - 1000 * len(new), 500)
         self._manifest.add(new)
         return len(hits)
 
@@ -93,7 +102,7 @@ def hit_rate(store: Lru | Scored, before: Sequence[Sequence[Access]], prompts: S
 
 
 @pytest.mark.parametrize("exponent", [0.7, 1.0])
-def test_what_is_used_often_stays(exponent: float, manifest: Manifest) -> None:
+def test_frequently_used_chunks_stay(exponent: float, manifest: Manifest) -> None:
     rng = random.Random(0)
     prompts = popular(exponent, rng, 1500)
     ours, lru = (hit_rate(store, prompts[:500], prompts[500:]) for store in (Scored(manifest), Lru()))
@@ -101,7 +110,7 @@ def test_what_is_used_often_stays(exponent: float, manifest: Manifest) -> None:
 
 
 @pytest.mark.parametrize("exponent", [0.7, 1.0])
-def test_a_scan_does_not_push_out_what_is_used_often(exponent: float, manifest: Manifest) -> None:
+def test_a_scan_does_not_evict_frequently_used_chunks(exponent: float, manifest: Manifest) -> None:
     rng = random.Random(1)
     prompts = popular(exponent, rng, 1000)
     before = prompts[:750] + scan()
@@ -110,7 +119,7 @@ def test_a_scan_does_not_push_out_what_is_used_often(exponent: float, manifest: 
 
 
 @pytest.mark.parametrize("exponent", [0.7, 1.0])
-def test_what_was_used_often_goes_when_others_are(exponent: float, manifest: Manifest) -> None:
+def test_formerly_popular_chunks_are_evicted(exponent: float, manifest: Manifest) -> None:
     rng = random.Random(2)
     before, after = popular(exponent, rng, 1000), popular(exponent, rng, 500)
     ours, lru = (hit_rate(store, before, after) for store in (Scored(manifest), Lru()))
@@ -121,67 +130,31 @@ def test_between_chunks_used_alike_the_one_that_costs_more_stays(manifest: Manif
     cheap, behind, packed = row(1), row(2, context=24), row(3, num_bytes=500)
     manifest.add([behind, packed, cheap])
     assert manifest.coldest(0, 3) == [cheap.key, packed.key, behind.key]
-    manifest.touch({cheap.key: 50})
+    touch(manifest, {cheap.key: 50})
     assert manifest.coldest(0, 3) == [packed.key, behind.key, cheap.key]
 
 
-def test_uses_count_and_lose_weight(manifest: Manifest) -> None:
+def test_recent_uses_count_more(manifest: Manifest) -> None:
     once, often, late = row(1), row(2), row(3)
     manifest.add([once, often, late])
-    manifest.touch({often.key: 6, once.key: 1})
+    touch(manifest, {often.key: 6, once.key: 1})
     assert manifest.coldest(0, 3) == [late.key, once.key, often.key]
-    manifest.touch({row(9).key: 1000})  # not stored: no use of these three
+    touch(manifest, {row(9).key: 1000})  # not stored: no use of these three
     assert manifest.coldest(0, 3) == [late.key, once.key, often.key]
     for _ in range(5):
-        manifest.touch({late.key: 20})
-    manifest.touch({once.key: 1})
+        touch(manifest, {late.key: 20})
+    touch(manifest, {once.key: 1})
     assert manifest.coldest(0, 3) == [often.key, once.key, late.key], "six old uses are less than a new one"
 
 
 def test_eviction_stops_at_the_limit_and_in_the_namespace(manifest: Manifest) -> None:
     manifest.add([row(number, namespace=name) for number in range(4) for name in "ab"])
-    assert len(manifest.evict(2000, 10, "a")) == 2
+    assert len(evict(manifest, 2000, 10, "a")) == 2
     assert (manifest.num_bytes("a"), manifest.num_bytes("b")) == (2000, 4000)
-    assert manifest.evict(2000, 10, "a") == []
-    assert len(manifest.evict(0, 1, "a")) == 1
-    assert manifest.evict(0, 10, "nobody") == []
+    assert evict(manifest, 2000, 10, "a") == []
+    assert len(evict(manifest, 0, 1, "a")) == 1
+    assert evict(manifest, 0, 10, "nobody") == []
     assert manifest.num_bytes() == 5000
-
-
-def test_a_manifest_of_an_older_version_is_continued(tmp_path: Path) -> None:
-    """What was used last stays, also with chunks that the older version stores later."""
-    store = FileStore(tmp_path, min_free_bytes=0)
-    store.put([A, B, *(record(number) for number in range(10, 14))])
-    store.set_document("doc", held("doc", A))
-    with store._manifest._writing() as connection:
-        connection.executescript(
-            "DROP INDEX chunks_score; DROP INDEX chunks_namespace; ALTER TABLE chunks DROP COLUMN score;"
-            "ALTER TABLE chunks DROP COLUMN chunk_namespace; CREATE INDEX chunks_used ON chunks (used, key, num_bytes);"
-            "DELETE FROM counters WHERE name = 'clock'; UPDATE chunks SET used = 1000 + rowid;"
-        )
-        connection.execute("UPDATE chunks SET used = 5000 WHERE key = ?", (A.key,))
-        connection.execute("BEGIN")
-    store.close()
-    for _ in range(2):
-        store = FileStore(tmp_path, min_free_bytes=0)
-        assert store._manifest.coldest(0, 10)[-1] == A.key
-        assert store._manifest.coldest(0, 10)[0] == B.key
-        assert store.stats().chunks == 6
-        assert store.documents() == {"doc": [A.key]}
-        assert store.look_up([text(A)])[text(A)].sources == {"doc": A.key}
-        store.close()
-    store = FileStore(tmp_path, min_free_bytes=0)
-    with store._manifest._writing() as connection:  # as the older version does
-        connection.execute(
-            "INSERT INTO chunks (key, text, context_tokens, file, num_bytes, created, used)"
-            " VALUES ('new', ?, 0, 'new-0.safetensors', 10, 9000, 9000)",
-            (text(A),),
-        )
-    store.touch(["new", A.key])
-    store.close()
-    store = FileStore(tmp_path, min_free_bytes=0)
-    assert set(store._manifest.coldest(0, 10, "")) == set(store._manifest.coldest(0, 10)) >= {"new", A.key}
-    store.close()
 
 
 def test_eviction_frees_a_fifth_of_the_budget_and_nothing_while_there_is_room(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The embedded store: what goes in comes out, and whatever happens to the folder, no wrong KV ever does."""
+"""The embedded store: stored chunks are returned unchanged, and a damaged folder never gives wrong KV."""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ from kvrag.store import (
     MemoryTier,
     StoreCheck,
     TextState,
+    entries_of,
     files,
     other_stores,
+    read_owner,
     visible_variant,
 )
 from kvrag.store.chunkfile import ChunkFile
@@ -133,7 +135,7 @@ def test_an_open_chunk_stays_readable_when_it_is_removed(store: FileStore) -> No
     assert store.open(record(1).key) is None
 
 
-def test_use_after_close_says_so(tmp_path: Path) -> None:
+def test_use_after_close_is_a_named_error(tmp_path: Path) -> None:
     store = opened(tmp_path)
     store.close()
     store.close()
@@ -162,10 +164,10 @@ def _write_at(path: Path, at: int, byte: int) -> None:
 
 
 @pytest.mark.parametrize(("context", "namespace"), [((), ""), ((7, 8, 9), "tenant")])
-def test_every_single_flipped_bit_of_a_header_is_found(
+def test_every_single_flipped_bit_of_a_header_is_detected(
     store: FileStore, context: tuple[int, ...], namespace: str
 ) -> None:
-    """Of the header with its length and padding, and of all that opening reads."""
+    """Of the header with its length and padding, and of everything that opening reads."""
     wanted = record(1, tokens=16, layers=2, context=context, namespace=namespace)
     store.put([wanted])
     path = file_of(store, wanted)
@@ -180,7 +182,7 @@ def test_every_single_flipped_bit_of_a_header_is_found(
     assert same(store, wanted)
 
 
-def test_flipped_bits_of_the_payload_are_noticed(store: FileStore) -> None:
+def test_flipped_bits_of_the_payload_are_detected(store: FileStore) -> None:
     wanted = record(1, layers=1, tokens=16)
     store.put([wanted])
     path = file_of(store, wanted)
@@ -198,8 +200,8 @@ def test_flipped_bits_of_the_payload_are_noticed(store: FileStore) -> None:
 
 
 @pytest.mark.parametrize("change", ["namespace", "context", "ids", "longer context"])
-def test_a_file_that_is_whole_but_not_what_its_key_says_is_damaged(store: FileStore, change: str) -> None:
-    """Its digests are right: only the key, computed again, shows it."""
+def test_an_intact_file_of_another_key_is_damaged(store: FileStore, change: str) -> None:
+    """Its digests are right: only the recomputed key differs."""
     wanted = record(1, context=(7, 8))
     changes: dict[str, Any] = {
         "namespace": {"namespace": "other"},
@@ -214,7 +216,7 @@ def test_a_file_that_is_whole_but_not_what_its_key_says_is_damaged(store: FileSt
 
 
 @pytest.mark.parametrize("left", [0, 1, 7, 8, 9, 100, -1, -1000])
-def test_a_truncated_file_is_noticed_when_it_is_opened(store: FileStore, left: int) -> None:
+def test_a_truncated_file_is_detected_when_it_is_opened(store: FileStore, left: int) -> None:
     wanted = record(1)
     store.put([wanted])
     path = file_of(store, wanted)
@@ -227,7 +229,7 @@ def test_a_truncated_file_is_noticed_when_it_is_opened(store: FileStore, left: i
         store.open(wanted.key)
 
 
-def test_a_file_cut_off_after_it_was_opened_is_noticed(store: FileStore) -> None:
+def test_a_file_truncated_after_it_was_opened_is_detected(store: FileStore) -> None:
     store.put([record(1)])
     reader = store.open(record(1).key)
     assert reader is not None
@@ -238,7 +240,7 @@ def test_a_file_cut_off_after_it_was_opened_is_noticed(store: FileStore) -> None
     reader.close()
 
 
-def test_a_fault_that_passes_leaves_the_chunk_where_it_is(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_fault_leaves_the_chunk_in_place(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put([record(1)])
     reader = store.open(record(1).key)
     assert reader is not None
@@ -274,7 +276,7 @@ def test_reads_that_return_less_are_continued(store: FileStore, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", ["manifest.sqlite", "chunks"])
-def test_a_folder_that_cannot_be_looked_at_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_listed_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened(tmp_path).close()
     for function in ("stat", "mkdir"):
         real = getattr(os, function)
@@ -369,7 +371,7 @@ def test_more_chunks_are_read_at_once_than_files_may_be_open(tmp_path: Path) -> 
 def test_a_reader_that_is_closed_while_it_is_read_keeps_its_file(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its number might be another file's by then."""
+    """Otherwise its descriptor might belong to another file by then."""
     store.put([record(1)])
     reader, real = store.open(record(1).key), os.preadv
     assert isinstance(reader, ChunkFile)
@@ -388,21 +390,21 @@ def test_a_reader_that_is_closed_while_it_is_read_keeps_its_file(
         os.fstat(used[0])
 
 
-def test_another_chunk_under_this_name_is_noticed(store: FileStore) -> None:
+def test_another_chunk_under_this_name_is_detected(store: FileStore) -> None:
     store.put([record(1), record(2)])
     shutil.copy(file_of(store, record(2)), file_of(store, record(1)))
     with pytest.raises(DamagedChunkError, match=record(2).key):
         store.open(record(1).key)
 
 
-def test_a_file_of_another_model_is_noticed(store: FileStore) -> None:
+def test_a_file_of_another_model_is_detected(store: FileStore) -> None:
     store.put([record(1)])
     file_of(store, record(1)).write_bytes(packed(record(1), "f" * 32))
     with pytest.raises(DamagedChunkError, match="another model"):
         store.open(record(1).key)
 
 
-def test_a_row_without_a_file_is_damage_and_no_row_is_none(store: FileStore) -> None:
+def test_a_row_without_a_file_is_damage_and_a_missing_row_is_not(store: FileStore) -> None:
     store.put([record(1)])
     file_of(store, record(1)).unlink()
     with pytest.raises(DamagedChunkError, match="is missing"):
@@ -551,7 +553,7 @@ def test_a_damaged_chunk_is_not_adopted_when_the_manifest_is_rebuilt(tmp_path: P
 
 
 def test_random_damage_to_the_manifest_is_repaired_or_named(tmp_path: Path) -> None:
-    """Never another exception than StoreError, never wrong KV, and `check` makes the folder whole again."""
+    """No exception but StoreError, no wrong KV, and `check` repairs the folder."""
     store = opened(tmp_path / "good")
     store.put([record(i) for i in range(60)])
     store.close()
@@ -592,7 +594,7 @@ def test_a_damaged_index_leads_to_no_other_text(table: str, tmp_path: Path) -> N
     with contextlib.closing(opened(tmp_path)) as store:
         store.put(records)
         store.set_document("report", [holding(each, "source") for each in records])
-    # with its entries in the wrong order, a search that has found a text goes on to a text that was not asked for
+    # with its entries in the wrong order, a search that has found a text continues to another text
     with contextlib.closing(sqlite3.connect(tmp_path / "manifest.sqlite")) as manifest:
         manifest.execute("PRAGMA writable_schema=ON")
         changed = manifest.execute(
@@ -621,10 +623,8 @@ def test_the_engine_finds_its_chunks_after_the_manifest_was_rebuilt(model: Model
 def test_a_damaged_owner_file_is_named(content: str, tmp_path: Path) -> None:
     opened(tmp_path).close()
     (tmp_path / "fingerprint.json").write_bytes(content.encode("latin-1"))
-    store = FileStore(tmp_path, min_free_bytes=0)
     with pytest.raises(StoreError, match=r"fingerprint\.json is damaged"):
-        store.bind(FINGERPRINT)
-    store.close()
+        FileStore(tmp_path, min_free_bytes=0)
 
 
 # ---------------------------------------------------------------- another model
@@ -737,7 +737,7 @@ def test_check_leaves_alone_what_was_stored_again_meanwhile(tmp_path: Path) -> N
     row = store._manifest.rows()[record(0).key]
     store.remove([record(0).key])
     store.put([record(0)])
-    assert store._check_chunk(row.file, row.key, row, hold=False) == []
+    assert store._check_chunk(row.file, row.key, row) == []
     assert store.stats().damaged == 0
     assert same(store, record(0))
     store.close()
@@ -746,7 +746,7 @@ def test_check_leaves_alone_what_was_stored_again_meanwhile(tmp_path: Path) -> N
 def test_a_folder_that_was_deleted(tmp_path: Path) -> None:
     store = opened(tmp_path / "kv")
     shutil.rmtree(tmp_path / "kv")
-    with pytest.raises(StoreError, match="cannot write to"):
+    with pytest.raises(StoreError, match="cannot use"):
         store.put([record(1)])
     store.close()
 
@@ -756,7 +756,7 @@ def test_a_file_name_in_the_manifest_leads_nowhere_else(name: str, tmp_path: Pat
     (tmp_path / "victim").write_bytes(b"somebody's")
     store = opened(tmp_path / "kv")
     store.put([record(0), record(1)])
-    with store._manifest._writing() as connection:
+    with store._manifest.transaction() as connection:
         connection.execute("UPDATE chunks SET file = ?", (name.replace("/victim", str(tmp_path / "victim")),))
         if name.startswith("../../"):
             connection.execute("UPDATE chunks SET file = ?", (name,))
@@ -874,7 +874,7 @@ def test_a_really_full_disk(small_disk: Path, model: Model, hf: Any) -> None:
         assert engine.warm([" ".join(CHUNKS)]).new == 1
 
 
-def test_a_disk_with_less_left_than_is_to_be_kept_free_is_full(tmp_path: Path) -> None:
+def test_a_disk_with_less_than_the_reserved_space_is_full(tmp_path: Path) -> None:
     store = opened(tmp_path, min_free_bytes=1 << 60)
     with pytest.raises(StoreFullError, match="must stay free"):
         store.put([record(1)])
@@ -906,7 +906,7 @@ def test_least_recently_used_chunks_make_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of_namespace", [False, True])
-def test_a_corpus_larger_than_the_budget_is_pointed_out(model: Model, tmp_path: Path, of_namespace: bool) -> None:
+def test_a_corpus_larger_than_the_budget_is_reported(model: Model, tmp_path: Path, of_namespace: bool) -> None:
     texts = [f"{CHUNKS[i % 4]} Number {i} of the series is the {i * 7}th of its kind." for i in range(12)]
     with BlendEngine(model, FileStore(tmp_path / "a", min_free_bytes=0)) as engine:
         assert engine.warm(texts).warnings == ()
@@ -937,7 +937,7 @@ def test_documents_share_chunks_and_forgetting_one_leaves_the_other(store: FileS
     assert store.set_document("never heard of", []) == []
 
 
-def test_what_is_removed_frees_the_disk_at_once(store: FileStore) -> None:
+def test_removed_chunks_free_the_disk_at_once(store: FileStore) -> None:
     store.put([record(1), record(2)])
     store.set_document("a", [holding(record(1), "a"), holding(record(2), "a")])
     assert len(list(store.path.glob("chunks/*/*"))) == 2
@@ -957,14 +957,14 @@ def test_chunks_without_a_name_are_never_dropped_by_a_document(store: FileStore)
     assert store.documents() == {}
 
 
-def test_a_variant_that_nobody_relies_on_any_more_is_removed(store: FileStore) -> None:
+def test_a_variant_without_documents_is_removed(store: FileStore) -> None:
     behind, alone = record(1, context=(7, 8)), record(1)
     store.put([behind])
     store.set_document("a", [holding(behind, "a")])
     assert served(store, alone) == behind.key
     store.put([alone])
     assert store.set_document("a", [holding(alone, "a")]) == [behind.key]
-    assert [entry.text_key for entry in store.entries(0)] == [text(alone)], "the text has been there all the time"
+    assert [entry.text_key for entry in store.entries(0)] == [text(alone)], "the text was stored all the time"
     assert served(store, alone) == alone.key
 
 
@@ -997,7 +997,7 @@ def test_one_documents_words_never_reach_the_readers_of_another(
     assert visible_variant(TextState(variants, sources), alone_only=True) == wanted_alone
 
 
-def test_what_is_recorded_of_a_text(store: FileStore) -> None:
+def test_record_of_a_text(store: FileStore) -> None:
     alone, behind, other = record(1), record(1, context=(7, 8)), record(2)
     store.put([alone, behind, other])
     store.set_document("one", [holding(behind, "a")])
@@ -1012,13 +1012,13 @@ def test_what_is_recorded_of_a_text(store: FileStore) -> None:
 
 
 def test_eviction_does_not_forget_who_holds_a_text(store: FileStore) -> None:
-    """Else what is encoded next would be taken for the only holder's."""
+    """Otherwise the next encoded variant would count as the only holder's."""
     behind = record(1, context=(7, 8))
     store.put([record(1), behind])
     store.set_document("a", [holding(behind, "a")])
     store.set_document("b", [holding(record(1), "b")])
     store.remove([record(1).key])
-    assert served(store, behind) is None, "not the variant behind a's words"
+    assert served(store, behind) is None, "not the variant with a's context"
     store.remove([behind.key])
     assert store.look_up([text(behind)])[text(behind)].sources == {"a": behind.key, "b": record(1).key}
     store.put([behind])
@@ -1028,7 +1028,7 @@ def test_eviction_does_not_forget_who_holds_a_text(store: FileStore) -> None:
 
 
 def test_of_several_pieces_of_a_source_the_text_alone_is_served(store: FileStore) -> None:
-    """Who says that his document is of a source must not choose what its readers get."""
+    """A document that names a source must not choose the KV that the source's readers get."""
     one, other, alone = record(1, context=(7, 8)), record(1, context=(9,)), record(1)
     store.put([one, other])
     store.set_document("1", [holding(one, "a")])
@@ -1041,7 +1041,7 @@ def test_of_several_pieces_of_a_source_the_text_alone_is_served(store: FileStore
 
 def test_looking_up_waits_for_no_writer(store: FileStore) -> None:
     store.put([record(1)])
-    with store._manifest._writing() as connection, ThreadPoolExecutor(1) as pool:
+    with store._manifest.transaction() as connection, ThreadPoolExecutor(1) as pool:
         connection.execute("DELETE FROM chunks")
 
         def ask() -> tuple[Any, ...]:
@@ -1062,9 +1062,9 @@ def test_touching_never_writes_in_the_callers_thread(store: FileStore, monkeypat
     threads: list[str] = []
     written, real = threading.Event(), Manifest.touch
 
-    def touch(manifest: Manifest, keys: Sequence[str]) -> None:
+    def touch(manifest: Manifest, keys: Sequence[str], uses: Sequence[int]) -> None:
         threads.append(threading.current_thread().name)
-        real(manifest, keys)
+        real(manifest, keys, uses)
         written.set()
 
     monkeypatch.setattr(Manifest, "touch", touch)
@@ -1113,7 +1113,7 @@ def test_a_position_from_before_the_manifest_was_lost_is_unknown(tmp_path: Path)
 
 
 def test_the_log_of_removals_is_bounded(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.store.eviction._LOG", 3)
+    monkeypatch.setattr("kvrag.store.manifest._LOG", 3)
     store.put([record(i) for i in range(10)])
     start, _ = store.removed(0) or (0, ())
     for i in range(10):
@@ -1206,7 +1206,7 @@ def test_nothing_of_a_forgotten_text_is_left_after_gc(
 def test_engine_documents(engine: BlendEngine) -> None:
     engine.warm(CHUNKS[:3], document="one")
     engine.warm(CHUNKS[2:], document="two")
-    assert engine.store.stats().chunks == 5, "the one that both have stands behind the first and alone"
+    assert engine.store.stats().chunks == 5, "the one that both have is stored with the first one's context and alone"
     assert engine.warm([CHUNKS[0], CHUNKS[2]], document="one").new == 0
     assert engine.store.stats().chunks == 3
     assert engine.forget("one") == 1
@@ -1235,7 +1235,7 @@ def _age(path: Path, seconds: float = 7200) -> None:
     os.utime(path, (time.time() - seconds,) * 2)
 
 
-def test_gc_deletes_what_nobody_holds_and_what_is_left_over(store: FileStore) -> None:
+def test_gc_deletes_chunks_without_holders_and_leftovers(store: FileStore) -> None:
     store.put([record(i) for i in range(3)])
     store.set_document("a", [holding(record(0), "a")])
     leftover, fresh = record(7), record(8)
@@ -1247,7 +1247,7 @@ def test_gc_deletes_what_nobody_holds_and_what_is_left_over(store: FileStore) ->
     store.quarantine(record(1).key)
     assert store.gc() == (1, 1)
     assert store.missing([record(i).key for i in range(3)]) == [record(1).key, record(2).key]
-    assert len(list(store.path.glob("quarantine/*"))) == 1  # young enough to be looked at
+    assert len(list(store.path.glob("quarantine/*"))) == 1  # recent enough to be examined
     for path in store.path.glob("quarantine/*"):
         _age(path)
     assert store.gc() == (0, 1)
@@ -1271,7 +1271,7 @@ def test_check_adopts_whole_files_and_quarantines_damaged_ones(store: FileStore)
     assert same(store, orphan)
     assert {entry.text_key for entry in store.entries(0)} == {text(wanted) for wanted in (record(0), record(3), orphan)}
     assert store.check() == StoreCheck(sound=3, damaged=0, adopted=0, repaired=0, unreadable=0)
-    assert served(store, orphan) == orphan.key, "alone, so anybody may have it"
+    assert served(store, orphan) == orphan.key, "alone, so every prompt may use it"
     assert store.gc()[0] == 3
 
 
@@ -1280,7 +1280,7 @@ def test_check_repairs_what_a_row_says_wrong(store: FileStore, spoil: str) -> No
     one, two = record(1), record(2)
     store.put([one, two])
     before = store.stats()
-    with store._manifest._writing() as connection:
+    with store._manifest.transaction() as connection:
         if spoil == "ids":
             (first, second) = (row[0] for row in connection.execute("SELECT ids FROM texts ORDER BY number"))
             connection.execute("UPDATE texts SET ids = ? WHERE number = 1", (second,))
@@ -1294,7 +1294,7 @@ def test_check_repairs_what_a_row_says_wrong(store: FileStore, spoil: str) -> No
         entry, reader = next(iter(store.entries(0))), store.open(one.key)
         assert reader is not None
         assert (entry.text_key, entry.ids.tolist()) == (text(one), two.ids.tolist())
-        assert reader.ids.tolist() == one.ids.tolist(), "whoever compares sees it"
+        assert reader.ids.tolist() == one.ids.tolist(), "a comparison shows it"
         reader.close()
     assert store.check().repaired == (0 if spoil == "totals" else 2)
     assert {entry.text_key: entry.ids.tolist() for entry in store.entries(0)} == {
@@ -1304,8 +1304,8 @@ def test_check_repairs_what_a_row_says_wrong(store: FileStore, spoil: str) -> No
     assert store.check() == StoreCheck(sound=2, damaged=0, adopted=0, repaired=0, unreadable=0)
 
 
-def test_what_is_left_without_its_documents_is_served_only_where_it_was_encoded_alone(tmp_path: Path) -> None:
-    """The chunk files do not say who held them."""
+def test_chunks_without_documents_are_served_only_if_encoded_alone(tmp_path: Path) -> None:
+    """The chunk files do not record their holders."""
     store = opened(tmp_path)
     alone, behind, own = record(1), record(1, context=(7, 8)), record(2, context=(7, 8))
     store.put([alone, behind, own])
@@ -1322,7 +1322,7 @@ def test_what_is_left_without_its_documents_is_served_only_where_it_was_encoded_
     again.close()
 
 
-def test_texts_that_came_with_requests_are_collected_when_nobody_uses_them(store: FileStore) -> None:
+def test_unused_texts_of_requests_are_collected(store: FileStore) -> None:
     store.put([record(i) for i in range(4)])
     for i in range(3):
         store.set_document(ON_REQUEST, [holding(record(i), "")], "tenant" if i == 2 else "")
@@ -1331,7 +1331,7 @@ def test_texts_that_came_with_requests_are_collected_when_nobody_uses_them(store
     assert store.documents() == {"a": [record(0).key]}
     assert store.stats().documents == 1
     assert store.gc(unused_days=7) == (0, 0)
-    with store._manifest._writing() as connection:
+    with store._manifest.transaction() as connection:
         connection.execute("UPDATE chunks SET used = used - 8 * 86400")
     store.touch([record(2).key])
     assert store.gc(unused_days=7) == (1, 0)
@@ -1349,6 +1349,7 @@ def test_temporary_files_of_killed_writers_are_swept(tmp_path: Path) -> None:
         path.write_bytes(b"half a chunk")
     _age(old)
     again = opened(tmp_path)
+    again.delete_leftovers()
     assert not old.exists()
     assert young.exists(), "its writer may be at work"
     assert same(again, record(1))
@@ -1360,7 +1361,7 @@ def test_temporary_files_of_killed_writers_are_swept(tmp_path: Path) -> None:
 
 
 def test_a_chunk_removed_and_stored_again_at_the_same_time_has_its_file(tmp_path: Path) -> None:
-    """One side removes: row, then file. The other has stored the chunk in between, in a file of its own."""
+    """One side removes the row, then the file. Meanwhile the other has stored the chunk again, in its own file."""
     remover, writer = opened(tmp_path), opened(tmp_path)
     remover.put([record(1)])
     unlink = remover._delete
@@ -1378,7 +1379,7 @@ def test_a_chunk_removed_and_stored_again_at_the_same_time_has_its_file(tmp_path
     writer.close()
 
 
-def test_who_stores_a_chunk_second_deletes_his_own_file(tmp_path: Path) -> None:
+def test_a_second_writer_of_a_chunk_deletes_its_own_file(tmp_path: Path) -> None:
     one, other = opened(tmp_path), opened(tmp_path)
     add, kept = one._manifest.add, []
 
@@ -1434,7 +1435,7 @@ def test_a_chunk_that_moves_to_another_file_while_it_is_opened_is_found(
     assert store.open(record(1).key) is None
 
 
-def test_gc_evicts_what_a_killed_writer_left_beyond_the_budget(tmp_path: Path) -> None:
+def test_gc_evicts_what_a_killed_writer_left_over_budget(tmp_path: Path) -> None:
     size = len(packed(record(0)))
     with contextlib.closing(opened(tmp_path)) as killed:  # right before it would have evicted
         records = [record(i) for i in range(8)]
@@ -1479,12 +1480,12 @@ def test_changes_of_a_text_by_several_processes_are_not_lost(tmp_path: Path) -> 
     assert sorted(written.split()) == [f"{number}-{turn}" for number in (0, 1) for turn in range(8)]
     (tmp_path / "speed.json").write_bytes(b"\xff")
     stores[0].change_text("speed.json", lambda text: f"{text}")
-    assert stores[0].read_text("speed.json") == "None", "damaged: written anew"
+    assert stores[0].read_text("speed.json") == "None", "damaged: written again"
     for store in stores:
         store.close()
 
 
-def test_a_budget_that_cannot_be_written_is_a_full_disk_and_changes_nothing(store: FileStore) -> None:
+def test_a_budget_that_cannot_be_written_reports_a_full_disk_and_changes_nothing(store: FileStore) -> None:
     store.put([record(i) for i in range(4)])
     pages = store._manifest._writer.execute("PRAGMA page_count").fetchone()[0]
     store._manifest._writer.execute(f"PRAGMA max_page_count = {pages}")
@@ -1527,8 +1528,8 @@ def test_several_processes_open_a_folder_at_once(tmp_path: Path, damaged: bool) 
                 process.stdin.write(f"{path}\n")
                 process.stdin.flush()
             answers = [process.stdout.readline().split() for process in processes if process.stdout]
-            assert [answer[0] for answer in answers] == ["0"] * 3, "none may think that the folder cannot be written"
-            assert sum(answer[1] == "1" for answer in answers) == 1, "one fills it"
+            assert [answer[0] for answer in answers] == ["0"] * 3, "no process may treat the folder as read-only"
+            assert sum(answer[1] == "1" for answer in answers) == 1, "one of them fills it"
             assert len(list(tmp_path.glob(f"{number}.sqlite.damaged-*"))) == (1 if damaged else 0)
     finally:
         for process in processes:
@@ -1558,20 +1559,25 @@ def test_a_failed_transaction_does_not_block_the_next(store: FileStore) -> None:
 # ---------------------------------------------------------------- another version
 
 
-def test_a_store_of_the_first_format_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_store_of_an_older_version_is_refused_in_one_line(tmp_path: Path) -> None:
     opened(tmp_path / "claimed").close()
     owner = tmp_path / "claimed" / "fingerprint.json"
     owner.write_text(json.dumps({**json.loads(owner.read_text()), "format": "1"}))
     (tmp_path / "unclaimed").mkdir()
     with contextlib.closing(sqlite3.connect(tmp_path / "unclaimed" / "manifest.sqlite")) as connection:
         connection.execute("CREATE TABLE chunks (number INTEGER PRIMARY KEY, key TEXT, ids BLOB, anchors BLOB)")
-    for folder in (tmp_path / "claimed", tmp_path / "unclaimed"):
+    opened(tmp_path / "without scores").close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "without scores" / "manifest.sqlite")) as connection:
+        connection.executescript(
+            "DROP INDEX chunks_score; DROP INDEX chunks_namespace; ALTER TABLE chunks DROP COLUMN score;"
+        )
+    for folder in (tmp_path / "claimed", tmp_path / "unclaimed", tmp_path / "without scores"):
         before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
         with pytest.raises(StoreError) as caught:
             FileStore(folder)
         message = str(caught.value)
         assert "\n" not in message
-        assert f"{folder} has format 1, which this version cannot read" in message
+        assert f"{folder} has another version's format, which this version cannot read" in message
         assert "`kvrag warm --store NEW_FOLDER DOCS`" in message
         assert {path: path.stat().st_mtime_ns for path in before} == before
     assert FORMAT == 2
@@ -1594,16 +1600,16 @@ def test_other_stores_are_read_and_never_written(tmp_path: Path, monkeypatch: py
     bare.mkdir()
     shutil.copy(tmp_path / "closed" / "fingerprint.json", bare)
     before = _folder_state(tmp_path)
-    others = {other.path.name: other for other in other_stores(tmp_path / "mine")}
+    others = {other.name: other for other in other_stores(tmp_path / "mine")}
     assert set(others) == {"closed", "live", "bare"}
     for name in ("closed", "live"):
-        assert [entry.text_key for entry in others[name].entries()] == [
+        assert [entry.text_key for entry in entries_of(others[name])] == [
             text(record(1)),
             text(record(2, namespace="them")),
         ]
-        assert others[name].parts["digest"] == FINGERPRINT.digest
+        assert read_owner(others[name])["digest"] == FINGERPRINT.digest
     with pytest.raises(StoreError, match="unable to open"):
-        others["bare"].entries()
+        entries_of(others["bare"])
     assert _folder_state(tmp_path) == before
     live.close()
 
@@ -1620,7 +1626,7 @@ def test_other_stores_that_cannot_be_read_are_left_out(tmp_path: Path, monkeypat
         return real(path, *args, **options)
 
     monkeypatch.setattr(os, "stat", stat)
-    assert [other.path.name for other in other_stores(tmp_path / "mine")] == ["sound"]
+    assert [other.name for other in other_stores(tmp_path / "mine")] == ["sound"]
 
 
 # ---------------------------------------------------------------- the command line
@@ -1693,7 +1699,7 @@ def test_the_ram_tier_is_bounded_and_drops_the_least_recently_used() -> None:
     assert (memory.bytes, len(memory)) == (6 * 1024, 2)
 
 
-def test_what_is_dropped_while_it_is_read_does_not_come_back() -> None:
+def test_a_chunk_dropped_while_it_is_read_does_not_come_back() -> None:
     memory = MemoryTier(10 * 1024)
     reader, other = _kept(memory, "a", 3), _kept(memory, "b", 3)
     memory.drop(["a"])
@@ -1724,7 +1730,7 @@ def test_the_ram_tier_takes_only_what_was_read_whole(store: FileStore) -> None:
     assert memory.keeping(kept) is kept
 
 
-def test_a_ram_tier_of_no_bytes_holds_on_to_nothing(store: FileStore) -> None:
+def test_a_ram_tier_of_no_bytes_keeps_nothing(store: FileStore) -> None:
     store.put([record(1)])
     reader = store.open(record(1).key)
     assert reader is not None
@@ -1745,11 +1751,11 @@ def test_answers_report_their_tier_and_are_the_same_from_ram_and_disk(engine: Bl
     mixed = prepare(engine, engine.model.tokenizer.render(messages(*CHUNKS[1:3])), 0.2)
     assert mixed.report.tier == "mixed"
     kept = engine._pipeline.memory._chunks
-    ram = {key: [tuple(tensor.clone() for tensor in pair) for pair in kept[key].layers] for key in kept}
+    ram = {key: [tuple(tensor.clone() for tensor in pair) for pair in kept[key].layers.values()] for key in kept}
     for policy in ("hkvd", "query", "random"):
         prepare(engine, ids, 1.0, policy)
     for key, layers in ram.items():
-        for ours, theirs in zip(kept[key].layers, layers, strict=True):
+        for ours, theirs in zip(kept[key].layers.values(), layers, strict=True):
             assert torch.equal(ours[0], theirs[0])
             assert torch.equal(ours[1], theirs[1])
 
@@ -1787,12 +1793,12 @@ def test_a_full_device_does_without_its_tier(model: Model, tmp_path: Path, monke
 
         memory = engine._pipeline.memory
         assert memory._faster is not None
-        place = memory._faster._place
+        place = memory._faster.place
         assert place is not None
         with monkeypatch.context() as full:
             full.setattr(torch.Tensor, "to", unpack)
             assert place(0, (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3))) is None
-        monkeypatch.setattr(memory._faster, "_place", lambda *_: None)
+        monkeypatch.setattr(memory._faster, "place", lambda *_: None)
         for _ in range(2):
             again = prepare(engine, ids, 0.2, "query")
             assert (again.report.tier, again.report.notes) == ("ram", ())
@@ -1809,7 +1815,7 @@ def test_a_forgotten_chunk_is_served_by_no_tier(engine: BlendEngine) -> None:
     assert (report.tier, report.reused_tokens, report.bytes_loaded) == ("", 0, 0)
 
 
-def test_a_new_store_is_its_owners_alone(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_a_new_store(tmp_path: Path) -> None:
     """The manifest has token ids, and the folder the texts of `kvrag warm`."""
     umask = os.umask(0o022)
     try:

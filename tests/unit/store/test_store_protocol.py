@@ -1,4 +1,4 @@
-"""What every tier must do that an engine is given as its store. A new tier is entered in STORES."""
+"""Requirements of every tier that an engine can use as its store. Enter a new tier in STORES."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvrag.store import ON_REQUEST, ChunkRecord, TextState, visible_variant
 Open = Callable[[], KVStore]
 Budgeted = FileStore | SharedStore
 
-# name -> opens a store in an empty place of its own; opened there again, it has what it had
+# name -> opens a store at an empty path or URL; opened there again, it has the same content
 STORES: dict[str, Callable[[Path, pytest.FixtureRequest], KVStore]] = {
     "files": lambda path, _: FileStore(path, min_free_bytes=0),
     "memory": lambda path, request: shared(request.getfixturevalue("memory").url, path),
@@ -38,7 +38,7 @@ STORES: dict[str, Callable[[Path, pytest.FixtureRequest], KVStore]] = {
 
 
 def shared(url: str, path: Path) -> SharedStore:
-    """A place and a local folder that belong to this test."""
+    """A shared store and a local folder of this test."""
     place = blake2b(str(path).encode(), digest_size=8).hexdigest()
     return SharedStore(url.replace("PLACE", place), path, min_free_bytes=0)
 
@@ -48,7 +48,7 @@ SLOW = ("s3", "valkey")
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in STORES])
 def opens(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
-    """Opens the store under test, each time on the same place."""
+    """Opens the store under test, each time at the same path or URL."""
     opened: list[KVStore] = []
 
     def open_one() -> KVStore:
@@ -69,7 +69,7 @@ def store(opens: Open) -> KVStore:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.uint8])
-def test_what_comes_out_is_what_went_in(store: KVStore, dtype: torch.dtype) -> None:
+def test_stored_chunks_are_returned_unchanged(store: KVStore, dtype: torch.dtype) -> None:
     wanted = record(1, dtype=dtype, context=[7, 8, 9], namespace='Zoë\'s "notes"')
     assert store.put([wanted]) > sum(tensor.nbytes for layer in wanted.layers for tensor in layer)
     assert has(store, wanted)
@@ -78,7 +78,7 @@ def test_what_comes_out_is_what_went_in(store: KVStore, dtype: torch.dtype) -> N
     assert entry.ids.tolist() == wanted.ids.tolist()
 
 
-def test_what_is_known_is_stored_once(store: KVStore) -> None:
+def test_stored_chunks_are_not_stored_again(store: KVStore) -> None:
     assert store.open(A.key) is None
     assert store.put([A, A]) > 0
     assert store.put([A]) == 0
@@ -86,7 +86,7 @@ def test_what_is_known_is_stored_once(store: KVStore) -> None:
     assert store.stats().chunks == len(list(store.entries(0))) == 1
 
 
-def test_entries_are_numbered_in_the_order_they_came(store: KVStore) -> None:
+def test_entries_are_numbered_in_order_of_arrival(store: KVStore) -> None:
     store.put([A, B])
     first = list(store.entries(0))
     store.put([C])
@@ -96,7 +96,7 @@ def test_entries_are_numbered_in_the_order_they_came(store: KVStore) -> None:
     assert [entry.text_key for entry in store.entries(first[-1].number)] == [text(C)]
 
 
-def test_a_text_is_one_entry_whatever_it_was_encoded_behind(store: KVStore) -> None:
+def test_a_text_is_one_entry_for_all_its_contexts(store: KVStore) -> None:
     behind = record(1, context=[5, 6])
     store.put([behind])
     (entry,) = store.entries(0)
@@ -133,7 +133,7 @@ def test_documents_share_chunks(store: KVStore) -> None:
     assert set(store.documents()["x/two"]) == {A.key, B.key, C.key}
 
 
-def test_who_holds_a_text_decides_what_is_served(store: KVStore) -> None:
+def test_the_holders_of_a_text_decide_its_variant(store: KVStore) -> None:
     behind = record(1, context=[5, 6])
     store.put([behind])
     store.set_document("one", held("a", behind))
@@ -180,7 +180,7 @@ def test_an_open_chunk_stays_readable_when_it_is_removed(store: KVStore) -> None
     reader.close()
 
 
-def test_a_chunk_that_is_put_aside_is_missing_and_counted(store: KVStore) -> None:
+def test_a_quarantined_chunk_is_missing_and_counted(store: KVStore) -> None:
     store.put([A, B])
     before = store.removals()
     store.quarantine(A.key)
@@ -219,7 +219,7 @@ def test_threads_that_store_the_same_store_it_once(store: KVStore) -> None:
     assert all(has(store, chunk) for chunk in records)
 
 
-def test_an_engine_answers_from_it_as_from_none(opens: Open, model: Model) -> None:
+def test_an_engine_gives_the_same_answers_with_and_without_it(opens: Open, model: Model) -> None:
     prompt = messages(*CHUNKS)
     with BlendEngine(model, opens(), ram_bytes=0) as first:
         warmed = first.warm(CHUNKS, document="one")
@@ -268,7 +268,7 @@ def test_a_namespace_beyond_its_budget_evicts_its_own_chunks(budgeted: Budgeted)
     assert budgeted._manifest.num_bytes("us") > 8 * size
 
 
-def test_what_is_used_outlasts_what_came_later(budgeted: Budgeted) -> None:
+def test_used_chunks_outlast_newer_ones(budgeted: Budgeted) -> None:
     size = budgeted.put(of("us", 1))
     budgeted.set_budget("us", 5 * size + 200)
     for number in range(2, 12):
@@ -288,7 +288,7 @@ def test_a_portion_beyond_the_budget_is_refused_and_evicts_nothing(budgeted: Bud
             budgeted.set_budget("us", wrong)
 
 
-def test_a_budget_below_what_is_stored_evicts_at_once_and_forgets_no_holder(budgeted: Budgeted) -> None:
+def test_a_budget_below_the_stored_size_evicts_at_once_and_keeps_the_holders(budgeted: Budgeted) -> None:
     """A text of several holders that is evicted must not come back as the only holder's."""
     behind, alone, other = record(1, context=[5, 6]), record(1), record(2)
     size = budgeted.put([alone]) + 0 * budgeted.put([behind, other])
@@ -310,7 +310,7 @@ def test_a_budget_below_what_is_stored_evicts_at_once_and_forgets_no_holder(budg
     assert (part.chunks, part.documents) == (1, 2)
 
 
-def test_a_budget_outlasts_a_restart_and_the_last_chunk(opens: Open, budgeted: Budgeted) -> None:
+def test_a_budget_survives_a_restart_and_the_removal_of_all_chunks(opens: Open, budgeted: Budgeted) -> None:
     budgeted.put(of("us", 1))
     budgeted.set_document("doc", held("doc", *of("us", 1)), "us")
     budgeted.set_budget("us", 10**6)
@@ -327,7 +327,7 @@ def test_a_budget_outlasts_a_restart_and_the_last_chunk(opens: Open, budgeted: B
         again.put(of("us", 1))
 
 
-def test_two_that_store_at_once_stay_within_one_budget(opens: Open, budgeted: Budgeted) -> None:
+def test_two_machines_that_store_at_once_stay_within_one_budget(opens: Open, budgeted: Budgeted) -> None:
     size = budgeted.put(of("us", 1))
     budgeted.set_budget("us", 6 * size + 200)
     second = opens()

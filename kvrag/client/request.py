@@ -1,0 +1,124 @@
+"""From the arguments of an engine to the JSON of a request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from kvrag.client.connection import Body
+from kvrag.config import BlendConfig, Sampling, check_names, check_namespace, check_timeout, fill_options
+from kvrag.errors import PromptError, SettingError
+from kvrag.types import Messages
+
+_SAMPLING = {name: value for name, value in asdict(Sampling()).items() if name != "logprobs"}
+_SAME = _SAMPLING.keys() - {"max_new_tokens"} | {"tools"}  # as OpenAI and vLLM name them
+_OTHER = ("ratio", "policy", "controller", "documents", "tools", "tool_choice", "grammar", "template", "timeout")
+_DEFAULTS = dict.fromkeys(_OTHER) | {"namespace": ""} | _SAMPLING
+
+
+class NamedText(NamedTuple):
+    """A text with the names of its document and its source; "" = none."""
+
+    text: str
+    document: str
+    source: str
+
+
+def named_texts(
+    texts: Iterable[str], document: str | Sequence[str], sources: str | Sequence[str] | None
+) -> list[NamedText]:
+    """Return the arguments of `BlendEngine.warm`, text by text; raise SettingError if they do not fit together."""
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        shown = "one string" if isinstance(texts, str) else repr(texts)
+        raise SettingError(f"texts must be a list of strings, not {shown:.80}")
+    listed = list(texts)
+    for number, text in enumerate(listed):
+        if not isinstance(text, str):
+            raise SettingError(f"chunk {number} must be a string, got {type(text).__name__}")
+    sources = document if sources is None else sources
+    columns = [[names] * len(listed) if isinstance(names, str) else list(names) for names in (document, sources)]
+    for what, names in zip(("document names", "sources"), columns, strict=True):
+        if len(names) != len(listed):
+            raise SettingError(f"{len(names)} {what} for {len(listed)} texts: give one per text, or a single string")
+    check_names(*{*columns[0], *columns[1]}, *([document] if isinstance(document, str) else ()))
+    return list(map(NamedText, listed, *columns))
+
+
+def checked(options: Mapping[str, Any]) -> Body:
+    """Return the options of an answer, as in `BlendEngine.stream`, and defaults; raise SettingError if one is wrong."""
+    given = fill_options("an answer", _DEFAULTS, options)
+    check_timeout(given["timeout"])
+    check_namespace(given["namespace"])
+    BlendConfig(**blend_of(given))
+    if not isinstance(given["tools"] or (), (list, tuple)):
+        raise SettingError(f"tools must be a list of dicts, got {given['tools']!r:.80}")
+    documents = named_texts(given["documents"] or (), "", None)
+    sampling = Sampling(**{name: given[name] for name in _SAMPLING})
+    return {**given, **{name: getattr(sampling, name) for name in _SAMPLING}, "documents": documents}
+
+
+def blend_of(options: Body) -> Body:
+    """Return the options of blending that are given."""
+    return _without_empty({name: options[name] for name in ("ratio", "policy", "controller")})
+
+
+def body_of(model: str, prompt: str | Messages, options: Body, is_stream: bool) -> Body:
+    """Return the part of a request that all servers take; raise PromptError if the prompt cannot be sent."""
+    if isinstance(prompt, str):
+        if options["tools"]:
+            raise PromptError("tools need a chat prompt: pass the prompt as a list of messages")
+        if not prompt.strip():
+            raise PromptError("the prompt is empty")
+        body: Body = {"prompt": prompt}
+    else:
+        body = {"messages": messages_of(prompt), "chat_template_kwargs": options["template"]}
+    body |= {"model": model, "max_tokens": options["max_new_tokens"]}
+    body |= {name: options[name] for name in _SAME}
+    if (seed := options["seed"]) is not None and seed >= 1 << 63:
+        body["seed"] = seed - (1 << 64)  # servers take signed numbers
+    body["tool_choice"] = _choice(options["tool_choice"])
+    if is_stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    if options["grammar"] is not None and options["grammar"].json_schema is not None:
+        schema = {"name": "answer", "schema": dict(options["grammar"].json_schema)}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return _without_empty(body)
+
+
+def _without_empty(settings: Body) -> Body:
+    return {name: value for name, value in settings.items() if value is not None and value not in ("", [], (), {})}
+
+
+def _choice(choice: str | Mapping[str, Any] | None) -> Any:
+    if not isinstance(choice, str) or choice in ("auto", "none", "required"):
+        return choice
+    return "required" if choice == "any" else {"type": "function", "function": {"name": choice}}
+
+
+def messages_of(messages: Any) -> Messages:
+    """Return messages for chat templates in OpenAI's form; raise PromptError if these are no messages."""
+    if not isinstance(messages, (list, tuple)) or not all(isinstance(message, Mapping) for message in messages):
+        raise PromptError(f"a prompt must be one string or a list of messages, got {messages!r:.80}")
+    if not messages:
+        raise PromptError("the prompt is empty: pass at least one message")
+    return [_message(message) for message in messages]
+
+
+def _message(message: Mapping[str, Any]) -> Body:
+    converted = dict(message)
+    if isinstance(content := message.get("content"), list):
+        converted["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    if calls := message.get("tool_calls"):
+        converted["tool_calls"] = [_call(call) for call in calls]
+    return converted
+
+
+def _call(call: Any) -> Any:
+    """Return a tool call with its arguments as JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
+        return call  # the server refuses what is malformed
+    arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}

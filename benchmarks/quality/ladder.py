@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.quality.metrics import Bootstrap
 from benchmarks.quality.worlds import world_rows
 from kvrag.adapt.distill import Lesson, answer_over, divergences, locate, stitched, teach, write
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.differentiable import LayerStates
 from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
-from kvrag.bench.metrics import Bootstrap, exact_match
+from kvrag.bench.quality import exact_match
 from kvrag.cli.common import DTYPES, at_least, existing_path, progress
 from kvrag.config import BlendConfig
 from kvrag.control.prompts import first_word, make_prompts, render, search_by_words
@@ -83,7 +84,7 @@ def _rows(args: argparse.Namespace, model: Model, count: int) -> list[QuestionRo
         random.Random(args.seed).shuffle(rows)
         return rows[:count]
     if args.docs is None:
-        return world_rows(count, args.seed)
+        return list(world_rows(count, args.seed))
     split = documents.splitter(lambda text: len(model.tokenizer.encode(text)), args.chunk_tokens, 0)
     library = {str(path): tuple(split(documents.read(path).texts)) for path in documents.find([args.docs])[0]}
     chunks = list(dict.fromkeys(chunk for texts in library.values() for chunk in texts))
@@ -179,7 +180,7 @@ def fit_bases(model: Model, lessons: Sequence[Lesson], update: Callable[[int, in
                 if sums
                 else grams
             )
-    return [tuple(torch.linalg.eigh(gram)[1].flip(1) for gram in layer) for layer in sums]  # type: ignore[misc]
+    return [tuple(torch.linalg.eigh(gram)[1].flip(1) for gram in layer) for layer in sums]
 
 
 def measure(
@@ -197,7 +198,7 @@ def measure(
         delta = changes(model, written, full, where)
         budget = round(ratio * len(where))
         context = Context(model, stitched(ids, lesson, written, where, model), BlendConfig(), budget)
-        by_query = query.score(context).values[where]
+        by_query = query.score(context)[where]
         moved = sum(part.square().sum(1) / part.square().sum().clamp_min(1e-12) for layer in delta for part in layer)
         assert isinstance(moved, Tensor)
         nothing = where[:0]
@@ -262,7 +263,7 @@ def _spans(lesson: Lesson, length: int) -> list[Tensor]:
     """Return the places of the reused tokens in spans of up to `length`, within chunks."""
     spans, at = list[Tensor](), 0
     for run in lesson.runs:
-        spans += torch.arange(at, at + len(run)).split(min(length, len(run)))
+        spans += torch.split(torch.arange(at, at + len(run)), min(length, len(run)))
         at += len(run)
     return spans
 
@@ -296,9 +297,9 @@ def summarise(records: Mapping[str, Sequence[Record]], contexts: Sequence[str], 
             {
                 "variant": name,
                 "kl": float(column["kl"].mean()),
-                "share": [share.value, share.low, share.high],
+                "share": [share["value"], share["low"], share["high"]],
                 "first": float(column["first"].mean()),
-                "kept": [kept.value, kept.low, kept.high],
+                "kept": [kept["value"], kept["low"], kept["high"]],
                 "right": int(column["is_right"].sum()),
             }
         )

@@ -104,7 +104,7 @@ class Lessons:
 
     def _fitting(self, texts: Sequence[str], rng: random.Random) -> list[str]:
         """Return the first texts, as many as a random size has room for."""
-        room, fitting = rng.randint(self._most_tokens // 3, self._most_tokens), []
+        room, fitting = rng.randint(self._most_tokens // 3, self._most_tokens), list[str]()
         for text in dict.fromkeys(texts):
             room -= len(self._ids[text])
             if room < 0 and len(fitting) > 1:

@@ -108,7 +108,7 @@ def train(
                     is_blended = (state.step * course.lessons + number) % 100 < 100 * course.blended
                     targets = teach(model, lesson, course.tokens)
                     part = loss_of(model, adapter, lesson, targets, config if is_blended else None) / course.lessons
-                    part.backward()
+                    part.backward()  # type: ignore[no-untyped-call]
                     loss += float(part.detach())
                 if not math.isfinite(loss):
                     raise ModelError(f"the loss of step {state.step} is {loss}: use a lower --rate, or dtype bfloat16")

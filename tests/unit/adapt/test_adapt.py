@@ -24,7 +24,6 @@ from kvrag.control.prompts import search_by_words
 from kvrag.errors import KvragError, ModelLoadError, SettingError
 from kvrag.ingest.encode import encode
 from kvrag.reuse.blend import blend
-from kvrag.reuse.select import Selection
 from kvrag.types import Run
 
 CHUNKS = [[7 + (i * 13 + number * 101) % 900 for i in range(30 + 7 * number)] for number in range(3)]
@@ -106,7 +105,7 @@ def test_the_student_answers_as_the_engine_does(model: Model) -> None:
     assert 0 < len(chosen) < len(where)
     for selected in (where[:0], chosen):
         with torch.inference_mode():
-            logits = blend(model, stitched(ids, lesson, written, where, model), Selection(selected))
+            logits = blend(model, stitched(ids, lesson, written, where, model), selected)
         ours = answer_over(model, ids, target, written, where, selected)
         torch.testing.assert_close(ours.detach(), logits, atol=1e-3, rtol=1e-4)
 

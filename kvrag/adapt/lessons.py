@@ -32,6 +32,7 @@ class Lessons:
         context_tokens: int = 256,
         most_tokens: int = 1024,
         seed: int = 0,
+        withheld: frozenset[str] = frozenset(),
     ) -> None:
         """Prepare documents.
 
@@ -41,6 +42,7 @@ class Lessons:
             questions: Questions about the documents, asked beside the broken sentences.
             context_tokens: Preceding tokens of a document that chunks are encoded with, in half of the lessons.
             most_tokens: Maximum size of a lesson's chunks together.
+            withheld: Sentences that are not asked about.
 
         Raises:
             KvragError: The documents have too little text.
@@ -49,7 +51,7 @@ class Lessons:
         self._questions, self._most_tokens, self._context_tokens = list(questions), most_tokens, context_tokens
         self._documents = {name: list(chunks) for name, chunks in documents.items() if chunks}
         chunks = [chunk for chunks in self._documents.values() for chunk in chunks]
-        self._gaps = find_gaps(list(dict.fromkeys(chunks)), seed)
+        self._gaps = [gap for gap in find_gaps(list(dict.fromkeys(chunks)), seed) if gap.sentence not in withheld]
         if len(self._gaps) < _LEAST or len(set(chunks)) < 4:
             raise KvragError(
                 f"too little text to adapt to: {len(set(chunks))} chunks with {len(self._gaps)} sentences to complete, "

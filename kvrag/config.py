@@ -52,6 +52,11 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> str:
     return value
 
 
+def check_policy(policy: str) -> str:
+    """Return the name of a policy if there is such a policy, else raise SettingError."""
+    return check_choice("policy", policy, POLICIES)
+
+
 def _checked(default: Any, check: Callable[..., Any], **limits: Any) -> Any:
     """Return a field with a check; None is accepted as well if it is the default. See `_check_fields`."""
     return field(default=default, metadata={"check": partial(check, **limits)})
@@ -68,7 +73,6 @@ def _check_fields(settings: BlendConfig | Sampling) -> None:
 check_ratio = partial(check_number, "ratio", most=1)
 check_bytes = partial(check_number, whole=True)
 check_codec = partial(check_choice, "codec", choices=CODECS)
-check_policy = partial(check_choice, "policy", choices=POLICIES)
 check_controller = partial(check_choice, "controller", choices=CONTROLLERS)
 
 
@@ -127,7 +131,7 @@ class BlendConfig:
         seed: Seed of `random`.
     """
 
-    policy: str = _checked(DEFAULT_POLICY, check_choice, choices=POLICIES)
+    policy: str = _checked(DEFAULT_POLICY, lambda _, policy: check_policy(policy))
     ratio: float | None = _checked(None, check_number, most=1)
     controller: str = _checked("auto", check_choice, choices=CONTROLLERS)
     min_run: int = _checked(16, check_number, least=16, whole=True)  # guaranteed by the matcher

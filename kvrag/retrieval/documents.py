@@ -187,7 +187,7 @@ def parse(name: str, kind: str, content: bytes, text_field: str = "text") -> Con
     except KvragError:  # a package is not installed
         raise
     except Exception as error:  # pypdf, python-docx, zipfile, lxml and html.parser raise various types
-        parsed.note(f"skipped: it is a broken or protected {kind} file ({type(error).__name__}: {error})")
+        parsed.note(f"skipped: it is a broken or protected {kind[1:].upper()} file ({type(error).__name__}: {error})")
     if parsed._num_lines > _MAX_LINES:
         parsed.note(f"skipped: {parsed._num_lines - _MAX_LINES} more lines")
     return parsed

@@ -41,7 +41,6 @@ ALLOWED: dict[str, set[str]] = {
     "llm": BASE | {"backend", "engine", "inspect", "client"},
     "llm_fields": {"engine", "llm"},
     "vectorstore": BASE | {"llm", "blocking"},
-    "adapt": BASE | {"backend", "reuse", "control"},
     "bench": BASE | ROOMS | {"engine"},
     "server": BASE | {"backend", "store", "engine", "retrieval", "sample"},
     "cli": BASE | ROOMS | {"engine", "retrieval", "bench", "llm", "server", "client", "sample", "__init__"},

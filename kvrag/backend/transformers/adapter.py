@@ -7,10 +7,8 @@ untouched: full prefill, fresh text and recomputed tokens are what they are with
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,8 +19,8 @@ from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from kvrag.errors import ModelLoadError, reason_of
@@ -30,8 +28,8 @@ from kvrag.errors import ModelLoadError, reason_of
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of PEFT."""
 
-_PREFIX = "base_model.model."
-_PLAIN = {"use_dora": False, "modules_to_save": None, "bias": "none", "fan_in_fan_out": False}
+PREFIX = "base_model.model."
+PLAIN = {"use_dora": False, "modules_to_save": None, "bias": "none", "fan_in_fan_out": False}
 """Settings of PEFT that change what an adapter computes, with the only supported values."""
 
 _thread = threading.local()
@@ -116,60 +114,6 @@ def _add(adapter: Adapter, layer: LowRank, module: nn.Module, args: tuple[Tensor
     return output + layer(args[0])
 
 
-def linear_layers(hf: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers of a model's decoder layers, by name; routers of experts are left out."""
-    return {
-        name: module
-        for name, module in hf.named_modules()
-        if isinstance(module, nn.Linear)
-        and any(part.isdigit() for part in name.split("."))
-        and name.rsplit(".", 1)[-1] not in ("gate", "router")
-    }
-
-
-def new_layers(hf: nn.Module, rank: int, seed: int) -> dict[str, LowRank]:
-    """Return trainable changes of all linear layers that have no effect yet, in float32."""
-    generator = torch.Generator().manual_seed(seed)
-    layers = {}
-    for name, module in linear_layers(hf).items():
-        down = torch.randn(rank, module.in_features, generator=generator) / math.sqrt(module.in_features)
-        up = torch.zeros(module.out_features, rank)
-        down, up = (part.to(module.weight.device).requires_grad_() for part in (down, up))
-        layers[name] = LowRank(down, up, 1.0)
-    return layers
-
-
-def save(folder: Path, layers: Mapping[str, LowRank], base: str) -> None:
-    """Write an adapter in PEFT's format. Both files appear complete or not at all.
-
-    Args:
-        base: Name of the model that it was trained for.
-    """
-    (rank,) = {layer.down.shape[0] for layer in layers.values()}
-    (scale,) = {layer.scale for layer in layers.values()}
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": scale * rank,
-        "lora_dropout": 0.0,
-        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in layers}),
-        "inference_mode": True,
-        **_PLAIN,
-    }
-    weights = {}
-    for name, layer in layers.items():
-        weights[f"{_PREFIX}{name}.lora_A.weight"] = layer.down.detach().cpu().contiguous()
-        weights[f"{_PREFIX}{name}.lora_B.weight"] = layer.up.detach().cpu().contiguous()
-    folder.mkdir(parents=True, exist_ok=True)
-    partial_weights, partial_config = folder / f"{WEIGHTS}.tmp", folder / f"{CONFIG}.tmp"
-    save_file(weights, partial_weights, metadata={"format": "pt"})
-    partial_config.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial_weights, folder / WEIGHTS)
-    os.replace(partial_config, folder / CONFIG)
-
-
 def load(folder: str | Path, hf: nn.Module, name: str) -> Adapter:
     """Load an adapter for a model.
 
@@ -184,17 +128,17 @@ def load(folder: str | Path, hf: nn.Module, name: str) -> Adapter:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         weights = load_file(folder / WEIGHTS)
         scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
-        different = [key for key, value in _PLAIN.items() if (config.get(key) or value) != value]
+        different = [key for key, value in PLAIN.items() if (config.get(key) or value) != value]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, SafetensorError) as error:
         raise ModelLoadError(
             f"cannot load the adapter {str(folder)!r}: it needs {CONFIG} and {WEIGHTS} ({reason_of(error)})"
         ) from error
     if config.get("peft_type") != "LORA" or different:
         kind = ", ".join(different) or f"peft_type {config.get('peft_type')}"
-        raise ModelLoadError(f"the adapter {str(folder)!r} is not a plain LoRA ({kind}): make one with `kvrag adapt`")
+        raise ModelLoadError(f"the adapter {str(folder)!r} is not a plain LoRA ({kind}): only plain ones are supported")
     parts: dict[str, dict[str, Tensor]] = {}
     for key, tensor in weights.items():
-        module, _, part = key.removeprefix(_PREFIX).rpartition(".lora_")
+        module, _, part = key.removeprefix(PREFIX).rpartition(".lora_")
         parts.setdefault(module, {})[part] = tensor
     if not parts or any(set(pair) != {"A.weight", "B.weight"} for pair in parts.values()):
         raise ModelLoadError(f"the adapter {str(folder)!r} has other weights than lora_A and lora_B of its layers")
@@ -211,27 +155,6 @@ def load(folder: str | Path, hf: nn.Module, name: str) -> Adapter:
     except ModelLoadError as error:
         base = config.get("base_model_name_or_path")
         raise ModelLoadError(f"the adapter {str(folder)!r}, made for {base}, does not fit {name}: {error}") from None
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
-    """Write tensors and JSON to one file, which appears complete or not at all. Raises OSError."""
-    partial_path = path.with_name(f"{path.name}.tmp")
-    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    try:
-        save_file(kept, partial_path, metadata={"content": json.dumps(content)})
-    except SafetensorError as error:  # a full disk
-        raise OSError(errno.ENOSPC, str(error)) from error
-    os.replace(partial_path, path)
-
-
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a file of `write_tensors`; raises ModelLoadError if it is damaged."""
-    try:
-        with safe_open(path, "pt") as file:
-            names = list(file.keys())
-            return {name: file.get_tensor(name) for name in names}, json.loads(file.metadata()["content"])
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ModelLoadError(f"{path} is damaged: delete it to start again ({reason_of(error)})") from error
 
 
 def _fitting(module: nn.Module | None, name: str, layer: LowRank) -> nn.Module:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +9,13 @@ import pytest
 import torch
 from families import FAMILIES, build
 
+from benchmarks.adapt.differentiable import encode_rows
+from benchmarks.adapt.distill import Lesson, answer_over, locate, loss_of, teach, write
+from benchmarks.adapt.files import new_layers
+from benchmarks.adapt.lessons import Lessons
+from benchmarks.adapt.train import CHECKPOINT, Course, train
 from kvrag import Model
-from kvrag.adapt.distill import Lesson, answer_over, locate, loss_of, teach, write
-from kvrag.adapt.lessons import Lessons
-from kvrag.adapt.train import CHECKPOINT, Course, train
-from kvrag.backend.transformers.adapter import CONFIG, WEIGHTS, Adapter, LowRank, load, new_layers, save
-from kvrag.backend.transformers.differentiable import encode_rows
+from kvrag.backend.transformers.adapter import Adapter
 from kvrag.config import BlendConfig
 from kvrag.control.prompts import search_by_words
 from kvrag.errors import KvragError, ModelLoadError, SettingError
@@ -94,7 +91,7 @@ def test_with_everything_recomputed_the_student_is_the_teacher(family: str, toke
 
 def test_the_student_answers_as_the_engine_does(model: Model) -> None:
     """Plain reuse and the default policy, against the same steps of the product."""
-    from kvrag.adapt.distill import choose, stitched
+    from benchmarks.adapt.distill import choose, stitched
 
     lesson = _lesson(model)
     written, where = write(model, None, lesson)
@@ -124,126 +121,6 @@ def test_gradients_reach_every_weight_of_the_adapter_and_none_of_the_model(model
             assert part.grad is not None, name
             assert part.grad.abs().sum() > 0, name
     assert all(parameter.grad is None for parameter in model.hf.parameters())
-
-
-def test_other_threads_never_see_the_adapter(model: Model) -> None:
-    adapter, ids = _trained(model), torch.tensor([CHUNKS[0]])
-    plain = model.forward(ids, model.new_cache(64))
-    results: list[torch.Tensor] = []
-
-    def answer() -> None:
-        results.append(model.forward(ids, model.new_cache(64)))
-
-    with adapter.active():
-        adapted = model.forward(ids, model.new_cache(64))
-        thread = threading.Thread(target=answer)
-        thread.start()
-        thread.join()
-    assert not torch.allclose(adapted, plain, atol=1e-2)
-    assert torch.equal(results[0], plain)
-    assert torch.equal(model.forward(ids, model.new_cache(64)), plain)
-    assert not any(module._forward_hooks for module in model.hf.modules())
-
-
-def test_two_threads_encode_with_one_adapter(model: Model) -> None:
-    adapter, ids = _trained(model), torch.tensor([CHUNKS[0]])
-    inside, leave = threading.Event(), threading.Event()
-
-    def stay() -> None:
-        with adapter.active():
-            inside.set()
-            leave.wait(10)
-
-    thread = threading.Thread(target=stay)
-    thread.start()
-    inside.wait(10)
-    with adapter.active():
-        together = model.forward(ids, model.new_cache(64))
-        leave.set()
-        thread.join()
-        alone = model.forward(ids, model.new_cache(64))
-    assert torch.equal(together, alone)
-
-
-# ------------------------------------------------------------------------------------------------------- the format
-
-
-def test_an_adapter_survives_saving(model: Model, tmp_path: Path) -> None:
-    adapter, ids = _trained(model), torch.tensor([CHUNKS[0]])
-    save(tmp_path / "a", adapter.layers, "tiny")
-    loaded = load(tmp_path / "a", model.hf, "tiny")
-    assert loaded.digest == adapter.digest
-    results = []
-    for one in (adapter, loaded):
-        with one.active():
-            results.append(model.forward(ids, model.new_cache(64)))
-    assert torch.equal(*results)
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [CONFIG, WEIGHTS]
-
-
-def test_peft_computes_the_same(hf: Any, model: Model, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    adapter, ids = _trained(model), torch.tensor([CHUNKS[0]])
-    save(tmp_path / "a", adapter.layers, "tiny")
-    with adapter.active():
-        ours = model.forward(ids, model.new_cache(64))
-    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(model.hf), tmp_path / "a").eval()
-    with torch.inference_mode():
-        logits = theirs(input_ids=ids).logits[:, -1].float()
-    torch.testing.assert_close(ours, logits, atol=1e-4, rtol=1e-4)
-
-
-def _change(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
-        config = json.loads((folder / CONFIG).read_text())
-        change(config)
-        (folder / CONFIG).write_text(json.dumps(config))
-
-    return apply
-
-
-def _flip(folder: Path) -> None:
-    data = bytearray((folder / WEIGHTS).read_bytes())
-    data[3] ^= 0xFF
-    (folder / WEIGHTS).write_bytes(bytes(data))
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda folder: (folder / CONFIG).unlink(), "it needs adapter_config.json"),
-        (lambda folder: (folder / WEIGHTS).unlink(), "it needs adapter_config.json"),
-        (lambda folder: (folder / CONFIG).write_text("[]"), "it needs adapter_config.json"),
-        (_flip, "it needs adapter_config.json"),
-        (_change(lambda config: config.update(peft_type="IA3")), "not a plain LoRA"),
-        (_change(lambda config: config.update(use_dora=True)), "not a plain LoRA"),
-        (_change(lambda config: config.update(r=0)), "it needs adapter_config.json"),
-    ],
-)
-def test_a_damaged_adapter_is_rejected_in_one_line(
-    damage: Callable[[Path], None], message: str, model: Model, tmp_path: Path
-) -> None:
-    save(tmp_path, _trained(model).layers, "tiny")
-    damage(tmp_path)
-    with pytest.raises(ModelLoadError, match=message) as caught:
-        load(tmp_path, model.hf, "tiny")
-    assert "\n" not in str(caught.value)
-
-
-def test_an_adapter_of_another_model_is_rejected(model: Model, tokenizer: Any, tmp_path: Path) -> None:
-    save(tmp_path, _trained(model).layers, "tiny")
-    other = Model(build("llama", hidden_size=32), tokenizer, "other")
-    with pytest.raises(ModelLoadError, match="made for tiny, does not fit other: no linear layer"):
-        load(tmp_path, other.hf, "other")
-
-
-def test_nan_weights_are_rejected(model: Model, tmp_path: Path) -> None:
-    layers = dict(_trained(model).layers)
-    name = next(iter(layers))
-    layers[name] = LowRank(layers[name].down.detach() * float("nan"), layers[name].up.detach(), 1.0)
-    save(tmp_path, layers, "tiny")
-    with pytest.raises(ModelLoadError, match="NaN or infinite"):
-        load(tmp_path, model.hf, "tiny")
 
 
 # ----------------------------------------------------------------------------------------------------- the training
@@ -293,7 +170,7 @@ def test_too_little_text_is_refused(model: Model) -> None:
 
 def _seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every look at the clock take a second, so that the number of steps is certain."""
-    import kvrag.adapt.train as module
+    import benchmarks.adapt.train as module
 
     ticks = iter(range(10**6))
     monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(ticks)))
@@ -354,7 +231,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_checkpoint(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvrag.backend.transformers.adapter.save_file", full)
+    monkeypatch.setattr("benchmarks.adapt.files.save_file", full)
     with pytest.raises(KvragError, match=r"cannot write .*: No space left on device"):
         train(model, _lessons(model), Course(**{**vars(course), "minutes": 0.2}), tmp_path, {})
     assert (tmp_path / CHECKPOINT).read_bytes() == before

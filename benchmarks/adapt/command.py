@@ -1,4 +1,4 @@
-"""`kvrag adapt`: train an adapter for encoding, so that stored KV is nearer to full prefill's."""
+"""Train an adapter for encoding, so that stored KV is nearer to full prefill's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvrag.sample import HANDBOOK
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvrag.adapt.measure import Agreement
+    from benchmarks.adapt.measure import Agreement
     from kvrag.backend.transformers import Model
 
 _REPORT = "adapt.json"
@@ -39,7 +39,7 @@ _HELD_OUT = 40  # prompts, and as many of another kind
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `kvrag adapt`."""
+    """Add the options of the command."""
     add_setting(parser, "model", default="reader")
     parser.add_argument("--docs", type=existing_path, required=True, metavar="FOLDER", help="documents to adapt to")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the adapter; resumes there")
@@ -66,11 +66,12 @@ def run(args: argparse.Namespace) -> int:
     documents.find([args.docs])  # report mistakes before loading the model
     questions = _questions(args.questions) if args.questions else []
     _check_out(args.out)
-    from kvrag.adapt.lessons import Lessons
-    from kvrag.adapt.measure import measure, verdict
-    from kvrag.adapt.train import CHECKPOINT, Course, train
+    from benchmarks.adapt.files import save
+    from benchmarks.adapt.lessons import Lessons
+    from benchmarks.adapt.measure import measure, verdict
+    from benchmarks.adapt.train import CHECKPOINT, Course, train
     from kvrag.backend.transformers import Model
-    from kvrag.backend.transformers.adapter import Adapter, save
+    from kvrag.backend.transformers.adapter import Adapter
     from kvrag.control.prompts import make_prompts, search_by_words
 
     model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device)

@@ -28,7 +28,8 @@ class Fingerprint:
     """Everything that determines whether stored KV may be loaded.
 
     `weights` hashes samples of every parameter and buffer, so it covers revisions, merged adapters and quantisation.
-    `model` is a display name and not part of the digest: two names of the same weights share their KV.
+    `model` is a display name and not part of the digest: two names of the same weights share their KV. `adapter` is the
+    digest of the adapter that chunks are encoded with; "" = none, which is left out of files and digests.
     """
 
     model: str
@@ -39,11 +40,12 @@ class Fingerprint:
     preamble: tuple[int, ...]
     codec: str = "none"
     format: int = FORMAT
+    adapter: str = ""
 
     @classmethod
     def of(cls, parts: Mapping[str, str]) -> Fingerprint:
         """Return the fingerprint with these `parts`; unknown ones are ignored."""
-        read = {field.name: json.loads(parts[field.name]) for field in fields(cls)}
+        read = {field.name: json.loads(parts[field.name]) for field in fields(cls) if field.name in parts}
         return cls(**{**read, "preamble": tuple(read["preamble"])})
 
     def stored_as(self, codec: str) -> Fingerprint:
@@ -52,7 +54,8 @@ class Fingerprint:
 
     def parts(self) -> dict[str, str]:
         """Return the fields as strings, for the store and for error messages."""
-        return {name: json.dumps(value) for name, value in asdict(self).items()}
+        named = {name: json.dumps(value) for name, value in asdict(self).items()}
+        return named if self.adapter else {name: value for name, value in named.items() if name != "adapter"}
 
     @cached_property
     def digest(self) -> str:

@@ -156,6 +156,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "codec")
     add_setting(parser, "dtype", choices=DTYPES)
     add_setting(parser, "device")
+    add_setting(parser, "adapter", metavar="FOLDER")
     add_setting(
         parser, "namespace", "namespace of the documents and chunks; other namespaces never see them", metavar="NAME"
     )
@@ -219,7 +220,9 @@ def open_engine(
     from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine, default_store
 
-    model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device, compile_decode=compile_decode)
+    model = Model.from_pretrained(
+        args.model, dtype=args.dtype, device=args.device, compile_decode=compile_decode, adapter=args.adapter
+    )
     store = default_store(model, args.codec) if args.store is None else args.store
     if is_warmed and args.store is None and not (store / "chunks").is_dir():
         raise _nothing_warmed(store)

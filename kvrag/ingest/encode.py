@@ -71,7 +71,7 @@ def encode(
     for batch in batches + [[tree] for tree in forest if tree.branches]:
         encoded = _encode_batch(model, batch)
         while True:
-            with torch.inference_mode():  # not while this generator is suspended
+            with torch.inference_mode(), model.encoding():  # not while this generator is suspended
                 if (block := next(encoded, None)) is None:
                     break
             yield from block.items()

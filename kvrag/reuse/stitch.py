@@ -110,6 +110,8 @@ def stitch(backend: Backend, prompt: Prompt, loader: LayerLoader) -> Stitched:
 
 def _is_exact(backend: Backend, ids: Sequence[int], run: Run, reader: ChunkReader) -> bool:
     """Return whether a run is where its chunk was encoded: alone, right after the preamble."""
+    if backend.fingerprint.adapter:
+        return False
     after_preamble = run.offset == 0 and tuple(ids[: run.start]) == backend.preamble
     # where RoPE depends on the length, the chunk may have been encoded in a pass longer than the prompt
     encoded = len(backend.preamble) + len(reader.ids)

@@ -48,10 +48,15 @@ def check_owner(theirs: dict[str, str], fingerprint: Fingerprint, store: str) ->
     if theirs["digest"] == fingerprint.digest:
         return
     mine = fingerprint.parts()
-    different = [part for part in mine if part != "model" and mine[part] != theirs.get(part)]
+    different = [name for name in mine if name not in ("model", "adapter") and mine[name] != theirs.get(name)]
+    if mine.get("adapter") != theirs.get("adapter"):
+        different.append("adapter")
     way_out = "load the model with the same settings, use another store folder or prefix, or delete this one"
     if different == ["codec"]:
         way_out = f"use codec {codec_of(theirs)} instead of {codec_of(mine)}, or {way_out}"
+    if different == ["adapter"]:
+        way_out = "pass the adapter that it was encoded with" if "adapter" in theirs else "leave out the adapter"
+        way_out += ", or use another store folder or prefix and warm again"
     raise FingerprintMismatchError(
         f"the store {store} holds KV of {json.loads(theirs['model'])}, not of {fingerprint.model} as it is loaded now "
         f"(different: {', '.join(different)}): {way_out}"

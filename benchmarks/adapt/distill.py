@@ -1,0 +1,177 @@
+"""Training of a chunk writer: an adapter for encoding, distilled from the model itself.
+
+The teacher is full prefill, the student answers the same prompt over KV that the adapter has written, and the loss is
+the divergence of their next-token distributions on the teacher's own answer. It needs documents, no labels. In half of
+the steps the default policy recomputes its share, so that the adapter learns to write for what is left. Source: SemPIC
+(arXiv:2607.28069).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.adapt.differentiable import LayerStates, encode_rows, logits_after
+from kvrag.backend.transformers.adapter import Adapter
+from kvrag.backend.transformers.model import Model
+from kvrag.config import BlendConfig
+from kvrag.reuse.select import select
+from kvrag.reuse.stitch import Stitched
+from kvrag.types import Run
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Prompts of the same chunks with different ends.
+
+    Attributes:
+        beginning: Their common token ids.
+        ends: The other token ids of each prompt.
+        rows: Token ids in front of each chunk, and those of the chunk.
+        runs: Where the chunks are in `beginning`; `key` is the number of the chunk.
+    """
+
+    beginning: list[int]
+    ends: list[list[int]]
+    rows: list[tuple[list[int], list[int]]]
+    runs: list[Run]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The teacher's greedy answer to one prompt, and its (N, V) logits before each token of it."""
+
+    answer: list[int]
+    logits: Tensor
+
+
+def locate(ids: Sequence[int], chunks: Sequence[Sequence[int]]) -> list[Run]:
+    """Return where chunks are in a prompt, in its order; a joint may change their first and last token."""
+    text = " ".join(map(str, ids)) + " "
+    runs, at = [], 0
+    for number, chunk in enumerate(chunks):
+        inner = " ".join(map(str, chunk[1:-1])) + " "
+        found = text.find(" " + inner, max(at - 1, 0))
+        if found < 0 or len(chunk) < 3:
+            continue
+        start, offset = text.count(" ", 0, found + 1), 1
+        stop = start + len(chunk) - 2
+        if ids[start - 1] == chunk[0]:
+            start, offset = start - 1, 0
+        if stop < len(ids) and ids[stop] == chunk[-1]:
+            stop += 1
+        runs.append(Run(start, stop, str(number), offset))
+        at = found + len(inner)
+    return runs
+
+
+def teach(model: Model, lesson: Lesson, count: int) -> list[Target]:
+    """Answer the prompts of a lesson by full prefill, greedily, with up to `count` tokens each."""
+    length = len(lesson.beginning)
+    cache = model.new_cache(length + max(map(len, lesson.ends)) + count)
+    model.forward(torch.tensor([lesson.beginning]), cache)
+    targets = []
+    for end in lesson.ends:
+        cache.set_length(length)
+        logits = [model.forward(torch.tensor([end]), cache)]
+        answer = [int(logits[0].argmax())]
+        while len(answer) < count and answer[-1] not in model.eos_ids:
+            logits.append(model.forward(torch.tensor([answer[-1:]]), cache))
+            answer.append(int(logits[-1].argmax()))
+        targets.append(Target(answer, torch.cat(logits).clone()))
+    return targets
+
+
+def write(model: Model, adapter: Adapter | None, lesson: Lesson) -> tuple[LayerStates, Tensor]:
+    """Encode a lesson's chunks, with the adapter if there is one.
+
+    Returns:
+        Keys and values of its runs per layer, each (1, H, R, D), rotated to their (R,) positions; and the positions.
+    """
+    preamble = list(model.preamble)
+    rows = [[*preamble, *context, *chunk] for context, chunk in lesson.rows]
+    width = max(map(len, rows))
+    ids = torch.tensor([row + row[-1:] * (width - len(row)) for row in rows])
+    lands = {int(run.key): run for run in lesson.runs}
+    first = [
+        lands[number].start - lands[number].offset - len(context) - len(preamble) if number in lands else 0
+        for number, (context, _) in enumerate(lesson.rows)
+    ]
+    positions = torch.tensor(first)[:, None] + torch.arange(width)
+    if adapter is None:
+        states = encode_rows(model, ids, positions)
+    else:
+        with adapter.active():
+            states = encode_rows(model, ids, positions)
+    places = []  # row, and its places, of each run
+    for run in lesson.runs:
+        number = int(run.key)
+        start = len(preamble) + len(lesson.rows[number][0]) + run.offset
+        places.append((number, slice(start, start + len(run))))
+    written = [
+        tuple(torch.cat([part[number, :, place] for number, place in places], dim=1)[None] for part in layer)
+        for layer in states
+    ]
+    return written, torch.cat([torch.arange(run.start, run.stop) for run in lesson.runs])  # type: ignore[return-value]
+
+
+def stitched(ids: Tensor, lesson: Lesson, written: LayerStates, where: Tensor, model: Model) -> Stitched:
+    """Return a prompt of a lesson with its written KV in place, for a policy to score. Call it in inference mode."""
+    reused = torch.zeros(len(ids), dtype=torch.bool)
+    reused[where] = True
+
+    def source(number: int) -> tuple[Tensor, Tensor]:
+        laid = []
+        for part in written[number]:
+            full = part.new_zeros(1, part.shape[1], len(ids), part.shape[3])
+            full[:, :, where.to(part.device)] = part.detach()
+            laid.append(full)
+        return laid[0], laid[1]
+
+    cache = model.new_cache(len(ids), source, where)
+    return Stitched(ids, lesson.runs, reused, torch.zeros_like(reused), cache)
+
+
+def choose(
+    model: Model, ids: Tensor, lesson: Lesson, written: LayerStates, where: Tensor, config: BlendConfig
+) -> Tensor:
+    """Return the (S,) positions that the policy of `config` recomputes in a prompt."""
+    with torch.inference_mode():
+        return select(model, stitched(ids, lesson, written, where, model), config).clone()
+
+
+def answer_over(
+    model: Model, ids: Tensor, target: Target, written: LayerStates, where: Tensor, selected: Tensor
+) -> Tensor:
+    """Return (N, V) logits before each token of the answer, over written KV with `selected` positions recomputed."""
+    keep = ~torch.isin(where, selected)
+    past = [tuple(part[:, :, keep.to(part.device)] for part in layer) for layer in written]
+    total = len(ids) + len(target.answer) - 1
+    rows = torch.ones(total, dtype=torch.bool)
+    rows[where[keep]] = False
+    positions = rows.nonzero().squeeze(1)
+    tokens = torch.cat([ids, torch.tensor(target.answer[:-1], dtype=torch.long)])
+    return logits_after(model, tokens[positions], positions, past, where[keep], len(target.answer))  # type: ignore[arg-type]
+
+
+def divergences(full: Tensor, other: Tensor) -> Tensor:
+    """Return (N,) KL(full || other) in nats of (N, V) logits."""
+    p, q = full.log_softmax(-1), other.log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def loss_of(
+    model: Model, adapter: Adapter | None, lesson: Lesson, targets: Sequence[Target], config: BlendConfig | None
+) -> Tensor:
+    """Return the mean divergence of a lesson's answers. `config` chooses what is recomputed; None = nothing."""
+    written, where = write(model, adapter, lesson)
+    losses = []
+    for end, target in zip(lesson.ends, targets, strict=True):
+        ids = torch.tensor([*lesson.beginning, *end])
+        selected = where[:0] if config is None else choose(model, ids, lesson, written, where, config)
+        logits = answer_over(model, ids, target, written, where, selected)
+        losses.append(divergences(target.logits.to(logits.device), logits).mean())
+    return torch.stack(losses).mean()

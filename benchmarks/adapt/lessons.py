@@ -1,0 +1,129 @@
+"""Prompts to train on, from documents alone: chunks as retrieval brings them or as they follow each other.
+
+A lesson has several prompts of the same chunks, which are then encoded once for all of them. Their ends are sentences
+of the documents that break off, or questions of the user.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from benchmarks.adapt.distill import Lesson, locate
+from kvrag.backend.transformers.model import Model
+from kvrag.control.prompts import CONTINUATION, Gap, Search, find_gaps, render
+from kvrag.errors import KvragError
+
+_ENDS = 4  # of one lesson
+_LEFT_OUT = 0.3  # share of a document's chunks that are missing from half of the lessons, as if not retrieved
+_LEAST = 20  # sentences
+
+
+class Lessons:
+    """Draws lessons from documents."""
+
+    def __init__(
+        self,
+        model: Model,
+        documents: Mapping[str, Sequence[str]],
+        search: Search,
+        questions: Sequence[str] = (),
+        context_tokens: int = 256,
+        most_tokens: int = 1024,
+        seed: int = 0,
+        withheld: frozenset[str] = frozenset(),
+    ) -> None:
+        """Prepare documents.
+
+        Args:
+            documents: The chunks of each document, in reading order.
+            search: Retrieves the chunks of a prompt.
+            questions: Questions about the documents, asked beside the broken sentences.
+            context_tokens: Preceding tokens of a document that chunks are encoded with, in half of the lessons.
+            most_tokens: Maximum size of a lesson's chunks together.
+            withheld: Sentences that are not asked about.
+
+        Raises:
+            KvragError: The documents have too little text.
+        """
+        self._model, self._search, self._seed = model, search, seed
+        self._questions, self._most_tokens, self._context_tokens = list(questions), most_tokens, context_tokens
+        self._documents = {name: list(chunks) for name, chunks in documents.items() if chunks}
+        chunks = [chunk for chunks in self._documents.values() for chunk in chunks]
+        self._gaps = [gap for gap in find_gaps(list(dict.fromkeys(chunks)), seed) if gap.sentence not in withheld]
+        if len(self._gaps) < _LEAST or len(set(chunks)) < 4:
+            raise KvragError(
+                f"too little text to adapt to: {len(set(chunks))} chunks with {len(self._gaps)} sentences to complete, "
+                f"at least 4 and {_LEAST} are needed: give more documents"
+            )
+        self._gaps_of: dict[str, list[Gap]] = defaultdict(list)
+        for gap in self._gaps:
+            for chunk in chunks:
+                if gap.kind == CONTINUATION and gap.sentence in chunk:
+                    self._gaps_of[chunk].append(gap)
+        encode = model.tokenizer.encode
+        self._ids = {chunk: encode(chunk) for chunk in chunks}
+        blank = encode("\n\n")
+        self._contexts: dict[str, list[int]] = {}
+        for texts in self._documents.values():
+            before: list[int] = []
+            for text in texts:
+                self._contexts.setdefault(text, before[len(before) - context_tokens :] if context_tokens else [])
+                before = [*before, *(blank if before else []), *self._ids[text]]
+
+    def draw(self, number: int) -> Lesson:
+        """Return one lesson; the same number gives the same lesson."""
+        rng = random.Random(f"{self._seed} {number}")
+        while True:
+            texts, asked = self._retrieved(rng) if rng.random() < 0.5 else self._stretch(rng)
+            others = [gap.beginning for text in texts for gap in self._gaps_of[text]]
+            beginnings = list(dict.fromkeys([*asked, *rng.sample(others, min(len(others), _ENDS))]))[:_ENDS]
+            lesson = self._lesson(texts, beginnings, behind=rng.random() < 0.5)
+            if lesson is not None:
+                return lesson
+
+    def _retrieved(self, rng: random.Random) -> tuple[list[str], list[str]]:
+        """Return chunks that retrieval brings for a broken sentence, shuffled, and the sentence."""
+        gap = rng.choice(self._gaps)
+        texts = self._search(gap.beginning, 16)
+        if gap.kind != CONTINUATION:
+            texts = [text for text in texts if gap.sentence not in text]
+        texts = self._fitting(texts, rng)
+        rng.shuffle(texts)
+        return texts, [gap.beginning]
+
+    def _stretch(self, rng: random.Random) -> tuple[list[str], list[str]]:
+        """Return a stretch of a document and one of another, in half of the cases with gaps, and no sentence."""
+        texts = list[str]()
+        for name in rng.sample(list(self._documents), min(2, len(self._documents))):
+            chunks = self._documents[name]
+            start = rng.randrange(len(chunks))
+            texts += chunks[start : start + rng.randint(2, 8)]
+        if rng.random() < 0.5:
+            texts = [text for text in texts if rng.random() >= _LEFT_OUT]
+        return self._fitting(list(dict.fromkeys(texts)), rng), []
+
+    def _fitting(self, texts: Sequence[str], rng: random.Random) -> list[str]:
+        """Return the first texts, as many as a random size has room for."""
+        room, fitting = rng.randint(self._most_tokens // 3, self._most_tokens), list[str]()
+        for text in dict.fromkeys(texts):
+            room -= len(self._ids[text])
+            if room < 0 and len(fitting) > 1:
+                break
+            fitting.append(text)
+        return fitting
+
+    def _lesson(self, texts: Sequence[str], beginnings: Sequence[str], behind: bool) -> Lesson | None:
+        """Return the prompts of these chunks; None if they share too little."""
+        if len(texts) < 2 or not beginnings:
+            return None
+        tokenizer = self._model.tokenizer
+        prompts = [render(tokenizer, texts, beginning) for beginning in beginnings]
+        chunks = [self._ids[text] for text in texts]
+        runs = locate(prompts[0], chunks)
+        end = runs[-1].stop if runs else 0
+        if len(runs) < 2 or any(prompt[:end] != prompts[0][:end] for prompt in prompts):
+            return None
+        rows = [(self._contexts[text] if behind else [], ids) for text, ids in zip(texts, chunks, strict=True)]
+        return Lesson(prompts[0][:end], [prompt[end:] for prompt in prompts], rows, runs)

@@ -27,7 +27,7 @@ from kvrag.retrieval.documents import Problem
 from ray_kvrag.cluster import Cluster, connect, on_all_machines, report_missing
 
 if TYPE_CHECKING:
-    from kvrag.backend.transformers.tokenizer import Tokenizer
+    from kvrag.backend.protocol import ChunkTokenizer
     from kvrag.engine import BlendEngine
     from kvrag.retrieval.index import ChunkIndex
     from kvrag.store import KVStore
@@ -98,9 +98,10 @@ class EncodingWorker:
 class _ModelOutline:
     """`kvrag.backend.protocol.Outline` of a model whose weights are loaded by the workers only."""
 
-    def __init__(self, facts: Facts, tokenizer: Tokenizer) -> None:
+    def __init__(self, facts: Facts, tokenizer: ChunkTokenizer) -> None:
         self.context_window, self.stable_length = facts.context_window, facts.stable_length
-        self.preamble, self.tokenizer = facts.fingerprint.preamble, tokenizer
+        self.preamble = facts.fingerprint.preamble
+        self.tokenizer: ChunkTokenizer = tokenizer
 
     def check_window(self, num_tokens: int, what: str = "the prompt") -> None:
         """Do nothing: the workers reject chunks that are too long."""

@@ -459,7 +459,7 @@ def test_a_damaged_chunk_is_recomputed_and_the_answer_is_the_same(
     before = len(os.listdir("/proc/self/fd"))
     done = prepare(engine, ids, 1.0, "random")
     report = done.report
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # other threads may close some
     assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
     assert len(report.runs) == 3
     assert key not in {run.key for run in report.runs}

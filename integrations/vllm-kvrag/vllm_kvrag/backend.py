@@ -24,10 +24,10 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvrag.backend.attention import Rows, attention_received
-from kvrag.backend.protocol import Branch, KVCache, LayerSource, Observer, Tables
+from kvrag.backend.protocol import Backend, Branch, KVCache, LayerSource, Observer, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers.tokenizer import Tokenizer
-from kvrag.errors import ContextWindowError, UnsupportedModelError
+from kvrag.errors import ContextWindowError, SettingError, UnsupportedModelError
 from kvrag.fingerprint import Fingerprint
 from vllm_kvrag import pages
 from vllm_kvrag.pages import PageMap
@@ -100,8 +100,8 @@ class PagedCache:
         return 0
 
 
-class VllmBackend:
-    """Model of a vLLM worker. Implements `kvrag.backend.protocol.Backend` and the model interface of ingestion.
+class VllmBackend(Backend):
+    """Model of a vLLM worker.
 
     `on` returns an instance that is bound to the pages of one request.
 
@@ -133,7 +133,7 @@ class VllmBackend:
         Raises:
             UnsupportedModelError: The model, or a setting of vLLM, does not support blending.
         """
-        self.tokenizer, self.fingerprint = tokenizer, fingerprint
+        self.tokenizer, self.fingerprint, self.preamble = tokenizer, fingerprint, tokenizer.preamble
         self._config, self._model = vllm_config, model
         self._job: Job | None = None
         config, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -189,11 +189,6 @@ class VllmBackend:
     def waits(self) -> int:
         """Number of operations that waited for other requests, whose work measured durations then include."""
         return self._job.waits if self._job else 0
-
-    @property
-    def preamble(self) -> tuple[int, ...]:
-        """Token ids that precede every encoded chunk."""
-        return self.tokenizer.preamble
 
     def check_window(self, num_tokens: int, what: str = "the prompt") -> None:
         """Raise ContextWindowError unless `num_tokens` and one new token fit."""
@@ -266,6 +261,12 @@ class VllmBackend:
 
     def waiting(self) -> AbstractContextManager[None]:
         """Do nothing: passes never wait for storage."""
+        return nullcontext()
+
+    def encoding(self) -> AbstractContextManager[None]:
+        """Raise SettingError if chunks are encoded with an adapter, which vLLM does not apply to single passes."""
+        if self.fingerprint.adapter:
+            raise SettingError("vLLM cannot encode with an adapter: use `kvrag warm --adapter` on this store")
         return nullcontext()
 
     def forward(self, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> Tensor:

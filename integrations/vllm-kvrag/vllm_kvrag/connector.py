@@ -8,7 +8,7 @@ token again, samples, and decodes as usual.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvrag.backend.transformers.adapter import digest, read
 from kvrag.errors import KvragError, UnsupportedModelError
 from kvrag.store import FileStore, KVStore, SharedStore, is_shared
 from kvrag.store.shared import CACHE_BYTES
@@ -91,6 +92,9 @@ class KvragConnector(KVConnectorBase_V1):
         self._settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config)
         self._fingerprint = fingerprint_of(vllm_config.model_config)
         try:
+            if self._settings.adapter:
+                adapter = digest(read(self._settings.adapter)[0])
+                self._fingerprint = replace(self._fingerprint, adapter=adapter)
             self._store = open_store(self._settings)
             self._store.bind(self._fingerprint.stored_as(self._settings.codec))
         except KvragError as error:

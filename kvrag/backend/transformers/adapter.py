@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,10 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of PEFT."""
 
 PREFIX = "base_model.model."
-PLAIN = {"use_dora": False, "modules_to_save": None, "bias": "none", "fan_in_fan_out": False}
+PLAIN = {
+    **dict.fromkeys(("use_dora", "fan_in_fan_out", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern")),
+    "bias": "none",
+}
 """Settings of PEFT that change what an adapter computes, with the only supported values."""
 
 _thread = threading.local()
@@ -48,6 +51,10 @@ class LowRank:
     up: Tensor
     scale: float
 
+    def to(self, device: torch.device) -> LowRank:
+        """Return the same change with its weights on a device."""
+        return replace(self, down=self.down.to(device), up=self.up.to(device))
+
     def __call__(self, x: Tensor) -> Tensor:
         """Return the (..., out) change for an (..., in) input."""
         return (x @ self.down.to(x.dtype).T) @ (self.up.to(x.dtype).T * self.scale)
@@ -58,6 +65,7 @@ class Adapter:
 
     Attributes:
         layers: Changes by module name.
+        digest: Identifies them.
     """
 
     def __init__(self, hf: nn.Module, layers: Mapping[str, LowRank]) -> None:
@@ -66,21 +74,12 @@ class Adapter:
         Raises:
             ModelLoadError: The model has no such modules, or of other sizes.
         """
-        self.layers = dict(layers)
         modules = dict(hf.named_modules())
-        self._modules = {name: _fitting(modules.get(name), name, layer) for name, layer in self.layers.items()}
+        self._modules = {name: _fitting(modules.get(name), name, layer) for name, layer in layers.items()}
+        self.layers = {name: layer.to(self._modules[name].weight.device) for name, layer in layers.items()}
+        self.digest = digest(self.layers)
         self._lock, self._users = threading.Lock(), 0
         self._hooks: list[Any] = []
-
-    @property
-    def digest(self) -> str:
-        """Hash of names, scales and weights."""
-        digest = xxhash.xxh3_128()
-        for name, layer in sorted(self.layers.items()):
-            digest.update(f"{name} {layer.scale!r} {tuple(layer.down.shape)} {tuple(layer.up.shape)}".encode())
-            for part in (layer.down, layer.up):
-                digest.update(part.detach().cpu().float().contiguous().numpy().tobytes())
-        return digest.hexdigest()
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -114,14 +113,11 @@ def _add(adapter: Adapter, layer: LowRank, module: nn.Module, args: tuple[Tensor
     return output + layer(args[0])
 
 
-def load(folder: str | Path, hf: nn.Module, name: str) -> Adapter:
-    """Load an adapter for a model.
-
-    Args:
-        name: Display name of the model.
+def read(folder: str | Path) -> tuple[dict[str, LowRank], str]:
+    """Return the changes in an adapter's files, on the CPU, and the name of the model that it was made for.
 
     Raises:
-        ModelLoadError: The files are missing, damaged, of another kind of adapter, or for another model.
+        ModelLoadError: The files are missing, damaged, or of another kind of adapter.
     """
     folder = Path(folder)
     try:
@@ -144,20 +140,37 @@ def load(folder: str | Path, hf: nn.Module, name: str) -> Adapter:
         raise ModelLoadError(f"the adapter {str(folder)!r} has other weights than lora_A and lora_B of its layers")
     if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
         raise ModelLoadError(f"the adapter {str(folder)!r} has weights that are NaN or infinite: train it again")
-    modules = dict(hf.named_modules())
-    layers = {}
-    for module, pair in parts.items():
-        weight = getattr(modules.get(module), "weight", None)
-        device = weight.device if isinstance(weight, Tensor) else torch.device("cpu")
-        layers[module] = LowRank(pair["A.weight"].to(device), pair["B.weight"].to(device), scale)
+    layers = {module: LowRank(pair["A.weight"], pair["B.weight"], scale) for module, pair in parts.items()}
+    return layers, str(config.get("base_model_name_or_path"))
+
+
+def load(folder: str | Path, hf: nn.Module, name: str) -> Adapter:
+    """Load an adapter for a model.
+
+    Args:
+        name: Display name of the model.
+
+    Raises:
+        ModelLoadError: The files cannot be read, see `read`, or are for another model.
+    """
+    layers, base = read(folder)
     try:
         return Adapter(hf, layers)
     except ModelLoadError as error:
-        base = config.get("base_model_name_or_path")
         raise ModelLoadError(f"the adapter {str(folder)!r}, made for {base}, does not fit {name}: {error}") from None
 
 
-def _fitting(module: nn.Module | None, name: str, layer: LowRank) -> nn.Module:
+def digest(layers: Mapping[str, LowRank]) -> str:
+    """Return a hash of names, scales and weights."""
+    state = xxhash.xxh3_128()
+    for name, layer in sorted(layers.items()):
+        state.update(f"{name} {layer.scale!r} {tuple(layer.down.shape)} {tuple(layer.up.shape)}".encode())
+        for part in (layer.down, layer.up):
+            state.update(part.detach().cpu().float().contiguous().numpy().tobytes())
+    return state.hexdigest()
+
+
+def _fitting(module: Any, name: str, layer: LowRank) -> Any:
     """Return the module that a change is for."""
     sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
     if module is None or sizes != (layer.down.shape[1], layer.up.shape[0]) or len(layer.down) != layer.up.shape[1]:

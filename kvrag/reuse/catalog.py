@@ -27,11 +27,10 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from kvrag.errors import StoreError
-from kvrag.reuse.match import match
+from kvrag.reuse.match import TextRun, match
 from kvrag.reuse.segment import MAX_TOKENS, SUFFIX, DamagedSegmentError, Ids, Segment, join, read, write
 from kvrag.store.durable import write_file
 from kvrag.store.protocol import KVStore
-from kvrag.types import Run
 
 logger = logging.getLogger("kvrag")
 
@@ -103,7 +102,7 @@ class Catalog:
             self._maintain(is_behind)
         return removals
 
-    def match(self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[Run]:
+    def match(self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[TextRun]:
         """Return the prompt's runs in the current snapshot; see `kvrag.reuse.match.match`."""
         return match(self._snapshot.segments, ids, min_run, namespace)
 

@@ -91,18 +91,16 @@ def _hash(*parts: bytes) -> str:
     return digest.hexdigest()
 
 
-def hash_weights(state: Iterable[tuple[str, object]], dtype: torch.dtype | None = None) -> str:
+def hash_weights(state: Iterable[tuple[str, object]]) -> str:
     """Hash names, shapes, dtypes and evenly spaced samples of all tensors of a model's `state_dict`.
 
-    Buffers are included: quantised layers keep their weights there. `dtype` converts floating-point samples first.
+    Buffers are included: quantised layers keep their weights there.
     """
     digest = xxhash.xxh3_128()
     for name, tensor in state:
         if not isinstance(tensor, Tensor):  # extra state may be anything
             continue
         sample = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLES)]
-        if dtype is not None and sample.is_floating_point():
-            sample = sample.to(dtype)
         digest.update(f"{name}{tuple(tensor.shape)}{sample.dtype}".encode())
         digest.update(sample.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -58,7 +58,7 @@ class EngineSettings:
     attn_implementation: str | None = _row(None, "transformers' attn_implementation")
     trust_remote_code: bool = _row(False, "run the Python code that a model repository ships")
     compile_decode: bool = _row(False, "compile decode steps, for GPUs; loading then takes up to minutes longer")
-    adapter: str | None = _row(None, "folder of an adapter that chunks are encoded with, made by `kvrag adapt`")
+    adapter: str | None = _row(None, "folder of a LoRA adapter (PEFT) that chunks are encoded with")
     base_url: str | None = _row(None, "URL of `kvrag serve`, or of vLLM with kvrag's KV connector, instead of a store")
 
 

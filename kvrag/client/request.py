@@ -61,7 +61,7 @@ def checked(options: Mapping[str, Any]) -> Body:
 
 def blend_of(options: Body) -> Body:
     """Return the options of blending that are given."""
-    return _without_empty({name: options[name] for name in ("ratio", "policy", "controller")})
+    return {name: options[name] for name in ("ratio", "policy", "controller") if options[name] is not None}
 
 
 def body_of(model: str, prompt: str | Messages, options: Body, is_stream: bool) -> Body:

@@ -24,6 +24,8 @@ from kvrag.types import BlendReport, Messages, WarmReport
 
 _PROMPT = ("prompt", "messages", "tools", "chat_template_kwargs")  # fields that the number of its tokens depends on
 
+_LONGEST_TOKEN = 16  # bytes; a longer prompt does not fit for sure
+
 _ERRORS: dict[str, type[KvragError]] = {
     kind.__name__: kind for kind in (ContextWindowError, PromptError, SettingError, StoreFullError, StoreReadOnlyError)
 }
@@ -45,6 +47,8 @@ class _ServedModel:
 
 class KvragServe(_ServedModel):
     """A model of `kvrag serve`: reports come with the answers, and namespaces with the API key."""
+
+    part_bytes = 256 << 10
 
     async def command(self, name: str, namespace: str, **arguments: Any) -> Body:
         """Carry out "warm", "forget" or "documents", with arguments of the method of `BlendEngine`."""
@@ -77,10 +81,18 @@ class _Vllm(_ServedModel):
     Texts are encoded by completions whose prompts contain them, because the connector needs pages for their KV.
     """
 
+    @property
+    def part_bytes(self) -> int:
+        """About as many bytes as the window has room for."""
+        return 3 * self.window
+
     async def command(self, name: str, namespace: str, **arguments: Any) -> Body:
         joined = "\n\n".join(arguments.get("texts", ())) or " "  # vLLM refuses an empty prompt
         # a token has at least one byte; 4 are for control tokens and the answer
-        fits = num_bytes(joined) + 4 <= self.window or len(await self.tokenize({"prompt": joined})) < self.window
+        size = num_bytes(joined) + 4
+        fits = size <= self.window
+        if not fits and size <= _LONGEST_TOKEN * self.window:
+            fits = len(await self.tokenize({"prompt": joined})) < self.window
         # texts are encoded one by one: the whole window has room for any of them and its context
         prompt = joined if fits else [0] * (self.window - 1)
         return await self._ask({"mode": name, **arguments, "namespace": namespace}, prompt)
@@ -175,7 +187,7 @@ async def warm(
     done = 0
     if not texts and document and isinstance(document, str):
         await server.command("forget", namespace, document=document)
-    for part in whole_documents(texts, server.window):  # in bytes: about a third of it in tokens
+    for part in whole_documents(texts, server.part_bytes):
         columns = zip(("texts", "document", "sources"), map(list, zip(*part, strict=True)), strict=True)
         reports.append(await server.command("warm", namespace, **dict(columns)))
         progress(done := done + len(part), len(texts))

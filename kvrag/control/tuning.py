@@ -185,6 +185,7 @@ class Tuning:
     def _workload(self, config: BlendConfig, prompt: Prompt) -> Workload:
         first = prompt.runs[0]
         after_preamble = first.offset == 0 and first.start == len(self._backend.preamble)
+        after_preamble = after_preamble and not self._backend.fingerprint.adapter
         reused = sum(map(len, prompt.runs))
         return Workload(
             prompt=len(prompt.ids),

@@ -21,12 +21,11 @@ from kvrag.types import CallPiece, Delta, InvalidCall, Messages, TokenIds, ToolC
 
 _NAME, _ARGUMENTS = "NAME", "ARGUMENTS"
 _ABSENT = "\0"  # occurs in no template
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_OPEN, _CLOSE = "<tool_call>", AnswerRegions.tag
 _JSON = json.JSONDecoder(strict=False)
 
 # regions of an answer, in transformers' template of responses; `bare` ones begin it
 _TAGGED = r"(?P<open>\s*<tool_call>\s*)(?=[\[{]|\Z)"
-_CLOSED = r"(?<=[}\]]\s*</tool_call>)"
 _BARE = r'(?P<open>\A\s*(?:\[TOOL_CALLS\]|<\|python_tag\|>)?\s*)(?=\[?\s*\{\s*"|(?:%s)(?:\[ARGS\])?\{|\Z)'
 _CALLS = ("tagged", "bare", "tool_calls")  # the last one in templates of tokenizers
 
@@ -274,7 +273,7 @@ def call_parser(names: Sequence[str], forced: Sequence[str] = ()) -> AnswerParse
     known = "|".join(map(re.escape, names))
     fields = {
         "content": {},
-        "tagged": {"open_pattern": _TAGGED, "close_pattern": _CLOSED, "transform": "{open}"},
+        "tagged": {"open_pattern": _TAGGED, "close": _CLOSE, "transform": "{open}"},
         "bare": {"open_pattern": _BARE % known, "transform": "{open}"},
     }
     return AnswerParser(AnswerRegions({"start_anchor": _ABSENT, "fields": fields}, ""), names, forced)
@@ -360,7 +359,7 @@ class AnswerParser:
             self._text += event["text"]
             self._stream(field)
         else:
-            return self._close(field, event["value"], is_cut)
+            return self._close(field, event["value"], is_cut, event.get("ended_by", ""))
         return ""
 
     def _stream(self, field: str) -> None:
@@ -375,9 +374,9 @@ class AnswerParser:
             self._open = _OpenCall(self._num_calls, head["name"], head.end())
             self._begin(self._open.take(self._text), self._open.name, self._open.id)
 
-    def _close(self, field: str, value: Any, is_cut: bool) -> str:
+    def _close(self, field: str, value: Any, is_cut: bool, ended_by: str) -> str:
         """End a region with its calls, or with an invalid one; return its text if it has none."""
-        text, opening = self._text.removesuffix(_CLOSE), ""
+        text, opening = self._text, ""
         if field == "tool_calls":
             calls = [] if is_cut else _calls_in(value)  # transformers would complete the call
         else:
@@ -389,7 +388,7 @@ class AnswerParser:
         elif self._open or (is_cut and (field != "bare" or opening.strip())):
             self._fail(text)
         else:
-            return opening + self._text
+            return opening + text + ended_by
         return ""
 
     def _end(self, calls: Sequence[ToolCall]) -> None:

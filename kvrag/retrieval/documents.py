@@ -13,6 +13,7 @@ import zipfile
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO, StringIO
 from itertools import accumulate, chain, groupby, islice, zip_longest
@@ -349,9 +350,16 @@ def _blocks(container: Any) -> Iterator[str]:
 def _csv(content: bytes, parsed: Content) -> str:
     """Return one text, in which each row is a paragraph of lines `column: value`."""
     lines = StringIO(_text(content, parsed), newline=None)
-    first = next((line for line in lines if line.strip()), "")  # it contains few of the other delimiters
+
+    def columns(delimiter: str) -> int:
+        lines.seek(0)
+        with suppress(csv.Error):
+            return len(next((row for row in csv.reader(lines, delimiter=delimiter) if any(row)), []))
+        return 0
+
+    delimiter = max(",;\t|", key=columns)  # of the header, which contains few of the others outside of quotes
     lines.seek(0)
-    rows = _rows(csv.reader(lines, delimiter=max(",;\t|", key=first.count)), parsed)
+    rows = _rows(csv.reader(lines, delimiter=delimiter), parsed)
     header = next(rows, [])
     paragraphs = []
     for row in rows:

@@ -60,10 +60,11 @@ class SharedIndex(ChunkIndex):
             self._seen = publications
 
     def _drop(self, document: str) -> int:
-        """Remove a document from this machine's copy."""
+        """Remove a document from this machine's copy; if that is interrupted, it is repeated."""
+        removed = super().remove(document)
         with self._transaction() as db:
             db.execute("DELETE FROM mirrored WHERE document = ?", (document,))
-        return super().remove(document)
+        return removed
 
     def _copy(self, name: str, version: str, content: bytes) -> None:
         record = json.loads(zlib.decompress(content))

@@ -171,10 +171,8 @@ class Catalog:
         if log is None:
             if snapshot.segments and not is_patient:
                 return snapshot, True  # prompts do not wait for it: the store is asked for every match
-            if snapshot.segments:
-                logger.info("the log of removals is too short: all texts are indexed again")
             position, _ = self._store.removed(0) or (0, ())
-            return _Snapshot(position=position, removals=removals, head=snapshot.head), False
+            return replace(self._compare(snapshot), position=position, removals=removals), False
         position, removed = log
         segments = snapshot.segments
         if removed:
@@ -182,6 +180,22 @@ class Catalog:
             segments = tuple(segment.without(numbers) for segment in segments)
             segments = tuple(join([s]) if not s.name and 2 * s.num_alive < len(s) else s for s in segments)
         return replace(snapshot, segments=segments, position=position, removals=removals), False
+
+    def _compare(self, snapshot: _Snapshot) -> _Snapshot:
+        """Find removed texts without the log, by comparing all entries."""
+        logger.info("the log of removals is too short: comparing the catalog with the store")
+        alive = [np.zeros(len(segment), bool) for segment in snapshot.segments]
+        for entry in self._store.entries(0):
+            if entry.number > snapshot.last:
+                break
+            for segment, mask in zip(snapshot.segments, alive, strict=True):
+                row = int(np.searchsorted(segment.numbers, entry.number))
+                if row < len(segment) and segment.numbers[row] == entry.number:
+                    if segment.text_key(row) != entry.text_key:
+                        return _Snapshot(head=snapshot.head)  # another store's numbers: start again
+                    mask[row] = True
+        segments = tuple(replace(s, alive=s.alive & mask) for s, mask in zip(snapshot.segments, alive, strict=True))
+        return replace(snapshot, segments=segments)
 
     # ---------------------------------------------------------------- files
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
 
 import torch
@@ -132,7 +132,8 @@ class LayerLoader:
 
     def _lay_out(self, number: int, chunks: _Chunks) -> _Laid:
         device = self._backend.layer_device(number)
-        with torch.cuda.stream(_copy_stream(device)):
+        # beside the model's stream; without a GPU, torch would look for one
+        with torch.cuda.stream(_copy_stream(device)) if device.type == "cuda" else nullcontext():
             for key, packed in chunks.items():
                 with _unreadable_without_memory(key):
                     chunks[key] = unpack(packed, self.codec, device)
@@ -206,6 +207,6 @@ def _unreadable_without_memory(key: str) -> Iterator[None]:
 
 
 @functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the stream that copies to this device, beside the model's; None for a CPU."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that copies to this GPU."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

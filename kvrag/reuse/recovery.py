@@ -103,9 +103,11 @@ class Recovery:
             if reader and len(self._damaged) >= _FAILURES:
                 for number in range(reader.num_layers):
                     reader.layer(number)  # verifies its digest
-        except (DamagedChunkError, ChunkUnreadableError) as error:
+        except BaseException as error:
             if reader:
                 reader.close()
+            if not isinstance(error, DamagedChunkError | ChunkUnreadableError):
+                raise
             self._leave_out(error)
             return None
         return self._memory.keeping(reader) if reader else None

@@ -178,8 +178,7 @@ async def _events(pieces: AsyncGenerator[Piece, None], builder: Builder) -> Asyn
             piece, step = step.result(), None
             if piece is None:
                 break
-            if events := builder.add(piece):
-                yield _encoded(events)
+            yield _encoded(builder.add(piece))  # also if it is empty: the headers are sent
     finally:
         if step is not None:
             step.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import mimetypes
 import threading
 import time
@@ -60,11 +61,16 @@ def _state(request: Request) -> State:
     return state
 
 
-def _tenant(request: Request) -> Tenant:
+# async: FastAPI would run plain functions in threads, which slow endpoints of one namespace could fill
+async def _server(request: Request) -> State:
+    return _state(request)
+
+
+async def _tenant(request: Request) -> Tenant:
     return _state(request).tenants[request.state.namespace]
 
 
-Server = Annotated[State, Depends(_state)]
+Server = Annotated[State, Depends(_server)]
 Caller = Annotated[Tenant, Depends(_tenant)]
 router = APIRouter()
 
@@ -158,7 +164,12 @@ async def add_document(request: Request, state: Server, tenant: Caller) -> Respo
         added = [await _add(corpus, document, content) for document, content in contents.items()]
         return json_response(added[0] if len(added) == 1 else {"object": "list", "data": added}, 202)
     try:  # FastAPI reads no JSON where it may be a form as well
-        body = NewDocument.model_validate_json(await request.body())
+        content = json.loads(await request.body())
+    except (ValueError, RecursionError):
+        message = "the body is not valid JSON: send JSON, or a form with files"
+        raise ApiError(400, message, "invalid_json") from None
+    try:
+        body = NewDocument.model_validate(content)
     except ValidationError as error:
         problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
         raise RequestValidationError(problems) from None
@@ -180,6 +191,7 @@ async def upload_document(document: str, request: Request, tenant: Caller) -> Re
     The response lists what was skipped in it as `problems`.
     """
     corpus = tenant.require_corpus()
+    check_id(document)  # before its content is read
     if _is_form(request):
         raise ApiError(400, "send forms to POST /v1/corpus, and a file alone to this path", "invalid_value")
     content = await _read(request, document, await request.body(), request.headers.get("content-type", ""))
@@ -212,24 +224,27 @@ async def _add(corpus: Corpus, document: str, content: Content) -> dict[str, Any
 
 
 @router.get("/v1/corpus")
-def list_documents(tenant: Caller, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000, after: str = "") -> Response:
+async def list_documents(
+    tenant: Caller, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000, after: str = ""
+) -> Response:
     """List the documents by id, with the progress of unfinished ones."""
-    statuses = tenant.require_corpus().statuses()
+    statuses = await asyncio.to_thread(tenant.require_corpus().statuses)
     rest = [status for status in statuses if status.id > after]
     data = [status.to_dict() for status in rest[:limit]]
     return json_response({"object": "list", "data": data, "has_more": len(rest) > limit, "total": len(statuses)})
 
 
 @router.get("/v1/corpus/{document:path}")
-def show_document(document: str, tenant: Caller) -> Response:
+async def show_document(document: str, tenant: Caller) -> Response:
     """Return a document's status."""
-    return json_response(tenant.require_corpus().status(document).to_dict())
+    status = await asyncio.to_thread(tenant.require_corpus().status, document)
+    return json_response(status.to_dict())
 
 
 @router.delete("/v1/corpus/{document:path}")
-def delete_document(document: str, tenant: Caller) -> Response:
+async def delete_document(document: str, tenant: Caller) -> Response:
     """Delete a document. It is no longer retrieved from now on."""
-    tenant.require_corpus().remove(document)
+    await asyncio.to_thread(tenant.require_corpus().remove, document)
     return json_response({"id": document, "object": "corpus.document", "deleted": True})
 
 
@@ -255,27 +270,31 @@ async def warm_chunks(body: NewChunks, request: Request, state: Server, tenant: 
 
 
 @router.get("/v1/chunks")
-def list_chunks(state: Server, tenant: Caller, prefix: str = "") -> Response:
+async def list_chunks(state: Server, tenant: Caller, prefix: str = "") -> Response:
     """Return the names of the documents that start with `prefix` and have chunks, sorted."""
-    return json_response({"documents": state.engine.documents(prefix, namespace=tenant.namespace)})
+    documents = await asyncio.to_thread(state.engine.documents, prefix, namespace=tenant.namespace)
+    return json_response({"documents": documents})
 
 
 @router.delete("/v1/chunks/{document:path}")
-def forget_chunks(document: str, state: Server, tenant: Caller) -> Response:
+async def forget_chunks(document: str, state: Server, tenant: Caller) -> Response:
     """Delete a document's chunks unless another document has them."""
-    removed = state.engine.forget(document, namespace=tenant.namespace)
+    removed = await asyncio.to_thread(state.engine.forget, document, namespace=tenant.namespace)
     return json_response({"document": document, "removed": removed})
 
 
 @router.post("/tokenize")
-def tokenize(body: TokenizeRequest, state: Server) -> Response:
+async def tokenize(body: TokenizeRequest, state: Server) -> Response:
     """Return the token ids of a prompt, as vLLM does; `add_special_tokens=false`: of a chunk's text."""
     engine = state.engine
-    if body.messages is not None:
-        tokens = engine.tokenize([message.plain() for message in body.messages], tools=body.tools)
-    else:
+
+    def work() -> list[int]:
+        if body.messages is not None:
+            return engine.tokenize([message.plain() for message in body.messages], tools=body.tools)
         assert body.prompt is not None
-        tokens = engine.encode(body.prompt) if body.add_special_tokens is False else engine.tokenize(body.prompt)
+        return engine.encode(body.prompt) if body.add_special_tokens is False else engine.tokenize(body.prompt)
+
+    tokens = await asyncio.to_thread(work)
     return json_response({"count": len(tokens), "max_model_len": engine.context_window, "tokens": tokens})
 
 

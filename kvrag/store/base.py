@@ -64,6 +64,7 @@ class ManifestStore(ABC):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._touched: Counter[str] = Counter()  # under _lock
+        self._bound = ""
 
     @property
     def catalog_folder(self) -> Path:
@@ -80,7 +81,7 @@ class ManifestStore(ABC):
 
     @property
     def _fingerprint(self) -> str:
-        return self.owner().get("digest", "")
+        return self.owner().get("digest", self._bound)
 
     def bind(self, fingerprint: Fingerprint) -> None:
         """See KVStore.bind."""
@@ -88,6 +89,7 @@ class ManifestStore(ABC):
             self._claim(fingerprint)
         if owner := self.owner():
             check_owner(owner, fingerprint, self.name)
+        self._bound = fingerprint.digest  # also if the store is read-only and unclaimed
 
     @abstractmethod
     def _write_chunk(self, name: str, header: bytes, body: memoryview) -> None:
@@ -353,14 +355,16 @@ class ManifestStore(ABC):
         self._put_aside(name)
         return True
 
-    def _check_chunks(self, names: Mapping[str, str], progress: Progress) -> StoreCheck:
-        """Check all chunks with a row, and these files by key."""
+    def _check_chunks(self, names: Mapping[str, str], progress: Progress, adopted: set[str]) -> StoreCheck:
+        """Check all chunks with a row, and these files by key; add the keys that get a row to `adopted`."""
         rows = self._manifest.rows()
         files = {**names, **{key: row.file for key, row in rows.items()}}
         counts = dict.fromkeys(("sound", "damaged", "adopted", "repaired", "unreadable"), 0)
         for done, (key, name) in enumerate(files.items(), 1):
             for count in self._check_chunk(name, key, rows.get(key)):
                 counts[count] += 1
+                if count == "adopted":
+                    adopted.add(key)
             progress(done, len(files))
         return StoreCheck(**counts)
 

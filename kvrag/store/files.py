@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,19 +58,22 @@ class FileStore(ManifestStore):
         self.name, self._chunks = str(self.path), self.path / "chunks"
         self.max_bytes, self.min_free_bytes = max_bytes, min_free_bytes
         self._owner = read_owner(self.path)
-        self._flushed = float("-inf")
+        self._flushing: threading.Timer | None = None  # under _lock
         self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvrag-write")  # fsync only waits
         with translated(self.path):
             try:
                 for folder in (self.path, self._chunks):  # the content is as confidential as the documents
                     folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # parents keep the default mode
             except OSError as error:
-                raise StoreError(
-                    f"cannot create the store folder {folder} ({error.strerror}): choose another one"
-                ) from error
+                if not (self.path / MANIFEST).exists():  # otherwise it can be read
+                    raise StoreError(
+                        f"cannot create the store folder {folder} ({error.strerror}): choose another one"
+                    ) from error
             self._manifest = self._changes = Manifest(self.path / MANIFEST)
             if self._manifest.is_new:
                 self._recover()
+            if not self.read_only:
+                self._sweep()
 
     @property
     def read_only(self) -> bool:  # type: ignore[override]
@@ -161,11 +165,16 @@ class FileStore(ManifestStore):
         if self.read_only:
             return
         super().touch(keys)
-        now = time.monotonic()
-        if now - self._flushed > _TOUCH_EVERY:
-            self._flushed = now
-            with contextlib.suppress(RuntimeError):  # the store has been closed
-                self._writers.submit(self._record_uses)
+        with self._lock:
+            if self._touched and self._flushing is None:
+                self._flushing = threading.Timer(_TOUCH_EVERY, self._record_uses)
+                self._flushing.daemon = True
+                self._flushing.start()
+
+    def _record_uses(self) -> None:
+        with self._lock:
+            self._flushing = None
+        super()._record_uses()
 
     # ---------------------------------------------------------------- small texts
 
@@ -199,7 +208,7 @@ class FileStore(ManifestStore):
             if not self.read_only and not self._manifest.is_sound():
                 self._manifest.rebuild()
                 return self._recover(progress)
-            return self._check(progress)
+            return self._check(progress, set())
 
     def _recover(self, progress: Progress = no_progress) -> StoreCheck:
         """Rebuild an empty manifest from the chunk files.
@@ -208,16 +217,17 @@ class FileStore(ManifestStore):
         as before, also in place of their other variants. Chunks encoded with context get no holder, so they are not
         served until their documents are warmed again, which does not encode them again.
         """
-        result, unheld = self._check(progress), set(self._manifest.unheld())
+        adopted = set[str]()  # chunks that other processes store meanwhile get holders of their own
+        result = self._check(progress, adopted)
         for row in self._manifest.rows().values():
-            if row.key in unheld and not row.context_tokens:
+            if row.key in adopted and not row.context_tokens:
                 self._manifest.hold("", row.namespace, [Holding(row.text_key, row.key, "")], replace=False)
         return result
 
-    def _check(self, progress: Progress) -> StoreCheck:
+    def _check(self, progress: Progress, adopted: set[str]) -> StoreCheck:
         # of two files of a key, one is a leftover, for `gc`
         names = {key_of(path.name): path.name for path in self._chunks.glob(f"*/*{SUFFIX}")}
-        result = self._check_chunks(names, progress)
+        result = self._check_chunks(names, progress, adopted)
         if not self.read_only:
             self._manifest.recount()
         return result
@@ -242,8 +252,17 @@ class FileStore(ManifestStore):
         """Return the keys of all chunks."""
         return list(map(key_of, self._manifest.files()))
 
+    def _sweep(self) -> None:
+        """Delete temporary files of killed writers."""
+        for path in [*self.path.glob(TEMPORARY), *self._chunks.glob(f"*/{TEMPORARY}")]:
+            if _is_stale(path):
+                path.unlink(missing_ok=True)
+
     def close(self) -> None:
         """See KVStore.close."""
+        with self._lock:
+            if self._flushing:
+                self._flushing.cancel()
         self._record_uses()
         self._writers.shutdown()
         self._manifest.close()

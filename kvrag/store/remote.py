@@ -135,8 +135,12 @@ class RemoteChunk(PackedChunk):
                 return
             try:
                 fetch = self._pool.submit(self._blob.read, *self._groups[number])
-            except RuntimeError:  # the store has been closed; its readers stay valid
-                fetch = ThreadPoolExecutor(1).submit(self._blob.read, *self._groups[number])
+            except RuntimeError:  # the store has been closed, or no thread can be started; its readers stay valid
+                fetch = Future()
+                try:
+                    fetch.set_result(self._blob.read(*self._groups[number]))
+                except StoreError as error:
+                    fetch.set_exception(error)
             self._fetches.append(fetch)
         fetch.add_done_callback(self._fetched)
 

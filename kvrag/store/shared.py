@@ -127,6 +127,8 @@ class SharedStore(ManifestStore):
                 "other: use a newer version of the object store, or another one"
             )
         self._owner = self._read_owner()
+        if not self._owner:
+            raise StoreError(f"{self.url} has lost its {OWNER}: the prefix is being deleted, or not writable")
 
     def _open_local(self) -> None:
         self.path = self._cache.with_name(f"{self._cache.name}-{self._fingerprint}")
@@ -427,7 +429,7 @@ class SharedStore(ManifestStore):
         self._check_open()
         self._log.pull()
         self._local.check()
-        return self._check_chunks({}, progress)
+        return self._check_chunks({}, progress, set())
 
     def _correct(self, row: ManifestRow) -> None:
         self._remove([row.key], None, row.file)

@@ -31,6 +31,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 PLAIN = {
     **dict.fromkeys(("use_dora", "fan_in_fan_out", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern")),
+    **dict.fromkeys(("use_qalora", "use_bdlora", "kasa_config", "alora_invocation_tokens", "layer_replication")),
     "bias": "none",
 }
 """Settings of PEFT that change what an adapter computes, with the only supported values."""
@@ -125,6 +126,8 @@ def read(folder: str | Path) -> tuple[dict[str, LowRank], str]:
         weights = load_file(folder / WEIGHTS)
         scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
         different = [key for key, value in PLAIN.items() if (config.get(key) or value) != value]
+        if str(config.get("init_lora_weights")).startswith(("pissa", "olora", "corda", "lora_ga")):
+            different.append("init_lora_weights")  # these change the model's own weights
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, SafetensorError) as error:
         raise ModelLoadError(
             f"cannot load the adapter {str(folder)!r}: it needs {CONFIG} and {WEIGHTS} ({reason_of(error)})"

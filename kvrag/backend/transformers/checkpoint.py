@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -25,13 +26,13 @@ def checkpoint_fingerprint(
 ) -> Fingerprint:
     """Return the fingerprint of `Model.from_pretrained(name_or_path, dtype=dtype)`.
 
-    For engines that keep the weights in another form, such as vLLM, to share a store with transformers. The files stay
-    memory-mapped: weights in the configuration's dtype take no memory, and only samples of them are converted to
-    `dtype`. A model whose weights would take memory is rejected with UnsupportedModelError.
+    For engines that keep the weights in another form, such as vLLM, to share a store with transformers. Weights that
+    are stored in `dtype` stay memory-mapped and take no memory; others are converted. UnsupportedModelError: the
+    weights of a loaded model are not those of the files.
     """
     name = str(name_or_path)
     config = loading.load_config(name, revision, trust_remote_code)
-    with torch.device("meta"):
+    with loading.refuse_failures(config), torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     reason = ""
     if getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None):
@@ -42,5 +43,6 @@ def checkpoint_fingerprint(
         reason = f"transformers keeps some of its weights in float32, not in {dtype}"
     if reason:
         raise UnsupportedModelError(f"the fingerprint of {name!r} cannot be computed from its files: {reason}")
-    hf, tokenizer = loading.load(name, device="cpu", revision=revision, trust_remote_code=trust_remote_code)
-    return fingerprint(name, hf, Tokenizer(tokenizer, name, preamble), dtype)
+    options: dict[str, Any] = {"device": "cpu", "revision": revision, "trust_remote_code": trust_remote_code}
+    hf, tokenizer = loading.load(name, dtype=str(dtype).removeprefix("torch."), **options)
+    return fingerprint(name, hf, Tokenizer(tokenizer, name, preamble))

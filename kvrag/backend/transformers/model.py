@@ -21,6 +21,7 @@ from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers import loading
 from kvrag.backend.transformers.adapter import Adapter
 from kvrag.backend.transformers.adapter import load as load_adapter
+from kvrag.backend.transformers.adapter import read as read_adapter
 from kvrag.backend.transformers.attention import AttentionObserver, Calls, Step, attention_at, attention_of, suspended
 from kvrag.backend.transformers.cache import BlendCache, StepCache, StopForward
 from kvrag.backend.transformers.compiled import CompiledForward
@@ -59,13 +60,13 @@ LOAD_DEFAULTS: dict[str, Any] = dict.fromkeys(LoadOptions.__annotations__) | {
 _shared: Shared[Model] = Shared()
 
 
-def fingerprint(name: str, hf: Any, tokenizer: Tokenizer, dtype: torch.dtype | None = None) -> Fingerprint:
-    """Return the fingerprint of a transformers model, as if it were loaded in `dtype` (default: its own)."""
+def fingerprint(name: str, hf: Any, tokenizer: Tokenizer) -> Fingerprint:
+    """Return the fingerprint of a transformers model."""
     return Fingerprint(
         model=name,
-        weights=hash_weights(hf.state_dict().items(), dtype),
+        weights=hash_weights(hf.state_dict().items()),
         tokenizer=tokenizer.digest,
-        dtype=str(dtype or hf.dtype).removeprefix("torch."),
+        dtype=str(hf.dtype).removeprefix("torch."),
         rope=json.dumps(loading.rope_parameters(hf.config.get_text_config()), sort_keys=True),
         preamble=tokenizer.preamble,
     )
@@ -117,9 +118,9 @@ class Model(Backend):
             self._check_attention()
         self.hidden_size: int = self.config.hidden_size
         self.bytes_per_token = loading.bytes_per_token(self.config, self.dtype)
+        self.adapter = adapter if isinstance(adapter, Adapter | None) else load_adapter(adapter, hf, self.name)
         if compile_decode:
             self._compile()
-        self.adapter = adapter if isinstance(adapter, Adapter | None) else load_adapter(adapter, hf, self.name)
         digest = self.adapter.digest if self.adapter else ""
         self.fingerprint = replace(fingerprint(self.name, hf, self.tokenizer), adapter=digest)
 
@@ -138,7 +139,7 @@ class Model(Backend):
             allow_unverified: Accept a family that is not in `loading.FAMILIES`; check it with `kvrag verify`.
             preamble: False = encode chunks without a preamble, for comparison.
             compile_decode: Compile decode steps with `torch.compile`, on a GPU with CUDA graphs. Takes up to minutes.
-            adapter: Folder of an adapter in PEFT's format that chunks are encoded with, see `kvrag adapt`.
+            adapter: Folder of a LoRA adapter in PEFT's format that is active only while chunks are encoded.
 
         Raises:
             ModelLoadError: Unknown name, no network, or damaged files.
@@ -146,6 +147,8 @@ class Model(Backend):
             SettingError: A setting is unknown, or torch is too old for `compile_decode`.
         """
         settings = fill_options("from_pretrained()", LOAD_DEFAULTS, options)
+        if settings["adapter"]:
+            read_adapter(settings["adapter"])  # before the slow loading
         key = json.dumps([str(name_or_path), settings], default=str)
         own = {option: settings.pop(option) for option in ("preamble", "compile_decode", "adapter")}
         name = str(name_or_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import threading
@@ -224,20 +225,48 @@ class Tokenizer:
 
 
 class AnswerRegions(ResponseParser):  # type: ignore[misc]
-    """transformers' streaming parser of answers. A region that cannot be parsed has the value None."""
+    """transformers' streaming parser of answers. A region that cannot be parsed has the value None.
+
+    `tag` ends the regions of the field "tagged", except inside a JSON string. The event of a region's end has the tag
+    that ended it as `ended_by`.
+    """
+
+    tag = "</tool_call>"
+    _is_ended = False
 
     def end(self) -> list[dict[str, Any]]:
         """Return the events of the answer's end."""
         events: list[dict[str, Any]] = []
+        self._is_ended = True
         self._process(events, eos=True)
         return events
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
+        is_end = self._is_ended and self._pos == len(self._buffer)
+        is_tag = self._current == "tagged" and not is_end and self._buffer[: self._pos].endswith(self.tag)
+        if is_tag and _ends_in_string(self._body):
+            self._accumulate(events, self.tag)
+            return
+        before = len(events)
+        self._close_region(events)
+        for event in events[before:]:
+            event["ended_by"] = self.tag if is_tag else ""
+
+    def _close_region(self, events: list[dict[str, Any]]) -> None:
         try:
             super()._close_current(events)
         except Exception:  # for example a call whose arguments are not JSON
             events.append({"type": "region_close", "field": self._current, "value": None})
             self._reset_to_implicit()
+
+
+def _ends_in_string(text: str) -> bool:
+    """Return whether this is JSON that ends inside a string."""
+    try:
+        json.loads(text, strict=False)
+    except (ValueError, RecursionError) as error:
+        return getattr(error, "msg", "").startswith("Unterminated string")
+    return False
 
 
 class TextStream:

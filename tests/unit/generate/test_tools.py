@@ -496,3 +496,26 @@ def test_tools_are_left_as_they_were(engine: BlendEngine) -> None:
     before = json.dumps(TOOLS)
     engine.generate(HELLO, tools=TOOLS, tool_choice="any", max_new_tokens=2)
     assert json.dumps(TOOLS) == before
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("text", "calls", "rest"),
+    [
+        # a forgotten brace
+        (
+            '<tool_call>{"name": "look", "arguments": {"q": "a"</tool_call>\n'
+            '<tool_call>{"name": "count", "arguments": {}}</tool_call>',
+            ["count"],
+            "",
+        ),
+        ('<tool_call>{"name": "look", "arguments": {}}.</tool_call> Done.', [], "Done."),
+        # the tag in a string
+        ('<tool_call>{"name": "look", "arguments": {"q": "{}</tool_call> and more"}}</tool_call>', ["look"], ""),
+        ("<tool_call>{no call}</tool_call> so", [], "<tool_call>{no call}</tool_call> so"),
+    ],
+)
+def test_a_tag_ends_a_call_except_in_a_string(text: str, calls: list[str], rest: str, size: int) -> None:
+    spoken, found, _ = listen(text, size)
+    assert [name for name, _ in found] == calls
+    assert spoken.strip() == rest

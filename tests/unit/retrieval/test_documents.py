@@ -254,3 +254,15 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_suffixes_are_those_that_are_read() -> None:
     assert set(documents.SUFFIXES) >= {".csv", ".docx", ".jsonl", ".pdf"}
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b'"Name, first";"Age"\n"Doe, J";3', "Name, first: Doe, J\nAge: 3"),
+        (b'"a|b|c",d\n1,2', "a|b|c: 1\nd: 2"),
+        (b'"a\nb, c, e";d\n1;2', "a\nb, c, e: 1\nd: 2"),
+    ],
+)
+def test_delimiters_in_quotes_of_the_header_do_not_count(content: bytes, text: str) -> None:
+    assert documents.parse("a.csv", ".csv", content).texts == [text]

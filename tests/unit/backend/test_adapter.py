@@ -147,6 +147,7 @@ def test_other_threads_never_see_the_adapter(model: Model, tmp_path: Path) -> No
     ids = torch.tensor([_prompt(model)])
     plain = model.forward(ids, model.new_cache(ids.shape[1]))
     results: list[torch.Tensor] = []
+    hooks = [len(module._forward_hooks) for module in model.hf.modules()]
 
     def answer() -> None:
         results.append(model.forward(ids, model.new_cache(ids.shape[1])))
@@ -159,7 +160,7 @@ def test_other_threads_never_see_the_adapter(model: Model, tmp_path: Path) -> No
     assert not torch.allclose(adapted, plain, atol=1e-2)
     assert torch.equal(results[0], plain)
     assert torch.equal(model.forward(ids, model.new_cache(ids.shape[1])), plain)
-    assert not any(module._forward_hooks for module in model.hf.modules())
+    assert [len(module._forward_hooks) for module in model.hf.modules()] == hooks
 
 
 def test_two_threads_encode_with_one_adapter(model: Model, tmp_path: Path) -> None:

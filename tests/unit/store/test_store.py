@@ -1186,7 +1186,13 @@ def test_nothing_of_a_forgotten_text_is_left_after_gc(
 
     def left() -> set[str]:
         files = [path for path in tmp_path.rglob("*") if path.is_file()]
-        return {path.parent.name for path in files if any(form in path.read_bytes() for form in forms)}
+        return {path.parent.name for path in files if any(form in content(path) for form in forms)}
+
+    def content(path: Path) -> bytes:
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:  # a temporary file of the catalog, renamed in the meantime
+            return b""
 
     with BlendEngine(model, FileStore(tmp_path / "kv", min_free_bytes=0)) as engine:
         engine.warm(CHUNKS[:1], document="kept")

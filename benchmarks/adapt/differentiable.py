@@ -8,7 +8,7 @@ position-free keys.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
+from kvrag.backend.transformers import adapter
+from kvrag.backend.transformers.adapter import Adapter
 from kvrag.backend.transformers.cache import BlendLayer, StopForward
 from kvrag.backend.transformers.model import Model
 
@@ -96,11 +98,17 @@ def decoder_layers(model: Model) -> list[nn.Module]:
     return list(next(owner for owner in owners if len(owner) == model.num_layers))
 
 
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a layer's pass and of its repetition, which autograd runs in a thread of its own."""
+    now: Adapter | None = getattr(adapter._thread, "adapter", None)
+    return nullcontext(), now.active() if now else nullcontext()
+
+
 @contextmanager
 def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Recompute the activations of these layers in the backward pass instead of keeping them."""
     for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=_contexts)
     try:
         yield
     finally:

@@ -17,8 +17,7 @@ from pathlib import Path
 from benchmarks.cluster.plan import LOAD_SPEEDS, LOAD_UNITS, ROUTINGS, SHAPES, SPEEDS, Plan, Profile, profile_of
 from benchmarks.cluster.replicas import BLEND, FULL, PREFIX, Outcome, outcome
 from benchmarks.cluster.simulate import DEVICES
-from kvrag.cli.bench import add_number
-from kvrag.cli.common import at_least, existing_path
+from kvrag.cli.common import add_number, at_least, existing_path
 from kvrag.config import CODECS, DEFAULT_POLICY, POLICIES
 from kvrag.errors import KvragError, SettingError
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from kvrag.backend.transformers.shapes import random_model
 from kvrag.bench.ttft import one_token_words, run_settings
-from kvrag.cli.bench import add_number, add_shape
+from kvrag.cli.bench import add_shape
+from kvrag.cli.common import add_number
 from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.types import Messages

@@ -22,8 +22,8 @@ from torch import Tensor
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.shapes import random_model
 from kvrag.bench.ttft import run_settings
-from kvrag.cli.bench import add_number, add_shape
-from kvrag.cli.common import at_least
+from kvrag.cli.bench import add_shape
+from kvrag.cli.common import add_number, at_least
 from kvrag.config import Sampling
 from kvrag.generate.decode import decode
 from kvrag.openmp import release_team

@@ -20,7 +20,8 @@ import torch
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.shapes import random_model
 from kvrag.bench.ttft import one_token_words, run_settings
-from kvrag.cli.bench import add_number, add_shape
+from kvrag.cli.bench import add_shape
+from kvrag.cli.common import add_number
 from kvrag.config import DEFAULT_CONTEXT
 from kvrag.engine import BlendEngine
 from kvrag.ingest.encode import BATCH_TOKENS
@@ -103,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--chunks", 16, "to encode")
     add_number(parser, "--chunk-tokens", 256, "tokens per chunk")
     add_number(parser, "--document-chunks", 1, "chunks per document, each the context of the next", least=1)
-    add_number(parser, "--overlap", 0.0, "share of a chunk that repeats the end of the one before")
+    add_number(parser, "--overlap", 0.0, "share of a chunk that repeats the end of the one before", most=1)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrag.cli.bench import add_number
+from kvrag.cli.common import add_number
 from kvrag.errors import SettingError
 from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.match import TextRun, match

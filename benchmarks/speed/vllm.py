@@ -32,7 +32,8 @@ import httpx
 
 from kvrag.backend.transformers.shapes import random_model
 from kvrag.bench.ttft import one_token_words, run_settings
-from kvrag.cli.bench import add_number, add_shape
+from kvrag.cli.bench import add_shape
+from kvrag.cli.common import add_number
 from kvrag.errors import KvragError
 
 _READY_S = 600.0  # for a server to load and compile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from families import FAMILIES, build
 
-from benchmarks.adapt.differentiable import encode_rows
+from benchmarks.adapt.differentiable import checkpointed, decoder_layers, encode_rows
 from benchmarks.adapt.distill import Lesson, answer_over, locate, loss_of, teach, write
 from benchmarks.adapt.files import new_layers
 from benchmarks.adapt.lessons import Lessons
@@ -130,6 +131,21 @@ def test_chunks_are_located_though_joints_change_their_ends() -> None:
     chunks = [[1, 2, 3, 4], [5, 6, 7, 8], [2, 3]]
     ids = [0, 99, 2, 3, 98, 5, 6, 7, 8, 1, 1, 2, 3]
     assert locate(ids, chunks) == [Run(2, 4, "0", 1), Run(5, 9, "1", 0)]
+
+
+def test_checkpointed_layers_give_the_same_gradients(model: Model) -> None:
+    lesson, gradients = _lesson(model), []
+    for layers in ([], decoder_layers(model)):
+        adapter = _trained(model)
+        with checkpointed(layers):
+            loss = loss_of(model, adapter, lesson, teach(model, lesson, 2), None)
+            thread = threading.Thread(target=loss.backward)  # as autograd does for a GPU
+            thread.start()
+            thread.join()
+        gradients.append({name: layer.up.grad for name, layer in adapter.layers.items() if layer.up.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys() != set()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-5, rtol=1e-4)
 
 
 def _documents(num: int = 3) -> dict[str, list[str]]:

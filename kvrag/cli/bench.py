@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvrag.cli.common import (
     DTYPES,
+    add_number,
     add_setting,
     at_least,
     checked,
@@ -26,19 +27,13 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--repeats", 3, "number of repeats; the median counts")
 
 
-def add_number(parser: argparse.ArgumentParser, name: str, default: float, what: str, least: float = 0) -> None:
-    """Add an option for a number of the default's type, with the default in its help."""
-    kind = checked(float, check_ratio) if name in ("--ratio", "--overlap") else at_least(least, type(default))
-    parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{what} (default: {default})")
-
-
 def ttft(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag bench ttft`."""
     add_shape(parser)
     add_number(parser, "--chunks", 6, "chunks per prompt")
     add_number(parser, "--chunk-tokens", 512, "tokens per chunk")
     add_number(parser, "--question-tokens", 64, "tokens of the question")
-    add_number(parser, "--ratio", 0.15, "recompute ratio")
+    add_number(parser, "--ratio", 0.15, "recompute ratio", most=1)
     add_number(parser, "--check-layer", 1, "of hkvd")
     parser.add_argument(
         "--ram-bytes", type=int, default=0, metavar="N", help="size of the RAM tier (default: off, read from disk)"

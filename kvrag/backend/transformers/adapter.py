@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -41,20 +40,11 @@ _thread = threading.local()
 
 @dataclass(frozen=True)
 class LowRank:
-    """The change of one linear layer's output: `scale * up(down(x))`.
+    """The change of one linear layer's output: `scale * up(down(x))`."""
 
-    Attributes:
-        down: (r, in).
-        up: (out, r).
-    """
-
-    down: Tensor
-    up: Tensor
+    down: Tensor  # (r, in)
+    up: Tensor  # (out, r)
     scale: float
-
-    def to(self, device: torch.device) -> LowRank:
-        """Return the same change with its weights on a device."""
-        return replace(self, down=self.down.to(device), up=self.up.to(device))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the (..., out) change for an (..., in) input."""
@@ -62,22 +52,17 @@ class LowRank:
 
 
 class Adapter:
-    """The low-rank changes of some linear layers of a model.
-
-    Attributes:
-        layers: Changes by module name.
-        digest: Identifies them.
-    """
+    """The low-rank changes of some linear layers of a model, by module name. `digest` identifies them."""
 
     def __init__(self, hf: nn.Module, layers: Mapping[str, LowRank]) -> None:
-        """Adapt modules of a model.
-
-        Raises:
-            ModelLoadError: The model has no such modules, or of other sizes.
-        """
+        """Adapt modules of a model; raises ModelLoadError if it has no such modules, or of other sizes."""
         modules = dict(hf.named_modules())
         self._modules = {name: _fitting(modules.get(name), name, layer) for name, layer in layers.items()}
-        self.layers = {name: layer.to(self._modules[name].weight.device) for name, layer in layers.items()}
+        places = {name: module.weight.device for name, module in self._modules.items()}
+        self.layers = {
+            name: replace(layer, down=layer.down.to(places[name]), up=layer.up.to(places[name]))
+            for name, layer in layers.items()
+        }
         self.digest = digest(self.layers)
         self._lock, self._users = threading.Lock(), 0
         self._hooks: list[Any] = []
@@ -117,8 +102,7 @@ def _add(adapter: Adapter, layer: LowRank, module: nn.Module, args: tuple[Tensor
 def read(folder: str | Path) -> tuple[dict[str, LowRank], str]:
     """Return the changes in an adapter's files, on the CPU, and the name of the model that it was made for.
 
-    Raises:
-        ModelLoadError: The files are missing, damaged, or of another kind of adapter.
+    ModelLoadError: The files are missing, damaged, or of another kind of adapter.
     """
     folder = Path(folder)
     try:
@@ -148,14 +132,7 @@ def read(folder: str | Path) -> tuple[dict[str, LowRank], str]:
 
 
 def load(folder: str | Path, hf: nn.Module, name: str) -> Adapter:
-    """Load an adapter for a model.
-
-    Args:
-        name: Display name of the model.
-
-    Raises:
-        ModelLoadError: The files cannot be read, see `read`, or are for another model.
-    """
+    """Load an adapter for a model with this display name; raises ModelLoadError, also if it is for another model."""
     layers, base = read(folder)
     try:
         return Adapter(hf, layers)

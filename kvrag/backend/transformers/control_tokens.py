@@ -12,12 +12,7 @@ _START, _END = "\U000f0000", "\U000f0001"  # private use: not expected in any te
 
 
 def apply_chat_template(hf: Any, messages: list[dict[str, Any]], **template: Any) -> list[int]:
-    """Render and tokenise messages. Only control tokens written by the template itself become control tokens.
-
-    Args:
-        hf: A transformers tokenizer with a chat template.
-        template: Arguments for `apply_chat_template` of `hf`.
-    """
+    """Render and tokenise messages. Only control tokens written by the template itself become control tokens."""
     if "sanitize_control_tokens" in inspect.signature(hf.apply_chat_template).parameters:
         rendered = partial(hf.apply_chat_template, tokenize=True, return_dict=False, sanitize_control_tokens=True)
         return list(rendered(messages, **template))

@@ -53,6 +53,14 @@ def test_equals_the_loaded_models(
     assert checkpoint_fingerprint(folder, loaded) == Model.from_pretrained(folder, dtype=loaded).fingerprint
 
 
+@pytest.mark.parametrize("loaded", [torch.float32, torch.float16, torch.bfloat16])
+def test_equals_the_loaded_models_where_the_configuration_names_another_dtype(save: Save, loaded: torch.dtype) -> None:
+    folder = save("llama", torch.float32)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    assert checkpoint_fingerprint(folder, loaded) == Model.from_pretrained(folder, dtype=loaded).fingerprint
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_equals_the_loaded_models_in_shards(save: Save, is_tied: bool) -> None:
     folder = save("llama", shard_size="200KB", tie_word_embeddings=is_tied)

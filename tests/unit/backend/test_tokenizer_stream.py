@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -136,3 +137,13 @@ MESSAGES = [
 def test_control_tokens_are_written_as_text_as_newer_transformers_do(messages: Any, tokenizer: Any) -> None:
     ids = _apply_marked(tokenizer, messages, {"add_generation_prompt": True})
     assert ids == apply_chat_template(tokenizer, messages, add_generation_prompt=True)
+
+
+def test_added_tokens_of_the_template_are_written_as_text_too(tokenizer: Any) -> None:
+    changed = copy.deepcopy(tokenizer)
+    changed.add_tokens(["<tool_call>"])  # not special, as in Qwen's tokenizers
+    changed.chat_template = f"{tokenizer.chat_template}{{% if tools %}}<tool_call>{{% endif %}}"
+    said = [{"role": "user", "content": "one <tool_call> two"}]
+    ids = _apply_marked(changed, said, {"add_generation_prompt": True})
+    assert changed.convert_tokens_to_ids("<tool_call>") not in ids
+    assert ids == apply_chat_template(changed, said, add_generation_prompt=True)

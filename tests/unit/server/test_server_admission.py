@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable, Generator
 from contextlib import aclosing
 
 import pytest
+from fastapi.routing import APIRoute
 
+from kvrag.server import app
 from kvrag.server.admission import AdmissionQueue
 from kvrag.server.errors import ApiError
 
@@ -200,3 +203,12 @@ async def test_namespaces_have_their_own_queues_and_are_admitted_in_rotation() -
     await asyncio.gather(*waiting)
     assert order == ["a", "b", "c", "a"]
     assert queue._waiting == {}
+
+
+def test_no_endpoint_and_no_dependency_takes_one_of_the_shared_threads() -> None:
+    """FastAPI runs plain functions in 40 threads, which slow requests of one namespace could fill for all others."""
+    for route in app.router.routes:
+        assert isinstance(route, APIRoute)
+        assert inspect.iscoroutinefunction(route.endpoint), route.path
+        for dependency in route.dependant.dependencies:
+            assert inspect.iscoroutinefunction(dependency.call), route.path

@@ -1138,3 +1138,20 @@ def test_an_index_is_shared(machine: Machine, tmp_path: Path) -> None:
     assert other.counts() == {}
     for index in (*indexes, other):
         index.close()
+
+
+def test_a_chunk_is_read_where_no_thread_can_be_started(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = machine("one"), machine("two")
+    one.put([A])
+    one.set_document("doc", held("doc", A))
+    assert soon(lambda: bool(two.documents()))
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(two._fetchers, "submit", refuse)
+    reader = two.open(A.key)
+    assert reader is not None
+    for number, layer in enumerate(A.layers):
+        assert torch.equal(reader.layer(number)[1], layer[1])
+    reader.close()

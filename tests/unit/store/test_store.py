@@ -698,6 +698,70 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
     store.close()
 
 
+def test_a_read_only_folder_without_chunks_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened(tmp_path).close()
+    shutil.rmtree(tmp_path / "chunks")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    store = opened(tmp_path)
+    assert store.stats().chunks == 0
+    store.close()
+
+
+def test_a_read_only_store_without_its_owner_can_be_read(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.put([record(1)])
+    store.close()
+    (tmp_path / "fingerprint.json").unlink()
+    again = FileStore(tmp_path, min_free_bytes=0)
+    again._manifest.read_only = True
+    again.bind(FINGERPRINT)
+    assert same(again, record(1))
+    again.close()
+
+
+def test_a_chunk_that_another_process_stores_during_a_recovery_gets_no_anonymous_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path)
+    store.put([record(i) for i in range(3)])
+    store.close()
+    _spoil(tmp_path / "manifest.sqlite", "garbage")
+    check, others = FileStore._check_chunk, list[FileStore]()
+
+    def meanwhile(self: FileStore, *args: Any) -> list[str]:
+        if not others:
+            others.append(self)
+            other = opened(tmp_path)
+            other.put([record(50)])
+            other.close()
+        return check(self, *args)
+
+    monkeypatch.setattr(FileStore, "_check_chunk", meanwhile)
+    again = opened(tmp_path)
+    states = again.look_up([text(record(i)) for i in (0, 50)])
+    assert states[text(record(0))].sources == {"": record(0).key}
+    assert states[text(record(50))].sources == {}
+    again.close()
+
+
+def test_uses_are_recorded_without_a_later_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_TOUCH_EVERY", 0.01)
+    store = opened(tmp_path)
+    store.put([record(1)])
+    for _ in range(3):
+        store.touch([record(1).key])
+        store.touch([record(1).key])
+        deadline = time.monotonic() + 20
+        while store._touched:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    store.close()
+
+
 def test_a_read_only_folder_can_be_read(read_only: Path) -> None:
     store = opened(read_only)
     assert store.stats().chunks == 3
@@ -1355,7 +1419,6 @@ def test_temporary_files_of_killed_writers_are_swept(tmp_path: Path) -> None:
         path.write_bytes(b"half a chunk")
     _age(old)
     again = opened(tmp_path)
-    again.delete_leftovers()
     assert not old.exists()
     assert young.exists(), "its writer may be at work"
     assert same(again, record(1))

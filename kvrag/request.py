@@ -61,7 +61,7 @@ class Pipeline:
             prompt = recovery.open(prompt, matches)
         with closing(prompt):
             plan = recovery.agree(lambda: self.tuning.plan(prompt.config, prompt))  # the same on all ranks
-            keys = prompt.keys  # chunk keys, also of a full plan: deleting a chunk deletes conversations that contain it
+            keys = prompt.keys  # also of a full plan: deleting a chunk deletes the conversations that contain it
             if plan.is_full:
                 prompt = replace(prompt, matches=(), readers={})
             capacity = min(len(prompt.ids) + _ROOM, self.backend.context_window)

@@ -1,4 +1,4 @@
-"""What an adapter changes: the same prompts over KV stored without it and with it, compared with full prefill."""
+"""Effect of an adapter: the same prompts over KV stored without it and with it, compared with full prefill."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Course:
 
 @dataclass
 class _State:
-    """What a checkpoint holds besides tensors."""
+    """Content of a checkpoint besides tensors."""
 
     step: int = 0
     seconds: float = 0.0

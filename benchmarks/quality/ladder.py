@@ -1,4 +1,4 @@
-"""What would have to change in stored KV for answers to be full prefill's: an experiment with full prefill's own KV.
+"""Changes of stored KV that would make answers full prefill's: an experiment with full prefill's own KV.
 
 Parts of full prefill's KV are written over the stitched KV of all chunk tokens: keys or values alone, deep layers
 alone, or the change projected on a few directions per layer. Beside them, a budget of tokens is recomputed or

@@ -280,7 +280,7 @@ def test_a_folder_that_cannot_be_written_leaves_the_catalog_in_memory(tmp_path: 
     _check(catalog, present, {})
 
 
-def test_after_a_pruned_log_of_removals_the_catalog_is_compared_with_the_store(tmp_path: Path, rng: random.Random) -> None:
+def test_after_a_pruned_log_of_removals_the_store_is_compared(tmp_path: Path, rng: random.Random) -> None:
     store = Store(tmp_path)
     present, absent = _fill(store, rng), {}
     catalog = Catalog(store)

@@ -22,7 +22,6 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "benchmarks.quality.command",
         "measure answer quality on the readers' worlds, or as `kvrag bench quality`",
     ),
-    "adapt": ("benchmarks.adapt.command", "train an adapter that chunks are encoded with"),
     "ladder": ("benchmarks.quality.ladder", "measure which change of stored KV would make answers full prefill's"),
     "simulate": ("benchmarks.cluster.simulate", "predict where reuse wins and where it loses, with a cost model"),
     "cluster": ("benchmarks.cluster.command", "plan a cluster: GPUs, hit rates and costs by a simulation"),

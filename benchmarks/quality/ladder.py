@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.adapt.differentiable import LayerStates
-from benchmarks.adapt.distill import Lesson, answer_over, divergences, locate, stitched, teach, write
 from benchmarks.quality.metrics import Bootstrap
 from benchmarks.quality.worlds import world_rows
+from kvrag.adapt.differentiable import LayerStates
+from kvrag.adapt.distill import Lesson, answer_over, divergences, locate, stitched, teach, write
 from kvrag.backend.transformers import Model
 from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
 from kvrag.bench.quality import exact_match

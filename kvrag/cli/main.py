@@ -21,6 +21,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("kvrag.cli.explain", "explain what was reused of a prompt, and why not more"),
     "serve": ("kvrag.cli.serve", "serve a model and a corpus with OpenAI's API"),
     "calibrate": ("kvrag.cli.calibrate", "find how much to recompute on your model and corpus"),
+    "adapt": ("kvrag.cli.adapt", "train an adapter that makes stored KV agree better with full prefill"),
     "estimate": ("kvrag.cli.estimate", "estimate disk usage before you ingest"),
     "store": ("kvrag.cli.store", "show, check or clean up a store"),
     "verify": ("kvrag.cli.verify", "test that blending is exact on your model"),

@@ -8,8 +8,8 @@ import pytest
 import torch
 from vllm_engines import CHUNKS, blended, checkpoint, distance, prompt_of, started
 
-from benchmarks.adapt.files import new_layers, save
 from kvrag import BlendEngine, FileStore, Model
+from kvrag.adapt.files import new_layers, save
 from kvrag.backend.transformers.adapter import LowRank
 
 

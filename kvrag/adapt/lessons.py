@@ -10,7 +10,7 @@ import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from benchmarks.adapt.distill import Lesson, locate
+from kvrag.adapt.distill import Lesson, locate
 from kvrag.backend.transformers.model import Model
 from kvrag.control.prompts import CONTINUATION, Gap, Search, find_gaps, render
 from kvrag.errors import KvragError

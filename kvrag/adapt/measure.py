@@ -21,7 +21,7 @@ _WORSE = 1.05  # is more than noise on text of another kind
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class Effect:
     """Agreement with full prefill: mean KL of the first token in nats, and the number of equal first tokens."""
 
     adapted: bool
@@ -38,7 +38,7 @@ def measure(
     prompts: Sequence[list[int]],
     context_tokens: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Agreement]:
+) -> list[Effect]:
     """Answer prompts about documents by plain reuse and by the default, without the adapter and with it.
 
     Args:
@@ -67,7 +67,7 @@ def measure(
                 total[1] += record.tokens[0] == full.tokens[0]
     cells = [(is_adapted, ratio) for is_adapted in (False, True) for ratio in (0.0, DEFAULT_RATIO)]
     return [
-        Agreement(*cell, kl / len(prompts), int(first), len(prompts))
+        Effect(*cell, kl / len(prompts), int(first), len(prompts))
         for cell, (kl, first) in zip(cells, totals, strict=True)
     ]
 
@@ -77,7 +77,7 @@ def _prefill(turns: Iterator[BlendEngine], ids: list[int], config: BlendConfig) 
     return next(turns).prefill(ids, config)
 
 
-def verdict(own: Sequence[Agreement], other: Sequence[Agreement]) -> str:
+def verdict(own: Sequence[Effect], other: Sequence[Effect]) -> str:
     """Return why an adapter is not worth using; "" if it is.
 
     Args:

@@ -30,7 +30,7 @@ from kvrag.sample import HANDBOOK
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from benchmarks.adapt.measure import Agreement
+    from kvrag.adapt.measure import Effect
     from kvrag.backend.transformers import Model
 
 _REPORT = "adapt.json"
@@ -66,10 +66,10 @@ def run(args: argparse.Namespace) -> int:
     documents.find([args.docs])  # report mistakes before loading the model
     questions = _questions(args.questions) if args.questions else []
     _check_out(args.out)
-    from benchmarks.adapt.files import save
-    from benchmarks.adapt.lessons import Lessons
-    from benchmarks.adapt.measure import measure, verdict
-    from benchmarks.adapt.train import CHECKPOINT, Course, train
+    from kvrag.adapt.files import save
+    from kvrag.adapt.lessons import Lessons
+    from kvrag.adapt.measure import measure, verdict
+    from kvrag.adapt.train import CHECKPOINT, Course, train
     from kvrag.backend.transformers import Model
     from kvrag.backend.transformers.adapter import Adapter
     from kvrag.control.prompts import make_prompts, search_by_words
@@ -163,7 +163,7 @@ def _digest(corpus: Mapping[str, Sequence[str]], questions: Sequence[str]) -> st
     return blake2b(json.dumps([sorted(corpus.values()), questions]).encode(), digest_size=8).hexdigest()
 
 
-def _lines(result: Mapping[str, Any], own: Sequence[Agreement], other: Sequence[Agreement]) -> list[str]:
+def _lines(result: Mapping[str, Any], own: Sequence[Effect], other: Sequence[Effect]) -> list[str]:
     """Return the table, and one sentence."""
     lines = [f"{'':42}{'KL':>8}   first tokens equal to full prefill's"]
     for title, rows in (("held-out prompts about these documents", own), ("text of another kind", other)):

@@ -10,12 +10,12 @@ import pytest
 import torch
 from families import FAMILIES, build
 
-from benchmarks.adapt.differentiable import checkpointed, decoder_layers, encode_rows
-from benchmarks.adapt.distill import Lesson, answer_over, locate, loss_of, teach, write
-from benchmarks.adapt.files import new_layers
-from benchmarks.adapt.lessons import Lessons
-from benchmarks.adapt.train import CHECKPOINT, Course, train
 from kvrag import Model
+from kvrag.adapt.differentiable import checkpointed, decoder_layers, encode_rows
+from kvrag.adapt.distill import Lesson, answer_over, locate, loss_of, teach, write
+from kvrag.adapt.files import new_layers
+from kvrag.adapt.lessons import Lessons
+from kvrag.adapt.train import CHECKPOINT, Course, train
 from kvrag.backend.transformers.adapter import Adapter
 from kvrag.config import BlendConfig
 from kvrag.control.prompts import search_by_words
@@ -92,7 +92,7 @@ def test_with_everything_recomputed_the_student_is_the_teacher(family: str, toke
 
 def test_the_student_answers_as_the_engine_does(model: Model) -> None:
     """Plain reuse and the default policy, against the same steps of the product."""
-    from benchmarks.adapt.distill import choose, stitched
+    from kvrag.adapt.distill import choose, stitched
 
     lesson = _lesson(model)
     written, where = write(model, None, lesson)
@@ -186,7 +186,7 @@ def test_too_little_text_is_refused(model: Model) -> None:
 
 def _seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every look at the clock take a second, so that the number of steps is certain."""
-    import benchmarks.adapt.train as module
+    import kvrag.adapt.train as module
 
     ticks = iter(range(10**6))
     monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(ticks)))
@@ -247,7 +247,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_checkpoint(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("benchmarks.adapt.files.save_file", full)
+    monkeypatch.setattr("kvrag.adapt.files.save_file", full)
     with pytest.raises(KvragError, match=r"cannot write .*: No space left on device"):
         train(model, _lessons(model), Course(**{**vars(course), "minutes": 0.2}), tmp_path, {})
     assert (tmp_path / CHECKPOINT).read_bytes() == before

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import benchmarks.adapt.command as command
-import benchmarks.adapt.train
-from benchmarks.__main__ import main
-from benchmarks.adapt.measure import Agreement, verdict
+import kvrag.adapt.train
+import kvrag.cli.adapt as command
 from kvrag import Model
+from kvrag.adapt.measure import Effect, verdict
 from kvrag.backend.transformers.adapter import CONFIG, WEIGHTS, load
+from kvrag.cli.main import main
 
 NAMES = ["Anna", "Bert", "Cora", "Dora", "Emil", "Fred"]
 WORDS = ["blue", "green", "wide", "narrow", "deep", "quiet"]
@@ -42,7 +42,7 @@ def adapt(
 ) -> Callable[..., tuple[int, str, str]]:
     """Run the command on the tiny random model, with few prompts; return the exit code and what it printed."""
     ticks = iter(range(10**6))
-    monkeypatch.setattr(benchmarks.adapt.train.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(kvrag.adapt.train.time, "perf_counter", lambda: float(next(ticks)))
     monkeypatch.setattr(Model, "from_pretrained", lambda *args, **kwargs: model)
     monkeypatch.setattr(command, "_HELD_OUT", 3)
     base = ["adapt", "--docs", str(docs), "--out", str(tmp_path / "out"), "--chunk-tokens", "48", "--rank", "4"]
@@ -74,7 +74,7 @@ def test_it_writes_an_adapter_and_a_report(
 def test_an_adapter_that_does_not_help_is_not_written(
     adapt: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmarks.adapt.measure.verdict", lambda own, other: "it does not help")
+    monkeypatch.setattr("kvrag.adapt.measure.verdict", lambda own, other: "it does not help")
     code, out, _ = adapt("--minutes", "0.1")
     assert code == 1
     assert "nothing was written after" in out
@@ -82,8 +82,8 @@ def test_an_adapter_that_does_not_help_is_not_written(
     assert not (tmp_path / "out" / WEIGHTS).exists()
 
 
-def _rows(*kls: float) -> list[Agreement]:
-    return [Agreement(number > 1, 0.15 * (number % 2), kl, 9, 10) for number, kl in enumerate(kls)]
+def _rows(*kls: float) -> list[Effect]:
+    return [Effect(number > 1, 0.15 * (number % 2), kl, 9, 10) for number, kl in enumerate(kls)]
 
 
 @pytest.mark.parametrize(

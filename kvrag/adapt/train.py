@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.adapt.differentiable import checkpointed, decoder_layers
-from benchmarks.adapt.distill import loss_of, teach
-from benchmarks.adapt.files import new_layers, read_tensors, write_tensors
-from benchmarks.adapt.lessons import Lessons
+from kvrag.adapt.differentiable import checkpointed, decoder_layers
+from kvrag.adapt.distill import loss_of, teach
+from kvrag.adapt.files import new_layers, read_tensors, write_tensors
+from kvrag.adapt.lessons import Lessons
 from kvrag.backend.transformers.adapter import Adapter, LowRank
 from kvrag.backend.transformers.model import Model
 from kvrag.config import BlendConfig

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.adapt.differentiable import LayerStates, encode_rows, logits_after
+from kvrag.adapt.differentiable import LayerStates, encode_rows, logits_after
 from kvrag.backend.transformers.adapter import Adapter
 from kvrag.backend.transformers.model import Model
 from kvrag.config import BlendConfig

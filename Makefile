@@ -107,7 +107,7 @@ bench: setup
 
 # checks and measurements of a new GPU, in eight minutes: needs torch and kvrag's dependencies, no network
 gpu-check:
-	PYTHONPATH=. HF_HUB_OFFLINE=1 $(PYTHON) -m kvrag.cli.main bench gpu --out gpu-check.json
+	PYTHONPATH=. HF_HUB_OFFLINE=1 $(PYTHON) -m benchmarks gpu --out gpu-check.json
 
 clean:
 	rm -rf .venv .venv-oldest .venv-vllm build dist docs/_build .pytest_cache .mypy_cache .ruff_cache

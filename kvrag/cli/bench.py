@@ -53,30 +53,6 @@ def ttft(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def gpu(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `kvrag bench gpu`."""
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        choices=_SHAPES,
-        default=["qwen2.5-1.5b", "llama-3.1-8b"],
-        help="shapes of the random models (default: qwen2.5-1.5b llama-3.1-8b)",
-    )
-    parser.add_argument("--layers", type=at_least(1), metavar="N", help="use only the first N layers")
-    parser.add_argument(
-        "--tokens",
-        nargs="+",
-        type=at_least(512),
-        default=[2048, 4096, 16384, 32768],
-        metavar="N",
-        help="lengths of the prompts (default: 2048 4096 16384 32768)",
-    )
-    parser.add_argument("--device", help="device: cuda, cpu, ... (default: a GPU if there is one)")
-    add_number(parser, "--repeats", 3, "rounds per length; the median counts")
-    add_number(parser, "--seconds", 450, "no part begins later than this")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the result there as JSON")
-
-
 def quality(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag bench quality`."""
     add_setting(parser, "model", default="reader")

@@ -26,7 +26,6 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "store": ("kvrag.cli.store", "show, check or clean up a store"),
     "verify": ("kvrag.cli.verify", "test that blending is exact on your model"),
     "bench ttft": ("kvrag.bench.ttft", "measure the time to first token"),
-    "bench gpu": ("kvrag.bench.gpu", "check a GPU: exactness, time to first token, ingestion, a profile"),
     "bench quality": ("kvrag.cli.quality", "measure how many of full prefill's answers are kept, per policy and ratio"),
     "bench serve": ("kvrag.bench.load", "load-test a running server"),
 }

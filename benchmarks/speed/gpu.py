@@ -15,15 +15,17 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from kvrag.backend.transformers import Model
-from kvrag.backend.transformers.shapes import random_model
+from kvrag.backend.transformers.shapes import SHAPES, random_model
 from kvrag.bench import ttft
 from kvrag.bench.ttft import TtftResult, TtftSetup, one_token_words
+from kvrag.cli.common import add_number, at_least
 from kvrag.engine import BlendEngine
 from kvrag.inspect.verify import verify
 
@@ -68,6 +70,30 @@ class GpuCheck:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return result
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=list(SHAPES),
+        default=["qwen2.5-1.5b", "llama-3.1-8b"],
+        help="shapes of the random models (default: qwen2.5-1.5b llama-3.1-8b)",
+    )
+    parser.add_argument("--layers", type=at_least(1), metavar="N", help="use only the first N layers")
+    parser.add_argument(
+        "--tokens",
+        nargs="+",
+        type=at_least(512),
+        default=[2048, 4096, 16384, 32768],
+        metavar="N",
+        help="lengths of the prompts (default: 2048 4096 16384 32768)",
+    )
+    parser.add_argument("--device", help="device: cuda, cpu, ... (default: a GPU if there is one)")
+    add_number(parser, "--repeats", 3, "rounds per length; the median counts")
+    add_number(parser, "--seconds", 450, "no part begins later than this")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the result there as JSON")
 
 
 def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> list[Part]:

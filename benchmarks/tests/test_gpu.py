@@ -1,4 +1,4 @@
-"""`kvrag bench gpu`, on a CPU and a tiny shape."""
+"""`python -m benchmarks gpu`, on a CPU and a tiny shape."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tiny_shape import TINY
 
+from benchmarks.speed import gpu
 from kvrag.backend.transformers import compiled
 from kvrag.backend.transformers.shapes import SHAPES
-from kvrag.bench import gpu
 
 
 def _arguments(**changes: Any) -> argparse.Namespace:

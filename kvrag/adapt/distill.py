@@ -1,9 +1,10 @@
 """Training of a chunk writer: an adapter for encoding, distilled from the model itself.
 
-The teacher is full prefill, the student answers the same prompt over KV that the adapter has written, and the loss is
-the divergence of their next-token distributions on the teacher's own answer. It needs documents, no labels. In half of
-the steps the default policy recomputes its share, so that the adapter learns to write for what is left. Source: SemPIC
-(arXiv:2607.28069).
+The teacher is full prefill, the student reads the same prompt over KV that the adapter has written, and the loss is the
+divergence of their next-token distributions on the teacher's own answer, and less so on the prompt's end: a question's
+or a sentence's own words depend on the chunks, too. It needs documents, no labels. In half of the steps the default
+policy recomputes its share, so that the adapter learns to write for what is left. Source: SemPIC (arXiv:2607.28069),
+which has the answer alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from kvrag.config import BlendConfig
 from kvrag.reuse.select import select
 from kvrag.reuse.stitch import Stitched
 from kvrag.types import Run
+
+_END_WEIGHT = 0.3  # of the divergence on the prompt's end
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,17 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Target:
-    """The teacher's greedy answer to one prompt, and its (N, V) logits before each token of it."""
+    """The teacher's answer to one prompt.
+
+    Attributes:
+        answer: Token ids, chosen greedily.
+        logits: (N, V) logits before each of them.
+        before: (E, V) logits before them: after all tokens of the prompt's end but the last.
+    """
 
     answer: list[int]
     logits: Tensor
+    before: Tensor
 
 
 def locate(ids: Sequence[int], chunks: Sequence[Sequence[int]]) -> list[Run]:
@@ -76,12 +86,13 @@ def teach(model: Model, lesson: Lesson, count: int) -> list[Target]:
     targets = []
     for end in lesson.ends:
         cache.set_length(length)
-        logits = [model.forward(torch.tensor([end]), cache)]
+        read = model.forward_all(torch.tensor([end]), cache)[0]
+        logits, before = [read[-1:]], read[:-1].clone()
         answer = [int(logits[0].argmax())]
         while len(answer) < count and answer[-1] not in model.eos_ids:
             logits.append(model.forward(torch.tensor([answer[-1:]]), cache))
             answer.append(int(logits[-1].argmax()))
-        targets.append(Target(answer, torch.cat(logits).clone()))
+        targets.append(Target(answer, torch.cat(logits).clone(), before))
     return targets
 
 
@@ -144,9 +155,13 @@ def choose(
 
 
 def answer_over(
-    model: Model, ids: Tensor, target: Target, written: LayerStates, where: Tensor, selected: Tensor
+    model: Model, ids: Tensor, target: Target, written: LayerStates, where: Tensor, selected: Tensor, before: int = 0
 ) -> Tensor:
-    """Return (N, V) logits before each token of the answer, over written KV with `selected` positions recomputed."""
+    """Return (N, V) logits before each token of the answer, over written KV with `selected` positions recomputed.
+
+    Args:
+        before: Return that many logits more, those before.
+    """
     keep = ~torch.isin(where, selected)
     past = [tuple(part[:, :, keep.to(part.device)] for part in layer) for layer in written]
     total = len(ids) + len(target.answer) - 1
@@ -154,7 +169,7 @@ def answer_over(
     rows[where[keep]] = False
     positions = rows.nonzero().squeeze(1)
     tokens = torch.cat([ids, torch.tensor(target.answer[:-1], dtype=torch.long)])
-    return logits_after(model, tokens[positions], positions, past, where[keep], len(target.answer))  # type: ignore[arg-type]
+    return logits_after(model, tokens[positions], positions, past, where[keep], before + len(target.answer))  # type: ignore[arg-type]
 
 
 def divergences(full: Tensor, other: Tensor) -> Tensor:
@@ -166,12 +181,16 @@ def divergences(full: Tensor, other: Tensor) -> Tensor:
 def loss_of(
     model: Model, adapter: Adapter | None, lesson: Lesson, targets: Sequence[Target], config: BlendConfig | None
 ) -> Tensor:
-    """Return the mean divergence of a lesson's answers. `config` chooses what is recomputed; None = nothing."""
+    """Return the mean divergence of a lesson's prompts. `config` chooses what is recomputed; None = nothing."""
     written, where = write(model, adapter, lesson)
     losses = []
     for end, target in zip(lesson.ends, targets, strict=True):
         ids = torch.tensor([*lesson.beginning, *end])
         selected = where[:0] if config is None else choose(model, ids, lesson, written, where, config)
-        logits = answer_over(model, ids, target, written, where, selected)
-        losses.append(divergences(target.logits.to(logits.device), logits).mean())
+        before = len(target.before)
+        logits = answer_over(model, ids, target, written, where, selected, before)
+        loss = divergences(target.logits.to(logits.device), logits[before:]).mean()
+        if before:
+            loss = loss + _END_WEIGHT * divergences(target.before.to(logits.device), logits[:before]).mean()
+        losses.append(loss)
     return torch.stack(losses).mean()

@@ -1,7 +1,7 @@
 """Prompts to train on, from documents alone: chunks as retrieval brings them or as they follow each other.
 
 A lesson has several prompts of the same chunks, which are then encoded once for all of them. Their ends are sentences
-of the documents that break off, or questions of the user.
+of the documents that break off, and questions of the user.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 from kvrag.adapt.distill import Lesson, locate
 from kvrag.backend.transformers.model import Model
@@ -18,6 +19,8 @@ from kvrag.errors import KvragError
 _ENDS = 4  # of one lesson
 _LEFT_OUT = 0.3  # share of a document's chunks that are missing from half of the lessons, as if not retrieved
 _LEAST = 20  # sentences
+_RETRIEVED = 16  # chunks for a sentence or a question, of which a lesson has the first
+_ABOUT = 2  # of them, those that a question is probably about
 
 
 class Lessons:
@@ -40,7 +43,8 @@ class Lessons:
             documents: The chunks of each document, in reading order.
             search: Retrieves the chunks of a prompt.
             questions: Questions about the documents, asked beside the broken sentences.
-            context_tokens: Preceding tokens of a document that chunks are encoded with, in half of the lessons.
+            context_tokens: Preceding tokens of a document that chunks are encoded with: up to as many in half of the
+                lessons, none in the others.
             most_tokens: Maximum size of a lesson's chunks together.
             withheld: Sentences that are not asked about.
 
@@ -62,6 +66,11 @@ class Lessons:
             for chunk in chunks:
                 if gap.kind == CONTINUATION and gap.sentence in chunk:
                     self._gaps_of[chunk].append(gap)
+        self._retrieved_for = {question: list(search(question, _RETRIEVED)) for question in self._questions}
+        self._questions_of: dict[str, list[str]] = defaultdict(list)
+        for question, texts in self._retrieved_for.items():
+            for text in texts[:_ABOUT]:
+                self._questions_of[text].append(question)
         encode = model.tokenizer.encode
         self._ids = {chunk: encode(chunk) for chunk in chunks}
         blank = encode("\n\n")
@@ -76,25 +85,52 @@ class Lessons:
         """Return one lesson; the same number gives the same lesson."""
         rng = random.Random(f"{self._seed} {number}")
         while True:
-            texts, asked = self._retrieved(rng) if rng.random() < 0.5 else self._stretch(rng)
-            others = [gap.beginning for text in texts for gap in self._gaps_of[text]]
-            beginnings = list(dict.fromkeys([*asked, *rng.sample(others, min(len(others), _ENDS))]))[:_ENDS]
-            lesson = self._lesson(texts, beginnings, behind=rng.random() < 0.5)
+            kind = rng.random()
+            if kind < 0.4:
+                texts, asked = self._stretch(rng), list[str]()
+            elif kind < 0.7 and self._questions:
+                texts, asked = self._about(rng)
+            else:
+                texts, asked = self._retrieved(rng)
+            lesson = self._lesson(texts, self._ends(texts, asked, rng), rng)
             if lesson is not None:
                 return lesson
+
+    def _ends(self, texts: Sequence[str], asked: Sequence[str], rng: random.Random) -> list[list[int]]:
+        """Return the ids of prompts of these chunks, first the one that they were retrieved for."""
+        gaps = [gap.beginning for text in texts for gap in self._gaps_of[text]]
+        questions = [question for text in texts for question in self._questions_of[text]]
+        pairs = zip_longest(*(rng.sample(ends, min(len(ends), _ENDS)) for ends in (questions, gaps)))
+        ends = list(dict.fromkeys([*asked, *(end for pair in pairs for end in pair if end)]))[:_ENDS]
+        return [self._render(texts, end) for end in ends]
+
+    def _render(self, texts: Sequence[str], end: str) -> list[int]:
+        """Return the ids of a prompt of chunks and a broken sentence or a question."""
+        tokenizer = self._model.tokenizer
+        if end not in self._retrieved_for:
+            return render(tokenizer, texts, end)
+        text = "\n\n".join([*texts, f"Question: {end}"])
+        return tokenizer.render(tokenizer.as_prompt(text if tokenizer.has_chat_template else f"{text}\n\nAnswer:"))
+
+    def _about(self, rng: random.Random) -> tuple[list[str], list[str]]:
+        """Return chunks that retrieval brings for a question, shuffled, and the question."""
+        question = rng.choice(self._questions)
+        texts = self._fitting(self._retrieved_for[question], rng)
+        rng.shuffle(texts)
+        return texts, [question]
 
     def _retrieved(self, rng: random.Random) -> tuple[list[str], list[str]]:
         """Return chunks that retrieval brings for a broken sentence, shuffled, and the sentence."""
         gap = rng.choice(self._gaps)
-        texts = self._search(gap.beginning, 16)
+        texts = list(self._search(gap.beginning, _RETRIEVED))
         if gap.kind != CONTINUATION:
             texts = [text for text in texts if gap.sentence not in text]
         texts = self._fitting(texts, rng)
         rng.shuffle(texts)
         return texts, [gap.beginning]
 
-    def _stretch(self, rng: random.Random) -> tuple[list[str], list[str]]:
-        """Return a stretch of a document and one of another, in half of the cases with gaps, and no sentence."""
+    def _stretch(self, rng: random.Random) -> list[str]:
+        """Return a stretch of a document and one of another, in half of the cases with gaps."""
         texts = list[str]()
         for name in rng.sample(list(self._documents), min(2, len(self._documents))):
             chunks = self._documents[name]
@@ -102,7 +138,7 @@ class Lessons:
             texts += chunks[start : start + rng.randint(2, 8)]
         if rng.random() < 0.5:
             texts = [text for text in texts if rng.random() >= _LEFT_OUT]
-        return self._fitting(list(dict.fromkeys(texts)), rng), []
+        return self._fitting(texts, rng)
 
     def _fitting(self, texts: Sequence[str], rng: random.Random) -> list[str]:
         """Return the first texts, as many as a random size has room for."""
@@ -114,16 +150,15 @@ class Lessons:
             fitting.append(text)
         return fitting
 
-    def _lesson(self, texts: Sequence[str], beginnings: Sequence[str], behind: bool) -> Lesson | None:
-        """Return the prompts of these chunks; None if they share too little."""
-        if len(texts) < 2 or not beginnings:
+    def _lesson(self, texts: Sequence[str], prompts: Sequence[list[int]], rng: random.Random) -> Lesson | None:
+        """Return prompts of these chunks as a lesson; None if they share too little."""
+        if len(texts) < 2 or not prompts:
             return None
-        tokenizer = self._model.tokenizer
-        prompts = [render(tokenizer, texts, beginning) for beginning in beginnings]
         chunks = [self._ids[text] for text in texts]
         runs = locate(prompts[0], chunks)
         end = runs[-1].stop if runs else 0
         if len(runs) < 2 or any(prompt[:end] != prompts[0][:end] for prompt in prompts):
             return None
-        rows = [(self._contexts[text] if behind else [], ids) for text, ids in zip(texts, chunks, strict=True)]
+        most = rng.randint(1, self._context_tokens) if self._context_tokens and rng.random() < 0.5 else 0
+        rows = [(self._contexts[text][-most:] if most else [], ids) for text, ids in zip(texts, chunks, strict=True)]
         return Lesson(prompts[0][:end], [prompt[end:] for prompt in prompts], rows, runs)

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ CHECKPOINT = "checkpoint.safetensors"
 _EVERY_S = 120.0  # between checkpoints
 _WARM_UP = 20  # steps
 _SMOOTHING = 0.95
+_BLENDED_ENDS = 2
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ def train(
                 for number in range(course.lessons):
                     lesson = lessons.draw(state.step * course.lessons + number)
                     is_blended = (state.step * course.lessons + number) % 100 < 100 * course.blended
+                    if is_blended:  # its tokens are recomputed for each prompt
+                        lesson = replace(lesson, ends=lesson.ends[:_BLENDED_ENDS])
                     targets = teach(model, lesson, course.tokens)
                     part = loss_of(model, adapter, lesson, targets, config if is_blended else None) / course.lessons
                     part.backward()  # type: ignore[no-untyped-call]

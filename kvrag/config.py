@@ -23,7 +23,7 @@ POLICIES = ("none", "full", *sorted(path.stem for path in _MODULES))
 """No recompute, full prefill, and the modules of `kvrag.reuse.policies`, which are not imported here."""
 
 DEFAULT_POLICY = "query"
-DEFAULT_RATIO = 0.15  # if neither the caller nor a calibration gives one
+DEFAULT_RATIO = 0.15  # CacheBlend's; see `BlendConfig.ratio`
 DEFAULT_CONTEXT = 256  # tokens that a chunk is encoded with
 CONTROLLERS = ("auto", "off")
 
@@ -109,9 +109,10 @@ class BlendConfig:
     Attributes:
         policy: One of `POLICIES`; see `kvrag.reuse.policies`.
         ratio: Share of the reused, inexact tokens to recompute; 0 = plain reuse, 1 = full prefill's logits.
-            None = the result of `engine.calibrate` for this model and policy, else `DEFAULT_RATIO`.
+            None = the result of `engine.calibrate` for this model and policy; without one, full prefill, or
+            `DEFAULT_RATIO` for the bundled model and where policy or controller are given.
         controller: "auto" = without a ratio and with the default policy, the engine chooses full prefill if it is
-            predicted to be faster or if calibration found no ratio, and a higher ratio if loading hides it. "off" =
+            predicted to be faster or if no ratio is calibrated, and a higher ratio if loading hides it. "off" =
             never. See `kvrag.control.tuning`.
         min_run: Minimum length of a reused run, in tokens.
         context_tokens: At ingestion, a chunk is encoded with this many preceding tokens of its document as context, or

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
@@ -416,6 +417,7 @@ class BlendEngine:
         seed: int = 0,
         tokens: int = 8,
         save: bool = True,
+        limit_s: float = math.inf,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Calibration:
         """Find the smallest ratio whose first tokens match full prefill's, and make it the default.
@@ -437,6 +439,7 @@ class BlendEngine:
                 rare words that they share.
             seed: Seed of generated prompts.
             save: False = measure only; the default stays as it is.
+            limit_s: Stop if it would take longer than this, in seconds.
             progress: Called with (prefills done, prefills to do).
 
         Returns:
@@ -461,12 +464,17 @@ class BlendEngine:
         prefill = partial(self.prefill, namespace=namespace)
         most = None if words is None else count
         calibration = calibrate.calibrate(
-            self.model, prefill, ids, config, target, sure, ratios, tokens, progress, words, most
+            self.model, prefill, ids, config, target, sure, ratios, tokens, progress, words, most, limit_s
         )
         return self._tuning.keep_calibration(calibration) if save and calibration.is_usable else calibration
 
+    @property
+    def calibration(self) -> Calibration | None:
+        """The stored calibration that is valid for this engine's settings; None = none."""
+        return self._tuning.calibration(self.config)
+
     def reset_calibration(self) -> None:
-        """Delete the stored calibration: the default ratio is 0.15 again, for later engines too."""
+        """Delete the stored calibration: full prefill is the default again, for later engines too."""
         self._check_open()
         self._tuning.reset_calibration()
 

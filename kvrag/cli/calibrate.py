@@ -22,12 +22,16 @@ from kvrag.cli.common import (
 )
 from kvrag.cli.prompt import as_prompt, stuff, text_search
 from kvrag.config import DEFAULT_RATIO, POLICIES
-from kvrag.errors import PromptError
+from kvrag.errors import KvragError, PromptError
 from kvrag.types import Messages
 
 if TYPE_CHECKING:
     from kvrag.control.calibrate import Calibration
     from kvrag.engine import BlendEngine
+    from kvrag.retrieval.index import ChunkIndex
+
+_SHORT = (DEFAULT_RATIO, 0.3, 0.6)
+_CAREFUL = "answers come by full prefill until `kvrag calibrate` finds a ratio, or with --ratio"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,6 +131,35 @@ def run(args: argparse.Namespace) -> int:
     return 130 if calibration.interrupted else 0
 
 
+def calibrate_after_warming(
+    engine: BlendEngine, index: ChunkIndex, args: argparse.Namespace
+) -> tuple[Calibration | None, str]:
+    """Calibrate a model and store without a calibration, if it does not take long, with prompts made from the chunks.
+
+    Returns:
+        The calibration, None if there is none; and the outcome in a sentence, "" without an attempt.
+    """
+    if engine.calibration is not None or engine.fingerprint.is_bundled:
+        return engine.calibration, ""
+    limit_s = (2 if engine.model.device.type == "cuda" else 10) * 60.0
+    try:
+        with progress("calibrating", args.json) as report:
+            calibration = engine.calibrate(
+                namespace=args.namespace,
+                ratios=_SHORT,
+                search=text_search(index) if len(index) else None,
+                limit_s=limit_s,
+                progress=report,
+            )
+    except (KvragError, KeyboardInterrupt) as error:
+        return None, f"not calibrated: {str(error) or 'interrupted'}; {_CAREFUL}"
+    if not calibration.is_usable:
+        return None, f"not calibrated: {'; '.join(calibration.notes)}; {_CAREFUL}"
+    point = next(point for point in calibration.curve if point.ratio == DEFAULT_RATIO)
+    first = f"{point.first} of {point.prompts} first words of full prefill"
+    return calibration, f"on these documents, {point.ratio:.0%} gives {first}; {_verdict(calibration, True)}"
+
+
 def _reset(args: argparse.Namespace) -> int:
     with open_engine(args, is_warmed=True) as engine:
         engine.reset_calibration()
@@ -134,7 +167,7 @@ def _reset(args: argparse.Namespace) -> int:
     print(
         json.dumps({"store": store})
         if args.json
-        else f"no calibration in {store} any more: the default ratio is {DEFAULT_RATIO:g}"
+        else f"no calibration in {store} any more: full prefill is now the default"
     )
     return 0
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from kvrag.config import (
     DEFAULT_CONTEXT,
     DEFAULT_POLICY,
-    DEFAULT_RATIO,
     BlendConfig,
     Sampling,
     check_namespace,
@@ -164,7 +163,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_blend_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of blending."""
-    ratio = f"share of the reused tokens to recompute, 0 to 1 (default: as calibrated, else {DEFAULT_RATIO})"
+    ratio = "share of the reused tokens to recompute, 0 to 1 (default: as calibrated, else full prefill)"
     add_setting(parser, "ratio", ratio, metavar="R")
     add_setting(parser, "policy", f"which tokens to recompute; 'full' = ordinary prefill (default: {DEFAULT_POLICY})")
     add_setting(parser, "controller")

@@ -8,9 +8,11 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvrag.cli.calibrate import calibrate_after_warming
 from kvrag.cli.cluster import add_ray_argument, ray_command
 from kvrag.cli.common import (
     add_context_argument,
@@ -66,6 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prune",
         action="store_true",
         help="drop documents whose files no longer exist in the folders in PATH; what cannot be read is kept",
+    )
+    parser.add_argument(
+        "--no-calibration",
+        action="store_true",
+        help="do not calibrate a model without a calibration at the end: answers then come by full prefill, unless a "
+        "ratio is given",
     )
     cluster = parser.add_argument_group("on many machines")
     add_ray_argument(cluster, "encode with workers on a Ray cluster")
@@ -125,6 +133,9 @@ def run(args: argparse.Namespace) -> int:
             f"{result['chunks']} chunks: {result['new']} new, {result['reused']} reused; {result['tokens']} tokens and "
             f"{human_bytes(result['bytes'])} written in {result['seconds']:.1f} s"
         )
+        if result.get("calibrated"):
+            print(result["calibrated"])
+            print(f'Next: kvrag ask "..." --model {result["model"]}')
     unreadable = [problem.file for problem in problems if problem.is_unreadable]
     if unreadable:
         say(f"{_named(unreadable)} could not be read: documents there stay as they were")
@@ -149,6 +160,8 @@ def warm_here(args: argparse.Namespace) -> dict[str, Any]:
 
         result = _encode(engine, chunks, args, add, new)
         result |= {"gone": gone, "dropped": dropped, "problems": problems}
+        calibration, outcome = (None, "") if args.no_calibration else calibrate_after_warming(engine, index, args)
+        result |= {"calibration": asdict(calibration) if calibration else None, "calibrated": outcome}
         return result | {"store": place, "model": engine.model.name}
 
 

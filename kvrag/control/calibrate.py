@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -24,6 +26,7 @@ GRID = (0.05, 0.15, 0.3, 0.6)
 PROMPTS = 40
 """Prompts that a default takes, and generated ones by default: minutes."""
 CANDIDATES = 3  # generated prompts for each that is used: full prefill guesses at some
+_TRIAL = 0.25  # of the time limit, before the duration is estimated
 _CHUNKS = 1000  # stored chunks that prompts are generated from
 
 
@@ -119,6 +122,7 @@ def calibrate(
     progress: Callable[[int, int], None] = lambda done, total: None,
     words: Sequence[str] | None = None,
     count: int | None = None,
+    limit_s: float = math.inf,
 ) -> Calibration:
     """Compare blending with full prefill on the same ids, at every ratio; see `BlendEngine.calibrate`.
 
@@ -128,6 +132,7 @@ def calibrate(
         words: The word that each prompt's answer should begin with. Prompts that full prefill answers otherwise are
             left out: their answers are guesses, which any rounding changes.
         count: Stop after this many prompts that were not left out.
+        limit_s: Stop if they would take longer than this, in seconds.
     """
     if config.policy in ("none", "full"):
         raise SettingError(f"policy {config.policy!r} has no ratio to calibrate")
@@ -143,6 +148,7 @@ def calibrate(
     rows: list[list[Record]] = []  # full prefill's, then one per ratio
     left_out = guessed = 0
     is_interrupted = False
+    started, too_long = time.monotonic(), ""
     count, steps = min(count or len(prompts), len(prompts)), 1 + len(configs)
     progress(0, count * steps)
     try:
@@ -163,10 +169,16 @@ def calibrate(
                 rows.append(row)
             else:
                 left_out += 1
+            elapsed = time.monotonic() - started
+            if elapsed > _TRIAL * limit_s and (needed := elapsed / max(len(rows), 1) * count) > limit_s:
+                too_long = f"stopped after {len(rows)} of {count} prompts, which would take {needed / 60:.0f} minutes"
+                break
     except KeyboardInterrupt:
         if not rows:
             raise
         is_interrupted = True
+    if not rows and too_long:
+        raise PromptError(too_long)
     if not rows and guessed:
         raise PromptError(
             f"the model completes none of {guessed} sentences as the documents do, so its answers are guesses: "
@@ -182,6 +194,7 @@ def calibrate(
         f"{left_out} prompts had nothing to recompute and were left out": left_out,
         f"{guessed} prompts were left out: full prefill continues them differently from the documents": guessed,
         f"interrupted after {len(rows)} of {count} prompts": is_interrupted,
+        too_long: bool(too_long),
         f"only {len(rows)} prompts, and a default takes {PROMPTS}: nothing is saved. Pass {PROMPTS} or more questions "
         "(--questions FILE), or warm more documents": len(rows) < PROMPTS,
     }

@@ -31,6 +31,7 @@ from kvrag.store.codec import tokens_of
 
 logger = logging.getLogger("kvrag")
 
+REMEDY = "run `kvrag calibrate` or engine.calibrate(), or pass ratio="
 NOTICEABLE_S = 0.01
 """Minimum advantage of full prefill in seconds: smaller differences should not make answers depend on timing."""
 STEP = 0.05
@@ -117,6 +118,7 @@ class Tuning:
         self._path = store.stats().path
         self._texts: KeepsTexts = store if isinstance(store, KeepsTexts) else Texts()
         self._calibration: tuple[Calibration | None, str] | None = None
+        self._has_warned = False
         self._machine = f"{backend.fingerprint.digest} {_device_name(backend)} {torch.get_num_threads()} threads"
         self._costs = CostModel(backend.hidden_size)
         self._speed_kept = time.monotonic()
@@ -136,24 +138,43 @@ class Tuning:
             return Plan(config)
         if config.policy in ("none", "full"):
             return Plan(replace(config, ratio=1.0 if config.policy == "full" else 0.0))
-        plan = self._calibrated_plan(config)
+        calibration, note = self._calibrated(config)
+        if calibration is None and not self._backend.fingerprint.is_bundled:
+            plan = self._uncalibrated_plan(config)
+        else:
+            plan = self._calibrated_plan(config, calibration)
+        plan = replace(plan, notes=(note, *plan.notes)) if note else plan
         is_open = config.controller == "auto" and config.policy == DEFAULT_POLICY and not plan.is_full
         return self._decide(plan, prompt) if is_open and prompt is not None and prompt.runs else plan
 
-    def _calibrated_plan(self, config: BlendConfig) -> Plan:
-        """Return the plan at the calibrated ratio, or at the default one."""
-        calibration, note = self._calibrated(config)
-        notes = (note,) if note else ()
+    def _calibrated_plan(self, config: BlendConfig, calibration: Calibration | None) -> Plan:
+        """Return the plan at the calibrated ratio, or at the default one without a calibration."""
         if calibration is None:
-            return Plan(replace(config, ratio=DEFAULT_RATIO), notes=notes)
+            return Plan(replace(config, ratio=DEFAULT_RATIO))
         if calibration.ratio is not None:
-            return Plan(replace(config, ratio=calibration.ratio), notes=notes)
+            return Plan(replace(config, ratio=calibration.ratio))
         failure = f"calibration: no ratio up to {calibration.curve[-1].ratio:g} reaches the target"
-        if config.controller == "auto":
-            full = replace(config, policy="full", ratio=1.0)
-            return Plan(full, notes=(*notes, f"{failure}, so full prefill is used"))
-        note = f"{failure}; ratio {DEFAULT_RATIO:g} is used because the policy was given"
-        return Plan(replace(config, ratio=DEFAULT_RATIO), notes=(*notes, note))
+        return self._careful_plan(config, failure, config.controller == "auto")
+
+    def _uncalibrated_plan(self, config: BlendConfig) -> Plan:
+        """Return full prefill, as it is not known which answers a ratio would cost; log it once."""
+        is_open = config.controller == "auto" and config.policy == DEFAULT_POLICY
+        plan = self._careful_plan(config, f"not calibrated ({REMEDY})", is_open)
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s: %s", self._backend.fingerprint.model, plan.notes[0])
+        return plan
+
+    def _careful_plan(self, config: BlendConfig, cause: str, is_open: bool) -> Plan:
+        """Return full prefill if the choice is open, else the default ratio."""
+        if is_open:
+            return Plan(replace(config, policy="full", ratio=1.0), notes=(f"{cause}, so full prefill is used",))
+        note = f"{cause}; ratio {DEFAULT_RATIO:g} is used because policy or controller was given"
+        return Plan(replace(config, ratio=DEFAULT_RATIO), notes=(note,))
+
+    def calibration(self, config: BlendConfig) -> Calibration | None:
+        """Return the stored calibration that is valid for these settings, if any."""
+        return self._calibrated(config)[0]
 
     def _calibrated(self, config: BlendConfig) -> tuple[Calibration | None, str]:
         """Return the calibration that is valid for these settings, if any, and a note on an invalid one."""

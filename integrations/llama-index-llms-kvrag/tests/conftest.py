@@ -20,6 +20,14 @@ from kvrag.answer import Answering
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _is_measured() -> Iterator[None]:
+    """Make the default ratio that of the bundled model for all: no calibration of random models finds one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvrag.fingerprint.Fingerprint.is_bundled", True)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def model() -> Model:
     """Stays loaded between tests."""
     return Model.from_pretrained("reader", dtype="float32")

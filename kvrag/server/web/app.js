@@ -240,8 +240,9 @@ async function answer(lane, body, onSources = () => {}) {
   if (seconds === null) lane.say("(The model gave an empty answer.)");
   const tokens = (name) => report[`${name}_tokens`].toLocaleString("en");
   const computed = `${tokens("reused")} reused, ${tokens("recomputed")} of them recomputed`;
-  lane.part("detail").textContent =
-    `${tokens("prompt")} prompt tokens: ${report.policy === "full" ? "all computed" : computed}`;
+  const why = body.policy ? [] : [report.decision, ...report.notes];
+  const used = `${tokens("prompt")} prompt tokens: ${report.policy === "full" ? "all computed" : computed}`;
+  lane.part("detail").textContent = [used, ...why.filter(Boolean)].join("; ");
   return { text: text.trim(), seconds, bar: lane.part("bar") };
 }
 

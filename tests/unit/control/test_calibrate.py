@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import torch
 from blending import CHUNKS, messages
 
 from kvrag import BlendConfig, BlendEngine, FileStore, KvragError, Model, ModelError, SettingError, StoreError
+from kvrag.cli.calibrate import calibrate_after_warming
 from kvrag.config import DEFAULT_POLICY
 from kvrag.control.agreement import choose, wilson
 from kvrag.control.calibrate import FILE, Agreement, Calibration, settings_of
@@ -136,6 +138,73 @@ def test_a_calibration_can_be_tried_and_taken_back(warmed: BlendEngine, model: M
     with BlendEngine(model, FileStore(path, min_free_bytes=0)) as later:
         report = later.generate(PROMPT, max_new_tokens=1).report
         assert (report.ratio, report.notes) == (0.15, ())
+
+
+@pytest.fixture
+def unmeasured(warmed: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> BlendEngine:
+    """An engine of a model whose answers nobody compared with full prefill's."""
+    monkeypatch.setattr("kvrag.fingerprint.Fingerprint.is_bundled", False)
+    return warmed
+
+
+def test_without_a_calibration_answers_come_by_full_prefill_and_this_is_said(
+    unmeasured: BlendEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        report = unmeasured.generate(PROMPT, max_new_tokens=1).report
+        assert (report.policy, report.reused_tokens, report.exact) == ("full", 0, True)
+        (note,) = report.notes
+        assert note.startswith("not calibrated (run `kvrag calibrate`")
+        assert note.endswith("so full prefill is used")
+    (record,) = caplog.records
+    assert note in record.getMessage(), "once"
+    assert unmeasured.calibration is None
+
+
+@pytest.mark.parametrize("options", [{"policy": "query"}, {"controller": "off"}])
+def test_blending_that_was_asked_for_says_that_it_is_not_calibrated(
+    options: dict[str, Any], unmeasured: BlendEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = unmeasured.generate(PROMPT, max_new_tokens=1, **options).report
+    assert (report.policy, report.ratio) == ("query", 0.15)
+    assert "not calibrated" in report.notes[0]
+    assert "not calibrated" in caplog.text
+    assert unmeasured.generate(PROMPT, max_new_tokens=1, ratio=0.15, **options).report.notes == ()
+
+
+def test_a_calibration_ends_the_careful_default_until_it_is_reset(unmeasured: BlendEngine) -> None:
+    found = unmeasured.calibrate(MANY, ratios=(0.9,), target=0.01)
+    assert unmeasured.calibration == found
+    report = unmeasured.generate(PROMPT, max_new_tokens=1).report
+    assert (report.ratio, report.notes) == (0.9, ())
+    unmeasured.reset_calibration()
+    assert unmeasured.generate(PROMPT, max_new_tokens=1).report.policy == "full"
+
+
+def test_a_calibration_that_would_take_too_long_stops(warmed: BlendEngine) -> None:
+    found = warmed.calibrate(MANY, ratios=(0.9,), limit_s=1e-9)
+    assert (found.curve[0].prompts, found.is_usable) == (1, False)
+    assert "stopped after 1 of 40 prompts" in found.notes[-2]
+    assert len(warmed.calibrate(MANY, ratios=(0.9,), limit_s=1e9).notes) == 0
+
+
+def test_warming_calibrates_at_its_end(unmeasured: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = argparse.Namespace(namespace="", json=True)
+    calibration, outcome = calibrate_after_warming(unmeasured, [], args)
+    assert calibration is None
+    assert outcome.startswith("not calibrated: the model completes none of")
+    assert outcome.endswith("or with --ratio")
+
+    def with_prompts(**options: Any) -> Calibration:
+        return BlendEngine.calibrate(unmeasured, MANY, **options | {"target": 0.01})
+
+    monkeypatch.setattr(unmeasured, "calibrate", with_prompts)
+    calibration, outcome = calibrate_after_warming(unmeasured, [], args)
+    assert calibration is not None
+    first = calibration.curve[0].first
+    assert outcome.startswith(f"on these documents, 15% gives {first} of 40 first words of full prefill; ")
+    assert unmeasured.generate(PROMPT, max_new_tokens=1).report.ratio == calibration.ratio
+    assert calibrate_after_warming(unmeasured, [], args) == (calibration, ""), "it is not repeated"
 
 
 def test_a_sure_calibration_goes_by_the_lower_end_of_the_interval(warmed: BlendEngine) -> None:

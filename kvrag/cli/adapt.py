@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _ABOUT = """\
 Train a LoRA adapter that is active only while chunks are encoded, on your documents, without labels. It ends with a
 table of held-out prompts, before and after. An adapter that does not help is not written, and the exit code is 1.
-Checkpoints are saved every two minutes: run the same command again to resume, with more --minutes to go on."""
+Checkpoints are saved every two minutes: run the same command again to resume, with more --minutes to go on"""
 _REPORT = "adapt.json"
 _HELD_OUT = 40  # prompts, and as many of another kind
 _TOP_K = 4

@@ -6,7 +6,8 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def new_layers(hf: nn.Module, rank: int, seed: int) -> dict[str, LowRank]:
 
 
 def save(folder: Path, layers: Mapping[str, LowRank], base: str) -> None:
-    """Write an adapter in PEFT's format. Both files appear complete or not at all.
+    """Write an adapter in PEFT's format, each file complete or not at all. Raises OSError.
 
     Args:
         base: Name of the model that it was trained for.
@@ -63,25 +64,43 @@ def save(folder: Path, layers: Mapping[str, LowRank], base: str) -> None:
     }
     weights = {}
     for name, layer in layers.items():
-        weights[f"{PREFIX}{name}.lora_A.weight"] = layer.down.detach().cpu().contiguous()
-        weights[f"{PREFIX}{name}.lora_B.weight"] = layer.up.detach().cpu().contiguous()
+        weights[f"{PREFIX}{name}.lora_A.weight"] = layer.down
+        weights[f"{PREFIX}{name}.lora_B.weight"] = layer.up
     folder.mkdir(parents=True, exist_ok=True)
-    partial_weights, partial_config = folder / f"{WEIGHTS}.tmp", folder / f"{CONFIG}.tmp"
-    save_file(weights, partial_weights, metadata={"format": "pt"})
-    partial_config.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial_weights, folder / WEIGHTS)
-    os.replace(partial_config, folder / CONFIG)
+    _write(folder / WEIGHTS, weights, {"format": "pt"})
+    write_text(folder / CONFIG, json.dumps(config, indent=1) + "\n")  # last: its presence means an adapter
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
     """Write tensors and JSON to one file, which appears complete or not at all. Raises OSError."""
-    partial_path = path.with_name(f"{path.name}.tmp")
+    _write(path, tensors, {"content": json.dumps(content)})
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with _whole(path) as partial:
+        try:
+            save_file(kept, partial, metadata=metadata)
+        except SafetensorError as error:  # it reports a full disk as this
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, which appears complete or not at all. Raises OSError."""
+    with _whole(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """Provide a file to write, which then replaces another one; it is removed if writing fails."""
+    partial = path.with_name(f"{path.name}.tmp")
     try:
-        save_file(kept, partial_path, metadata={"content": json.dumps(content)})
-    except SafetensorError as error:  # a full disk
-        raise OSError(errno.ENOSPC, str(error)) from error
-    os.replace(partial_path, path)
+        yield partial
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -1,11 +1,13 @@
-"""Train an adapter for encoding, so that stored KV is nearer to full prefill's."""
+"""`kvrag adapt`: train an adapter for encoding, so that stored KV is nearer to full prefill's."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import shlex
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
@@ -19,42 +21,58 @@ from kvrag.cli.common import (
     duration,
     existing_path,
     progress,
+    read_files,
+    read_questions,
     require_extra,
     say,
 )
 from kvrag.config import DEFAULT_CONTEXT
+from kvrag.control.prompts import Gap, find_gaps, make_prompts, search_by_words
 from kvrag.errors import KvragError, SettingError
 from kvrag.retrieval import documents
 from kvrag.sample import HANDBOOK
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from kvrag.adapt.measure import Effect
     from kvrag.backend.transformers import Model
+    from kvrag.backend.transformers.adapter import LowRank
 
+_ABOUT = """\
+Train a LoRA adapter that is active only while chunks are encoded, on your documents, without labels. It ends with a
+table of held-out prompts, before and after. An adapter that does not help is not written, and the exit code is 1.
+Checkpoints are saved every two minutes: run the same command again to resume, with more --minutes to go on"""
 _REPORT = "adapt.json"
-_TOP_K = 4
 _HELD_OUT = 40  # prompts, and as many of another kind
+_TOP_K = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+    """Add the options of `kvrag adapt`."""
+    parser.description = _ABOUT
+    parser.set_defaults(text_field="text")
     add_setting(parser, "model", default="reader")
-    parser.add_argument("--docs", type=existing_path, required=True, metavar="FOLDER", help="documents to adapt to")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the adapter; resumes there")
-    parser.add_argument("--questions", type=existing_path, metavar="FILE", help="questions about them, one per line")
     parser.add_argument(
-        "--minutes", type=at_least(0, float), default=60.0, metavar="N", help="length of the training (default: 60)"
+        "--docs", dest="paths", type=existing_path, nargs="+", required=True, metavar="PATH",
+        help="files and folders to adapt to: those that you warm, or more of their kind",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for adapter and checkpoint")
+    parser.add_argument(
+        "--questions",
+        type=existing_path,
+        metavar="FILE",
+        help="questions of your users to train on too, one per line",
     )
-    add_number(parser, "--chunk-tokens", 256, "maximum tokens per chunk", least=16)
+    parser.add_argument(
+        "--minutes", type=at_least(0.1, float), default=60.0, metavar="N", help="training time (default: 60)"
+    )
+    add_number(parser, "--chunk-tokens", 256, "maximum tokens per chunk, as for `kvrag warm`", least=16)
     add_number(parser, "--context-tokens", DEFAULT_CONTEXT, "preceding tokens that chunks are encoded with")
     add_number(parser, "--rank", 16, "rank of the adapter", least=1)
-    add_number(parser, "--seed", 0, "seed of the prompts and the initial weights")
     parser.add_argument(
-        "--rate", type=at_least(0, float), default=1e-3, metavar="R", help="learning rate (default: 0.001)"
+        "--rate", type=at_least(1e-6, float), default=1e-3, metavar="R", help="learning rate (default: 0.001)"
     )
-    parser.add_argument("--force", action="store_true", help="write the adapter even if held-out prompts do not gain")
+    add_number(parser, "--seed", 0, "seed of the prompts and the initial weights")
+    parser.add_argument("--force", action="store_true", help="write the adapter even if it does not help")
     add_setting(parser, "dtype", choices=DTYPES)
     add_setting(parser, "device")
 
@@ -63,117 +81,133 @@ def run(args: argparse.Namespace) -> int:
     """Train, measure, and write the adapter if it helps; return 1 if it does not."""
     started = time.perf_counter()
     require_extra()
-    documents.find([args.docs])  # report mistakes before loading the model
-    questions = _questions(args.questions) if args.questions else []
-    _check_out(args.out)
-    from kvrag.adapt.files import save
-    from kvrag.adapt.lessons import Lessons
+    documents.find(args.paths)  # report mistakes before loading the model
+    questions = read_questions(args.questions) if args.questions else []
+    from kvrag.adapt.files import save, write_text
     from kvrag.adapt.measure import measure, verdict
-    from kvrag.adapt.train import CHECKPOINT, Course, train
+    from kvrag.adapt.train import CHECKPOINT
     from kvrag.backend.transformers import Model
-    from kvrag.backend.transformers.adapter import Adapter
-    from kvrag.control.prompts import make_prompts, search_by_words
+    from kvrag.backend.transformers.adapter import CONFIG, Adapter
 
+    _check_out(args.out, CONFIG)
     model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device)
-    corpus = _read(model, args)
-    chunks = list(dict.fromkeys(chunk for texts in corpus.values() for chunk in texts))
-    search = search_by_words(chunks)
-    held_out = make_prompts(model, chunks, search, _HELD_OUT, _TOP_K, args.seed + 1)
-    withheld = frozenset(prompt.sentence for prompt in held_out)
-    lessons = Lessons(
-        model, corpus, search, questions, args.context_tokens, 4 * args.chunk_tokens, args.seed, withheld=withheld
-    )
-    course = Course(args.minutes, args.rank, args.rate, seed=args.seed)
-    identity = {"model": model.fingerprint.digest, "docs": _digest(corpus, questions), "context": args.context_tokens}
-    with progress("training", args.json) as update:
-        steps = [0, 0.0]
-
-        def note(done: float, total: float, step: int, loss: float) -> None:
-            steps[:] = step, loss
-            update(round(done), round(total))
-
-        try:
-            layers = train(model, lessons, course, args.out, identity, note)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"interrupted after {steps[0]} steps: run the command again to resume") from None
-    say(f"{steps[0]} steps, loss {steps[1]:.4f} nats per token")
-    adapter = Adapter(model.hf, layers)
-    with progress("measuring", args.json) as update:
-        own = measure(model, adapter, corpus, [prompt.ids for prompt in held_out], args.context_tokens, update)
-    others = {name: _split(model, args, [text]) for name, text in HANDBOOK.documents().items()}
-    other_chunks = [chunk for texts in others.values() for chunk in texts]
-    asked = make_prompts(model, other_chunks, search_by_words(other_chunks), _HELD_OUT, _TOP_K, args.seed + 1)
-    with progress("measuring other text", args.json) as update:
-        other = measure(model, adapter, others, [prompt.ids for prompt in asked], args.context_tokens, update)
-    why_not = verdict(own, other)
+    split = documents.splitter(lambda text: len(model.tokenizer.encode(text)), args.chunk_tokens, 0)
+    corpus = {content.file: split(content.texts) for content in read_files(args, "reading", [])}
+    handbook = {name: split([text]) for name, text in HANDBOOK.documents().items()}
+    held_out = _held_out(model, corpus, args.seed)
+    steps = [0]
+    try:
+        layers = _train(args, model, corpus, questions, held_out, steps)
+        adapter, measured = Adapter(model.hf, layers), []
+        for texts, prompts in ((corpus, held_out), (handbook, _held_out(model, handbook, args.seed))):
+            with progress("measuring", args.json) as update:
+                measured.append(measure(model, adapter, texts, prompts, args.context_tokens, update))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted after {steps[0]} steps: run the command again to resume") from None
+    why_not = verdict(*measured)
     is_written = args.force or not why_not
-    if is_written:
-        save(args.out, layers, model.name)
     result = {
         "adapter": str(args.out) if is_written else None,
         "why_not": why_not,
-        "own": [asdict(row) for row in own],
-        "other": [asdict(row) for row in other],
+        **{name: [asdict(row) for row in rows] for name, rows in zip(("own", "other"), measured, strict=True)},
         "steps": steps[0],
         "seconds": time.perf_counter() - started,
     }
-    partial = args.out / f"{_REPORT}.tmp"
-    partial.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    os.replace(partial, args.out / _REPORT)
-    if is_written:
-        (args.out / CHECKPOINT).unlink()
-    print(json.dumps(result) if args.json else "\n".join(_lines(result, own, other)))
-    return 0 if is_written else 1
+    try:
+        if is_written:
+            save(args.out, layers, model.name)
+        write_text(args.out / _REPORT, json.dumps(result, indent=1))
+        if is_written:
+            (args.out / CHECKPOINT).unlink()
+    except OSError as error:
+        raise KvragError(
+            f"cannot write to {args.out}: {error.strerror}; the training is kept: run the command again"
+        ) from error
+    print(json.dumps(result) if args.json else "\n".join(_lines(args, result, *measured)))
+    return int(not is_written)
 
 
-def _check_out(out: Path) -> None:
-    """Raise SettingError if the folder holds an adapter already, or is a file."""
-    if out.exists() and not out.is_dir():
-        raise SettingError(f"--out {out} is a file: give a folder")
-    if (out / "adapter_config.json").exists():
-        raise SettingError(f"--out {out} holds an adapter already: choose another folder")
+def _check_out(out: Path, config: str) -> None:
+    """Raise SettingError if the folder holds an adapter already, or cannot be one; nothing is created yet."""
+    if (out / config).exists():
+        raise SettingError(f"--out {out} holds an adapter already: choose another folder, or delete it")
+    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise SettingError(f"--out {out} is no folder: {place} is a file")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise SettingError(f"--out {out} cannot be written: no permission to write to {place}")
 
 
-def _questions(path: Path) -> list[str]:
-    lines = (line.strip() for line in path.read_text("utf-8", "replace").splitlines())
-    if not (questions := list(dict.fromkeys(line for line in lines if line))):
-        raise KvragError(f"{path} contains no questions: write one per line")
-    return questions
+def _held_out(model: Model, corpus: Mapping[str, Sequence[str]], seed: int) -> list[Gap]:
+    """Return prompts to measure with. Few documents keep two thirds of their sentences for the training."""
+    chunks = _distinct(corpus)
+    count = max(1, min(_HELD_OUT, len(find_gaps(chunks, seed + 1)) // 3))
+    return make_prompts(model, chunks, search_by_words(chunks), count, _TOP_K, seed + 1)
 
 
-def _split(model: Model, args: argparse.Namespace, texts: Sequence[str]) -> list[str]:
-    return documents.splitter(lambda text: len(model.tokenizer.encode(text)), args.chunk_tokens, 0)(texts)
+def _distinct(corpus: Mapping[str, Sequence[str]]) -> list[str]:
+    return list(dict.fromkeys(chunk for chunks in corpus.values() for chunk in chunks))
 
 
-def _read(model: Model, args: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the chunks of each file."""
-    paths, problems = documents.find([args.docs])
-    corpus = {}
-    for path in paths:
-        content = documents.read(path)
-        problems += content.problems
-        if chunks := _split(model, args, content.texts):
-            corpus[str(path)] = chunks
-    for problem in problems:
-        say(str(problem))
-    return corpus
+def _train(
+    args: argparse.Namespace,
+    model: Model,
+    corpus: Mapping[str, Sequence[str]],
+    questions: Sequence[str],
+    held_out: Sequence[Gap],
+    steps: list[int],
+) -> dict[str, LowRank]:
+    """Train with progress; `steps` gets the number of steps."""
+    from kvrag.adapt.lessons import Lessons
+    from kvrag.adapt.train import Course, train
+
+    withheld = frozenset(prompt.sentence for prompt in held_out)
+    lengths = args.context_tokens, 4 * args.chunk_tokens
+    lessons = Lessons(
+        model, corpus, search_by_words(_distinct(corpus)), questions, *lengths, args.seed, withheld=withheld
+    )
+    course = Course(args.minutes, args.rank, args.rate, seed=args.seed)
+    texts = json.dumps([sorted(corpus.values()), questions]).encode()
+    identity = {
+        "model": model.fingerprint.digest,
+        "docs": blake2b(texts, digest_size=8).hexdigest(),
+        "context": args.context_tokens,
+    }
+    last = 0.0
+    with progress("training", args.json) as update:
+
+        def note(done: float, total: float, step: int, loss: float) -> None:
+            nonlocal last
+            steps[0], last = step, loss
+            update(round(done), round(total))
+
+        layers = train(model, lessons, course, args.out, identity, note)
+    say(f"{steps[0]} steps, loss {last:.4f} nats per token" if steps[0] else "the training was complete already")
+    return layers
 
 
-def _digest(corpus: Mapping[str, Sequence[str]], questions: Sequence[str]) -> str:
-    return blake2b(json.dumps([sorted(corpus.values()), questions]).encode(), digest_size=8).hexdigest()
-
-
-def _lines(result: Mapping[str, Any], own: Sequence[Effect], other: Sequence[Effect]) -> list[str]:
-    """Return the table, and one sentence."""
-    lines = [f"{'':42}{'KL':>8}   first tokens equal to full prefill's"]
-    for title, rows in (("held-out prompts about these documents", own), ("text of another kind", other)):
-        lines.append(title)
+def _lines(
+    args: argparse.Namespace, result: Mapping[str, Any], own: Sequence[Effect], other: Sequence[Effect]
+) -> list[str]:
+    """Return the table, one sentence, and the next command."""
+    lines = [f"{'':36}{'KL to full prefill, nats':28}first tokens equal to its"]
+    lines.append(f"{'':36}{'before    after':28}before    after")
+    for title, rows in (("held-out prompts, these documents", own), ("held-out prompts, another kind", other)):
+        lines.append(f"{title} ({rows[0].prompts})")
         for row in rows:
-            name = f"  {'adapted' if row.adapted else 'as it is'}, {row.ratio:.0%} recomputed"
-            lines.append(f"{name:42}{row.kl:>8.4f}   {row.first} of {row.prompts}")
-    time_taken = duration(result["seconds"])
-    if result["adapter"]:
-        end = f"written to {result['adapter']} in {time_taken}: pass it as adapter= or --adapter, and warm again"
+            name = f"{row.ratio:.0%} recomputed" if row.ratio else "plain reuse"
+            cells = [f"{row.kl[0]:.4f}", f"{row.kl[1]:.4f}", *map(str, row.first)]
+            lines.append("  {:34}{:10}{:18}{:10}{}".format(name, *cells))
+    took, (before, after) = f"after {duration(result['seconds'])}", own[-1].kl
+    lines.append("")
+    if not result["adapter"]:
+        return [
+            *lines,
+            f"nothing was written {took}: {result['why_not']} (the training is kept in {args.out}: run again with more "
+            "--minutes to go on, or with --force to write it)",
+        ]
+    if result["why_not"]:
+        lines.append(f"written to {args.out} {took}, though {result['why_not']}")
     else:
-        end = f"nothing was written after {time_taken}: {result['why_not']} (--force writes it)"
-    return [*lines, "", end]
+        lines.append(f"written to {args.out} {took}: {1 - after / before:.0%} less divergence from full prefill")
+    return [*lines, f"next: kvrag warm {shlex.join(map(str, args.paths))} --model {args.model} --adapter {args.out}"]

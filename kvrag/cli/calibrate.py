@@ -17,12 +17,13 @@ from kvrag.cli.common import (
     open_engine,
     open_index,
     progress,
+    read_questions,
     require_chunks,
     say,
 )
 from kvrag.cli.prompt import as_prompt, stuff, text_search
 from kvrag.config import DEFAULT_RATIO, POLICIES
-from kvrag.errors import KvragError, PromptError
+from kvrag.errors import KvragError
 from kvrag.types import Messages
 
 if TYPE_CHECKING:
@@ -173,10 +174,7 @@ def _reset(args: argparse.Namespace) -> int:
 
 
 def _retrieve(engine: BlendEngine, args: argparse.Namespace) -> Sequence[str | Messages]:
-    lines = (line.strip() for line in args.questions.read_text("utf-8", "replace").splitlines())
-    questions = list(dict.fromkeys(line for line in lines if line))[: args.prompts]
-    if not questions:
-        raise PromptError(f"{args.questions} contains no questions: write one per line")
+    questions = read_questions(args.questions)[: args.prompts]
     prompts: list[str | Messages] = []
     with open_index(engine, args.namespace) as index:
         require_chunks(index)

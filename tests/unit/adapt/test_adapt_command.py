@@ -5,20 +5,33 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
+import kvrag.adapt.files
 import kvrag.adapt.train
 import kvrag.cli.adapt as command
 from kvrag import Model
 from kvrag.adapt.measure import Effect, verdict
+from kvrag.adapt.train import CHECKPOINT
 from kvrag.backend.transformers.adapter import CONFIG, WEIGHTS, load
 from kvrag.cli.main import main
 
+Run = Callable[..., tuple[int, str, str]]
 NAMES = ["Anna", "Bert", "Cora", "Dora", "Emil", "Fred"]
 WORDS = ["blue", "green", "wide", "narrow", "deep", "quiet"]
+
+
+def _text(number: int) -> str:
+    return "\n\n".join(
+        f"{name} of house {number} likes to walk along the {word} river in the evening. "
+        f"On other days {name} reads a long book about the {word} and drinks tea with friends."
+        for name, word in zip(NAMES, WORDS, strict=True)
+    )
 
 
 @pytest.fixture
@@ -27,25 +40,26 @@ def docs(tmp_path: Path) -> Path:
     folder = tmp_path / "docs"
     folder.mkdir()
     for number in range(3):
-        text = "\n\n".join(
-            f"{name} of house {number} likes to walk along the {word} river in the evening. "
-            f"On other days {name} reads a long book about the {word} and drinks tea with friends."
-            for name, word in zip(NAMES, WORDS, strict=True)
-        )
-        (folder / f"{number}.txt").write_text(text)
+        (folder / f"{number}.txt").write_text(_text(number))
     return folder
 
 
 @pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "new" / "out"
+
+
+@pytest.fixture
 def adapt(
-    docs: Path, tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
+    docs: Path, out: Path, model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
     """Run the command on the tiny random model, with few prompts; return the exit code and what it printed."""
     ticks = iter(range(10**6))
     monkeypatch.setattr(kvrag.adapt.train.time, "perf_counter", lambda: float(next(ticks)))
     monkeypatch.setattr(Model, "from_pretrained", lambda *args, **kwargs: model)
     monkeypatch.setattr(command, "_HELD_OUT", 3)
-    base = ["adapt", "--docs", str(docs), "--out", str(tmp_path / "out"), "--chunk-tokens", "48", "--rank", "4"]
+    monkeypatch.setattr(command, "HANDBOOK", SimpleNamespace(documents=lambda: {"other": _text(7).upper()}))
+    base = ["adapt", "--docs", str(docs), "--out", str(out), "--chunk-tokens", "48", "--rank", "4"]
 
     def run(*argv: str) -> tuple[int, str, str]:
         code = main([*base, *argv])
@@ -54,45 +68,83 @@ def adapt(
     return run
 
 
-def test_it_writes_an_adapter_and_a_report(
-    adapt: Callable[..., tuple[int, str, str]], tmp_path: Path, model: Model
-) -> None:
-    code, out, err = adapt("--minutes", "0.3", "--force", "--json")
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.slow
+def test_it_writes_an_adapter_and_a_report(adapt: Run, out: Path, model: Model) -> None:
+    code, said, err = adapt("--minutes", "0.3", "--force", "--json")
     assert code == 0, err
-    result = json.loads(out)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["adapt.json", CONFIG, WEIGHTS]
-    assert json.loads((tmp_path / "out" / "adapt.json").read_text()) == result
-    assert [(row["adapted"], row["ratio"], row["prompts"]) for row in result["own"]] == [
-        *((False, 0.0, 3), (False, 0.15, 3), (True, 0.0, 3), (True, 0.15, 3))
-    ]
-    assert result["own"][0]["kl"] != result["own"][2]["kl"]
-    assert load(tmp_path / "out", model.hf, "tiny").layers
-    code, _, err = adapt("--minutes", "0.3")
-    assert (code, err) == (1, f"kvrag: --out {tmp_path / 'out'} holds an adapter already: choose another folder\n")
+    result = json.loads(said)
+    assert _names(out) == ["adapt.json", CONFIG, WEIGHTS]
+    assert json.loads((out / "adapt.json").read_text()) == result
+    for rows in (result["own"], result["other"]):
+        assert [(row["ratio"], row["prompts"]) for row in rows] == [(0.0, 3), (0.15, 3)]
+    before, after = result["own"][0]["kl"]
+    assert before != after
+    assert load(out, model.hf, "tiny").layers
+    code, said, err = adapt("--minutes", "0.3")
+    assert (code, said) == (1, "")
+    assert err == f"kvrag: --out {out} holds an adapter already: choose another folder, or delete it\n"
 
 
-def test_an_adapter_that_does_not_help_is_not_written(
-    adapt: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvrag.adapt.measure.verdict", lambda own, other: "it does not help")
-    code, out, _ = adapt("--minutes", "0.1")
+@pytest.mark.slow
+def test_an_adapter_that_does_not_help_is_not_written(adapt: Run, out: Path) -> None:
+    code, said, _ = adapt("--minutes", "0.1")
     assert code == 1
-    assert "nothing was written after" in out
-    assert "it does not help (--force writes it)" in out
-    assert not (tmp_path / "out" / WEIGHTS).exists()
+    table, sentence = said.split("\n\n")
+    assert "held-out prompts, another kind (3)" in table
+    assert sentence.startswith("nothing was written after")
+    assert "which is not a fifth less" in sentence
+    assert _names(out) == ["adapt.json", CHECKPOINT]
+    code, said, err = adapt("--minutes", "0.1", "--force")
+    assert code == 0
+    assert "the training was complete already" in err
+    assert f"written to {out} after" in said
+    assert "though on held-out prompts" in said
+    assert _names(out) == ["adapt.json", CONFIG, WEIGHTS]
+
+
+@pytest.mark.slow
+def test_after_success_the_next_command_is_named(
+    adapt: Run, out: Path, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrag.adapt.measure.verdict", lambda own, other: "")
+    code, said, _ = adapt("--minutes", "0.1")
+    assert code == 0
+    assert said.splitlines()[-1] == f"next: kvrag warm {docs} --model reader --adapter {out}"
+
+
+@pytest.mark.slow
+def test_a_full_disk_at_the_end_keeps_the_training(adapt: Run, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = kvrag.adapt.files.save_file
+
+    def full(tensors: Any, path: Path, **arguments: Any) -> None:
+        real(tensors, path, **arguments)
+        if path.name.startswith(WEIGHTS):
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(kvrag.adapt.files, "save_file", full)
+    code, said, err = adapt("--minutes", "0.1", "--force")
+    assert (code, said) == (1, "")
+    assert err.splitlines()[-1] == (
+        f"kvrag: cannot write to {out}: No space left on device; the training is kept: run the command again"
+    )
+    assert _names(out) == [CHECKPOINT]
 
 
 def _rows(*kls: float) -> list[Effect]:
-    return [Effect(number > 1, 0.15 * (number % 2), kl, 9, 10) for number, kl in enumerate(kls)]
+    return [Effect(0.15 * number, (kls[number], kls[2 + number]), (9, 9), 10) for number in range(2)]
 
 
 @pytest.mark.parametrize(
     ("own", "other", "reason"),
     [
         ((1.0, 0.5, 0.4, 0.4), (1.0, 0.5, 0.9, 0.5), ""),
-        ((1.0, 0.5, 0.4, 0.41), (1.0, 0.5, 0.9, 0.5), "by less than a fifth"),
+        ((1.0, 0.5, 0.4, 0.41), (1.0, 0.5, 0.9, 0.5), "which is not a fifth less"),
         ((1.0, 0.5, 0.4, 0.3), (1.0, 0.5, 0.9, 0.53), "on text of another kind"),
-        ((1.0, 0.5, 0.4, float("nan")), (1.0, 0.5, 0.9, 0.5), "by less than a fifth"),
+        ((1.0, 0.5, 0.4, float("nan")), (1.0, 0.5, 0.9, 0.5), "which is not a fifth less"),
     ],
 )
 def test_the_verdict(own: tuple[float, ...], other: tuple[float, ...], reason: str) -> None:
@@ -100,9 +152,8 @@ def test_the_verdict(own: tuple[float, ...], other: tuple[float, ...], reason: s
     assert (reason in why_not) if reason else (why_not == "")
 
 
-def test_an_interrupted_training_resumes(
-    adapt: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+def test_an_interrupted_training_resumes(adapt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = torch.optim.AdamW.step, [0]
 
     def interrupt(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,31 +164,48 @@ def test_an_interrupted_training_resumes(
 
     monkeypatch.setattr(torch.optim.AdamW, "step", interrupt)
     code, _, err = adapt("--minutes", "0.3", "--force")
-    assert (code, err.splitlines()[-1]) == (
-        130,
-        "kvrag: interrupted after 2 steps: run the command again to resume",
-    )
-    code, out, err = adapt("--minutes", "0.3", "--force", "--json")
+    assert (code, err.splitlines()[-1]) == (130, "kvrag: interrupted after 2 steps: run the command again to resume")
+    code, said, err = adapt("--minutes", "0.3", "--force", "--json")
     assert code == 0, err
-    assert json.loads(out)["steps"] > 3
+    assert json.loads(said)["steps"] > 3
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--questions", "{empty}"], "contains no questions: write one per line"),
-        (["--docs", "{short}"], "too little text to adapt to|needs prompts of several chunks"),
-        (["--out", "{empty}"], "is a file: give a folder"),
+        (["--docs", "{short}"], "blending needs prompts of several chunks, and there is only one"),
+        (["--docs", "{few}"], "too little text to adapt to: 12 chunks with"),
+        (["--docs", "{blank}"], "no text: none of 1 files could be read"),
+        (["--out", "{empty}"], "empty is no folder: {empty} is a file"),
+        (["--out", "{empty}/out"], "empty/out is no folder: {empty} is a file"),
+        (["--model", "./nowhere"], "the folder ./nowhere does not exist"),
+        (["--minutes", "0"], "must be at least 0.1"),
+        (["--rate", "1e30"], "use a lower --rate"),
     ],
 )
 def test_bad_input_is_one_line(
-    argv: list[str], message: str, adapt: Callable[..., tuple[int, str, str]], tmp_path: Path
+    argv: list[str], message: str, adapt: Run, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "empty").write_text("")
-    (tmp_path / "short").mkdir()
-    (tmp_path / "short" / "a.txt").write_text("Only one sentence that is not long.")
-    names = {"empty": tmp_path / "empty", "short": tmp_path / "short"}
-    code, out, err = adapt(*[part.format(**names) for part in argv])
-    assert (code, out) == (1, "")
-    last = err.splitlines()[-1]
-    assert any(text in last for text in message.split("|")), err
+    names = {name: tmp_path / name for name in ("empty", "short", "few", "blank")}
+    names["empty"].write_text("")
+    contents = {"short": "Only one sentence that is not long.", "few": _text(0), "blank": ""}
+    for name, content in contents.items():
+        names[name].mkdir()
+        (names[name] / "a.txt").write_text(content)
+    try:
+        code, said, err = adapt(*[part.format(**names) for part in argv])
+    except SystemExit as error:  # wrong usage
+        code, said, err = int(error.code or 0) - 1, *capsys.readouterr()
+    assert (code, said) == (1, "")
+    assert message.format(**names) in err.splitlines()[-1]
+    assert not (out / WEIGHTS).exists()
+    assert "--rate" in argv or not out.parent.exists()
+
+
+def test_a_quantised_model_is_refused(adapt: Run, out: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model.hf, "is_quantized", True, raising=False)
+    code, said, err = adapt()
+    assert (code, said) == (1, "")
+    assert "kvrag: a quantised model cannot be adapted: load it in bfloat16" in err
+    assert not out.parent.exists()

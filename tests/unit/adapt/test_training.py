@@ -198,6 +198,7 @@ def _loss(model: Model, lessons: Lessons, adapter: Adapter | None) -> float:
         return sum(float(loss_of(model, adapter, lesson, teach(model, lesson, 3), None)) for lesson in drawn)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_resumes(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _seconds(monkeypatch)
     lessons, steps = _lessons(model), list[int]()
@@ -234,6 +235,31 @@ def test_a_killed_training_keeps_a_whole_checkpoint(
     (tmp_path / CHECKPOINT).write_bytes(data[:-100])
     with pytest.raises(ModelLoadError, match="is damaged: delete it"):
         train(model, _lessons(model), course, tmp_path, {})
+
+
+@pytest.mark.slow
+def test_a_training_that_vanishes_resumes_from_its_last_checkpoint(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a kill or a power cut: nothing is saved at the end."""
+    _seconds(monkeypatch)
+    monkeypatch.setattr("kvrag.adapt.train._EVERY_S", 8.0)
+    course, resumed = Course(minutes=0.2, rank=4, lessons=1, tokens=2), list[int]()
+    first, second = tmp_path / "first", tmp_path / "second"
+    second.mkdir()
+    steps = [0, 0]  # of the first training, and of its first checkpoint
+
+    def note(done: float, total: float, step: int, loss: float) -> None:
+        if (first / CHECKPOINT).exists() and not steps[1]:
+            (second / CHECKPOINT).write_bytes((first / CHECKPOINT).read_bytes())
+            steps[1] = steps[0]
+        steps[0] = step
+
+    whole = train(model, _lessons(model), course, first, {}, note)
+    again = train(model, _lessons(model), course, second, {}, lambda *values: resumed.append(values[2]))
+    assert resumed == list(range(steps[1] + 1, steps[0] + 1)) != []
+    for name, layer in whole.items():
+        torch.testing.assert_close(again[name].up, layer.up, atol=1e-5, rtol=1e-3)
 
 
 def test_a_full_disk_is_one_line_and_leaves_the_checkpoint(

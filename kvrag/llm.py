@@ -21,6 +21,7 @@ from kvrag.errors import KvragError, SettingError
 
 if TYPE_CHECKING:  # the command line reads the table, and importing torch takes seconds
     from kvrag.client import RemoteEngine
+    from kvrag.control.calibrate import Calibration
     from kvrag.engine import BlendEngine
     from kvrag.inspect.explanation import Explanation
     from kvrag.types import BlendReport, Messages, WarmReport
@@ -345,6 +346,13 @@ class LLMBase(EngineSettings, AnswerSettings):
     def documents(self, prefix: str = "", *, namespace: str | None = None) -> list[str]:
         """Return the names of the documents that start with `prefix` and have chunks, sorted."""
         return self._open().documents(prefix, namespace=self._in(namespace))
+
+    def calibrate(self, prompts: Sequence[str | Messages] | None = None, **options: Any) -> Calibration:
+        """Find how much to recompute for full prefill's answers, once after warming; see `BlendEngine.calibrate`.
+
+        Until then answers come by full prefill, unless `ratio` is set.
+        """
+        return self._open().calibrate(prompts, **{"namespace": self.namespace} | options)
 
     def explain(
         self,

@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
         asked = [_variant(row, length, args.missing, model) for row in rows]
         evaluation = quality.evaluate(args, variant, asked, data, cells, config, codec)
         tables = results.tables(evaluation.tasks, cells, evaluation.journal)
-        for cell in results.summarise(evaluation.tasks, cells, tables, args.seed, args.against):
+        for cell in results.summarise(evaluation.tasks, cells, tables, args.seed[0], args.against):
             settings = {"chunk_tokens": length, "preamble": preamble == "on", "codec": codec}
             settings |= {"context_tokens": config.context_tokens, "context": config.context}
             measured.append(cell | settings | {"setup": _setup(length, preamble, codec, config)})
@@ -209,18 +209,20 @@ def _rows(args: argparse.Namespace) -> tuple[Sequence[QuestionRow], dict[str, An
     """Return the rows, and a description of their source that does not depend on their number."""
     world = args.world or world_of(args.model)
     if args.top_k is None:
-        rows = world_rows(args.samples, args.seed, world)
+        rows = [row for seed in dict.fromkeys(args.seed) for row in world_rows(args.samples, seed, world)]
         return rows, {"file": WORLDS[world], "seed": args.seed, "digest": rows[0].key}
     require_extra()
     articles = ARTICLES[world] if args.articles is None else args.articles
-    corpus = draw_corpus(world, articles, args.seed)
-    check_size(corpus, args.samples, args.top_k)
-    with (
-        tempfile.TemporaryDirectory(prefix="kvrag-index-") as temporary,
-        progress("indexing", quiet=args.json) as update,
-        open_index(corpus, args.out or Path(temporary), update) as index,
-    ):
-        rows = retrieved_rows(corpus, index, args.samples, args.top_k, args.around)
+    rows = []
+    for seed in dict.fromkeys(args.seed):
+        corpus = draw_corpus(world, articles, seed)
+        check_size(corpus, args.samples, args.top_k)
+        with (
+            tempfile.TemporaryDirectory(prefix="kvrag-index-") as temporary,
+            progress("indexing", quiet=args.json) as update,
+            open_index(corpus, args.out or Path(temporary), update) as index,
+        ):
+            rows += retrieved_rows(corpus, index, args.samples, args.top_k, args.around)
     around = f" with {args.around} around each" if args.around else ""
     name = f"{WORLDS[world]}, top {args.top_k} of {len(corpus.chunks)} chunks{around}"
     return rows, {"file": name, "seed": args.seed, "digest": corpus.digest, "embedder": index.embedder}

@@ -70,7 +70,9 @@ def quality(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples", type=at_least(1), metavar="N", help="number of questions (default: 200; with --docs 100)"
     )
-    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of the prompts that are made")
+    parser.add_argument(
+        "--seed", type=at_least(0), nargs="+", default=[0], help="seeds of the prompts that are made, which are pooled"
+    )
     parser.add_argument(
         "--policies",
         nargs="+",

@@ -218,7 +218,7 @@ def _read_documents(args: argparse.Namespace, model: Model) -> tuple[dict[str, l
     encode = model.tokenizer.encode
     split = documents.splitter(lambda text: len(encode(text)), args.chunk_tokens, 0)
     paths, problems = documents.find([args.docs])
-    random.Random(args.seed).shuffle(paths)
+    random.Random(args.seed[0]).shuffle(paths)
     corpus: dict[str, list[str]] = {}
     num_tokens = 0
     with progress("reading", args.json) as update:
@@ -247,7 +247,12 @@ def _document_rows(args: argparse.Namespace, model: Model, corpus: dict[str, lis
             if len(chunks) > 1:
                 index.add(chunks, progress=update)
         search = text_search(index)
-        return document_rows(make_prompts(model, chunks, search, args.samples, args.top_k, args.seed, args.max_tokens))
+        made = [
+            gap
+            for seed in dict.fromkeys(args.seed)
+            for gap in make_prompts(model, chunks, search, args.samples, args.top_k, seed, args.max_tokens)
+        ]
+        return document_rows(list({(gap.kind, gap.beginning): gap for gap in made}.values()))
 
 
 # ------------------------------------------------------------------------------------------------------ output

@@ -31,7 +31,7 @@ from kvrag.store.codec import tokens_of
 
 logger = logging.getLogger("kvrag")
 
-REMEDY = "run `kvrag calibrate` or engine.calibrate(), or pass ratio="
+REMEDY = "run `kvrag calibrate` or .calibrate() once, or pass ratio="
 NOTICEABLE_S = 0.01
 """Minimum advantage of full prefill in seconds: smaller differences should not make answers depend on timing."""
 STEP = 0.05

@@ -30,6 +30,12 @@ def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrag.control.tuning.STEP", 1.0)
 
 
+@pytest.fixture(autouse=True)
+def _is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the default ratio that of the bundled model for all: no calibration of random models finds one."""
+    monkeypatch.setattr("kvrag.fingerprint.Fingerprint.is_bundled", True)
+
+
 @pytest.fixture(scope="session")
 def s3() -> Iterator[Bucket]:
     """An S3 server of this session."""

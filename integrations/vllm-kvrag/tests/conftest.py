@@ -40,3 +40,9 @@ def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make tests independent of how busy the machine is: nothing is ever noticeably faster."""
     monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("inf"))
     monkeypatch.setattr("kvrag.control.tuning.STEP", 1.0)
+
+
+@pytest.fixture(autouse=True)
+def _is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the default ratio that of the bundled model for all: no calibration of random models finds one."""
+    monkeypatch.setattr("kvrag.fingerprint.Fingerprint.is_bundled", True)

@@ -58,6 +58,7 @@ def quality(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "model", default="reader")
     add_setting(parser, "dtype", choices=DTYPES)
     add_setting(parser, "device")
+    add_setting(parser, "adapter", metavar="FOLDER")
     parser.add_argument(
         "--data", type=existing_path, metavar="FILE", help="JSON lines with passages, question, answers"
     )

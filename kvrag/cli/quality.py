@@ -119,7 +119,7 @@ def load_model(args: argparse.Namespace) -> Model:
     """Load the model that the options name."""
     from kvrag.backend.transformers import Model  # slow to import: mistakes are reported before
 
-    model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device)
+    model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device, adapter=args.adapter)
     if not args.json and not model.tokenizer.has_chat_template:
         say("the model has no chat template: prompts are plain text")
     return model

@@ -48,7 +48,7 @@ class Course:
     rank: int = 16
     rate: float = 1e-3
     lessons: int = 2
-    tokens: int = 8
+    tokens: int = 4
     blended: float = 0.5
     seed: int = 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,7 @@ Checkpoints are saved every two minutes: run the same command again to resume, w
 _REPORT = "adapt.json"
 _HELD_OUT = 40  # prompts, and as many of another kind
 _TOP_K = 4
+_LESSON_TOKENS = 1024  # at most, or four chunks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--questions",
         type=existing_path,
         metavar="FILE",
-        help="questions of your users to train on too, one per line",
+        help="questions of your users to train on too, one per line; a third, at most 40, is held out to measure with",
     )
     parser.add_argument(
         "--minutes", type=at_least(0.1, float), default=60.0, metavar="N", help="training time (default: 60)"
@@ -94,10 +96,12 @@ def run(args: argparse.Namespace) -> int:
     split = documents.splitter(lambda text: len(model.tokenizer.encode(text)), args.chunk_tokens, 0)
     corpus = {content.file: split(content.texts) for content in read_files(args, "reading", [])}
     handbook = {name: split([text]) for name, text in HANDBOOK.documents().items()}
-    held_out = _held_out(model, corpus, args.seed)
+    random.Random(args.seed).shuffle(questions)
+    asked = min(_HELD_OUT, len(questions) // 3)
+    held_out = _asked(model, corpus, questions[:asked]) if asked else _held_out(model, corpus, args.seed)
     steps = [0]
     try:
-        layers = _train(args, model, corpus, questions, held_out, steps)
+        layers = _train(args, model, corpus, questions[asked:], held_out, steps)
         adapter, measured = Adapter(model.hf, layers), []
         for texts, prompts in ((corpus, held_out), (handbook, _held_out(model, handbook, args.seed))):
             with progress("measuring", args.json) as update:
@@ -145,6 +149,18 @@ def _held_out(model: Model, corpus: Mapping[str, Sequence[str]], seed: int) -> l
     return make_prompts(model, chunks, search_by_words(chunks), count, _TOP_K, seed + 1)
 
 
+def _asked(model: Model, corpus: Mapping[str, Sequence[str]], questions: Sequence[str]) -> list[Gap]:
+    """Return prompts of questions to measure with."""
+    from kvrag.adapt.lessons import ask
+
+    search = search_by_words(_distinct(corpus))
+    prompts = []
+    for question in questions:
+        chunks = tuple(search(question, _TOP_K))
+        prompts.append(Gap("question", question, "", "", chunks, ask(model.tokenizer, chunks, question)))
+    return prompts
+
+
 def _distinct(corpus: Mapping[str, Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(chunk for chunks in corpus.values() for chunk in chunks))
 
@@ -162,7 +178,7 @@ def _train(
     from kvrag.adapt.train import Course, train
 
     withheld = frozenset(prompt.sentence for prompt in held_out)
-    lengths = args.context_tokens, 4 * args.chunk_tokens
+    lengths = args.context_tokens, max(4 * args.chunk_tokens, _LESSON_TOKENS)
     lessons = Lessons(
         model, corpus, search_by_words(_distinct(corpus)), questions, *lengths, args.seed, withheld=withheld
     )

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     require_extra()
     documents.find(args.paths)  # report mistakes before loading the model
     questions = read_questions(args.questions) if args.questions else []
-    from kvrag.adapt.files import save, write_text
+    from kvrag.adapt.files import save, write
     from kvrag.adapt.measure import measure, verdict
     from kvrag.adapt.train import CHECKPOINT
     from kvrag.backend.transformers import Model
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if is_written:
             save(args.out, layers, model.name)
-        write_text(args.out / _REPORT, json.dumps(result, indent=1))
+        write(args.out / _REPORT, json.dumps(result, indent=1).encode())
         if is_written:
             (args.out / CHECKPOINT).unlink()
     except OSError as error:

@@ -55,12 +55,8 @@ def quality(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "device")
     data = "JSON lines with passages, question, answers"
     parser.add_argument("--data", type=existing_path, metavar="FILE", help=data)
-    parser.add_argument(
-        "--docs",
-        type=existing_path,
-        metavar="FOLDER",
-        help="documents to make prompts from, without questions: sentences that break off, for the model to complete",
-    )
+    docs = "documents to make prompts from, without questions: sentences that break off, for the model to complete"
+    parser.add_argument("--docs", type=existing_path, metavar="FOLDER", help=docs)
     parser.add_argument(
         "--samples", type=at_least(1), metavar="N", help="number of questions (default: 200; with --docs 100)"
     )

@@ -17,8 +17,8 @@ from benchmarks.readers.first.corpus import corpus
 from benchmarks.readers.first.train import LENGTH, Shape, Training, make_batch, predict, save, train_tokenizer
 from benchmarks.readers.first.train import Settings as TrainSettings
 from benchmarks.readers.first.world import KINDS, Question, Sample, draw, gather, sample
+from benchmarks.readers.prompts import PLAIN, all_texts, prompt_parts
 from kvrag import SettingError
-from kvrag.reader.prompts import PLAIN, all_texts, prompt_parts
 from kvrag.sample import ARTICLES, ENCODED_ALONE
 
 

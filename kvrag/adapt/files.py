@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
 from kvrag.backend.transformers.adapter import CONFIG, PLAIN, PREFIX, WEIGHTS, LowRank
@@ -67,36 +65,24 @@ def save(folder: Path, layers: Mapping[str, LowRank], base: str) -> None:
         weights[f"{PREFIX}{name}.lora_A.weight"] = layer.down
         weights[f"{PREFIX}{name}.lora_B.weight"] = layer.up
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / WEIGHTS, weights, {"format": "pt"})
-    write_text(folder / CONFIG, json.dumps(config, indent=1) + "\n")  # last: its presence means an adapter
+    write(folder / WEIGHTS, _as_bytes(weights, {"format": "pt"}))
+    write(folder / CONFIG, f"{json.dumps(config, indent=1)}\n".encode())  # last: its presence means an adapter
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
     """Write tensors and JSON to one file, which appears complete or not at all. Raises OSError."""
-    _write(path, tensors, {"content": json.dumps(content)})
+    write(path, _as_bytes(tensors, {"content": json.dumps(content)}))
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with _whole(path) as partial:
-        try:
-            save_file(kept, partial, metadata=metadata)
-        except SafetensorError as error:  # it reports a full disk as this
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+def _as_bytes(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
+    return serialise({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, metadata)
 
 
-def write_text(path: Path, text: str) -> None:
+def write(path: Path, content: bytes) -> None:
     """Write a file, which appears complete or not at all. Raises OSError."""
-    with _whole(path) as partial:
-        partial.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """Provide a file to write, which then replaces another one; it is removed if writing fails."""
     partial = path.with_name(f"{path.name}.tmp")
     try:
-        yield partial
+        partial.write_bytes(content)
         os.replace(partial, path)
     except OSError:
         partial.unlink(missing_ok=True)

@@ -92,6 +92,7 @@ def train(
     path, settings = folder / CHECKPOINT, json.loads(json.dumps({**asdict(course), **identity}))
     del settings["minutes"]  # a longer training goes on from a shorter one
     state = _resume(path, settings, layers, optimiser) if path.exists() else _State()
+    progress(state.seconds, 60 * course.minutes, state.step, state.loss)
     total, saved, config = 60 * course.minutes, time.perf_counter(), BlendConfig(controller="off")
     wrapped = decoder_layers(model) if model.device.type == "cuda" else []
     frozen = [parameter for parameter in model.hf.parameters() if parameter.requires_grad]
@@ -114,9 +115,12 @@ def train(
                     part = loss_of(model, adapter, lesson, targets, config if is_blended else None) / course.lessons
                     part.backward()  # type: ignore[no-untyped-call]
                     loss += float(part.detach())
-                if not math.isfinite(loss):
-                    raise ModelError(f"the loss of step {state.step} is {loss}: use a lower --rate, or dtype bfloat16")
-                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                norm = float(torch.nn.utils.clip_grad_norm_(parameters, 1.0))
+                if not math.isfinite(loss + norm):  # before the weights change: the checkpoint stays good
+                    raise ModelError(
+                        f"the loss of step {state.step} is {loss} and its gradient {norm}: use dtype bfloat16, or a "
+                        "lower --rate with another --out"
+                    )
                 optimiser.step()
                 optimiser.zero_grad()
                 state.loss = loss if math.isnan(state.loss) else _SMOOTHING * state.loss + (1 - _SMOOTHING) * loss

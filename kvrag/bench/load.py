@@ -59,7 +59,7 @@ class _Rejected(Exception):
     """The server responded with 429."""
 
 
-def requests(model: str, count: int, max_tokens: int = 24) -> list[dict[str, Any]]:
+def requests(model: str, count: int) -> list[dict[str, Any]]:
     """Return different requests over the same documents, greedy and sampled; deterministic."""
     rng, words = random.Random(0), _WORDS.split()
     documents = [" ".join(rng.choices(words, k=40)) for _ in range(_DOCUMENTS)]
@@ -67,7 +67,7 @@ def requests(model: str, count: int, max_tokens: int = 24) -> list[dict[str, Any
     for number in range(count):
         sampling = {"temperature": 0} if number % 2 else {"temperature": 1, "seed": number}
         question = f"Where is the {rng.choice(words)}?"
-        body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": max_tokens}
+        body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 24}
         body |= {"documents": rng.sample(documents, 3), "stream": True, "stream_options": {"include_usage": True}}
         bodies.append(body | {"controller": "off"} | sampling)  # otherwise the decision depends on timing
     return bodies

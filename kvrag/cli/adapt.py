@@ -18,7 +18,6 @@ from kvrag.cli.common import (
     DTYPES,
     add_number,
     add_setting,
-    at_least,
     duration,
     existing_path,
     progress,
@@ -53,26 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _ABOUT
     parser.set_defaults(text_field="text")
     add_setting(parser, "model", default="reader")
-    parser.add_argument(
-        "--docs", dest="paths", type=existing_path, nargs="+", required=True, metavar="PATH",
-        help="files and folders to adapt to: those that you warm, or more of their kind",
-    )  # fmt: skip
+    many: dict[str, Any] = {"dest": "paths", "nargs": "+", "metavar": "PATH", "type": existing_path}
+    paths = "files and folders to adapt to: those that you warm, or more of their kind"
+    parser.add_argument("--docs", **many, required=True, help=paths)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for adapter and checkpoint")
-    parser.add_argument(
-        "--questions",
-        type=existing_path,
-        metavar="FILE",
-        help="questions of your users to train on too, one per line; a third, at most 40, is held out to measure with",
-    )
-    parser.add_argument(
-        "--minutes", type=at_least(0.1, float), default=60.0, metavar="N", help="training time (default: 60)"
-    )
+    questions = "questions of your users, one per line; a third, at most 40, is held out to measure with"
+    parser.add_argument("--questions", type=existing_path, metavar="FILE", help=questions)
+    add_number(parser, "--minutes", 60.0, "training time", least=0.1)
     add_number(parser, "--chunk-tokens", 256, "maximum tokens per chunk, as for `kvrag warm`", least=16)
     add_number(parser, "--context-tokens", DEFAULT_CONTEXT, "preceding tokens that chunks are encoded with")
     add_number(parser, "--rank", 16, "rank of the adapter", least=1)
-    parser.add_argument(
-        "--rate", type=at_least(1e-6, float), default=1e-3, metavar="R", help="learning rate (default: 0.001)"
-    )
+    add_number(parser, "--rate", 0.001, "learning rate", least=1e-6)
     add_number(parser, "--seed", 0, "seed of the prompts and the initial weights")
     parser.add_argument("--force", action="store_true", help="write the adapter even if it does not help")
     add_setting(parser, "dtype", choices=DTYPES)
@@ -85,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     require_extra()
     documents.find(args.paths)  # report mistakes before loading the model
     questions = read_questions(args.questions) if args.questions else []
-    from kvrag.adapt.files import save, write_text
+    from kvrag.adapt.files import save, write
     from kvrag.adapt.measure import measure, verdict
     from kvrag.adapt.train import CHECKPOINT
     from kvrag.backend.transformers import Model
@@ -120,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if is_written:
             save(args.out, layers, model.name)
-        write_text(args.out / _REPORT, json.dumps(result, indent=1))
+        write(args.out / _REPORT, json.dumps(result, indent=1).encode())
         if is_written:
             (args.out / CHECKPOINT).unlink()
     except OSError as error:
@@ -198,7 +188,7 @@ def _train(
             update(round(done), round(total))
 
         layers = train(model, lessons, course, args.out, identity, note)
-    say(f"{steps[0]} steps, loss {last:.4f} nats per token" if steps[0] else "the training was complete already")
+    say(f"{steps[0]} steps, loss {last:.4f} nats per token")
     return layers
 
 

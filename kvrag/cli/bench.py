@@ -35,15 +35,10 @@ def ttft(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--question-tokens", 64, "tokens of the question")
     add_number(parser, "--ratio", 0.15, "recompute ratio", most=1)
     add_number(parser, "--check-layer", 1, "of hkvd")
-    parser.add_argument(
-        "--ram-bytes", type=int, default=0, metavar="N", help="size of the RAM tier (default: off, read from disk)"
-    )
-    parser.add_argument(
-        "--device-bytes", type=int, default=0, metavar="N", help="size of the tier on the device (default: off)"
-    )
-    parser.add_argument(
-        "--cold", action="store_true", help="drop the chunk files from the page cache before each prompt"
-    )
+    add_number(parser, "--ram-bytes", 0, "size of the RAM tier; 0 = read from disk")
+    add_number(parser, "--device-bytes", 0, "size of the tier on the device; 0 = off")
+    cold = "drop the chunk files from the page cache before each prompt"
+    parser.add_argument("--cold", action="store_true", help=cold)
     parser.add_argument(
         "--policies",
         nargs="+",
@@ -59,21 +54,15 @@ def quality(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "dtype", choices=DTYPES)
     add_setting(parser, "device")
     add_setting(parser, "adapter", metavar="FOLDER")
-    parser.add_argument(
-        "--data", type=existing_path, metavar="FILE", help="JSON lines with passages, question, answers"
-    )
-    parser.add_argument(
-        "--docs",
-        type=existing_path,
-        metavar="FOLDER",
-        help="documents to make prompts from, without questions: sentences that break off, for the model to complete",
-    )
+    data = "JSON lines with passages, question, answers"
+    parser.add_argument("--data", type=existing_path, metavar="FILE", help=data)
+    docs = "documents to make prompts from, without questions: sentences that break off, for the model to complete"
+    parser.add_argument("--docs", type=existing_path, metavar="FOLDER", help=docs)
     parser.add_argument(
         "--samples", type=at_least(1), metavar="N", help="number of questions (default: 200; with --docs 100)"
     )
-    parser.add_argument(
-        "--seed", type=at_least(0), nargs="+", default=[0], help="seeds of the prompts that are made, which are pooled"
-    )
+    seeds = "seeds of the prompts that are made, which are pooled"
+    parser.add_argument("--seed", type=at_least(0), nargs="+", default=[0], help=seeds)
     parser.add_argument(
         "--policies",
         nargs="+",
@@ -115,13 +104,7 @@ def quality(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--instruction", default="", metavar="TEXT", help="text between passages and question")
     parser.add_argument("--skip-long", action="store_true", help="skip rows that do not fit into the window")
-    parser.add_argument(
-        "--ram-bytes",
-        type=at_least(0),
-        default=2 << 30,
-        metavar="N",
-        help="size of the RAM tier (default: 2 GiB; 0 = read from disk)",
-    )
+    add_number(parser, "--ram-bytes", 2 << 30, "size of the RAM tier; 0 = read from disk")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="store rows.jsonl and results.json there; run again to resume"
     )
@@ -129,20 +112,11 @@ def quality(parser: argparse.ArgumentParser) -> None:
 
 def serve(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag bench serve`."""
-    parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="URL of the server (default: http://127.0.0.1:8000)"
-    )
+    url = "http://127.0.0.1:8000"
+    parser.add_argument("--url", default=url, help=f"URL of the server (default: {url})")
     parser.add_argument("--api-key", default="", metavar="KEY", help="API key, if the server requires one")
     parser.add_argument("--model", default="", help="model name (default: the server's first model)")
-    parser.add_argument("--clients", type=int, default=32, metavar="N", help="concurrent clients (default: 32)")
-    parser.add_argument(
-        "--rate",
-        type=at_least(0, float),
-        default=0.0,
-        metavar="N",
-        help="requests per second at random times, instead of --clients that wait for their answers",
-    )
-    parser.add_argument("--seconds", type=float, default=120, metavar="S", help="duration in seconds (default: 120)")
-    parser.add_argument(
-        "--kill", type=int, default=8, metavar="N", help="clients per second that disconnect mid-stream (default: 8)"
-    )
+    add_number(parser, "--clients", 32, "concurrent clients", least=1)
+    add_number(parser, "--rate", 0.0, "requests per second at random times, instead of clients that wait for answers")
+    add_number(parser, "--seconds", 120.0, "duration in seconds")
+    add_number(parser, "--kill", 8, "clients per second that disconnect mid-stream")

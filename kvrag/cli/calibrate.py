@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvrag.cli.common import (
     add_context_argument,
     add_engine_arguments,
+    add_number,
     at_least,
     existing_path,
     open_engine,
@@ -38,50 +39,19 @@ _CAREFUL = "answers come by full prefill until `kvrag calibrate` finds a ratio, 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag calibrate`."""
     add_engine_arguments(parser)
-    parser.add_argument(
-        "--questions",
-        type=existing_path,
-        metavar="FILE",
-        help="file with one question per line; chunks are retrieved as in `kvrag ask` (default: prompts made from the "
-        "chunks)",
-    )
+    questions = "one question per line; chunks are retrieved as in `kvrag ask` (default: prompts made from the chunks)"
+    parser.add_argument("--questions", type=existing_path, metavar="FILE", help=questions)
     parser.add_argument("--policy", choices=POLICIES, help="which tokens to recompute (default: as in `kvrag ask`)")
     add_context_argument(parser, "for engines and servers with this setting")
-    parser.add_argument(
-        "--target",
-        type=at_least(0, float, 1),
-        default=0.99,
-        metavar="SHARE",
-        help="share of first tokens that must match full prefill",
-    )
-    parser.add_argument(
-        "--sure",
-        action="store_true",
-        help="require the lower end of the confidence interval to reach the target; takes hundreds of prompts",
-    )
-    parser.add_argument(
-        "--ratios",
-        type=at_least(0, float, 1),
-        nargs="+",
-        metavar="R",
-        help="ratios to try (default: 0.05 0.15 0.3 0.6)",
-    )
-    parser.add_argument(
-        "--prompts",
-        type=at_least(1),
-        default=40,
-        metavar="N",
-        help="maximum number of prompts; a default takes 40 (default: 40)",
-    )
-    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of the prompts made without --questions")
-    parser.add_argument("--top-k", type=at_least(2), default=4, metavar="K", help="chunks per prompt (default: 4)")
-    parser.add_argument(
-        "--around",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="with --questions: neighbours to retrieve with each chunk (default: 0)",
-    )
+    add_number(parser, "--target", 0.99, "share of first tokens that must match full prefill", most=1)
+    sure = "require the lower end of the confidence interval to reach the target; takes hundreds of prompts"
+    parser.add_argument("--sure", action="store_true", help=sure)
+    ratios = "ratios to try (default: 0.05 0.15 0.3 0.6)"
+    parser.add_argument("--ratios", type=at_least(0, float, 1), nargs="+", metavar="R", help=ratios)
+    add_number(parser, "--prompts", 40, "maximum number of prompts; at least 40 make a default", least=1)
+    add_number(parser, "--seed", 0, "seed of the prompts made without --questions")
+    add_number(parser, "--top-k", 4, "chunks per prompt", least=2)
+    add_number(parser, "--around", 0, "with --questions: neighbours to retrieve with each chunk")
     parser.add_argument("--dry-run", action="store_true", help="measure, but leave the default as it is")
     parser.add_argument("--reset", action="store_true", help="delete the stored calibration, and measure nothing")
 

@@ -43,9 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="chat on a web page, beside full prefill. Opens the browser; an empty store gets sample documents: "
         "articles of the bundled model's world, or a handbook for other models",
     )
-    web.add_argument(
-        "--port", type=at_least(0, int, 65535), default=0, help="port of the web page (default: any free one)"
-    )
+    port = "port of the web page (default: any free one)"
+    web.add_argument("--port", type=at_least(0, int, 65535), default=0, help=port)
     web.add_argument("--no-browser", action="store_true", help="print the address only")
 
 

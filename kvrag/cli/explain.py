@@ -23,13 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the final prompt as the chain sends it: a text, a file, or '-' for stdin; JSON = messages or "
         "the body of a request to OpenAI's API",
     )
-    parser.add_argument(
-        "--retrieved",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="retrieved chunks: files with one chunk each, or .json files with a list of chunks",
-    )
+    retrieved = "retrieved chunks: files with one chunk each, or .json files with a list of chunks"
+    parser.add_argument("--retrieved", nargs="+", default=[], metavar="FILE", help=retrieved)
     parser.add_argument("--html", metavar="FILE", help="write an HTML page with the highlighted prompt")
     add_engine_arguments(parser)
     add_blend_arguments(parser)

@@ -64,25 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text-field", default="text", metavar="NAME", help="text field of the objects in .jsonl files"
     )
     parser.add_argument("--embedder", help="sentence-transformers model for retrieval (default: the one in kvrag[cli])")
-    parser.add_argument(
-        "--prune",
-        action="store_true",
-        help="drop documents whose files no longer exist in the folders in PATH; what cannot be read is kept",
-    )
-    parser.add_argument(
-        "--no-calibration",
-        action="store_true",
-        help="do not calibrate a model without a calibration at the end: answers then come by full prefill, unless a "
-        "ratio is given",
-    )
+    prune = "drop documents whose files no longer exist in the folders in PATH; what cannot be read is kept"
+    parser.add_argument("--prune", action="store_true", help=prune)
+    alone = "do not calibrate at the end: a model without a calibration answers by full prefill unless a ratio is given"
+    parser.add_argument("--no-calibration", action="store_true", help=alone)
     cluster = parser.add_argument_group("on many machines")
     add_ray_argument(cluster, "encode with workers on a Ray cluster")
-    cluster.add_argument(
-        "--workers",
-        type=at_least(1),
-        metavar="N",
-        help="number of workers with --ray (default: the number of GPUs, or of machines if there are none)",
-    )
+    workers = "number of workers with --ray (default: the number of GPUs, or of machines if there are none)"
+    cluster.add_argument("--workers", type=at_least(1), metavar="N", help=workers)
     server = parser.add_argument_group("on a server")
     server.add_argument(
         "--server",
@@ -93,11 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--api-key", metavar="KEY", help=f"the server's API key; also read from the environment variable {KEY_VARIABLE}"
     )
-    server.add_argument(
-        "--tokenizer",
-        metavar="NAME",
-        help="hub name or folder of the tokenizer that measures chunks for the server (default: --model)",
-    )
+    tokenizer = "hub name or folder of the tokenizer that measures chunks for the server (default: --model)"
+    server.add_argument("--tokenizer", metavar="NAME", help=tokenizer)
 
 
 def run(args: argparse.Namespace) -> int:

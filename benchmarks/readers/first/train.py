@@ -31,8 +31,8 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from benchmarks.readers.first.net import Net, Size
 from benchmarks.readers.first.world import KINDS, ONSETS, Sample, draw, gather, sample
+from benchmarks.readers.prompts import all_texts, prompt_parts
 from kvrag.errors import SettingError
-from kvrag.reader.prompts import all_texts, prompt_parts
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 TEMPLATE = (

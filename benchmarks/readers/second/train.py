@@ -29,9 +29,9 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig, PreTrainedToken
 
 from benchmarks.readers.first.net import Net, Size
 from benchmarks.readers.first.train import keep_memory
+from benchmarks.readers.prompts import prompt_parts
 from benchmarks.readers.second.world import FULL, KINDS, Question, Scale, draw, sample
 from kvrag.errors import SettingError
-from kvrag.reader.prompts import prompt_parts
 
 TAIL = "\n\nAnswer:"  # the end of the first reader's formats; here, the template's generation prompt takes its place
 

@@ -394,7 +394,7 @@ class Model(Backend):
     # ---------------------------------------------------------------- processors of generate
 
     def logits_processor(
-        self, sampling: Sampling, num_prompt_tokens: int, extra: Sequence[Any] = ()
+        self, sampling: Sampling, num_prompt_tokens: int
     ) -> tuple[Callable[[Tensor, Tensor], Tensor], bool]:
         """Return `model.generate`'s own processing, `(ids (1, T), logits (1, V)) -> logits`, and whether to sample.
 
@@ -413,7 +413,7 @@ class Model(Backend):
         processor = self.hf._get_logits_processor(
             config,
             input_ids_seq_length=num_prompt_tokens,
-            logits_processor=LogitsProcessorList(extra),
+            logits_processor=LogitsProcessorList(),
             device=self.device,
         )
         return processor, bool(config.do_sample)

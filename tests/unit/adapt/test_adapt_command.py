@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 
-import kvrag.adapt.files
 import kvrag.adapt.train
 import kvrag.cli.adapt as command
 from kvrag import Model
@@ -118,14 +116,15 @@ def test_after_success_the_next_command_is_named(
 
 @pytest.mark.slow
 def test_a_full_disk_at_the_end_keeps_the_training(adapt: Run, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = kvrag.adapt.files.save_file
+    real = Path.write_bytes
 
-    def full(tensors: Any, path: Path, **arguments: Any) -> None:
-        real(tensors, path, **arguments)
+    def full(path: Path, data: bytes) -> int:
         if path.name.startswith(WEIGHTS):
-            raise SafetensorError("I/O error: No space left on device (os error 28)")
+            real(path, data[:100])
+            raise OSError(28, "No space left on device", str(path))
+        return real(path, data)
 
-    monkeypatch.setattr(kvrag.adapt.files, "save_file", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     code, said, err = adapt("--minutes", "0.1", "--force")
     assert (code, said) == (1, "")
     assert err.splitlines()[-1] == (

@@ -13,7 +13,7 @@ from kvrag.control.prompts import search_by_words
 def _documents() -> dict[str, list[str]]:
     return {
         f"{letter}.md": [
-            f"In the year {number}, the town of {letter}name{number} sold its old harbour to a company called C{number}. "
+            f"In the year {number}, the town of {letter}name{number} sold its old harbour to the company C{number}. "
             f"Since then the ships of {letter}name{number} have landed at the northern pier of the island."
             for number in range(6)
         ]

@@ -270,13 +270,15 @@ def test_a_full_disk_is_one_line_and_leaves_the_checkpoint(
     train(model, _lessons(model), course, tmp_path, {})
     before = (tmp_path / CHECKPOINT).read_bytes()
 
-    def full(*_: object, **__: object) -> None:
+    def full(path: Path, data: bytes) -> None:
+        path.touch()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvrag.adapt.files.save_file", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(KvragError, match=r"cannot write .*: No space left on device"):
         train(model, _lessons(model), Course(**{**vars(course), "minutes": 0.2}), tmp_path, {})
     assert (tmp_path / CHECKPOINT).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [CHECKPOINT]
 
 
 def test_rows_and_steps_agree_for_padding(model: Model) -> None:

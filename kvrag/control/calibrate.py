@@ -63,6 +63,7 @@ class Calibration:
         curve: One entry per ratio, ascending.
         ratio: The smallest ratio that reaches the target together with the next larger one; None = only full prefill.
         notes: Caveats.
+        longest: Tokens of the longest prompt; 0 = not recorded.
     """
 
     fingerprint: str
@@ -75,6 +76,7 @@ class Calibration:
     made: str
     notes: tuple[str, ...] = ()
     interrupted: bool = False
+    longest: int = 0
 
     @property
     def is_usable(self) -> bool:
@@ -209,6 +211,7 @@ def calibrate(
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         notes=tuple(note for note, applies in notes.items() if applies),
         interrupted=is_interrupted,
+        longest=max(row[0].prompt_tokens for row in rows),
     )
 
 

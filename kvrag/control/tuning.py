@@ -37,6 +37,8 @@ NOTICEABLE_S = 0.01
 STEP = 0.05
 """A ratio hidden by loading is rounded down to a multiple of this, so that it does not vary with every answer."""
 
+_LONGER = 2  # times the longest calibrated prompt is noted
+
 _KEEP_S = 60.0  # seconds between writes of the measurements, and between probes of a slow disk
 _PROBE_BYTES = 1 << 20
 
@@ -99,6 +101,13 @@ def decide(speed: Speed | None, request: Workload, ratio: float) -> Decision:
     return Decision(False, hidden, reason)
 
 
+def _too_long(calibration: Calibration, length: int) -> tuple[str, ...]:
+    """Return a note if a prompt is much longer than those of a calibration: longer ones need more recompute."""
+    if not calibration.longest or length <= _LONGER * calibration.longest:
+        return ()
+    return (f"calibrated on prompts of up to {calibration.longest} tokens: for longer ones, calibrate with more chunks",)
+
+
 def _hidden(speed: Speed, request: Workload, ratio: float, blend_s: float) -> float:
     """Return the largest ratio that takes no longer than `ratio` because loading takes as long."""
     steps = (round(number * STEP, 10) for number in range(1, math.ceil(1 / STEP)))
@@ -143,6 +152,8 @@ class Tuning:
             plan = self._uncalibrated_plan(config)
         else:
             plan = self._calibrated_plan(config, calibration)
+            if calibration is not None and prompt is not None and not plan.is_full:
+                plan = replace(plan, notes=(*plan.notes, *_too_long(calibration, len(prompt.ids))))
         plan = replace(plan, notes=(note, *plan.notes)) if note else plan
         is_open = config.controller == "auto" and config.policy == DEFAULT_POLICY and not plan.is_full
         return self._decide(plan, prompt) if is_open and prompt is not None and prompt.runs else plan

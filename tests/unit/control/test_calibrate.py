@@ -181,6 +181,18 @@ def test_a_calibration_ends_the_careful_default_until_it_is_reset(unmeasured: Bl
     assert unmeasured.generate(PROMPT, max_new_tokens=1).report.policy == "full"
 
 
+def test_a_prompt_much_longer_than_the_calibrated_ones_is_noted(warmed: BlendEngine) -> None:
+    length = warmed.generate(PROMPT, max_new_tokens=1).report.prompt_tokens
+    _kept(warmed, longest=length // 2 + 1)
+    assert warmed.generate(PROMPT, max_new_tokens=1).report.notes == ()
+    _kept(warmed, longest=length // 2 - 1)
+    with BlendEngine(warmed.model, warmed.store) as later:
+        (note,) = later.generate(PROMPT, max_new_tokens=1).report.notes
+    assert f"calibrated on prompts of up to {length // 2 - 1} tokens" in note
+    found = warmed.calibrate(PROMPTS, ratios=(0.9,), save=False)
+    assert found.longest >= length
+
+
 def test_a_calibration_that_would_take_too_long_stops(warmed: BlendEngine) -> None:
     found = warmed.calibrate(MANY, ratios=(0.9,), limit_s=1e-9)
     assert (found.curve[0].prompts, found.is_usable) == (1, False)

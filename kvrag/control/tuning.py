@@ -105,7 +105,7 @@ def _too_long(calibration: Calibration, length: int) -> tuple[str, ...]:
     """Return a note if a prompt is much longer than those of a calibration: longer ones need more recompute."""
     if not calibration.longest or length <= _LONGER * calibration.longest:
         return ()
-    return (f"calibrated on prompts of up to {calibration.longest} tokens: for longer ones, calibrate with more chunks",)
+    return (f"calibrated on prompts of up to {calibration.longest} tokens: calibrate with more chunks for longer ones",)
 
 
 def _hidden(speed: Speed, request: Workload, ratio: float, blend_s: float) -> float:

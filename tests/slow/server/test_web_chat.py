@@ -59,9 +59,16 @@ def model_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture
-def server(model_folder: Path, tmp_path: Path) -> Iterator[Any]:
+def options() -> list[str]:
+    """Options of the server, which a test may replace."""
+    return ["--ratio", "0.15"]
+
+
+@pytest.fixture
+def server(model_folder: Path, options: list[str], tmp_path: Path) -> Iterator[Any]:
     """A process of `kvrag chat --web`, with its `url`."""
     arguments = ["--model", str(model_folder), "--store", "kv", "--top-k", "5", "--max-tokens", "12", "--json"]
+    arguments += options
     process = start(KVRAG, "chat", "--web", *arguments, folder=tmp_path)
     try:
         while not (said := tmp_path / "stdout").exists() or "\n" not in said.read_text():
@@ -89,6 +96,16 @@ def ask(page: Any, question: str, turn: int) -> None:
     page.fill("#question", question)
     page.press("#question", "Enter")
     page.locator(".verdict:not(:empty)").nth(turn - 1).wait_for()
+
+
+@pytest.mark.parametrize("options", [[]])
+def test_a_model_that_is_not_calibrated(page: Any, server: Any, tmp_path: Path) -> None:
+    assert "is not calibrated for this store: full prefill answers" in (tmp_path / "stderr").read_text()
+    page.goto(server.url)
+    ask(page, "Who is the cook?", 1)
+    careful, full = page.locator(".lane .detail").all_inner_texts()
+    assert re.fullmatch(r"[\d,]+ prompt tokens: all computed; not calibrated .*, so full prefill is used", careful)
+    assert re.fullmatch(r"[\d,]+ prompt tokens: all computed", full)
 
 
 def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:

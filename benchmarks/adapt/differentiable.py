@@ -7,7 +7,7 @@ position-free keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -25,13 +25,17 @@ from kvrag.backend.transformers.model import Model
 LayerStates = list[tuple[Tensor, Tensor]]
 """Rotated keys and values of each layer, each (B, H, T, D)."""
 
+KV = tuple[Tensor, Tensor]
+Edit = Callable[[int, KV, KV], tuple[KV, KV]]
+"""Function: layer, earlier KV, a pass's own KV -> both as the pass attends to them. It leaves its arguments as is."""
+
 
 class _GraphCache(Cache):  # type: ignore[misc]
     """Puts earlier KV before a pass's own, out of place, and records the pass's own."""
 
-    def __init__(self, num_layers: int, past: LayerStates, stop_at: int | None) -> None:
+    def __init__(self, num_layers: int, past: LayerStates, stop_at: int | None, edit: Edit | None = None) -> None:
         super().__init__(layers=[BlendLayer(number, 0, None, None) for number in range(num_layers)])
-        self._past, self._stop_at = past, stop_at
+        self._past, self._stop_at, self._edit = past, stop_at, edit
         self.fresh: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(
@@ -43,8 +47,10 @@ class _GraphCache(Cache):  # type: ignore[misc]
             raise StopForward
         if not self._past:
             return key_states, value_states
-        keys, values = self._past[layer_idx]
-        return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
+        past, own = self._past[layer_idx], (key_states, value_states)
+        if self._edit:
+            past, own = self._edit(layer_idx, past, own)
+        return torch.cat([past[0], own[0]], dim=2), torch.cat([past[1], own[1]], dim=2)
 
 
 def encode_rows(model: Model, ids: Tensor, positions: Tensor) -> LayerStates:
@@ -56,7 +62,13 @@ def encode_rows(model: Model, ids: Tensor, positions: Tensor) -> LayerStates:
 
 
 def logits_after(
-    model: Model, ids: Tensor, positions: Tensor, past: LayerStates, past_positions: Tensor, count: int
+    model: Model,
+    ids: Tensor,
+    positions: Tensor,
+    past: LayerStates,
+    past_positions: Tensor,
+    count: int,
+    edit: Edit | None = None,
 ) -> Tensor:
     """Return (count, V) float32 logits after the last tokens of a row.
 
@@ -64,7 +76,7 @@ def logits_after(
         ids: (S,) tokens at ascending (S,) positions.
         past: KV at (K,) other positions, each (1, H, K, D).
     """
-    cache = _GraphCache(model.num_layers, past, None)
+    cache = _GraphCache(model.num_layers, past, None, edit)
     keys = torch.cat([past_positions, positions])
     logits = _run(model, ids[None], positions[None], keys[None], cache, logits_to_keep=count).logits
     return logits[0, -count:].float()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.adapt.differentiable import LayerStates, encode_rows, logits_after
+from benchmarks.adapt.differentiable import Edit, LayerStates, encode_rows, logits_after
 from kvrag.backend.transformers.adapter import Adapter
 from kvrag.backend.transformers.model import Model
 from kvrag.config import BlendConfig
@@ -106,16 +106,22 @@ def write(model: Model, adapter: Adapter | None, lesson: Lesson) -> tuple[LayerS
     else:
         with adapter.active():
             states = encode_rows(model, ids, positions)
-    places = []  # row, and its places, of each run
-    for run in lesson.runs:
-        number = int(run.key)
-        start = len(preamble) + len(lesson.rows[number][0]) + run.offset
-        places.append((number, slice(start, start + len(run))))
+    taken = places(model, lesson)
     written = [
-        tuple(torch.cat([part[number, :, place] for number, place in places], dim=1)[None] for part in layer)
+        tuple(torch.cat([part[number, :, place] for number, place in taken], dim=1)[None] for part in layer)
         for layer in states
     ]
     return written, torch.cat([torch.arange(run.start, run.stop) for run in lesson.runs])  # type: ignore[return-value]
+
+
+def places(model: Model, lesson: Lesson) -> list[tuple[int, slice]]:
+    """Return the encoded row of each run, and its tokens' places in it."""
+    taken = []
+    for run in lesson.runs:
+        number = int(run.key)
+        start = len(model.preamble) + len(lesson.rows[number][0]) + run.offset
+        taken.append((number, slice(start, start + len(run))))
+    return taken
 
 
 def stitched(ids: Tensor, lesson: Lesson, written: LayerStates, where: Tensor, model: Model) -> Stitched:
@@ -144,9 +150,18 @@ def choose(
 
 
 def answer_over(
-    model: Model, ids: Tensor, target: Target, written: LayerStates, where: Tensor, selected: Tensor
+    model: Model,
+    ids: Tensor,
+    target: Target,
+    written: LayerStates,
+    where: Tensor,
+    selected: Tensor,
+    edit: Edit | None = None,
 ) -> Tensor:
-    """Return (N, V) logits before each token of the answer, over written KV with `selected` positions recomputed."""
+    """Return (N, V) logits before each token of the answer, over written KV with `selected` positions recomputed.
+
+    `edit` sees the KV of the `where` positions that are not selected, and that of the computed rows, ascending.
+    """
     keep = ~torch.isin(where, selected)
     past = [tuple(part[:, :, keep.to(part.device)] for part in layer) for layer in written]
     total = len(ids) + len(target.answer) - 1
@@ -154,7 +169,8 @@ def answer_over(
     rows[where[keep]] = False
     positions = rows.nonzero().squeeze(1)
     tokens = torch.cat([ids, torch.tensor(target.answer[:-1], dtype=torch.long)])
-    return logits_after(model, tokens[positions], positions, past, where[keep], len(target.answer))  # type: ignore[arg-type]
+    count = len(target.answer)
+    return logits_after(model, tokens[positions], positions, past, where[keep], count, edit)  # type: ignore[arg-type]
 
 
 def divergences(full: Tensor, other: Tensor) -> Tensor:

@@ -109,7 +109,10 @@ def _rows(args: argparse.Namespace, model: Model) -> list[QuestionRow]:
     if args.data is not None:
         rows = file_rows(args.data, 1 << 30)
         random.Random(args.seed).shuffle(rows)
-        return rows[:count]
+        asked = rows[: args.samples]
+        contexts = {row.context or repr(row.passages) for row in asked}
+        others = [row for row in rows[args.samples :] if (row.context or repr(row.passages)) not in contexts]
+        return [*asked, *others[: args.fit]]
     if args.docs is None:
         return list(world_rows(count, args.seed))
     if args.fit_docs is None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from families import FAMILIES, build
 
 from benchmarks.adapt.distill import Lesson, answer_over, teach
+from benchmarks.quality import ladder
 from benchmarks.quality.corrections import (
     Fitted,
     Variant,
@@ -144,3 +148,34 @@ def test_the_shift_adds_the_mean_change_of_the_recomputed_rows(model: Model) -> 
     shifted = answer(model, ids, target, Variant(states, chosen, is_shifted=True), prompt.where)
     torch.testing.assert_close(shifted, target.logits, atol=1e-3, rtol=1e-3)
     assert not torch.allclose(answer(model, ids, target, Variant(states, chosen), prompt.where), shifted, atol=1e-2)
+
+
+@torch.inference_mode()
+def test_trials_do_the_same_work(model: Model) -> None:
+    lesson = _lesson(model)
+    ids = torch.tensor([*lesson.beginning, *lesson.ends[0]])
+    prompt = prepare(model, lesson, [round(start * model.num_layers) for start in ladder.STARTS])
+    fitted = fit(model, [lesson, lesson], lambda *_: None)
+    scores = ladder._Scores(model, ids, lesson, prompt)
+    variants = ladder._trials(model, lesson, prompt, fitted, scores, 0.3)
+    default = len(variants["30% by query, recomputed"].chosen) * model.num_layers
+    (target,) = teach(model, lesson, 1)
+    for name, variant in variants.items():
+        work = len(variant.chosen) * (model.num_layers - variant.start)
+        assert work == 0 or abs(work - default) < model.num_layers or name.startswith("all"), name
+        assert answer(model, ids, target, variant, prompt.where).isfinite().all()
+
+
+def test_prompts_to_fit_on_have_other_contexts(tmp_path: Path) -> None:
+    rows = [
+        {"passages": [f"Chunk {number} of a text."], "question": f"Question {part}?", "answers": ["A"]}
+        for number in range(6)
+        for part in range(3)
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    args = argparse.Namespace(data=path, seed=0, samples=4, fit=5)
+    drawn = ladder._rows(args, None)  # type: ignore[arg-type]
+    asked, others = ({repr(row.passages) for row in part} for part in (drawn[:4], drawn[4:]))
+    assert len(drawn) == 9
+    assert not asked & others

@@ -3,7 +3,7 @@
 Parts of full prefill's KV are written over the stitched KV of all chunk tokens: keys or values alone, deep layers
 alone, or the change projected on a few directions per layer. Beside them, a budget of tokens is recomputed or
 transplanted (overwritten with full prefill's KV), scattered or in spans. Each row of the table is an upper bound of
-what a method of that kind can reach.
+what a method of that kind can reach. `--trials` measures methods instead, see `corrections`.
 """
 
 from __future__ import annotations
@@ -12,30 +12,45 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.quality.corrections import (
+    Fitted,
+    Prompt,
+    Variant,
+    answer,
+    changes,
+    corrected,
+    features,
+    fit,
+    on_bases,
+    prepare,
+)
 from benchmarks.quality.metrics import Bootstrap
 from benchmarks.quality.worlds import world_rows
 from kvrag.adapt.differentiable import LayerStates
-from kvrag.adapt.distill import Lesson, answer_over, divergences, locate, stitched, teach, write
+from kvrag.adapt.distill import Lesson, divergences, locate, stitched, teach
 from kvrag.backend.transformers import Model
 from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
 from kvrag.bench.quality import exact_match
 from kvrag.cli.common import DTYPES, at_least, existing_path, progress
 from kvrag.config import BlendConfig
 from kvrag.control.prompts import first_word, make_prompts, render, search_by_words
+from kvrag.errors import KvragError
 from kvrag.retrieval import documents
-from kvrag.reuse.policies import query
+from kvrag.reuse.measure import attention, first_tokens
 from kvrag.reuse.select import Context, best
 
 RANKS = (8, 16, 32, 64)
 DEPTHS = (1 / 6, 1 / 3, 1 / 2, 2 / 3)
 SPANS = (16, 32)
+STARTS = (1 / 3, 1 / 2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--docs", type=existing_path, metavar="FOLDER", help="prompts made from these documents")
     parser.add_argument("--samples", type=at_least(1), default=100, metavar="N", help="prompts (default: 100)")
     parser.add_argument("--fit", type=at_least(1), default=40, metavar="N", help="other prompts, for the directions")
+    parser.add_argument(
+        "--fit-docs", type=existing_path, metavar="FOLDER", help="with --docs: those are made from these"
+    )
     parser.add_argument("--context-tokens", type=at_least(0), default=0, metavar="N", help="default: 0")
     parser.add_argument(
         "--chunk-tokens", type=at_least(16), default=128, metavar="N", help="with --docs (default: 128)"
@@ -54,39 +72,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=at_least(2), default=8, metavar="K", help="with --docs (default: 8)")
     parser.add_argument("--ratio", type=at_least(0, float, 1), default=0.15, metavar="R", help="default: 0.15")
     parser.add_argument("--max-tokens", type=at_least(1), default=8, metavar="N", help="of an answer (default: 8)")
+    parser.add_argument("--trials", action="store_true", help="a late start and predicted changes, at equal work")
     parser.add_argument("--seed", type=at_least(0), default=0)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print the ladder."""
     model = Model.from_pretrained(args.model, dtype=args.dtype)
-    rows = _rows(args, model, args.samples + args.fit)
+    rows = _rows(args, model)
     lessons = [(lesson_of(model, row, args.context_tokens), row) for row in rows]
     lessons = [(lesson, row) for lesson, row in lessons if len(lesson.runs) > 1]
-    fit, asked = lessons[args.samples :], lessons[: args.samples]
+    others, asked = lessons[args.samples :], lessons[: args.samples]
     with progress("fitting", args.json) as update:
-        bases = fit_bases(model, [lesson for lesson, _ in fit], update)
+        fitted = fit(model, [lesson for lesson, _ in others], update)
     records: dict[str, list[Record]] = {}
     with progress("measuring", args.json) as update:
         for number, (lesson, row) in enumerate(asked):
             update(number, len(asked))
-            for name, record in measure(model, lesson, row, bases, args.ratio, args.max_tokens):
+            for name, record in measure(model, lesson, row, fitted, args):
                 records.setdefault(name, []).append(record)
     table = summarise(records, [row.context or repr(row.passages) for _, row in asked], args.seed)
-    result = {"command": " ".join(sys.argv), "model": model.name, "samples": len(asked), "rows": table}
+    result = {
+        "command": " ".join(sys.argv),
+        "model": model.name,
+        "samples": len(asked),
+        "explained": fitted.explained,
+        "rows": table,
+    }
     print(json.dumps(result) if args.json else "\n".join(_lines(result)))
     return 0
 
 
-def _rows(args: argparse.Namespace, model: Model, count: int) -> list[QuestionRow]:
+def _rows(args: argparse.Namespace, model: Model) -> list[QuestionRow]:
+    """Return the prompts to measure on, then those to fit on."""
+    count = args.samples + args.fit
     if args.data is not None:
         rows = file_rows(args.data, 1 << 30)
         random.Random(args.seed).shuffle(rows)
-        return rows[:count]
+        asked = rows[: args.samples]
+        contexts = {row.context or repr(row.passages) for row in asked}
+        others = [row for row in rows[args.samples :] if (row.context or repr(row.passages)) not in contexts]
+        return [*asked, *others[: args.fit]]
     if args.docs is None:
         return list(world_rows(count, args.seed))
+    if args.fit_docs is None:
+        return _document_rows(args, model, args.docs, count)
+    asked = _document_rows(args, model, args.docs, args.samples)
+    if len(asked) < args.samples:
+        raise KvragError(f"{args.docs} has text for {len(asked)} prompts only: use fewer --samples")
+    return [*asked, *_document_rows(args, model, args.fit_docs, args.fit)]
+
+
+def _document_rows(args: argparse.Namespace, model: Model, folder: Path, count: int) -> list[QuestionRow]:
     split = documents.splitter(lambda text: len(model.tokenizer.encode(text)), args.chunk_tokens, 0)
-    library = {str(path): tuple(split(documents.read(path).texts)) for path in documents.find([args.docs])[0]}
+    library = {str(path): tuple(split(documents.read(path).texts)) for path in documents.find([folder])[0]}
     chunks = list(dict.fromkeys(chunk for texts in library.values() for chunk in texts))
     names = {chunk: name for name, texts in library.items() for chunk in texts}
     search = search_by_words(chunks)
@@ -137,116 +176,116 @@ class Record:
     is_right: bool
 
 
-Bases = list[tuple[Tensor, Tensor]]
-"""Per layer, orthonormal directions of the change of keys and of values, each (HD, HD), the largest first."""
-
-
-def full_states(model: Model, ids: Sequence[int], where: Tensor) -> LayerStates:
-    """Return full prefill's keys and values at (R,) positions, per layer, each (1, H, R, D)."""
-    cache = model.new_cache(len(ids))
-    model.forward(torch.tensor([list(ids)]), cache)
-    return [
-        (keys[:, :, where].clone(), values[:, :, where].clone())
-        for keys, values in map(cache.layer, range(model.num_layers))
-    ]
-
-
-def changes(model: Model, written: LayerStates, full: LayerStates, where: Tensor) -> LayerStates:
-    """Return how the position-free KV of full prefill differs from the written one, per layer, each (R, HD) float32."""
-    tables = model.tables(where)
-    deltas = []
-    for number, (ours, theirs) in enumerate(zip(written, full, strict=True)):
-        keys, values = (a.float() - b.float() for a, b in zip(theirs, ours, strict=True))
-        deltas.append((_flat(model.unrotate(number, keys, tables[number])), _flat(values)))
-    return deltas
-
-
-def _flat(part: Tensor) -> Tensor:
-    return part[0].transpose(0, 1).flatten(1)
-
-
-def fit_bases(model: Model, lessons: Sequence[Lesson], update: Callable[[int, int], None]) -> Bases:
-    """Return the principal directions of the changes in other prompts, without centring."""
-    sums: list[list[Tensor]] = []
-    with torch.inference_mode():
-        for number, lesson in enumerate(lessons):
-            update(number, len(lessons))
-            written, where = write(model, None, lesson)
-            ids = [*lesson.beginning, *lesson.ends[0]]
-            delta = changes(model, written, full_states(model, ids, where), where)
-            grams = [[part.T @ part for part in layer] for layer in delta]
-            sums = (
-                [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(sums, grams, strict=True)]
-                if sums
-                else grams
-            )
-    return [tuple(torch.linalg.eigh(gram)[1].flip(1) for gram in layer) for layer in sums]
-
-
 def measure(
-    model: Model, lesson: Lesson, row: QuestionRow, bases: Bases, ratio: float, count: int
+    model: Model, lesson: Lesson, row: QuestionRow, fitted: Fitted, args: argparse.Namespace
 ) -> list[tuple[str, Record]]:
     """Return the record of every variant for one prompt."""
     with torch.inference_mode():
-        (target,) = teach(model, lesson, count)
+        (target,) = teach(model, lesson, args.max_tokens)
         text = model.tokenizer.decode([token for token in target.answer if token not in model.eos_ids]).split("\n")[0]
         text = first_word(text) if row.beginning else text
         is_right = bool(exact_match(text, row.answers))
-        written, where = write(model, None, lesson)
+        starts = [round(start * model.num_layers) for start in STARTS] if args.trials else []
+        prompt = prepare(model, lesson, starts)
         ids = torch.tensor([*lesson.beginning, *lesson.ends[0]])
-        full = full_states(model, ids.tolist(), where)
-        delta = changes(model, written, full, where)
-        budget = round(ratio * len(where))
-        context = Context(model, stitched(ids, lesson, written, where, model), BlendConfig(), budget)
-        by_query = query.score(context)[where]
-        moved = sum(part.square().sum(1) / part.square().sum().clamp_min(1e-12) for layer in delta for part in layer)
-        assert isinstance(moved, Tensor)
-        nothing = where[:0]
-        variants: dict[str, tuple[LayerStates, Tensor]] = {"plain reuse": (written, nothing)}
-        variants["keys of full prefill"] = [(f[0], w[1]) for f, w in zip(full, written, strict=True)], nothing
-        variants["values of full prefill"] = [(w[0], f[1]) for f, w in zip(full, written, strict=True)], nothing
-        variants["both"] = full, nothing
-        for depth in DEPTHS:
-            first = round(depth * model.num_layers)
-            variants[f"both, layers from {depth:.2f}"] = [*written[:first], *full[first:]], nothing
-            variants[f"both, layers below {depth:.2f}"] = [*full[:first], *written[first:]], nothing
-        for rank in RANKS:
-            variants[f"change of rank {rank}"] = _projected(model, written, delta, where, bases, rank), nothing
-        for name, scores in {"query": by_query, "largest change": moved}.items():
-            chosen = best(scores, budget)
-            variants[f"{ratio:.0%} by {name}, recomputed"] = written, where[chosen]
-            variants[f"{ratio:.0%} by {name}, transplanted"] = _transplanted(written, full, chosen), nothing
-        groups = {f"spans of {length}": _spans(lesson, length) for length in SPANS}
-        groups["whole chunks"] = _spans(lesson, 1 << 30)
-        for name, spans in groups.items():
-            variants[f"{ratio:.0%} in {name} by query, recomputed"] = (
-                written,
-                where[_best_spans(by_query, spans, budget)],
-            )
+        scores = _Scores(model, ids, lesson, prompt)
+        variants = (_trials if args.trials else _parts)(model, lesson, prompt, fitted, scores, args.ratio)
         records = []
-        for name, (states, selected) in variants.items():
-            logits = answer_over(model, ids, target, states, where, selected)
+        for name, variant in variants.items():
+            logits = answer(model, ids, target, variant, prompt.where)
             same = logits.argmax(-1).cpu() == torch.tensor(target.answer)
             kl = float(divergences(target.logits[:1].to(logits.device), logits[:1]))
             records.append((name, Record(kl, bool(same[0]), bool(same.all()), is_right)))
         return records
 
 
-def _projected(
-    model: Model, written: LayerStates, delta: LayerStates, where: Tensor, bases: Bases, rank: int
-) -> LayerStates:
-    """Return the written KV plus its change projected on the first directions."""
-    tables, states = model.tables(where), []
-    for number, (ours, change, basis) in enumerate(zip(written, delta, bases, strict=True)):
-        parts = []
-        for part, (moved, directions) in enumerate(zip(change, basis, strict=True)):
-            kept = moved @ directions[:, :rank] @ directions[:, :rank].T  # (R, HD)
-            kept = kept.view(len(where), ours[0].shape[1], -1).transpose(0, 1)[None].contiguous()  # (1, H, R, D)
-            if part == 0:
-                model.rotate(number, kept, tables[number], slice(0, len(where)))
-            parts.append((ours[part].float() + kept).to(ours[part].dtype))
-        states.append((parts[0], parts[1]))
-    return states
+class _Scores:
+    """Scores of the `query` policy for a prompt."""
+
+    def __init__(self, model: Model, ids: Tensor, lesson: Lesson, prompt: Prompt) -> None:
+        self.where = prompt.where
+        self._context = Context(model, stitched(ids, lesson, prompt.written, self.where, model), BlendConfig(), 0)
+        self._attention = attention(self._context)
+
+    def of(self, budget: int) -> Tensor:
+        """Return the (R,) scores under a budget."""
+        return (self._attention + first_tokens(replace(self._context, budget=budget)))[self.where]
+
+    def chosen(self, budget: int) -> Tensor:
+        """Return the best places under a budget."""
+        return best(self.of(budget), budget)
+
+
+def _default(ratio: float) -> str:
+    return f"{ratio:.0%} by query, recomputed"
+
+
+def _parts(
+    model: Model, lesson: Lesson, prompt: Prompt, fitted: Fitted, scores: _Scores, ratio: float
+) -> dict[str, Variant]:
+    """Return variants that take parts of full prefill's KV, or recompute others than the default."""
+    where, written, full = prompt.where, prompt.written, prompt.full
+    nothing, budget = torch.arange(0), round(ratio * len(where))
+    delta = changes(model, prompt)
+    moved = sum(part.square().sum(1) / part.square().sum().clamp_min(1e-12) for layer in delta for part in layer)
+    assert isinstance(moved, Tensor)
+    states: dict[str, LayerStates] = {"plain reuse": written}
+    states["keys of full prefill"] = [(f[0], w[1]) for f, w in zip(full, written, strict=True)]
+    states["values of full prefill"] = [(w[0], f[1]) for f, w in zip(full, written, strict=True)]
+    states["both"] = full
+    for depth in DEPTHS:
+        first = round(depth * model.num_layers)
+        states[f"both, layers from {depth:.2f}"] = [*written[:first], *full[first:]]
+        states[f"both, layers below {depth:.2f}"] = [*full[:first], *written[first:]]
+    amounts = on_bases(delta, fitted.bases)
+    for rank in RANKS:
+        states[f"change of rank {rank}"] = corrected(model, written, amounts, fitted.bases, where, rank)
+    variants = {name: Variant(kv, nothing) for name, kv in states.items()}
+    by_query = scores.of(budget)
+    for name, values in {"query": by_query, "largest change": moved}.items():
+        chosen = best(values, budget)
+        variants[f"{ratio:.0%} by {name}, recomputed"] = Variant(written, chosen)
+        variants[f"{ratio:.0%} by {name}, transplanted"] = Variant(_transplanted(written, full, chosen), nothing)
+    groups = {f"spans of {length}": _spans(lesson, length) for length in SPANS}
+    groups["whole chunks"] = _spans(lesson, 1 << 30)
+    for name, spans in groups.items():
+        chosen = _best_spans(by_query, spans, budget)
+        variants[f"{ratio:.0%} in {name} by query, recomputed"] = Variant(written, chosen)
+    return variants
+
+
+def _trials(
+    model: Model, lesson: Lesson, prompt: Prompt, fitted: Fitted, scores: _Scores, ratio: float
+) -> dict[str, Variant]:
+    """Return the methods of `corrections`, at as many rows x layers as the default."""
+    where, written = prompt.where, prompt.written
+    nothing, everything, default = torch.arange(0), torch.arange(len(where)), scores.chosen(round(ratio * len(where)))
+    variants = {"plain reuse": Variant(written, nothing), _default(ratio): Variant(written, default)}
+    for depth in STARTS:
+        start = round(depth * model.num_layers)
+        share = min(ratio * model.num_layers / (model.num_layers - start), 1)
+        chosen = scores.chosen(round(share * len(where)))
+        inputs = {"stored": prompt.stored_inputs[start], "full prefill's": prompt.full_inputs[start]}
+        for kind, hidden in inputs.items():
+            name = f"{share:.0%} from {depth:.2f}, {kind} inputs"
+            variants[name] = Variant(written, chosen, start, hidden[chosen])
+        variants[f"all from {depth:.2f}, stored inputs"] = Variant(written, everything, start, inputs["stored"])
+    true = on_bases(changes(model, prompt), fitted.bases)
+    columns = features(model, lesson, written, where)
+    guess, early_guess = fitted.predict(columns), fitted.predict(columns, own=True)
+    for rank in (RANKS[1], RANKS[2]):
+        states = corrected(model, written, true, fitted.bases, where, rank)
+        variants[f"change of rank {rank}, full prefill's"] = Variant(states, nothing)
+        states = corrected(model, written, guess, fitted.bases, where, rank)
+        variants[f"change of rank {rank}, predicted"] = Variant(states, nothing)
+        variants[f"... and {ratio:.0%} (rank {rank})"] = Variant(states, default)
+    variants[f"... and {ratio:.0%}, shifted (rank {rank})"] = Variant(states, default, is_shifted=True)
+    states = corrected(model, written, early_guess, fitted.bases, where, rank)
+    variants[f"change of rank {rank}, predicted when encoded"] = Variant(states, nothing)
+    variants[f"... and {ratio:.0%} (rank {rank}, when encoded)"] = Variant(states, default)
+    variants[f"... and {ratio:.0%}, shifted (when encoded)"] = Variant(states, default, is_shifted=True)
+    variants[f"{ratio:.0%}, shifted"] = Variant(written, default, is_shifted=True)
+    return variants
 
 
 def _transplanted(written: LayerStates, full: LayerStates, chosen: Tensor) -> LayerStates:
@@ -289,15 +328,18 @@ def summarise(records: Mapping[str, Sequence[Record]], contexts: Sequence[str], 
         for name, rows in records.items()
     }
     plain = columns["plain reuse"]["kl"]
+    default = next(column["kl"] for name, column in columns.items() if name.endswith("by query, recomputed"))
     table = []
     for name, column in columns.items():
         share = bootstrap.of(lambda ours, base: ours / base, column["kl"], plain)
+        against = bootstrap.of(lambda ours, base: ours / base, column["kl"] - default, plain)
         kept = bootstrap.of(lambda both, right: both / right, column["same"] * column["is_right"], column["is_right"])
         table.append(
             {
                 "variant": name,
                 "kl": float(column["kl"].mean()),
                 "share": [share["value"], share["low"], share["high"]],
+                "against": [against["value"], against["low"], against["high"]],
                 "first": float(column["first"].mean()),
                 "kept": [kept["value"], kept["low"], kept["high"]],
                 "right": int(column["is_right"].sum()),
@@ -307,12 +349,18 @@ def summarise(records: Mapping[str, Sequence[Record]], contexts: Sequence[str], 
 
 
 def _lines(result: Mapping[str, object]) -> list[str]:
-    rows = result["rows"]
+    rows, explained = result["rows"], result["explained"]
     assert isinstance(rows, list)
-    lines = [f"{result['model']}: {result['samples']} prompts, {rows[0]['right']} answered right by full prefill", ""]
-    lines.append(f"{'':44}{'KL':>8}   {'of plain reuse':22}{'first':>7}   right answers kept")
+    assert isinstance(explained, tuple)
+    lines = [
+        f"{result['model']}: {result['samples']} prompts, {rows[0]['right']} answered right by full prefill",
+        "predicted of the change on 32 directions, held-out prompts: keys {:.0%}, values {:.0%}".format(*explained),
+        "",
+    ]
+    lines.append(f"{'':44}{'KL':>8}   {'of plain reuse':22}{'less the default':24}{'first':>7}   right answers kept")
     for row in rows:
         share = "{:.0%} ({:.0%} to {:.0%})".format(*row["share"])
+        against = "{:+.0%} ({:+.0%} to {:+.0%})".format(*row["against"])
         kept = "{:.1%} ({:.1%} to {:.1%})".format(*row["kept"]) if row["right"] else "-"
-        lines.append(f"{row['variant']:44}{row['kl']:>8.4f}   {share:22}{row['first']:>7.1%}   {kept}")
+        lines.append(f"{row['variant']:44}{row['kl']:>8.4f}   {share:22}{against:24}{row['first']:>7.1%}   {kept}")
     return lines

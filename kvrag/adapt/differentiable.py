@@ -7,7 +7,7 @@ position-free keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -26,12 +26,12 @@ LayerStates = list[tuple[Tensor, Tensor]]
 """Rotated keys and values of each layer, each (B, H, T, D)."""
 
 
-class _GraphCache(Cache):  # type: ignore[misc]
+class GraphCache(Cache):  # type: ignore[misc]
     """Puts earlier KV before a pass's own, out of place, and records the pass's own."""
 
     def __init__(self, num_layers: int, past: LayerStates, stop_at: int | None) -> None:
         super().__init__(layers=[BlendLayer(number, 0, None, None) for number in range(num_layers)])
-        self._past, self._stop_at = past, stop_at
+        self.past, self._stop_at = past, stop_at
         self.fresh: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(
@@ -41,22 +41,28 @@ class _GraphCache(Cache):  # type: ignore[misc]
         self.fresh[layer_idx] = key_states, value_states
         if layer_idx == self._stop_at:
             raise StopForward
-        if not self._past:
+        if not self.past:
             return key_states, value_states
-        keys, values = self._past[layer_idx]
+        keys, values = self.past[layer_idx]
         return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
 
 
 def encode_rows(model: Model, ids: Tensor, positions: Tensor) -> LayerStates:
     """Return the KV of (B, T) rows, each causal, at their (B, T) positions. Padding stands at the end of a row."""
-    cache = _GraphCache(model.num_layers, [], stop_at=model.num_layers - 1)
+    cache = GraphCache(model.num_layers, [], stop_at=model.num_layers - 1)
     with suppress(StopForward):
         _run(model, ids, positions, positions, cache)
     return [cache.fresh[number] for number in range(model.num_layers)]
 
 
 def logits_after(
-    model: Model, ids: Tensor, positions: Tensor, past: LayerStates, past_positions: Tensor, count: int
+    model: Model,
+    ids: Tensor,
+    positions: Tensor,
+    past: LayerStates,
+    past_positions: Tensor,
+    count: int,
+    make_cache: Callable[..., GraphCache] = GraphCache,
 ) -> Tensor:
     """Return (count, V) float32 logits after the last tokens of a row.
 
@@ -64,13 +70,13 @@ def logits_after(
         ids: (S,) tokens at ascending (S,) positions.
         past: KV at (K,) other positions, each (1, H, K, D).
     """
-    cache = _GraphCache(model.num_layers, past, None)
+    cache = make_cache(model.num_layers, past, None)
     keys = torch.cat([past_positions, positions])
     logits = _run(model, ids[None], positions[None], keys[None], cache, logits_to_keep=count).logits
     return logits[0, -count:].float()
 
 
-def _run(model: Model, ids: Tensor, rows: Tensor, keys: Tensor, cache: _GraphCache, **arguments: Any) -> Any:
+def _run(model: Model, ids: Tensor, rows: Tensor, keys: Tensor, cache: GraphCache, **arguments: Any) -> Any:
     """Run the model on (B, S) tokens at positions `rows`, which attend to keys at (B, K) positions up to their own."""
     distance = rows[:, :, None] - keys[:, None, :]  # (B, S, K)
     lowest = torch.finfo(model.dtype).min

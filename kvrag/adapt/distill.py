@@ -117,16 +117,22 @@ def write(model: Model, adapter: Adapter | None, lesson: Lesson) -> tuple[LayerS
     else:
         with adapter.active():
             states = encode_rows(model, ids, positions)
-    places = []  # row, and its places, of each run
-    for run in lesson.runs:
-        number = int(run.key)
-        start = len(preamble) + len(lesson.rows[number][0]) + run.offset
-        places.append((number, slice(start, start + len(run))))
+    taken = places(model, lesson)
     written = [
-        tuple(torch.cat([part[number, :, place] for number, place in places], dim=1)[None] for part in layer)
+        tuple(torch.cat([part[number, :, place] for number, place in taken], dim=1)[None] for part in layer)
         for layer in states
     ]
     return written, torch.cat([torch.arange(run.start, run.stop) for run in lesson.runs])  # type: ignore[return-value]
+
+
+def places(model: Model, lesson: Lesson) -> list[tuple[int, slice]]:
+    """Return the encoded row of each run, and its tokens' places in it."""
+    taken = []
+    for run in lesson.runs:
+        number = int(run.key)
+        start = len(model.preamble) + len(lesson.rows[number][0]) + run.offset
+        taken.append((number, slice(start, start + len(run))))
+    return taken
 
 
 def stitched(ids: Tensor, lesson: Lesson, written: LayerStates, where: Tensor, model: Model) -> Stitched:
@@ -162,14 +168,20 @@ def answer_over(
     Args:
         before: Return that many logits more, those before.
     """
+    return logits_after(model, *computed(ids, target, written, where, selected), before + len(target.answer))
+
+
+def computed(
+    ids: Tensor, target: Target, written: LayerStates, where: Tensor, selected: Tensor
+) -> tuple[Tensor, Tensor, LayerStates, Tensor]:
+    """Return the (S,) tokens that are computed and their positions, and the KV and positions of the (K,) others."""
     keep = ~torch.isin(where, selected)
-    past = [tuple(part[:, :, keep.to(part.device)] for part in layer) for layer in written]
-    total = len(ids) + len(target.answer) - 1
-    rows = torch.ones(total, dtype=torch.bool)
+    past = [(keys[:, :, keep.to(keys.device)], values[:, :, keep.to(values.device)]) for keys, values in written]
+    rows = torch.ones(len(ids) + len(target.answer) - 1, dtype=torch.bool)
     rows[where[keep]] = False
     positions = rows.nonzero().squeeze(1)
     tokens = torch.cat([ids, torch.tensor(target.answer[:-1], dtype=torch.long)])
-    return logits_after(model, tokens[positions], positions, past, where[keep], before + len(target.answer))  # type: ignore[arg-type]
+    return tokens[positions], positions, past, where[keep]
 
 
 def divergences(full: Tensor, other: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ ONLY_IN: dict[str, set[str]] = {
     "uvicorn": {"server"},
     "pydantic": {"server", "llm_fields.py"},
     "prometheus_client": {"server"},
-    "httpx": {"bench/load.py"},
+    "httpx": set(),
     "openai": {"client/connection.py"},
     "ray": set(),
     "ray_kvrag": set(),

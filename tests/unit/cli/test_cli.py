@@ -143,7 +143,6 @@ WRONG = [
         ["bench", "quality", "--docs", str(CORPUS), *wrong]
         for wrong in (["--chunk-tokens", "4"], ["--instruction", "x"])
     ),
-    ["bench", "serve", "--rate", "-1"],
 ]
 
 

@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": BASE | ROOMS | {"request", "answer"},
     "client": {"errors", "config", "types", "blocking"},
     "adapt": BASE | ROOMS | {"engine"},
-    "llm": BASE | {"backend", "engine", "inspect", "client"},
+    "llm": BASE | {"backend", "control", "engine", "inspect", "client"},
     "llm_fields": {"engine", "llm"},
     "vectorstore": BASE | {"llm", "blocking"},
     "bench": BASE | ROOMS | {"engine"},

@@ -14,6 +14,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "gpu": ("benchmarks.speed.gpu", "check a GPU: exactness, time to first token, ingestion, a profile"),
     "ingest": ("benchmarks.speed.ingest", "measure the encoding speed"),
     "match": ("benchmarks.speed.match", "measure the speed of matching prompts with stored chunks"),
+    "serve": ("benchmarks.speed.serve", "load-test a running server"),
     "ttft": (
         "benchmarks.speed.ttft",
         "measure the limits of the time to first token: computing and loading, each alone",

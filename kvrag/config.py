@@ -124,7 +124,6 @@ class BlendConfig:
         deviation_of: "k", "v" or "kv": tensors that `hkvd` compares.
         metric: "l2" (CacheBlend) or "cosine" (KVBoost): metric of `hkvd`.
         min_deviation: `hkvd` does not recompute tokens with a smaller deviation, at any ratio.
-        seam_before, seam_after: Tokens that `seam` selects at the end of a run and at the start of the next.
         first_tokens: Tokens at the start of every run that `query` and `query_hkvd` recompute in any case, as far as
             half of the budget allows; 0 = the question's attention alone decides.
         band: Layers whose attention `query` and `query_hkvd` use, as fractions of the depth.
@@ -142,8 +141,6 @@ class BlendConfig:
     deviation_of: str = _checked("kv", check_choice, choices=("k", "v", "kv"))
     metric: str = _checked("l2", check_choice, choices=("l2", "cosine"))
     min_deviation: float = _checked(0.0, check_number)
-    seam_before: int = _checked(0, check_number, whole=True)
-    seam_after: int = _checked(4, check_number, whole=True)
     first_tokens: int = _checked(2, check_number, whole=True)
     band: tuple[float, float] = (0.5, 0.8)
     smoothing: int = _checked(1, check_number, least=1, whole=True)

@@ -7,8 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from kvrag.backend.protocol import KVCache
 from kvrag.backend.transformers import Model
 from kvrag.bench import ttft
-from kvrag.bench.ttft import Calls, TtftSetup
+from kvrag.bench.ttft import TtftSetup
 from kvrag.cli import bench
 from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine
@@ -26,7 +25,8 @@ from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader
 from kvrag.types import BlendReport
 
-_LOAD = "loading alone"
+# measured in the same rounds, as if they were policies
+_TOKENS, _LOAD, _ROWS = "tokens of the prompt", "loading alone", "rows of "
 
 
 @dataclass(frozen=True)
@@ -51,21 +51,33 @@ def measure(
     with_prefix: bool = True,
 ) -> tuple[ttft.TtftResult, dict[str, Limits]]:
     """Return `ttft.measure`, and the limits of every policy by name."""
+    ids: list[int] = []
     caches: list[KVCache] = []
+    reports: dict[str, BlendReport] = {}
 
-    def further(engine: BlendEngine, ids: list[int], reports: list[BlendReport]) -> Calls:
-        if not caches:
-            caches.append(engine.prefill(ids, BlendConfig(policy="none", controller="off")).cache)
-        calls: Calls = {_LOAD: partial(_load_alone, engine, ids)}
-        for number in {report.fresh_tokens + report.recomputed_tokens for report in reports}:
-            calls[f"{number} rows"] = partial(_rows_alone, engine, ids, caches[0], number)
-        return calls
+    def ask(engine: BlendEngine, policy: str, chunks: list[str], question: str) -> BlendReport | None:
+        name = policy.removeprefix(_ROWS)
+        if policy == _TOKENS:
+            ids[:] = engine.tokenize(ttft.messages_of(chunks, question))
+            caches[:] = caches or [engine.prefill(ids, BlendConfig(policy="none", controller="off")).cache]
+        elif policy == _LOAD:
+            _load_alone(engine, ids)
+        elif name != policy:
+            _rows_alone(engine, ids, caches[0], reports[name].fresh_tokens + reports[name].recomputed_tokens)
+        else:
+            reports[policy] = ttft.ask(engine, policy, chunks, question)
+            return reports[policy]
+        return None
 
-    result = ttft.measure(setup, progress=progress, net=net, with_prefix=with_prefix, further=further)
+    more = (_TOKENS, _LOAD, *(f"{_ROWS}{policy}" for policy in setup.policies))
+    asked = replace(setup, policies=(*setup.policies, *more))
+    result = ttft.measure(asked, ask, progress, net, with_prefix)
+    seconds = {row.name: row.ttft_s for row in result.rows}
+    result = replace(result, rows=[row for row in result.rows if row.name not in more])
     limits = {}
     for row in result.rows:
         if row.load_stall_s is not None:
-            rows_s, load_s = result.further_s[f"{row.computed_tokens} rows"], result.further_s[_LOAD]
+            rows_s, load_s = seconds[f"{_ROWS}{row.name}"], seconds[_LOAD]
             limits[row.name] = Limits(rows_s, rows_s / row.ttft_s, load_s, max(1 - row.load_stall_s / load_s, 0.0))
     return result, limits
 

@@ -91,8 +91,8 @@ def test_passages_are_cut_and_joined() -> None:
 
 
 def test_policies_may_have_settings() -> None:
-    labels = split_policies("hkvd,hkvd:check_layer=3,metric=cosine,query:band=0.2:0.6,seam")
-    assert labels == ["hkvd", "hkvd:check_layer=3,metric=cosine", "query:band=0.2:0.6", "seam"]
+    labels = split_policies("hkvd,hkvd:check_layer=3,metric=cosine,query:band=0.2:0.6,first_k")
+    assert labels == ["hkvd", "hkvd:check_layer=3,metric=cosine", "query:band=0.2:0.6", "first_k"]
     configs = make_configs(labels, ["smoothing=7"])
     assert (configs["hkvd"].check_layer, configs["hkvd"].smoothing) == (1, 7)
     changed = configs["hkvd:check_layer=3,metric=cosine"]
@@ -120,7 +120,7 @@ def test_an_impossible_policy_is_refused(label: str, message: str) -> None:
 
 # -------------------------------------------------------------------- the command
 
-SMALL = ("--samples", 3, "--policies", "seam", "--ratios", 0.3, "--max-tokens", 3)
+SMALL = ("--samples", 3, "--policies", "query", "--ratios", 0.3, "--max-tokens", 3)
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def _cells(result: Any, policy: str) -> list[Any]:
 def test_the_preamble_and_codecs_are_compared(run: Callable[..., str]) -> None:
     result = json.loads(run(*SMALL[:-2], "--max-tokens", 1, "--preamble", "on,off", "--codec", "native,int8", "--json"))
     assert len(result["cells"]) == 2 * 2 * 4
-    for cell in _cells(result, "seam"):
+    for cell in _cells(result, "query"):
         if cell["codec"] != "native":
             continue
         # with its preamble the first chunk is exact and not recomputed
@@ -186,17 +186,17 @@ def test_missing_passages_stay_in_their_documents(documents: tuple[str, ...]) ->
 
 
 def test_policies_are_compared_at_the_same_ratio(run: Callable[..., str]) -> None:
-    argv = ("--samples", 3, "--policies", "seam", "first_k", "--ratios", 0.1, 0.4, "--against", "first_k", "--json")
+    argv = ("--samples", 3, "--policies", "query", "first_k", "--ratios", 0.1, 0.4, "--against", "first_k", "--json")
     result = json.loads(run(*argv))
     for cell in result["cells"]:
-        assert ("against" in cell) == (cell["policy"] in ("seam", "random"))
-    for cell in _cells(result, "seam"):
+        assert ("against" in cell) == (cell["policy"] in ("query", "random"))
+    for cell in _cells(result, "query"):
         (other,) = [rival for rival in _cells(result, "first_k") if rival["ratio"] == cell["ratio"]]
         assert cell["against"]["kl"]["value"] == pytest.approx(cell["kl"]["value"] - other["kl"]["value"])
 
 
 def test_the_table(run: Callable[..., str], tmp_path: Path) -> None:
-    argv = ("--policies", "seam", "first_k", "--against", "first_k", "--chunk-tokens", "0,64", "--out", tmp_path)
+    argv = ("--policies", "query", "first_k", "--against", "first_k", "--chunk-tokens", "0,64", "--out", tmp_path)
     text = run("--samples", 2, "--max-tokens", 2, *argv)
     for part in (
         "passages as they are, preamble on",
@@ -206,7 +206,7 @@ def test_the_table(run: Callable[..., str], tmp_path: Path) -> None:
         "TTFT",
     ):
         assert part in text
-    rows = [line for line in text.splitlines() if line.startswith("seam ")]
+    rows = [line for line in text.splitlines() if line.startswith("query ")]
     assert len(rows) == 2 * 3 * 3, "two chunk lengths, three ratios, three tables"
     result = json.loads((tmp_path / "results.json").read_text())
     assert json.loads(run("--samples", 2, "--max-tokens", 2, *argv, "--json"))["cells"] == result["cells"]
@@ -223,7 +223,7 @@ def test_the_table(run: Callable[..., str], tmp_path: Path) -> None:
         (["--missing", "1"], "--missing: must be a share from 0 to less than 1"),
         (["--preamble", "maybe"], "--preamble: must be one of on, off, got 'maybe'"),
         (["--codec", "zip"], "unknown codec 'zip'; choose one of native, int8, int4"),
-        (["--set", "policy=seam"], "'policy=seam' is not a setting"),
+        (["--set", "policy=query"], "'policy=query' is not a setting"),
         (["--against", "best"], "--against 'best' is not among the measured policies"),
     ],
 )

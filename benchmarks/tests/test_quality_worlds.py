@@ -14,7 +14,7 @@ from benchmarks.quality.worlds import world_rows
 from benchmarks.readers.first.world import KINDS
 from kvrag import Model
 
-SMALL = ("--samples", 2, "--policies", "seam", "first_k", "--against", "first_k", "--max-tokens", 2)
+SMALL = ("--samples", 2, "--policies", "query", "first_k", "--against", "first_k", "--max-tokens", 2)
 
 Run = Callable[..., tuple[int, str]]
 

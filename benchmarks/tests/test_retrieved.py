@@ -202,16 +202,16 @@ def test_leaked_answers_are_counted(model: Model) -> None:
     rows = [replace(ROW, id=str(number)) for number in range(4)]
     seen = replace(ROW, id="seen", passages=(CHUNKS[0],), supported=True)
     tasks, _ = make_tasks(model, [*rows, seen], 1)
-    cells = make_cells(make_configs(["seam", "random"]), [0.1])
+    cells = make_cells(make_configs(["query", "random"]), [0.1])
     journal = quality.Journal(None, {})
-    said = {"full": ["Torvik"] * 4, "none": ["Florton."] * 4, "seam": ["Florton", "Torvik", "Florton", "florton"]}
+    said = {"full": ["Torvik"] * 4, "none": ["Florton."] * 4, "query": ["Florton", "Torvik", "Florton", "florton"]}
     for number, task in enumerate(tasks):
         texts = [[*said.get(cell.label, ["Torvik"] * 4), "Florton"][number] for cell in cells]
         journal.add(task.row.key, [Record([1], text, 0.0, 10, 9, 9, 1, 1.0) for text in texts])
     measured = tables(tasks, cells, journal)
     results = {cell["policy"]: cell for cell in summarise(tasks, cells, measured, 0, "hkvd")}
     leaked = {policy: cell["groups"][HIDDEN]["leaked"]["value"] for policy, cell in results.items()}
-    assert leaked == {"full": 0, "none": 1, "seam": 0.75, "random": 0}
+    assert leaked == {"full": 0, "none": 1, "query": 0.75, "random": 0}
     for cell in results.values():
         assert cell["groups"][HIDDEN]["samples"] == 4
         assert cell["groups"][RETRIEVED]["samples"] == 1
@@ -220,7 +220,7 @@ def test_leaked_answers_are_counted(model: Model) -> None:
 
 # -------------------------------------------------------------------- the command
 
-SMALL = ("--top-k", 3, "--articles", 10, "--samples", 8, "--policies", "seam", "--ratios", 0.3, "--max-tokens", 2)
+SMALL = ("--top-k", 3, "--articles", 10, "--samples", 8, "--policies", "query", "--ratios", 0.3, "--max-tokens", 2)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import takewhile
@@ -58,25 +58,24 @@ class TtftRow:
 
 @dataclass(frozen=True)
 class TtftResult:
-    """All rows, the settings to reproduce them, and the medians of further calls in seconds."""
+    """All rows, and the settings to reproduce them."""
 
     rows: list[TtftRow]
     prompt_tokens: int
     settings: dict[str, Any]
-    further_s: dict[str, float] = field(default_factory=dict)
 
 
-Ask = Callable[[BlendEngine, str, list[str], str], BlendReport]
-Calls = dict[str, Callable[[], object]]
+Ask = Callable[[BlendEngine, str, list[str], str], BlendReport | None]
 
 
-def _messages(chunks: Sequence[str], question: str) -> Messages:
+def messages_of(chunks: Sequence[str], question: str) -> Messages:
+    """Return the prompt of these chunks and a question."""
     return [{"role": "user", "content": "\n\n".join([*chunks, question])}]
 
 
 def ask(engine: BlendEngine, policy: str, chunks: list[str], question: str) -> BlendReport:
     """Answer with one token; return the report."""
-    return engine.generate(_messages(chunks, question), policy=policy, max_new_tokens=1, temperature=0).report
+    return engine.generate(messages_of(chunks, question), policy=policy, max_new_tokens=1, temperature=0).report
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,6 @@ def measure(
     progress: Callable[[str], None] = lambda line: None,
     net: Model | None = None,
     with_prefix: bool = True,
-    further: Callable[[BlendEngine, list[int], list[BlendReport]], Calls] = lambda engine, ids, reports: {},
 ) -> TtftResult:
     """Measure on a random model of that shape; medians over the rounds after one warm-up round.
 
@@ -124,8 +122,6 @@ def measure(
         ask: Function of (engine, policy, chunks, question) that answers with one token; it may use a framework.
         net: The model, if it exists already.
         with_prefix: Measure an exact prefix cache, too; it takes about as long as full prefill.
-        further: Function of (engine, ids of the prompt, last report of every policy) that returns more to measure in
-            the same round.
     """
     if net is None:
         progress(f"building a random model of {setup.model}'s shape")
@@ -147,14 +143,12 @@ def measure(
             progress(f"round {repeat} of {setup.repeats}" if repeat else "warm-up round")
             rng.shuffle(corpus)
             question = "".join(rng.choices(words, k=setup.question_tokens))
-            messages = _messages(corpus, question)
-            calls: Calls = {FULL: partial(_generate, net, messages)}
+            messages = messages_of(corpus, question)
+            calls: dict[str, Callable[[], object]] = {FULL: partial(_generate, net, messages)}
             if with_prefix:
                 calls[PREFIX] = partial(prefix.generate, messages)
             for policy in setup.policies:
                 calls[policy] = partial(ask, engine, policy, list(corpus), question)
-            methods, ids = list(calls), net.tokenizer.render(messages)
-            calls |= further(engine, ids, [method_reports[-1] for method_reports in reports.values()])
             for name, call in calls.items():
                 if setup.cold:
                     _drop_page_cache(Path(folder))
@@ -164,12 +158,11 @@ def measure(
                 if isinstance(result, BlendReport):
                     reports.setdefault(name, []).append(result)
     medians = {name: statistics.median(values) for name, values in times.items()}
-    rows = [_row(name, medians, reports.get(name, []), net, setup.check_layer) for name in methods]
+    rows = [_row(name, medians, reports.get(name, []), net, setup.check_layer) for name in medians]
     names = ("chunks", "chunk_tokens", "question_tokens", "ratio", "check_layer", "repeats", "cold")
     settings = run_settings(net) | {name: getattr(setup, name) for name in names}
     settings |= {"ram_tier": bool(setup.ram_bytes), "device_tier": bool(setup.device_bytes)}
-    further_s = {name: seconds for name, seconds in medians.items() if name not in methods}
-    return TtftResult(rows, next(iter(reports.values()))[-1].prompt_tokens, settings, further_s)
+    return TtftResult(rows, next(iter(reports.values()))[-1].prompt_tokens, settings)
 
 
 def run_settings(net: Model) -> dict[str, Any]:

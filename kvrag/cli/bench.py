@@ -108,15 +108,3 @@ def quality(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="store rows.jsonl and results.json there; run again to resume"
     )
-
-
-def serve(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `kvrag bench serve`."""
-    url = "http://127.0.0.1:8000"
-    parser.add_argument("--url", default=url, help=f"URL of the server (default: {url})")
-    parser.add_argument("--api-key", default="", metavar="KEY", help="API key, if the server requires one")
-    parser.add_argument("--model", default="", help="model name (default: the server's first model)")
-    add_number(parser, "--clients", 32, "concurrent clients", least=1)
-    add_number(parser, "--rate", 0.0, "requests per second at random times, instead of clients that wait for answers")
-    add_number(parser, "--seconds", 120.0, "duration in seconds")
-    add_number(parser, "--kill", 8, "clients per second that disconnect mid-stream")

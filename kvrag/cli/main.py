@@ -27,9 +27,8 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("kvrag.cli.verify", "test that blending is exact on your model"),
     "bench ttft": ("kvrag.bench.ttft", "measure the time to first token"),
     "bench quality": ("kvrag.cli.quality", "measure how many of full prefill's answers are kept, per policy and ratio"),
-    "bench serve": ("kvrag.bench.load", "load-test a running server"),
 }
-_GROUPS = {"bench": "measure speed on random weights of real shapes, quality on real models, and a server under load"}
+_GROUPS = {"bench": "measure speed on random weights of real shapes, and quality on real models"}
 _EPILOG = """\
 first:                  kvrag demo
 with your own files:    kvrag warm docs/ --model Qwen/Qwen2.5-1.5B-Instruct

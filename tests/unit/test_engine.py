@@ -71,9 +71,7 @@ def test_report_arithmetic(policy: str, ratio: float, chunks: tuple[int, ...], e
         assert ids[run.start : run.stop] == chunk[run.offset : run.offset + len(run)]
     inexact = sum(len(run) for run in report.runs[1:])  # the first follows the preamble
     budget = 0 if policy == "none" else round(ratio * inexact)
-    # hkvd_gradual spends part of it on the first layers of tokens that it then drops
-    thinned = policy == "hkvd_gradual" and budget < inexact
-    assert report.recomputed_tokens == (round(0.6 * budget) if thinned else budget)
+    assert report.recomputed_tokens == budget
     assert report.exact == (report.recomputed_tokens == inexact)
     assert (report.tier, report.bytes_loaded > 0) == (("disk", True) if chunks else ("", False))
     assert report.ttft_s >= report.match_s + report.select_s + report.blend_s > 0
@@ -87,13 +85,13 @@ def test_overrides_hold_for_one_answer(model: Model, tmp_path: Path) -> None:
         engine.warm(CHUNKS)
         reports = [
             engine.generate(PROMPT, max_new_tokens=1, **settings).report
-            for settings in ({}, {"ratio": 0.0}, {"policy": "random"}, {"ratio": 1, "policy": "seam"}, {})
+            for settings in ({}, {"ratio": 0.0}, {"policy": "random"}, {"ratio": 1, "policy": "hkvd"}, {})
         ]
     assert [(report.policy, report.ratio) for report in reports] == [
         ("first_k", 0.4),
         ("first_k", 0.0),
         ("random", 0.4),
-        ("seam", 1),
+        ("hkvd", 1),
         ("first_k", 0.4),
     ]
 

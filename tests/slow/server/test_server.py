@@ -32,9 +32,8 @@ from starlette.types import Message
 from transformers import AutoModelForCausalLM
 
 import kvrag
-import kvrag.bench.load
+from benchmarks.speed import serve
 from kvrag import Answer, BlendConfig, BlendEngine, FileStore, Grammar, Model
-from kvrag.bench.load import load
 from kvrag.server.answers import EventStream
 from kvrag.server.corpus import Corpus
 from kvrag.server.response import ResponseBuilder
@@ -874,7 +873,7 @@ def test_metrics_count_tokens_by_source(served: Served, engine: BlendEngine) -> 
 async def test_many_clients_at_once_get_what_each_would_get_alone(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask, answers = kvrag.bench.load.ask, defaultdict[str, set[str]](set)
+    ask, answers = serve.ask, defaultdict[str, set[str]](set)
 
     def disconnected() -> float:
         text = served.http.get("/metrics").text
@@ -886,9 +885,9 @@ async def test_many_clients_at_once_get_what_each_would_get_alone(
             answers[json.dumps(body)].add(said.text)  # the first time alone
         return said
 
-    monkeypatch.setattr(kvrag.bench.load, "ask", noted)
+    monkeypatch.setattr(serve, "ask", noted)
     before = disconnected()
-    result = await load(served.url, clients=8, seconds=1, kill=3, prompts=4)
+    result = await serve.load(served.url, clients=8, seconds=1, kill=3, prompts=4)
     assert result.passed, result
     assert result.complete + result.rejected >= 8
     assert [len(texts) for texts in answers.values()] == [1] * 4
@@ -897,7 +896,7 @@ async def test_many_clients_at_once_get_what_each_would_get_alone(
 
 
 async def test_requests_arrive_at_a_rate_independent_of_answers(served: Served) -> None:
-    result = await load(served.url, clients=1, seconds=0.5, prompts=2, rate=20.0)
+    result = await serve.load(served.url, clients=1, seconds=0.5, prompts=2, rate=20.0)
     assert result.passed, result
     assert 2 < result.complete + result.rejected < 40
     assert len(result.ttft_s) == result.complete

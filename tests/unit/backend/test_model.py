@@ -32,7 +32,7 @@ from kvrag import (
 )
 from kvrag.backend.lock import FairLock
 from kvrag.backend.transformers import Tokenizer
-from kvrag.backend.transformers.loading import reader_path
+from kvrag.backend.transformers.loading import load_config, reader_path
 from kvrag.fingerprint import hash_weights
 
 BOS_TEMPLATE = (
@@ -319,6 +319,8 @@ def test_an_unknown_model_is_named_with_a_way_out(monkeypatch: pytest.MonkeyPatc
         Model.from_pretrained("no-such/model")
     with pytest.raises(ModelLoadError, match="check the files in that folder"):
         Model.from_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match="there is no such folder"):
+        load_config(str(tmp_path / "nothing"))
 
 
 def test_damaged_weights_are_a_load_error(tmp_path: Path, tokenizer: Any) -> None:
@@ -401,8 +403,7 @@ def test_unknown_settings_are_refused(make: Callable[..., Any], tmp_path: Path) 
         {"deviation_of": "vk"},
         {"metric": "l1"},
         {"min_deviation": -1},
-        {"seam_before": -1},
-        {"seam_after": 2.5},
+        {"first_tokens": 2.5},
         {"band": (0.5, 0.5)},
         {"band": (0.5, 1.5)},
         {"smoothing": 4},

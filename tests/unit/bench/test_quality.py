@@ -137,7 +137,7 @@ def fails(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
 """Four questions about the bundled reader's world."""
-SMALL = ("--samples", 3, "--policies", "seam", "--ratios", 0.3, "--max-tokens", 3)
+SMALL = ("--samples", 3, "--policies", "query", "--ratios", 0.3, "--max-tokens", 3)
 
 
 def _cells(result: Any, policy: str) -> list[Any]:
@@ -155,12 +155,12 @@ def test_everything_recomputed_is_full_prefill(bench: Bench) -> None:
     assert [(cell["policy"], cell["ratio"]) for cell in result["cells"]] == [
         ("full", None),
         ("none", None),
-        ("seam", 0.3),
-        ("seam", 1.0),
+        ("query", 0.3),
+        ("query", 1.0),
     ]
     (full,) = _cells(result, "full")
     assert (full["kl"], full["agree"]["value"], full["reused"]) == (0, 1, 0)
-    for cell in _cells(result, "seam"):
+    for cell in _cells(result, "query"):
         assert cell["reused"] > 0.5
         if cell["ratio"] == 1.0:
             assert cell["kl"] < 1e-9
@@ -531,13 +531,13 @@ def test_nan_is_named(
 
 
 def test_the_table(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ("--samples", 2, "--max-tokens", 2, "--policies", "seam,first_k")
+    argv = ("--samples", 2, "--max-tokens", 2, "--policies", "query,first_k")
     result = bench(*argv, "--out", tmp_path)
     assert main(["bench", "quality", *_with_rows([*argv, "--out", tmp_path])]) == 0
     text = capsys.readouterr().out
     for part in ("2 rows of questions.jsonl", "first tokens kept", "TTFT"):
         assert part in text
-    rows = [line for line in text.splitlines() if line.startswith("seam ")]
+    rows = [line for line in text.splitlines() if line.startswith("query ")]
     assert len(rows) == 3
     assert json.loads((tmp_path / "results.json").read_text())["cells"] == result["cells"]
 

@@ -257,8 +257,8 @@ def test_if_no_ratio_reaches_the_target_full_prefill_is_used(warmed: BlendEngine
     ("changes", "why"),
     [
         ({"fingerprint": "0" * 32}, "another model or other load settings"),
-        ({"policy": "seam"}, "policy seam, not query"),
-        ({"settings": settings_of(BlendConfig(seam_after=2))}, "other settings (seam_after)"),
+        ({"policy": "hkvd"}, "policy hkvd, not query"),
+        ({"settings": settings_of(BlendConfig(first_tokens=4))}, "other settings (first_tokens)"),
     ],
 )
 def test_a_calibration_for_something_else_is_ignored(changes: dict[str, Any], why: str, warmed: BlendEngine) -> None:
@@ -267,6 +267,12 @@ def test_a_calibration_for_something_else_is_ignored(changes: dict[str, Any], wh
     assert report.ratio == 0.15
     assert report.notes == (f"the store's calibration is ignored: it was made for {why}",)
     assert warmed.generate(PROMPT, max_new_tokens=1, policy="none").report.notes == ()
+
+
+def test_a_calibration_of_a_version_with_more_settings_is_used(warmed: BlendEngine) -> None:
+    _kept(warmed, settings={**settings_of(BlendConfig()), "seam_before": 0, "seam_after": 4})
+    report = warmed.generate(PROMPT, max_new_tokens=1).report
+    assert (report.ratio, report.notes) == (0.05, ())
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b'{"ratio": 3}', b"null"])

@@ -291,7 +291,7 @@ def test_explicit_settings_are_used(settings: dict[str, Any], engine: BlendEngin
 
 
 @pytest.mark.parametrize(
-    "config", [BlendConfig(ratio=0.3), BlendConfig(policy="seam"), BlendConfig(controller="off")], ids=str
+    "config", [BlendConfig(ratio=0.3), BlendConfig(policy="first_k"), BlendConfig(controller="off")], ids=str
 )
 def test_settings_of_the_config_are_used(config: BlendConfig, model: Model, tmp_path: Path) -> None:
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0), config) as engine:

@@ -44,7 +44,7 @@ def answered(engine: BlendEngine, *chunks: str, **settings: Any) -> Any:
 # -------------------------------------------------------------------- the prompt
 
 
-@pytest.mark.parametrize(("policy", "ratio"), [("query", 0.2), ("seam", 0.3), ("none", None), ("full", None)])
+@pytest.mark.parametrize(("policy", "ratio"), [("query", 0.2), ("first_k", 0.3), ("none", None), ("full", None)])
 def test_every_token_is_explained_by_how_it_was_computed(engine: BlendEngine, policy: str, ratio: float | None) -> None:
     engine.warm(CHUNKS[:2], document="a.txt")
     engine.warm(CHUNKS[1:3], document="b.txt")
@@ -85,7 +85,7 @@ def test_the_last_answer_is_explained_without_computing_it_again(
     engine.warm(CHUNKS)
     with pytest.raises(PromptError, match="there is no answer"):
         engine.explain()
-    report = answered(engine, *CHUNKS[:2], policy="seam", ratio=0.25).report
+    report = answered(engine, *CHUNKS[:2], policy="first_k", ratio=0.25).report
     monkeypatch.setattr(engine.model, "forward", None)
     explanation = engine.explain()
     assert explanation.report == report
@@ -159,7 +159,7 @@ def test_an_answer_is_explained_by_its_report_after_other_answers(engine: BlendE
 )
 def test_the_framework_classes_explain_their_last_call_or_a_prompt(name: str, engine: BlendEngine) -> None:
     module, _, class_name = name.partition(":")
-    llm = getattr(pytest.importorskip(module), class_name)(engine=engine, max_tokens=1, ratio=0.2, policy="seam")
+    llm = getattr(pytest.importorskip(module), class_name)(engine=engine, max_tokens=1, ratio=0.2, policy="first_k")
     llm.warm(CHUNKS, document="people.txt")
     prompt = "\n\n".join([*CHUNKS[1:3], QUESTION])
     said = llm.complete(prompt) if module.startswith("llama") else llm.invoke(prompt)
@@ -523,8 +523,8 @@ def test_the_settings_and_the_retrieved_texts_are_used(explained: Callable[..., 
     chunks, single = tmp_path / "chunks.json", tmp_path / "single.txt"
     chunks.write_text(json.dumps([OTHER, TEXT]))
     single.write_text(CHUNKS[0])
-    result = explained(f"Hello.\n\n{OTHER}\n\nWho?", "--retrieved", chunks, single, "--ratio", 0.5, "--policy", "seam")
-    assert result["report"]["policy"] == "seam"
+    result = explained(f"Hello.\n\n{OTHER}\n\nWho?", "--retrieved", chunks, single, "--ratio", 0.5, "--policy", "hkvd")
+    assert result["report"]["policy"] == "hkvd"
     assert result["report"]["recomputed_tokens"] == round(0.5 * result["report"]["reused_tokens"])
     assert {chunk["text"]: chunk["reason"] for chunk in result["chunks"]} == {
         OTHER: "reused",

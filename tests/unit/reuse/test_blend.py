@@ -100,7 +100,7 @@ def test_blocks_give_what_one_pass_gives(
 
 
 UNWRITTEN = [*WINDOWS, "gemma2", "qwen3_moe"]
-OTHERS = ("none", "hkvd", "seam")
+OTHERS = ("none", "hkvd", "first_k")
 PAIRS = [(family, policy) for i, family in enumerate(UNWRITTEN) for policy in ("query", OTHERS[i % 3])]
 
 

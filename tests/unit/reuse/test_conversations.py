@@ -73,7 +73,7 @@ def _ids(engine: BlendEngine, prompt: Messages) -> list[int]:
 # ---------------------------------------------------------------- the next turn
 
 
-@pytest.mark.parametrize("policy", ["query", "hkvd", "hkvd_gradual", "seam"])
+@pytest.mark.parametrize("policy", ["query", "hkvd", "query_hkvd", "first_k"])
 def test_at_ratio_1_the_next_turn_has_full_prefills_logits(policy: str, talk: Talk, hf: Any) -> None:
     said = talk(FIRST, ratio=1.0, policy=policy)
     assert said.report.conversation_tokens == 0
@@ -92,7 +92,7 @@ def test_at_ratio_1_the_next_turn_has_full_prefills_logits(policy: str, talk: Ta
     assert report.recomputed_tokens == sum(map(len, report.runs)), "KV of the conversation is not computed again"
 
 
-@pytest.mark.parametrize("policy", ["query", "hkvd", "hkvd_gradual", "first_k", "random", "none"])
+@pytest.mark.parametrize("policy", ["query", "hkvd", "first_k", "random", "none"])
 def test_below_ratio_1_the_blended_chunks_and_the_answer_are_reused(policy: str, talk: Talk) -> None:
     said = talk(FIRST, ratio=0.3, policy=policy)
     before = talk.done[-1].cache

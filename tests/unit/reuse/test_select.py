@@ -32,9 +32,7 @@ def test_the_budget_is_filled_with_inexact_reused_positions(policy: str, model: 
     for ratio in (0.0, 0.01, 0.15, 0.5, 0.99, 1.0):
         picked = _pick(model, lay_out(*CHUNKS), policy, ratio)
         budget = round(ratio * len(inexact))
-        # hkvd_gradual spends part of its budget on the first layers of tokens that it then drops
-        thinned = policy == "hkvd_gradual" and budget < len(inexact)
-        assert len(picked) == (round(0.6 * budget) if thinned else budget)
+        assert len(picked) == budget
         assert picked == sorted(set(picked))
         assert set(picked) <= set(inexact)
         assert not stitched.exact[picked].any()
@@ -55,7 +53,7 @@ def test_nothing_to_choose_from(policy: str, model: Model, lay_out: LayOut) -> N
 
 
 def test_every_policy_is_known_to_the_settings() -> None:
-    assert {"hkvd", "hkvd_gradual", "seam", "first_k", "query", "query_hkvd", "random"} <= set(INFORMED)
+    assert {"hkvd", "first_k", "query", "query_hkvd", "random"} <= set(INFORMED)
     with pytest.raises(SettingError, match="unknown policy"):
         BlendConfig(policy="best")
 
@@ -109,32 +107,6 @@ def test_hkvd_leaves_what_it_computed_exact_and_the_rest_alone(model: Model, lay
     reused = stitched.reused
     for ours, theirs in zip(stitched.cache.layer(3), untouched.cache.layer(3), strict=True):
         assert torch.equal(ours[:, :, :num_tokens][:, :, reused], theirs[:, :, :num_tokens][:, :, reused])
-
-
-def test_hkvd_gradual_measures_again_deeper_down_and_thins_out(model: Model, lay_out: LayOut) -> None:
-    stitched, other, untouched = lay_out(*CHUNKS), lay_out(*CHUNKS), lay_out(*CHUNKS)
-    ratio = 1 / len(stitched.inexact)
-    wanted = torch.tensor(_pick(model, other, "hkvd", 28 * ratio))
-    for layer, num in ((2, 20), (3, 12)):  # of 4 layers
-        blend(model, other, wanted)
-        pairs = zip(other.cache.layer(layer), untouched.cache.layer(layer), strict=True)
-        deviations = sum((ours - theirs)[:, :, wanted].square().sum(dim=(0, 1, 3)) for ours, theirs in pairs)
-        wanted = wanted[torch.as_tensor(deviations).topk(num).indices].sort().values
-    assert _pick(model, stitched, "hkvd_gradual", 20 * ratio) == wanted.tolist()
-    assert wanted.tolist() != _pick(model, lay_out(*CHUNKS), "hkvd", 12 * ratio)
-
-
-@pytest.mark.parametrize("ratio", [0.72, 0.9, 0.99])
-def test_hkvd_gradual_measures_again_when_nothing_is_exact_and_its_first_stage_takes_everything(
-    ratio: float, model: Model, engine: BlendEngine, lay_out: LayOut
-) -> None:
-    ids = model.tokenizer.encode(" " + " ".join(CHUNKS[1:]) + " Who?")
-    stitched = lay_out(ids=ids)
-    assert len(stitched.inexact) > 60
-    assert not stitched.exact.any()
-    picked = _pick(model, stitched, "hkvd_gradual", ratio)
-    assert len(picked) == round(0.6 * round(ratio * len(stitched.inexact)))
-    assert torch.isfinite(blend(model, stitched, torch.tensor(picked))).all()
 
 
 def test_layer_0_does_not_deviate_and_layer_1_does(model: Model, lay_out: LayOut) -> None:
@@ -264,23 +236,6 @@ def test_first_k_takes_the_beginning_of_every_run_equally(model: Model, lay_out:
     assert len(inexact_runs) == 3
     picked = set(_pick(model, stitched, "first_k", 12 / len(stitched.inexact)))
     assert picked == {run.start + i for run in inexact_runs for i in range(4)}
-
-
-def test_seam_takes_what_is_nearest_to_a_seam(model: Model, lay_out: LayOut) -> None:
-    def picked(count: int, before: int, after: int) -> set[int]:
-        stitched = lay_out(*CHUNKS)
-        ratio = count / len(stitched.inexact)
-        return set(_pick(model, stitched, "seam", ratio, seam_before=before, seam_after=after))
-
-    stitched = lay_out(*CHUNKS)
-    runs = [run for run in stitched.runs if not stitched.exact[run.start]]
-    starts = {run.start + i for run in runs for i in range(4)}
-    ends = {run.stop - 1 - i for run in runs for i in range(4)}
-    assert picked(12, before=0, after=8) == starts, "nothing before a seam if `seam_before` is 0"
-    assert picked(12, before=8, after=0) == ends
-    assert picked(24, before=8, after=8) == starts | ends
-    both = picked(9, before=8, after=4)  # two at the end for every one at the beginning
-    assert both == {run.start for run in runs} | {run.stop - 1 - i for run in runs for i in range(2)}
 
 
 def test_the_first_tokens_of_runs_are_selected_before_the_questions_tokens(model: Model, lay_out: LayOut) -> None:

@@ -1,4 +1,4 @@
-"""Load generator for a running server: complete streams, time to first token, tokens per second.
+"""Load test of a running server: complete streams, time to first token, tokens per second.
 
 Clients beyond the queue get 429, which is not an error, and retry. Some clients disconnect mid-stream.
 """
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from kvrag.cli.common import add_number
 from kvrag.errors import KvragError
 
 _WORDS = "the red old river market bridge stone near winter harbour seven lamps song"
@@ -209,6 +210,18 @@ async def _events(response: httpx.Response) -> AsyncIterator[str]:
     async for line in response.aiter_lines():
         if line.startswith("data: "):
             yield line.removeprefix("data: ")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    url = "http://127.0.0.1:8000"
+    parser.add_argument("--url", default=url, help=f"URL of the server (default: {url})")
+    parser.add_argument("--api-key", default="", metavar="KEY", help="API key, if the server requires one")
+    parser.add_argument("--model", default="", help="model name (default: the server's first model)")
+    add_number(parser, "--clients", 32, "concurrent clients", least=1)
+    add_number(parser, "--rate", 0.0, "requests per second at random times, instead of clients that wait for answers")
+    add_number(parser, "--seconds", 120.0, "duration in seconds")
+    add_number(parser, "--kill", 8, "clients per second that disconnect mid-stream")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from tempfile import TemporaryDirectory
+
+import numpy as np
 
 from kvrag.backend.transformers.adapter import Adapter
 from kvrag.backend.transformers.model import Model
@@ -14,7 +17,7 @@ from kvrag.control.prompts import Gap
 from kvrag.engine import BlendEngine
 
 _WANTED = 0.8  # of the divergence may be left on held-out prompts
-_WORSE = 1.05  # is more than noise on text of another kind
+_WORSE = 0.05, 0.2  # more divergence on text of another kind: noticeable, and too much even if it may be noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +27,14 @@ class Effect:
     Attributes:
         kl: Mean KL of the first token's distribution, in nats.
         first: Number of prompts whose first token is full prefill's.
+        error: Standard error of the difference of the two KLs, which are of the same prompts.
     """
 
     ratio: float
     kl: tuple[float, float]
     first: tuple[int, int]
     prompts: int
+    error: float = 0.0
 
 
 def measure(
@@ -53,7 +58,8 @@ def measure(
     needed = {chunk for prompt in prompts for chunk in prompt.chunks}
     corpus = {name: chunks for name, chunks in documents.items() if not needed.isdisjoint(chunks)}
     done, total = 0, 2 * (len(corpus) + len(prompts))
-    kl, first = ([[0.0, 0.0] for _ in configs] for _ in range(2))
+    kl: list[tuple[list[float], list[float]]] = [([], []) for _ in configs]
+    first = [[0, 0] for _ in configs]
     adapted = Model(model.hf, model.tokenizer.hf, model.name, True, adapter=adapter)
     for column, one in enumerate((model, adapted)):
         with (
@@ -66,13 +72,15 @@ def measure(
             for prompt in prompts:
                 full, *records = compare(one, engine.prefill, prompt.ids, configs, Sampling(1, 0.0))
                 for row, record in enumerate(records):
-                    kl[row][column] += record.kl / len(prompts)
+                    kl[row][column].append(record.kl)
                     first[row][column] += record.tokens[0] == full.tokens[0]
                 progress(done := done + 1, total)
-    return [
-        Effect(ratio, (kl[row][0], kl[row][1]), (int(first[row][0]), int(first[row][1])), len(prompts))
-        for row, ratio in enumerate((0.0, DEFAULT_RATIO))
-    ]
+    effects = []
+    for ratio, (before, after), counts in zip((0.0, DEFAULT_RATIO), kl, first, strict=True):
+        change = np.subtract(after, before)
+        error = float(change.std(ddof=1) / np.sqrt(len(change))) if len(change) > 1 else 0.0
+        effects.append(Effect(ratio, (fmean(before), fmean(after)), (counts[0], counts[1]), len(prompts), error))
+    return effects
 
 
 def verdict(own: Sequence[Effect], other: Sequence[Effect]) -> str:
@@ -88,7 +96,8 @@ def verdict(own: Sequence[Effect], other: Sequence[Effect]) -> str:
             "which is not a fifth less: give more documents or more --minutes"
         )
     before, after = other[-1].kl
-    if not after <= _WORSE * before:
+    noticeable, too_much = (before * (1 + share) for share in _WORSE)
+    if not after <= max(noticeable, min(too_much, before + 2 * other[-1].error)):
         return (
             f"on text of another kind the divergence from full prefill rose from {before:.3f} to {after:.3f} nats: "
             "give documents of more kinds"

@@ -180,7 +180,7 @@ def test_an_interrupted_training_resumes(adapt: Run, monkeypatch: pytest.MonkeyP
         (["--out", "{empty}/out"], "empty/out is no folder: {empty} is a file"),
         (["--model", "./nowhere"], "the folder ./nowhere does not exist"),
         (["--minutes", "0"], "must be at least 0.1"),
-        (["--rate", "1e30"], "use a lower --rate"),
+        (["--rate", "1e30"], "a lower --rate with another --out"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -76,15 +76,15 @@ def test_documents_come_and_go(engine: RemoteEngine) -> None:
     assert engine.documents() == ["a"]
     assert engine.documents(namespace="other") == ["b"]
     prompt = prompt_of(CHUNKS[5], CHUNKS[4])
-    assert not engine.generate(prompt, max_new_tokens=1).report.runs
-    assert len(engine.generate(prompt, max_new_tokens=1, namespace="other").report.runs) == 2
+    assert not engine.generate(prompt, ratio=0.15, max_new_tokens=1).report.runs
+    assert len(engine.generate(prompt, ratio=0.15, max_new_tokens=1, namespace="other").report.runs) == 2
     assert engine.forget("b", namespace="other") == 2
-    assert not engine.generate(prompt, max_new_tokens=1, namespace="other").report.runs
+    assert not engine.generate(prompt, ratio=0.15, max_new_tokens=1, namespace="other").report.runs
 
 
 def test_documents_of_a_prompt_are_encoded_first(engine: RemoteEngine) -> None:
     texts = [text_of(number) for number in (20, 21)]
-    report = engine.generate(prompt_of(*texts), documents=texts, max_new_tokens=1).report
+    report = engine.generate(prompt_of(*texts), documents=texts, ratio=0.15, max_new_tokens=1).report
     assert len(report.runs) == 2
 
 

@@ -348,7 +348,10 @@ def test_prompts_are_made_of_a_folder(bench: Bench, folder: Path, tmp_path: Path
     assert everything["kl"] < 1e-9 < result["cells"][1]["kl"]
     assert everything["reused"] > 0.2
     assert _timeless(bench("--docs", folder, *DOCS)) == _timeless(result)
-    assert bench("--docs", folder, *DOCS, "--seed", 1)["settings"]["data"]["seed"] == 1
+    pooled = bench("--docs", folder, *DOCS, "--seed", 0, 1, 0)
+    assert pooled["settings"]["data"]["seed"] == [0, 1, 0]
+    apart = [bench("--docs", folder, *DOCS, "--seed", seed)["settings"]["samples"] for seed in (0, 1)]
+    assert max(apart) < pooled["settings"]["samples"] <= sum(apart)
 
 
 def test_the_report_ends_in_one_sentence(folder: Path, bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:

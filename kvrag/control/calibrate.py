@@ -157,6 +157,10 @@ def calibrate(
         for number, (ids, word) in enumerate(zip(prompts, words or [""] * len(prompts), strict=True)):
             if len(rows) == count:
                 break
+            elapsed = time.monotonic() - started
+            if number and elapsed > _TRIAL * limit_s and (needed := elapsed / max(len(rows), 1) * count) > limit_s:
+                too_long = f"stopped after {len(rows)} of {count} prompts, which would take {needed / 60:.0f} minutes"
+                break
             measured = compare(model, prefill, ids, configs, sampling)
             row = [next(measured)]
             if word and first_word(row[0].text) != word:
@@ -171,10 +175,6 @@ def calibrate(
                 rows.append(row)
             else:
                 left_out += 1
-            elapsed = time.monotonic() - started
-            if elapsed > _TRIAL * limit_s and (needed := elapsed / max(len(rows), 1) * count) > limit_s:
-                too_long = f"stopped after {len(rows)} of {count} prompts, which would take {needed / 60:.0f} minutes"
-                break
     except KeyboardInterrupt:
         if not rows:
             raise

@@ -198,6 +198,8 @@ def test_a_calibration_that_would_take_too_long_stops(warmed: BlendEngine) -> No
     assert (found.curve[0].prompts, found.is_usable) == (1, False)
     assert "stopped after 1 of 40 prompts" in found.notes[-2]
     assert len(warmed.calibrate(MANY, ratios=(0.9,), limit_s=1e9).notes) == 0
+    with pytest.raises(PromptError, match="stopped after 0 of 8 prompts"):  # those that are left out take time, too
+        warmed.calibrate(None, ratios=(0.9,), limit_s=1e-9)
 
 
 def test_warming_calibrates_at_its_end(unmeasured: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ class Fingerprint:
 
     @property
     def is_bundled(self) -> bool:
-        """Whether this is the bundled model without an adapter."""
+        """True for the bundled model without an adapter, whose answers are measured at the default ratio."""
         return self.model in ("reader", str(Path(__file__).parent / "reader")) and not self.adapter
 
     def chunk_key(self, ids: Ids, context: Ids = (), namespace: str = "") -> str:

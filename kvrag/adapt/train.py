@@ -27,7 +27,7 @@ CHECKPOINT = "checkpoint.safetensors"
 _EVERY_S = 120.0  # between checkpoints
 _WARM_UP = 20  # steps
 _SMOOTHING = 0.95
-_BLENDED_ENDS = 2
+_BLENDED_ENDS = 2  # prompts of a lesson whose tokens are recomputed
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def train(
 
     Raises:
         SettingError: The checkpoint is of another training.
-        ModelError: The loss is not finite.
+        ModelError: The loss or its gradient is not finite.
         KvragError: A checkpoint cannot be written; the one before it is kept.
     """
     _check(model)

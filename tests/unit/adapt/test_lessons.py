@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from kvrag import Model
 from kvrag.adapt.distill import answer_over, divergences, loss_of, teach, write
 from kvrag.adapt.lessons import Lessons, ask
-from kvrag.adapt.measure import Effect, verdict
 from kvrag.control.prompts import search_by_words
 
 
@@ -60,14 +58,3 @@ def test_the_loss_covers_the_end_of_the_prompt_with_less_weight(model: Model) ->
         loss = loss_of(model, None, lesson, targets, None)
     torch.testing.assert_close(loss, torch.stack(expected).mean())
     assert loss > 0
-
-
-@pytest.mark.parametrize(
-    ("after", "error", "is_worse"),
-    [(0.104, 0.0, False), (0.115, 0.01, False), (0.115, 0.005, True), (0.13, 0.05, True), (float("nan"), 0.05, True)],
-)
-def test_a_rise_within_noise_on_other_text_is_no_reason_against_an_adapter(
-    after: float, error: float, is_worse: bool
-) -> None:
-    good = [Effect(0.15, (0.5, 0.2), (30, 36), 40)]
-    assert bool(verdict(good, [Effect(0.15, (0.1, after), (37, 37), 40, error)])) == is_worse

@@ -36,6 +36,7 @@ from benchmarks.quality.metrics import Bootstrap
 from benchmarks.quality.worlds import world_rows
 from kvrag.adapt.differentiable import LayerStates
 from kvrag.adapt.distill import Lesson, divergences, locate, stitched, teach
+from kvrag.adapt.lessons import ask
 from kvrag.backend.transformers import Model
 from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
 from kvrag.bench.quality import exact_match
@@ -143,10 +144,7 @@ def lesson_of(model: Model, row: QuestionRow, context_tokens: int) -> Lesson:
     if row.beginning:
         ids = render(model.tokenizer, row.passages, row.beginning)
     else:
-        text = "\n\n".join([*row.passages, f"Question: {row.question}"])
-        ids = model.tokenizer.render(
-            model.tokenizer.as_prompt(text if model.tokenizer.has_chat_template else f"{text}\n\nAnswer:")
-        )
+        ids = ask(model.tokenizer, row.passages, row.question)
     contexts: dict[str, list[int]] = {}
     if context_tokens and row.documents:
         for texts in row.all_documents().values():

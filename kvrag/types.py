@@ -156,7 +156,7 @@ class Answer:
     """A complete generation. `text` is the answer without its tool calls, valid or not.
 
     `num_tokens` is the number of generated tokens. Servers send no `token_ids`. `logprobs` has one entry per token if
-    requested.
+    requested. `reasoning` is the model's thought before the answer, `reasoning_tokens` of the tokens belong to it.
     """
 
     text: str
@@ -167,6 +167,8 @@ class Answer:
     num_tokens: int = 0
     invalid_calls: tuple[InvalidCall, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    reasoning_tokens: int = 0
 
     def __post_init__(self) -> None:
         _count(self)
@@ -179,8 +181,8 @@ class Delta:
     The last one has `finish_reason` and `report` set; its `text` may be empty. `token_ids` are the tokens generated
     since the previous delta, `num_tokens` their number, `logprobs` their log probabilities if requested, `call_pieces`
     their part of tool calls, at most one piece of each call. `tool_calls` and `invalid_calls` are the calls that end
-    here; all their pieces have been sent. Servers send no `token_ids`, and the number of all tokens with the last
-    delta.
+    here; all their pieces have been sent. `reasoning` is the next part of the model's thought, and `reasoning_tokens`
+    of the tokens belong to a thought. Servers send no `token_ids`, and the numbers of all tokens with the last delta.
     """
 
     text: str
@@ -192,6 +194,8 @@ class Delta:
     call_pieces: tuple[CallPiece, ...] = ()
     invalid_calls: tuple[InvalidCall, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    reasoning_tokens: int = 0
 
     def __post_init__(self) -> None:
         _count(self)
@@ -212,6 +216,8 @@ def join(deltas: Iterable[Delta]) -> Answer:
         sum(delta.num_tokens for delta in parts),
         tuple(call for delta in parts for call in delta.invalid_calls),
         tuple(logprob for delta in parts for logprob in delta.logprobs),
+        "".join(delta.reasoning for delta in parts),
+        sum(delta.reasoning_tokens for delta in parts),
     )
 
 

@@ -24,7 +24,7 @@ from kvrag.generate.tools import Prepared, prepare
 from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import why_little
 from kvrag.request import Pipeline
-from kvrag.reuse.conversation import CachedPrefix, Conversation, Conversations, Turn
+from kvrag.reuse.conversation import Blended, CachedPrefix, Conversations, Turn
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.stitch import Prefilled
 from kvrag.types import Delta, Messages, TokenIds
@@ -92,7 +92,7 @@ class Answering:
         self, model: Model, pipeline: Pipeline, ingestion: Ingestion, conversation_bytes: int, batch_bytes: int
     ) -> None:
         self._model, self._pipeline, self._ingestion = model, pipeline, ingestion
-        self._conversations = Conversations(conversation_bytes, model.stable_length)
+        self._conversations = Conversations(conversation_bytes, model.stable_length, model.num_layers)
         self._admission = Admission(batch_bytes)
         self._warming = threading.Lock()
         self._removals = pipeline.store.removals()
@@ -154,15 +154,17 @@ class Answering:
     ) -> Prefilled:
         """See `BlendEngine.prefill`."""
         plan = self._pipeline.tuning.plan(config)  # final only if it does not depend on the chunks
-        removals = self._pipeline.store.removals() if plan.is_full else self._pipeline.lookup.update()
+        pipeline = self._pipeline
+        removals = pipeline.store.removals() if config.policy == "full" else pipeline.lookup.update()
         self.notice_removals(removals)
         is_continued = goes_on and config.policy != "full"  # a reference answer does not use conversations
         prefix = self._find_prefix(ids, plan.config, namespace) if is_continued else None
-        prompt = Prompt(ids, config, namespace, prefix, notes)
+        conversations = self._conversations if is_continued and config.history == "blend" and not plan.is_full else None
+        prompt = Prompt(ids, config, namespace, prefix, notes, conversations=conversations)
         try:
-            done = self._pipeline.prefill(prompt, matches=() if plan.is_full else None)
+            done = self._pipeline.prefill(prompt, matches=() if config.policy == "full" else None)
             if is_continued:
-                self._conversations.begin(done, done.keys)
+                self._conversations.begin(done, frozenset(key for _, key in done.chunks))
             return done
         finally:  # chunks removed in the meantime may have been read after they were freed
             self._free_removed(since=removals)
@@ -170,7 +172,7 @@ class Answering:
     def _find_prefix(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> CachedPrefix | None:
         """Return a prompt's cached prefix; conversations with chunks that may no longer be used are dropped."""
         while prefix := self._conversations.find(ids, config, namespace):
-            withdrawn = self._pipeline.lookup.withdrawn(prefix.conversation.with_context)
+            withdrawn = self._pipeline.lookup.withdrawn(prefix.with_context)
             if not withdrawn:
                 return prefix
             self._conversations.drop(withdrawn)
@@ -243,13 +245,16 @@ class Answering:
         """Keep an answered prompt for the next turn, which contains it without the generation prompt."""
         prefix, num_tokens, exact = done.prefix, len(done.ids), done.num_exact(done.selected)
         ids = np.array([*done.ids.tolist(), *answer][: done.cache.get_seq_length()])
-        exact = len(ids) if exact == num_tokens else exact
         turn = Turn(done.kept, num_tokens - generation_prompt, num_tokens)
-        turns = (*(prefix.turns if prefix else ()), turn)
         # the prefix's variants win: if another one is usable by now, the conversation must not be continued
-        with_context = {**done.with_context, **(prefix.conversation.with_context if prefix else {})}
-        conversation = Conversation(ids, done.cache, exact, done.config, turns, namespace, done.keys, with_context)
-        self._conversations.keep(done, conversation, prefix)
+        blended = Blended(
+            done.config,
+            (*(prefix.turns if prefix else ()), turn),
+            {**done.with_context, **(prefix.with_context if prefix else {})},
+        )
+        exact = len(ids) if exact == num_tokens else exact
+        replaced = prefix.continued if prefix else None
+        self._conversations.keep(done, namespace, ids, exact, done.cache, done.chunks, blended, replaced)
 
 
 def overridden(config: BlendConfig, ratio: float | None, policy: str | None, controller: str | None) -> BlendConfig:

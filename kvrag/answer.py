@@ -135,6 +135,8 @@ class Answering:
                     admitted.is_working = False
                     yield replace(delta, report=answered.report) if delta.finish_reason else delta
                     admitted.is_working = True
+                    if len(answer) == 1 and question.config.policy != "full":
+                        self._keep(done, [], 0, namespace)  # for prompts that arrive before the answer is complete
                 is_complete = True
                 self._finish(answered, question)
             if question.config.policy != "full":  # see `prefill`
@@ -242,9 +244,14 @@ class Answering:
             self._watch.look(answered, explain)
 
     def _keep(self, done: Prefilled, answer: list[int], generation_prompt: int, namespace: str) -> None:
-        """Keep an answered prompt for the next turn, which contains it without the generation prompt."""
-        prefix, num_tokens, exact = done.prefix, len(done.ids), done.num_exact(done.selected)
+        """Keep an answered prompt for the next turn, which contains it without the generation prompt.
+
+        Without an answer, keep only what equals full prefill's. What was computed again counts as such only where all
+        of it was, so that exact KV, which other prompts share, does not depend on the question.
+        """
+        prefix, num_tokens = done.prefix, len(done.ids)
         ids = np.array([*done.ids.tolist(), *answer][: done.cache.get_seq_length()])
+        exact = len(ids) if done.report.exact else done.num_exact(done.selected[:0])
         turn = Turn(done.kept, num_tokens - generation_prompt, num_tokens)
         # the prefix's variants win: if another one is usable by now, the conversation must not be continued
         blended = Blended(
@@ -252,8 +259,8 @@ class Answering:
             (*(prefix.turns if prefix else ()), turn),
             {**done.with_context, **(prefix.with_context if prefix else {})},
         )
-        exact = len(ids) if exact == num_tokens else exact
         replaced = prefix.continued if prefix else None
+        ids = ids if answer else ids[:exact]
         self._conversations.keep(done, namespace, ids, exact, done.cache, done.chunks, blended, replaced)
 
 

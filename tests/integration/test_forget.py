@@ -227,3 +227,14 @@ def _forget_at_first(store: Any, name: str, forget: Forget, monkeypatch: pytest.
 
     monkeypatch.setattr(store, name, call)
     return done
+
+
+def test_a_prompt_that_was_never_blended_is_forgotten_too(
+    engine: BlendEngine, forget: Forget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a calibration, no chunk's KV is used, but the KV of the prompt is still that of the chunk's text."""
+    monkeypatch.setattr("kvrag.fingerprint.Fingerprint.is_bundled", False)
+    report = engine.generate(PROMPT, controller="auto", max_new_tokens=2).report
+    assert (report.policy, report.runs, len(engine._answering._conversations)) == ("full", (), 1)
+    forget()
+    check(engine)

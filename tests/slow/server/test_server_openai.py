@@ -515,28 +515,6 @@ def test_llama_indexs_class_for_such_servers(served: Served, engine: BlendEngine
     assert "".join(piece.delta or "" for piece in llm.stream_complete(QUESTION)).strip()
 
 
-OPEN_WEBUI = {
-    "stream": True,
-    "model": NAME,
-    "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}],
-    "stream_options": {"include_usage": True},
-    "temperature": 0.0,
-    "top_p": 0.9,
-    "max_tokens": 8,
-    "frequency_penalty": 0.5,
-    "presence_penalty": 0.5,
-    "reasoning_effort": "medium",
-    "seed": 1,
-    "stop": ["###"],
-    "logit_bias": {"5": -1},
-}
-"""A chat with every parameter of its settings that OpenAI knows."""
-OPEN_WEBUI_TITLE = {
-    "model": NAME,
-    "messages": [{"role": "user", "content": "### Task:\nGenerate a concise title."}],
-    "stream": False,
-    "max_completion_tokens": 8,
-}
 LIBRECHAT = {
     "model": NAME,
     "temperature": 1,
@@ -549,14 +527,9 @@ LIBRECHAT = {
 }
 
 
-@pytest.mark.parametrize("body", [OPEN_WEBUI, OPEN_WEBUI_TITLE, LIBRECHAT], ids=["open-webui", "title", "librechat"])
-def test_chat_interfaces_are_answered(served: Served, body: dict[str, Any]) -> None:
-    said = served.http.post("/v1/chat/completions", json=body)
+def test_librechat_is_answered(served: Served) -> None:
+    said = served.http.post("/v1/chat/completions", json=LIBRECHAT)
     assert said.status_code == 200, said.text
-    if not body["stream"]:
-        assert said.json()["choices"][0]["message"]["content"]
-        return
     *events, done = [line.removeprefix("data: ") for line in said.text.splitlines() if line.startswith("data: ")]
     assert done == "[DONE]"
-    text = "".join(choice["delta"].get("content", "") for event in events for choice in json.loads(event)["choices"])
-    assert text.strip()
+    assert "".join(choice["delta"].get("content", "") for event in events for choice in json.loads(event)["choices"])

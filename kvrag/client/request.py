@@ -14,20 +14,9 @@ from kvrag.types import Messages
 
 _SAMPLING = {name: value for name, value in asdict(Sampling()).items() if name != "logprobs"}
 _SAME = _SAMPLING.keys() - {"max_new_tokens"} | {"tools"}  # as OpenAI and vLLM name them
-_OTHER = (
-    "ratio",
-    "policy",
-    "controller",
-    "documents",
-    "tools",
-    "tool_choice",
-    "grammar",
-    "template",
-    "reasoning",
-    "timeout",
-)
+_OTHER = ("ratio", "policy", "controller", "documents", "tools", "tool_choice", "grammar", "template", "reasoning")
 _SWITCHES = ("enable_thinking", "thinking")  # of thoughts, in chat templates
-_DEFAULTS = dict.fromkeys(_OTHER) | {"namespace": ""} | _SAMPLING
+_DEFAULTS = dict.fromkeys((*_OTHER, "timeout")) | {"namespace": ""} | _SAMPLING
 
 
 class NamedText(NamedTuple):

@@ -99,7 +99,11 @@ def _times(span: ReadableSpan) -> tuple[int, int]:
     return span.start_time, span.end_time
 
 
-def test_tool_calls(engine: BlendEngine, spans: Spans) -> None:
+def test_text_documents_and_calls(engine: BlendEngine, spans: Spans) -> None:
+    report = engine.generate("\n".join(CHUNKS), documents=CHUNKS, **PLAIN).report
+    said = spans()["text_completion tiny"].attributes or {}
+    assert said["gen_ai.usage.cache_creation.input_tokens"] == report.created_tokens > 0
+    assert said["gen_ai.usage.cache_read.input_tokens"] == report.reused_tokens - report.created_tokens == 0
     tool: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
     assert engine.generate(PROMPT, tools=[tool], tool_choice="required", max_new_tokens=64).tool_calls
     assert (spans()["chat tiny"].attributes or {})["gen_ai.response.finish_reasons"] == ("tool_calls",)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import copy_context
-from time import time_ns
+from time import perf_counter, time_ns
 from typing import Any
 
 from kvrag.types import Answer, Delta, join
@@ -77,12 +77,13 @@ def _attributes(answer: Answer) -> dict[str, Any]:
     }
 
 
-def record_steps(times: Mapping[str, tuple[int, int]]) -> None:
-    """Add the steps of a prefill, by their start and end in ns since the epoch, to the current answer's span."""
+def record_steps(steps: Mapping[str, tuple[float, float]]) -> None:
+    """Add the steps of a prefill, each with start and end by `time.perf_counter`, to the current answer's span."""
     prefilled: Any = None if trace is None else context.get_value(_PREFILLED)
     if prefilled is None:
         return
-    tracer = trace.get_tracer("kvrag")
+    tracer, epoch = trace.get_tracer("kvrag"), time_ns() - perf_counter() * 1e9
+    times = {name: (int(epoch + start * 1e9), int(epoch + end * 1e9)) for name, (start, end) in steps.items()}
     blend = tracer.start_span("blend", start_time=times["stitch"][0])  # layers are stitched and selected within it
     for name in [name for name in ("match", "load", "stitch", "select") if name in times]:
         parent = trace.set_span_in_context(blend) if name in ("stitch", "select") else None

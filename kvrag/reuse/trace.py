@@ -18,14 +18,13 @@ class Trace:
     Steps: `match`, `select`, `blend` in this order; within `select` and `blend`, as layers are loaded while others are
     computed, `load_stall` (waiting for chunks) and `stitch` (rotation, and layout where the reading threads did not do
     it); `load` while at least one thread was reading chunks, mostly beside the others. `times` are the first start and
-    the last end of each step that has run, in ns since the epoch.
+    the last end of each step that has run, on the clock of `time.perf_counter`.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.seconds = dict.fromkeys(("match", "load", "load_stall", "stitch", "select", "blend"), 0.0)
         self.own_seconds = dict(self.seconds)
-        self.times: dict[str, tuple[int, int]] = {}
-        self._epoch = time.time() - time.perf_counter()
+        self.times: dict[str, tuple[float, float]] = {}
         self._inside = 0.0  # seconds of the steps inside of the current one
         self._backend, self._waits = backend, backend.waits
         self._mutex = threading.Lock()
@@ -63,8 +62,7 @@ class Trace:
     def _add(self, name: str, started: float) -> float:
         stopped = time.perf_counter()
         self.seconds[name] += stopped - started
-        start, end = (int((self._epoch + seconds) * 1e9) for seconds in (started, stopped))
-        self.times[name] = self.times.get(name, (start, end))[0], end
+        self.times[name] = self.times.get(name, (started, stopped))[0], stopped
         return stopped - started
 
     @property

@@ -126,7 +126,8 @@ class Answering:
                 for delta in decode(self._model, done.ids, cache, done.logits, sampling, constraint, control_tokens):
                     answer += delta.token_ids
                     if answered is None:
-                        created_tokens = sum(len(run) for run in done.report.runs if run.key in created)
+                        new = [run for run in done.report.runs if run.key in created]
+                        created_tokens = sum(int(done.reused[run.start : run.stop].sum()) for run in new)
                         ttft_s = time.perf_counter() - started
                         report = replace(done.report, created_tokens=created_tokens, ttft_s=ttft_s)
                         answered = Answered(done.ids, done.selected, report, namespace)

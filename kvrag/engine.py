@@ -47,6 +47,7 @@ from kvrag.reuse.lookup import Lookup
 from kvrag.reuse.prefetch import Prefetcher
 from kvrag.reuse.stitch import Prefilled
 from kvrag.store import KVStore, MemoryTier, open_store
+from kvrag.tracing import traced
 from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds, WarmReport, join
 
 _shared: Shared[BlendEngine] = Shared()
@@ -264,7 +265,8 @@ class BlendEngine:
         self._check_open()
         check_timeout(timeout := options.get("timeout"))
         question = Question.of(self.model.tokenizer, prompt, self.config, options)
-        return _within(self._answering.stream(question), timeout)
+        operation = "text_completion" if question.prepared.is_plain else "chat"
+        return traced(_within(self._answering.stream(question), timeout), operation, self.model.name)
 
     @_show
     def generate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:

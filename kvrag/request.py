@@ -29,6 +29,7 @@ from kvrag.reuse.select import select
 from kvrag.reuse.stitch import Prefilled, Stitched, stitch
 from kvrag.reuse.trace import Trace
 from kvrag.store import KVStore, MemoryTier
+from kvrag.tracing import record_steps
 from kvrag.types import BlendReport
 
 _ROOM = 256  # spare positions for the answer in a new cache; it grows when they are used up
@@ -75,6 +76,7 @@ class Pipeline:
                     logits = blend(self.backend, stitched, selected)
             self.tuning.observe(prompt, stitched, len(blended_rows(self.backend, stitched, selected)), trace)
             report = _report(prompt, plan, stitched, selected, trace, recovery.notes)
+        record_steps(trace.times)
         self.store.touch([run.key for run in prompt.stored])
         return Prefilled(
             **vars(stitched),

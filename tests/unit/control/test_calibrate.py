@@ -311,28 +311,6 @@ def test_a_store_that_cannot_be_written_costs_no_work(warmed: BlendEngine, monke
     assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.9
 
 
-class _Plain:
-    """A store without `read_text` and `change_text`."""
-
-    def __init__(self, store: FileStore) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("read_text", "change_text"):
-            raise AttributeError(name)
-        return getattr(self._store, name)
-
-
-def test_a_store_that_keeps_no_texts_is_calibrated_for_one_engine(model: Model, tmp_path: Path) -> None:
-    store: Any = _Plain(FileStore(tmp_path, min_free_bytes=0))
-    with BlendEngine(model, store) as engine:
-        engine.warm(CHUNKS)
-        engine.calibrate(MANY, ratios=(0.9,), target=0.01)
-        assert engine.generate(PROMPT, max_new_tokens=1).report.ratio == 0.9
-    assert not (tmp_path / FILE).exists()
-    assert not (tmp_path / "speed.json").exists()
-
-
 # ---------------------------------------------------------------- prompts of its own
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from kvrag.backend.transformers import Model, Tokenizer
+from kvrag.backend.transformers.tokenizer import common_prefix
 from kvrag.config import BlendConfig, Grammar, Sampling, check_namespace, fill_options
 from kvrag.errors import SettingError, StoreError
 from kvrag.fingerprint import text_key
@@ -143,6 +144,25 @@ class Answering:
             if question.config.policy != "full":  # see `prefill`
                 # a step that other answers share may be computing the KV of an abandoned answer's last token
                 self._keep(done, answer if is_complete else answer[:-1], generation_prompt, namespace)
+
+    def warm_prefix(self, questions: Sequence[Question]) -> int:
+        """Compute and keep what the prompts of several questions begin with; see `BlendEngine.warm_prefix`."""
+        question, *others = questions
+        ids = question.prepared.render(self._model.tokenizer)
+        for other in others:
+            ids = common_prefix(ids, other.prepared.render(self._model.tokenizer))
+        self._model.check_window(len(ids), "the beginning")
+        size = len(ids) * self._model.bytes_per_token
+        if size > self._conversations.max_bytes:
+            raise SettingError(
+                f"the KV of {len(ids)} tokens has {size:,} bytes, more than conversation_bytes="
+                f"{self._conversations.max_bytes}: raise it"
+            )
+        if ids:
+            with self._admission.admit(size):
+                done = self.prefill(ids, replace(question.config, ratio=1.0), (), question.namespace, goes_on=True)
+                self._keep(done, [], 0, question.namespace)
+        return len(ids)
 
     def try_out(self, prepared: Prepared, config: BlendConfig, namespace: str) -> Answered:
         """Prefill a prompt without answering it."""

@@ -190,6 +190,34 @@ class BlendEngine:
         self._answering.notice_removals(self.store.removals())  # of the chunks that these replace
         return report
 
+    @own_team()
+    def warm_prefix(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        namespace: str = "",
+        template: dict[str, Any] | None = None,
+    ) -> int:
+        """Compute and keep the KV of what many prompts begin with, so that the first of them answers sooner.
+
+        It is exact, counts towards `conversation_bytes`, and is dropped like that of conversations, if it is not used.
+
+        Args:
+            messages: The messages before the user's, such as the system message. They may be empty with `tools`.
+            tools: The tools of the prompts, as in `stream`.
+            namespace: Of the prompts.
+            template: Variables for the chat template, as in `stream`.
+
+        Returns:
+            The number of tokens.
+        """
+        self._check_open()
+        options: AnswerOptions = {"tools": tools, "namespace": namespace, "template": template}
+        prompts = [[*messages, {"role": "user", "content": text}] for text in ("One.", "two")]
+        tokenizer, config = self.model.tokenizer, self.config
+        return self._answering.warm_prefix([Question.of(tokenizer, prompt, config, options) for prompt in prompts])
+
     def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
         """Start to read the KV of these chunks from the store into the RAM tier, and return at once.
 

@@ -158,14 +158,14 @@ class Earlier:
 
 
 class Conversations:
-    """The stretches used last, bounded in bytes. Thread-safe.
+    """The stretches used last, up to `max_bytes` of KV. Thread-safe.
 
     Those beyond `longest` tokens are not kept: there, the model's RoPE depends on the length of the prompt, and KV
     computed at another length cannot be reused.
     """
 
     def __init__(self, max_bytes: int, longest: int, num_layers: int) -> None:
-        self._max_bytes, self._longest, self._num_layers = max_bytes, longest, num_layers
+        self.max_bytes, self._longest, self._num_layers = max_bytes, longest, num_layers
         self._roots: dict[str, Stretch] = {}  # by namespace; a root has no tokens
         self._begun: weakref.WeakKeyDictionary[object, frozenset[str]] = weakref.WeakKeyDictionary()
         self._clock = 0
@@ -260,7 +260,7 @@ class Conversations:
             exact: Number of leading positions with full prefill's KV.
             blended: How the others were made. They take the place of `continued`.
         """
-        if len(ids) > self._longest or cache.num_bytes > self._max_bytes:
+        if len(ids) > self._longest or cache.num_bytes > self.max_bytes:
             return
 
         def keep() -> None:
@@ -318,7 +318,7 @@ class Conversations:
     def close(self) -> None:
         """Drop everything, and keep nothing from now on."""
         with self._changing():
-            self._max_bytes = 0
+            self.max_bytes = 0
             self._roots = {}
 
     def _walk(self, ids: NDArray[np.int64], namespace: str) -> list[tuple[Stretch, int]]:
@@ -355,7 +355,7 @@ class Conversations:
     def _shrink(self) -> None:
         """Drop the endings that were used longest ago until the rest fits."""
         total = sum(stretch.num_bytes for stretch in self._stretches())
-        while total > self._max_bytes:
+        while total > self.max_bytes:
             oldest = min((end for end in self._stretches() if not end.children), key=lambda end: end.used)
             total -= oldest.num_bytes
             _remove(oldest)

@@ -576,6 +576,33 @@ def test_streams_at_the_same_time_share_what_the_first_has_computed(talk: Talk) 
     assert report.conversation_tokens > 60
 
 
+def test_a_service_can_start_with_its_system_prompt(talk: Talk, hf: Any) -> None:
+    system = {"role": "system", "content": "You answer questions about people. " * 8}
+    count = talk.engine.warm_prefix([system])
+    assert count > 60
+    assert talk.engine.warm_prefix([system]) == count
+    report = talk([system, *messages(CHUNKS[2], question="Where is it?")], ratio=1.0).report
+    assert report.conversation_tokens >= count
+    prompt = [system, *messages(CHUNKS[2], question="Where is it?")]
+    assert relative(talk.logits, plain_logits(hf, _ids(talk.engine, prompt))[-1]) <= 1e-5
+    assert talk([system, *messages(question="Who?")], namespace="other").report.conversation_tokens == 0
+
+
+def test_tools_can_be_warmed_as_the_template_renders_them(talk: Talk) -> None:
+    tool = {"type": "function", "function": {"name": "search", "description": "Searches people. " * 20}}
+    count = talk.engine.warm_prefix([], tools=[tool])
+    assert count > 60
+    assert talk(messages(question="Who?"), tools=[tool]).report.conversation_tokens >= count
+
+
+def test_a_beginning_that_does_not_fit_is_refused(endless: Model, tmp_path: Path) -> None:
+    with (
+        BlendEngine(endless, FileStore(tmp_path, min_free_bytes=0), conversation_bytes=1000) as engine,
+        pytest.raises(SettingError, match="more than conversation_bytes=1000: raise it"),
+    ):
+        engine.warm_prefix([{"role": "system", "content": "You answer questions about people. " * 8}])
+
+
 # ---------------------------------------------------------------- edited histories
 
 

@@ -23,6 +23,7 @@ from kvrag.generate.grammar import constrain
 from kvrag.generate.history import Answered, History, Watch
 from kvrag.generate.tools import Prepared, prepare
 from kvrag.ingest.ingest import Ingestion
+from kvrag.ingest.learn import Learner
 from kvrag.inspect.explain import why_little
 from kvrag.request import Pipeline
 from kvrag.reuse.conversation import Blended, CachedPrefix, Conversations, Turn
@@ -90,12 +91,19 @@ class Answering:
     """Answers questions; keeps the live conversations and the most recent answers. Thread-safe."""
 
     def __init__(
-        self, model: Model, pipeline: Pipeline, ingestion: Ingestion, conversation_bytes: int, batch_bytes: int
+        self,
+        model: Model,
+        pipeline: Pipeline,
+        ingestion: Ingestion,
+        conversation_bytes: int,
+        batch_bytes: int,
+        learns: bool,
     ) -> None:
         self._model, self._pipeline, self._ingestion = model, pipeline, ingestion
         self._conversations = Conversations(conversation_bytes, model.stable_length, model.num_layers)
         self._admission = Admission(batch_bytes)
         self._warming = threading.Lock()
+        self.learner = Learner(ingestion, pipeline.lookup, self._admission.is_busy) if learns else None
         self._removals = pipeline.store.removals()
         self._watch = Watch()
         self.history = History()
@@ -120,6 +128,8 @@ class Answering:
             generation_prompt = 1 if prepared.is_plain else tokenizer.generation_prompt_length(**prepared.template)
             control_tokens = parser is not None and parser.control_tokens
             cache, sampling = done.cache, question.sampling
+            if self.learner:
+                self.learner.observe(prepared.prompt, namespace)
             answered: Answered | None = None
             answer: list[int] = []
             is_complete = False
@@ -207,7 +217,9 @@ class Answering:
         self._conversations.drop(keys)
 
     def close(self) -> None:
-        """Drop the conversations. Answers in progress complete with their KV."""
+        """Drop the conversations and stop learning. Answers in progress complete with their KV."""
+        if self.learner:
+            self.learner.close()
         self._conversations.close()
 
     def notice_removals(self, removals: int) -> None:

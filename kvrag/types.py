@@ -66,6 +66,18 @@ class WarmReport(_Report):
     warnings: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class LearnStats(_Report):
+    """Counters of learning from prompts: texts seen once, chunks learned and their tokens, prompts with an error, and
+    prompts that were not looked at because too many waited."""
+
+    seen: int
+    learned: int
+    tokens: int
+    failed: int
+    ignored: int
+
+
 _TIMES = ("match_s", "load_s", "stitch_s", "select_s", "blend_s", "ttft_s")
 
 

@@ -201,7 +201,9 @@ class KVStore(Protocol):
     ) -> list[str]:
         """Record the texts of a document; return the keys of the chunks removed because no document relies on them.
 
-        Earlier holdings are kept if `replace` is False, or the document is "" or `ON_REQUEST`.
+        Texts that it had and lacks now are not kept for prompts either.
+
+        Earlier holdings are kept if `replace` is False, or the document is "".
         """
 
     def documents(self, prefix: str = "", namespace: str = "") -> dict[str, list[str]]:

@@ -46,7 +46,7 @@ from kvrag.reuse.load import device_tier
 from kvrag.reuse.lookup import Lookup
 from kvrag.reuse.prefetch import Prefetcher
 from kvrag.reuse.stitch import Prefilled
-from kvrag.store import ON_REQUEST, KVStore, MemoryTier, open_store
+from kvrag.store import KVStore, MemoryTier, open_store
 from kvrag.tracing import traced
 from kvrag.types import Answer, BlendReport, Delta, LearnStats, Messages, TokenIds, WarmReport, join
 
@@ -253,7 +253,7 @@ class BlendEngine:
         """
         if self._answering.learner:
             self._answering.learner.forget()
-        removed = self._ingestion.forget(ON_REQUEST, check_namespace(namespace))
+        removed = self.store.forget_requests(check_namespace(namespace))
         self._answering.free(removed)
         self._lookup.refresh()
         return len(removed)

@@ -76,7 +76,7 @@ class _Part(NamedTuple):
 
 
 @dataclass(eq=False)
-class Stretch:
+class KeptStretch:
     """KV of consecutive tokens, computed after those of its parents. Its fields are replaced, never changed."""
 
     namespace: str
@@ -85,8 +85,8 @@ class Stretch:
     layers: Sequence[Layer]  # keys and values of each layer, each (1, H, T, D), rotated
     chunks: tuple[Placed, ...] = ()  # that begin in it, ascending
     blended: Blended | None = None  # None: equals full prefill's
-    parent: Stretch | None = None
-    children: tuple[Stretch, ...] = ()  # exact ones begin with different tokens
+    parent: KeptStretch | None = None
+    children: tuple[KeptStretch, ...] = ()  # exact ones begin with different tokens
     used: int = 0  # time of the last use
 
     @property
@@ -122,7 +122,9 @@ class Stretch:
         rest = [_copied(layer, length, len(self.ids)) for layer in self.layers]
         start = self.start + length
         chunks = tuple(placed for placed in self.chunks if placed[0] >= start)
-        lower = Stretch(self.namespace, start, self.ids[length:], rest, chunks, None, self, self.children, self.used)
+        lower = KeptStretch(
+            self.namespace, start, self.ids[length:], rest, chunks, None, self, self.children, self.used
+        )
         for child in lower.children:
             child.parent = lower
         self.cut(length)
@@ -139,7 +141,7 @@ class CachedPrefix:
     chunks: tuple[Placed, ...] = ()
     turns: tuple[Turn, ...] = ()  # of the blended positions
     with_context: Mapping[str, str] = field(default_factory=dict)
-    continued: Stretch | None = None  # blended, and the prompt has no further tokens in common with it
+    continued: KeptStretch | None = None  # blended, and the prompt has no further tokens in common with it
 
     def layer(self, number: int) -> Iterator[Layer]:
         """Yield keys and values of a layer, each (1, H, t, D), in order."""
@@ -166,7 +168,7 @@ class Conversations:
 
     def __init__(self, max_bytes: int, longest: int, num_layers: int) -> None:
         self.max_bytes, self._longest, self._num_layers = max_bytes, longest, num_layers
-        self._roots: dict[str, Stretch] = {}  # by namespace; a root has no tokens
+        self._roots: dict[str, KeptStretch] = {}  # by namespace; a root has no tokens
         self._begun: weakref.WeakKeyDictionary[object, frozenset[str]] = weakref.WeakKeyDictionary()
         self._clock = 0
         self._lock = threading.Lock()
@@ -235,7 +237,7 @@ class Conversations:
                     keys = _keys_before(by_key[run.text_key], run.offset + len(run))
                     found.append((Run(run.start + place.start, run.stop + place.start, part.key, 0), part, keys))
                     self._touch([by_key[run.text_key]])
-        return [Earlier(run, _Reader(backend, part), keys) for run, part, keys in found]  # waits for the model
+        return [Earlier(run, _PartReader(backend, part), keys) for run, part, keys in found]  # waits for the model
 
     def begin(self, answer: Hashable, keys: frozenset[str]) -> None:
         """Record the keys of the chunks whose KV an answer in progress contains, for as long as `answer` lives."""
@@ -251,7 +253,7 @@ class Conversations:
         cache: KVCache,
         chunks: Sequence[Placed],
         blended: Blended,
-        continued: Stretch | None,
+        continued: KeptStretch | None,
     ) -> None:
         """Keep the KV of an answer that has begun, unless one of its chunks was dropped since; drop what is oldest.
 
@@ -321,7 +323,7 @@ class Conversations:
             self.max_bytes = 0
             self._roots = {}
 
-    def _walk(self, ids: NDArray[np.int64], namespace: str) -> list[tuple[Stretch, int]]:
+    def _walk(self, ids: NDArray[np.int64], namespace: str) -> list[tuple[KeptStretch, int]]:
         """Return the exact stretches that the tokens begin with, and how many tokens of each, from the root on."""
         stretch = self._roots.get(namespace)
         path = [(stretch, 0)] if stretch else []
@@ -334,10 +336,10 @@ class Conversations:
                 at += length
         return path
 
-    def _grow(self, namespace: str, ids: NDArray[np.int64], cache: KVCache, chunks: Sequence[Placed]) -> Stretch:
+    def _grow(self, namespace: str, ids: NDArray[np.int64], cache: KVCache, chunks: Sequence[Placed]) -> KeptStretch:
         """Add what is missing of the exact KV of these tokens; return its last stretch."""
         if namespace not in self._roots:
-            self._roots[namespace] = Stretch(namespace, 0, ids[:0], ())
+            self._roots[namespace] = KeptStretch(namespace, 0, ids[:0], ())
         path = self._walk(ids, namespace)
         last, length = path[-1]
         if length < len(last.ids):
@@ -370,19 +372,19 @@ class Conversations:
         cache: KVCache,
         chunks: Sequence[Placed],
         blended: Blended | None = None,
-    ) -> Stretch:
+    ) -> KeptStretch:
         """Return a copy of the KV of the positions from `start` to the end of `ids`."""
         layers = [_copied(cache.layer(number), start, len(ids)) for number in range(self._num_layers)]
         first = 0 if blended else start  # blended KV is dropped with any chunk of its prompt
         placed = tuple(placed for placed in chunks if first <= placed[0] < len(ids))
-        return Stretch(namespace, start, ids[start:], layers, placed, blended)
+        return KeptStretch(namespace, start, ids[start:], layers, placed, blended)
 
-    def _touch(self, stretches: Iterable[Stretch]) -> None:
+    def _touch(self, stretches: Iterable[KeptStretch]) -> None:
         self._clock += 1
         for stretch in stretches:
             stretch.used = self._clock
 
-    def _stretches(self, namespace: str | None = None) -> Iterator[Stretch]:
+    def _stretches(self, namespace: str | None = None) -> Iterator[KeptStretch]:
         roots = self._roots.values() if namespace is None else filter(None, [self._roots.get(namespace)])
         left = [child for root in roots for child in root.children]
         while left:
@@ -391,7 +393,7 @@ class Conversations:
             left += stretch.children
 
 
-class _Reader:
+class _PartReader:
     """A part of a stretch as a chunk; see ChunkReader."""
 
     tier, bytes_read = "ram", 0
@@ -415,20 +417,20 @@ def _copied(layer: Layer, start: int, stop: int) -> Layer:
     return keys[:, :, start:stop].clone(), values[:, :, start:stop].clone()
 
 
-def _exact_child(stretch: Stretch, token: int) -> Stretch | None:
+def _exact_child(stretch: KeptStretch, token: int) -> KeptStretch | None:
     return next((child for child in stretch.children if not child.blended and child.ids[0] == token), None)
 
 
-def _path_to(stretch: Stretch) -> list[tuple[Stretch, int]]:
+def _path_to(stretch: KeptStretch) -> list[tuple[KeptStretch, int]]:
     """Return the parents of a stretch, whole, from the root on."""
-    path: list[tuple[Stretch, int]] = []
+    path: list[tuple[KeptStretch, int]] = []
     while (parent := stretch.parent) is not None:
         path.insert(0, (parent, len(parent.ids)))
         stretch = parent
     return path
 
 
-def _turns(prompt: NDArray[np.int64], stretch: Stretch, turns: Sequence[Turn]) -> tuple[int, int, bool]:
+def _turns(prompt: NDArray[np.int64], stretch: KeptStretch, turns: Sequence[Turn]) -> tuple[int, int, bool]:
     """Return the length of a prompt's prefix of whole turns, their number, and whether it has no more in common."""
     common = stretch.start + _common(prompt[stretch.start : -1], stretch.ids)
     length, number = 0, 0
@@ -439,17 +441,17 @@ def _turns(prompt: NDArray[np.int64], stretch: Stretch, turns: Sequence[Turn]) -
     return length, number, length == common
 
 
-def _keys_before(stretch: Stretch, length: int) -> frozenset[str]:
+def _keys_before(stretch: KeptStretch, length: int) -> frozenset[str]:
     """Return the keys of the chunks up to the first tokens of a stretch, on which their KV depends."""
     keys = {key for position, key in stretch.chunks if position < stretch.start + length}
     return frozenset(keys | {key for parent, _ in _path_to(stretch) for _, key in parent.chunks})
 
 
-def _add(parent: Stretch, child: Stretch) -> None:
+def _add(parent: KeptStretch, child: KeptStretch) -> None:
     child.parent, parent.children = parent, (*parent.children, child)
 
 
-def _remove(stretch: Stretch) -> None:
+def _remove(stretch: KeptStretch) -> None:
     if stretch.parent is not None:
         stretch.parent.children = tuple(child for child in stretch.parent.children if child is not stretch)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 import uuid
@@ -23,7 +24,7 @@ from kvrag.store.chunkfile import SUFFIX, PackedChunk
 from kvrag.store.log import Log
 from kvrag.store.manifest import Manifest, ManifestRow, Removed
 from kvrag.store.owner import check_owner, codec_of
-from kvrag.store.protocol import ChunkRecord, Entry, Holding, StoreStats, TextState
+from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
 from kvrag.store.schema import translated
 
 logger = logging.getLogger("kvrag")
@@ -227,11 +228,20 @@ class ManifestStore(ABC):
     ) -> list[str]:
         """See KVStore.set_document."""
         self._check_open()
-        replace = replace and bool(document)
+        replace = replace and document not in ("", ON_REQUEST)
         names = {"document": document, "namespace": namespace}
         removed = self._changes.change("hold", **names, holdings=holdings, replace=replace)
         self._delete(name for _, name in removed)
         return [key for key, _ in removed]
+
+    def forget_requests(self, namespace: str = "") -> list[str]:
+        """See KVStore.forget_requests."""
+        self._check_open()
+        requests = [request for request in self._manifest.unused_requests(math.inf) if request[0] == namespace]
+        self._changes.change("release", requests=requests)
+        unheld = self._manifest.unheld()
+        self.remove(unheld)
+        return unheld
 
     def documents(self, prefix: str = "", namespace: str = "") -> dict[str, list[str]]:
         """See KVStore.documents."""

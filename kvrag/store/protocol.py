@@ -203,8 +203,11 @@ class KVStore(Protocol):
 
         Texts that it had and lacks now are not kept for prompts either.
 
-        Earlier holdings are kept if `replace` is False, or the document is "".
+        Earlier holdings are kept if `replace` is False, or the document is "" or `ON_REQUEST`.
         """
+
+    def forget_requests(self, namespace: str = "") -> list[str]:
+        """Delete the chunks that only prompts brought; return their keys."""
 
     def documents(self, prefix: str = "", namespace: str = "") -> dict[str, list[str]]:
         """Return the namespace's documents with this prefix, sorted, each with the keys that it relies on."""

@@ -22,7 +22,7 @@ import kvrag.answer
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, SettingError
 from kvrag.backend.transformers import BlendCache
 from kvrag.control.tuning import Plan
-from kvrag.reuse.conversation import Blended, CachedPrefix, Conversations, Stretch, Turn
+from kvrag.reuse.conversation import Blended, CachedPrefix, Conversations, KeptStretch, Turn
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.stitch import Prefilled
 from kvrag.types import Answer, Delta, Messages
@@ -347,7 +347,7 @@ def test_two_turns_of_one_conversation_at_once_do_not_disturb_each_other(talk: T
 
     def only_the_origin() -> None:
         conversations._roots.clear()
-        root = conversations._roots[""] = Stretch("", 0, origins[0].ids[:0], ())
+        root = conversations._roots[""] = KeptStretch("", 0, origins[0].ids[:0], ())
         for origin in origins:
             origin.parent, origin.children = root, ()
             root.children, root = (origin,), origin

@@ -157,16 +157,29 @@ def test_namespaces_share_nothing(store: KVStore) -> None:
     assert has(store, theirs)
 
 
-@pytest.mark.parametrize("name", ["", ON_REQUEST])
-def test_chunks_without_a_name_stay(store: KVStore, name: str) -> None:
+def test_chunks_without_a_name_stay(store: KVStore) -> None:
     store.put([A, B])
-    store.set_document(name, held("", A))
-    store.set_document(name, held("", B))
+    store.set_document("", held("", A))
+    store.set_document("", held("", B))
     store.set_document("one", held("one", A))
     assert store.set_document("one", []) == []
     assert has(store, A)
     assert has(store, B)
     assert store.documents() == {}
+
+
+def test_chunks_of_prompts_stay_unless_a_document_had_them(store: KVStore) -> None:
+    store.put([A, B])
+    store.set_document(ON_REQUEST, held("", A))
+    store.set_document(ON_REQUEST, held("", B))
+    store.set_document("one", held("one", A))
+    store.set_document("two", held("two", A))
+    assert store.set_document("one", []) == []
+    assert store.set_document("two", []) == [A.key]
+    assert has(store, B)
+    assert store.forget_requests("other") == []
+    assert store.forget_requests() == [B.key]
+    assert not has(store, B)
 
 
 def test_an_open_chunk_stays_readable_when_it_is_removed(store: KVStore) -> None:

@@ -14,7 +14,18 @@ from kvrag.types import Messages
 
 _SAMPLING = {name: value for name, value in asdict(Sampling()).items() if name != "logprobs"}
 _SAME = _SAMPLING.keys() - {"max_new_tokens"} | {"tools"}  # as OpenAI and vLLM name them
-_OTHER = ("ratio", "policy", "controller", "documents", "tools", "tool_choice", "grammar", "template", "timeout")
+_OTHER = (
+    "ratio",
+    "policy",
+    "controller",
+    "documents",
+    "tools",
+    "tool_choice",
+    "grammar",
+    "template",
+    "reasoning",
+    "timeout",
+)
 _DEFAULTS = dict.fromkeys(_OTHER) | {"namespace": ""} | _SAMPLING
 
 
@@ -54,6 +65,8 @@ def checked(options: Mapping[str, Any]) -> Body:
     BlendConfig(**blend_of(given))
     if not isinstance(given["tools"] or (), (list, tuple)):
         raise SettingError(f"tools must be a list of dicts, got {given['tools']!r:.80}")
+    if not (given["reasoning"] is None or isinstance(given["reasoning"], bool)):
+        raise SettingError(f"reasoning must be True, False or None, got {given['reasoning']!r:.80}")
     documents = named_texts(given["documents"] or (), "", None)
     sampling = Sampling(**{name: given[name] for name in _SAMPLING})
     return {**given, **{name: getattr(sampling, name) for name in _SAMPLING}, "documents": documents}

@@ -13,7 +13,10 @@ from kvrag import PromptError
 _ROLES = {"system": "system", "human": "user", "ai": "assistant", "tool": "tool", "function": "tool"}
 # parts without text for the prompt: templates render calls from `tool_calls` and, if at all, thoughts from
 # `reasoning_content`
-_LEFT_OUT = ("reasoning", "thinking", "tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use")
+_LEFT_OUT = (
+    *("reasoning", "thinking", "redacted_thinking", "reasoning_content"),
+    *("tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use"),
+)
 
 
 def template_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:

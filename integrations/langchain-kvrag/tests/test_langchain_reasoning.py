@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from langchain_kvrag.chat import ChatChunkBuilder
 from langchain_kvrag.messages import template_messages
 
 from kvrag import BlendEngine, CallPiece, Delta, Model, SettingError
+from kvrag.backend.transformers import Tokenizer
 
 QUESTION = "Question: Who likes curry?"
 THOUGHT, TEXT = "Who eats it?", "Zel Vinford."  # of the fixture `thinking`
@@ -115,11 +117,13 @@ def test_thoughts_in_a_history_are_no_text_but_a_field_for_templates(chat: ChatB
         AIMessage([thought, text], tool_calls=[call]),
         ToolMessage([{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}], tool_call_id="1"),
         AIMessage("Zel.", additional_kwargs={"reasoning_content": "By Ollama."}),
+        AIMessage([{"type": "redacted_thinking", "data": "AA"}, {"type": "reasoning_content"}, "Zel."]),
         AIMessage("Zel."),
     ]
-    _, said, _, others, plain = template_messages(history)
+    _, said, _, others, hidden, plain = template_messages(history)
     assert said["content"] == [{"type": "text", "text": "I look."}]
     assert (said["reasoning_content"], others["reasoning_content"]) == ("Hm.", "By Ollama.")
+    assert hidden == {"role": "assistant", "content": ["Zel."]}
     assert plain == {"role": "assistant", "content": "Zel."}
     tokenizer = chat._open().model.tokenizer
     rendered = tokenizer.decode(tokenizer.render(template_messages(history[:3])))
@@ -161,6 +165,10 @@ def test_the_profile_reports_whether_the_model_thinks(
     thinker = ChatBlend(**{**settings, "model": tmp_path / "thinker"})
     assert thinker.profile is not None
     assert thinker.profile["reasoning_output"] is True
+    tokenizer = copy.deepcopy(model.tokenizer.hf)
+    tokenizer.add_tokens("[THINK]")
+    assert ChatBlend(engine=chat._open()).profile["reasoning_output"] is False  # type: ignore[index, arg-type]
+    assert Tokenizer(tokenizer, "thinker").thinks
     remote = ChatBlend(model="m", base_url="http://localhost:1")
     assert remote.profile is not None
     assert "reasoning_output" not in remote.profile  # unknown

@@ -27,7 +27,7 @@ _LONGEST_CHARACTER = 8  # tokens: four bytes, with room for tokens without text
 _TEMPLATES = 64  # kinds of prompts whose generation prompt is kept
 _PREAMBLE_TOKENS = 8  # enough for a sink; longer preambles would include variable text, such as a template's date
 
-_THOUGHTS = ("<think>", "[THINK]", "<|channel|>")
+_THOUGHTS = ("<think>", "</think>", "[THINK]", "<|channel|>")
 
 _PROBES = (  # conversations, contents by role, whose prompts have only the beginning of the template in common
     {"user": "One."},
@@ -180,10 +180,9 @@ class Tokenizer:
 
     @cached_property
     def thinks(self) -> bool:
-        """True if the chat template or a token shows that answers can begin with a thought."""
-        names = {token.content for token in getattr(self.hf, "added_tokens_decoder", {}).values()}
+        """True if the chat template has a mark of thoughts; a token alone shows nothing: other models have it, too."""
         source = self.template_text()
-        return any(mark in source or mark in names for mark in _THOUGHTS)
+        return any(mark in source for mark in _THOUGHTS)
 
     def renders_tools(self) -> bool:
         """True if the chat template renders tools; some name them differently or render only calls in the history."""

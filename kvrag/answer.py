@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from kvrag.backend.transformers import Model, Tokenizer
+from kvrag.backend.transformers.tokenizer import common_prefix
 from kvrag.config import BlendConfig, Grammar, Sampling, check_namespace, fill_options
 from kvrag.errors import SettingError, StoreError
 from kvrag.fingerprint import text_key
@@ -22,9 +23,10 @@ from kvrag.generate.grammar import constrain
 from kvrag.generate.history import Answered, History, Watch
 from kvrag.generate.tools import Prepared, prepare
 from kvrag.ingest.ingest import Ingestion
+from kvrag.ingest.learn import Learner
 from kvrag.inspect.explain import why_little
 from kvrag.request import Pipeline
-from kvrag.reuse.conversation import CachedPrefix, Conversation, Conversations, Turn
+from kvrag.reuse.conversation import Blended, CachedPrefix, Conversations, Turn
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.stitch import Prefilled
 from kvrag.types import Delta, Messages, TokenIds
@@ -90,12 +92,19 @@ class Answering:
     """Answers questions; keeps the live conversations and the most recent answers. Thread-safe."""
 
     def __init__(
-        self, model: Model, pipeline: Pipeline, ingestion: Ingestion, conversation_bytes: int, batch_bytes: int
+        self,
+        model: Model,
+        pipeline: Pipeline,
+        ingestion: Ingestion,
+        conversation_bytes: int,
+        batch_bytes: int,
+        learns: bool,
     ) -> None:
         self._model, self._pipeline, self._ingestion = model, pipeline, ingestion
-        self._conversations = Conversations(conversation_bytes, model.stable_length)
+        self._conversations = Conversations(conversation_bytes, model.stable_length, model.num_layers)
         self._admission = Admission(batch_bytes)
         self._warming = threading.Lock()
+        self.learner = Learner(ingestion, pipeline.lookup, self._admission.is_busy) if learns else None
         self._removals = pipeline.store.removals()
         self._watch = Watch()
         self.history = History()
@@ -120,6 +129,8 @@ class Answering:
             generation_prompt = 1 if prepared.is_plain else tokenizer.generation_prompt_length(**prepared.template)
             control_tokens = parser is not None and parser.control_tokens
             cache, sampling = done.cache, question.sampling
+            if self.learner:
+                self.learner.observe(prepared.prompt, namespace)
             answered: Answered | None = None
             answer: list[int] = []
             is_complete = False
@@ -127,7 +138,8 @@ class Answering:
                 for delta in decode(self._model, done.ids, cache, done.logits, sampling, constraint, control_tokens):
                     answer += delta.token_ids
                     if answered is None:
-                        created_tokens = sum(len(run) for run in done.report.runs if run.key in created)
+                        new = [run for run in done.report.runs if run.key in created]
+                        created_tokens = sum(int(done.reused[run.start : run.stop].sum()) for run in new)
                         ttft_s = time.perf_counter() - started
                         report = replace(done.report, created_tokens=created_tokens, ttft_s=ttft_s)
                         answered = Answered(done.ids, done.selected, report, namespace)
@@ -136,11 +148,32 @@ class Answering:
                     admitted.is_working = False
                     yield replace(delta, report=answered.report) if delta.finish_reason else delta
                     admitted.is_working = True
+                    if len(answer) == 1 and question.config.policy != "full":
+                        self._keep(done, [], 0, namespace)  # for prompts that arrive before the answer is complete
                 is_complete = True
                 self._finish(answered, question)
             if question.config.policy != "full":  # see `prefill`
                 # a step that other answers share may be computing the KV of an abandoned answer's last token
                 self._keep(done, answer if is_complete else answer[:-1], generation_prompt, namespace)
+
+    def warm_prefix(self, questions: Sequence[Question]) -> int:
+        """Compute and keep what the prompts of several questions begin with; see `BlendEngine.warm_prefix`."""
+        question, *others = questions
+        ids = question.prepared.render(self._model.tokenizer)
+        for other in others:
+            ids = common_prefix(ids, other.prepared.render(self._model.tokenizer))
+        self._model.check_window(len(ids), "the beginning")
+        size = len(ids) * self._model.bytes_per_token
+        if size > self._conversations.max_bytes:
+            raise SettingError(
+                f"the KV of {len(ids)} tokens has {size:,} bytes, more than conversation_bytes="
+                f"{self._conversations.max_bytes}: raise it"
+            )
+        if ids:
+            with self._admission.admit(size):
+                done = self.prefill(ids, replace(question.config, ratio=1.0), (), question.namespace, goes_on=True)
+                self._keep(done, [], 0, question.namespace)
+        return len(ids)
 
     def try_out(self, prepared: Prepared, config: BlendConfig, namespace: str) -> Answered:
         """Prefill a prompt without answering it."""
@@ -155,15 +188,17 @@ class Answering:
     ) -> Prefilled:
         """See `BlendEngine.prefill`."""
         plan = self._pipeline.tuning.plan(config)  # final only if it does not depend on the chunks
-        removals = self._pipeline.store.removals() if plan.is_full else self._pipeline.lookup.update()
+        pipeline = self._pipeline
+        removals = pipeline.store.removals() if config.policy == "full" else pipeline.lookup.update()
         self.notice_removals(removals)
         is_continued = goes_on and config.policy != "full"  # a reference answer does not use conversations
         prefix = self._find_prefix(ids, plan.config, namespace) if is_continued else None
-        prompt = Prompt(ids, config, namespace, prefix, notes)
+        conversations = self._conversations if is_continued and config.history == "blend" and not plan.is_full else None
+        prompt = Prompt(ids, config, namespace, prefix, notes, conversations=conversations)
         try:
-            done = self._pipeline.prefill(prompt, matches=() if plan.is_full else None)
+            done = self._pipeline.prefill(prompt, matches=() if config.policy == "full" else None)
             if is_continued:
-                self._conversations.begin(done, done.keys)
+                self._conversations.begin(done, frozenset(key for _, key in done.chunks))
             return done
         finally:  # chunks removed in the meantime may have been read after they were freed
             self._free_removed(since=removals)
@@ -171,7 +206,7 @@ class Answering:
     def _find_prefix(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> CachedPrefix | None:
         """Return a prompt's cached prefix; conversations with chunks that may no longer be used are dropped."""
         while prefix := self._conversations.find(ids, config, namespace):
-            withdrawn = self._pipeline.lookup.withdrawn(prefix.conversation.with_context)
+            withdrawn = self._pipeline.lookup.withdrawn(prefix.with_context)
             if not withdrawn:
                 return prefix
             self._conversations.drop(withdrawn)
@@ -183,7 +218,9 @@ class Answering:
         self._conversations.drop(keys)
 
     def close(self) -> None:
-        """Drop the conversations. Answers in progress complete with their KV."""
+        """Drop the conversations and stop learning. Answers in progress complete with their KV."""
+        if self.learner:
+            self.learner.close()
         self._conversations.close()
 
     def notice_removals(self, removals: int) -> None:
@@ -241,16 +278,24 @@ class Answering:
             self._watch.look(answered, explain)
 
     def _keep(self, done: Prefilled, answer: list[int], generation_prompt: int, namespace: str) -> None:
-        """Keep an answered prompt for the next turn, which contains it without the generation prompt."""
-        prefix, num_tokens, exact = done.prefix, len(done.ids), done.num_exact(done.selected)
+        """Keep an answered prompt for the next turn, which contains it without the generation prompt.
+
+        Without an answer, keep only what equals full prefill's. What was computed again counts as such only where all
+        of it was, so that exact KV, which other prompts share, does not depend on the question.
+        """
+        prefix, num_tokens = done.prefix, len(done.ids)
         ids = np.array([*done.ids.tolist(), *answer][: done.cache.get_seq_length()])
-        exact = len(ids) if exact == num_tokens else exact
+        exact = len(ids) if done.report.exact else done.num_exact(done.selected[:0])
         turn = Turn(done.kept, num_tokens - generation_prompt, num_tokens)
-        turns = (*(prefix.turns if prefix else ()), turn)
         # the prefix's variants win: if another one is usable by now, the conversation must not be continued
-        with_context = {**done.with_context, **(prefix.conversation.with_context if prefix else {})}
-        conversation = Conversation(ids, done.cache, exact, done.config, turns, namespace, done.keys, with_context)
-        self._conversations.keep(done, conversation, prefix)
+        blended = Blended(
+            done.config,
+            (*(prefix.turns if prefix else ()), turn),
+            {**done.with_context, **(prefix.with_context if prefix else {})},
+        )
+        replaced = prefix.continued if prefix else None
+        ids = ids if answer else ids[:exact]
+        self._conversations.keep(done, namespace, ids, exact, done.cache, done.chunks, blended, replaced)
 
 
 def overridden(config: BlendConfig, ratio: float | None, policy: str | None, controller: str | None) -> BlendConfig:

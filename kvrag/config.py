@@ -115,6 +115,8 @@ class BlendConfig:
             predicted to be faster or if no ratio is calibrated, and a higher ratio if loading hides it. "off" =
             never. See `kvrag.control.tuning`.
         min_run: Minimum length of a reused run, in tokens.
+        history: KV of earlier prompts and answers that is reused. "exact": as far as a prompt begins like one of them.
+            "blend": also behind an edit of the history; it is recomputed in part, like chunks.
         context_tokens: At ingestion, a chunk is encoded with this many preceding tokens of its document as context, or
             more where they are computed anyway, so that its KV resolves pronouns and references. 0 = every chunk is
             encoded alone: its KV, and every chunk that prompts reuse, depends on its own text only.
@@ -135,6 +137,7 @@ class BlendConfig:
     ratio: float | None = _checked(None, check_number, most=1)
     controller: str = _checked("auto", check_choice, choices=CONTROLLERS)
     min_run: int = _checked(16, check_number, least=16, whole=True)  # guaranteed by the matcher
+    history: str = _checked("exact", check_choice, choices=("exact", "blend"))
     context_tokens: int = _checked(DEFAULT_CONTEXT, check_number, whole=True)
     context: str = _checked("text", check_choice, choices=("text", "headings"))
     check_layer: int = _checked(1, check_number, least=1, whole=True)  # layer 0 cannot deviate

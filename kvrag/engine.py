@@ -46,8 +46,9 @@ from kvrag.reuse.load import device_tier
 from kvrag.reuse.lookup import Lookup
 from kvrag.reuse.prefetch import Prefetcher
 from kvrag.reuse.stitch import Prefilled
-from kvrag.store import KVStore, MemoryTier, open_store
-from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds, WarmReport, join
+from kvrag.store import ON_REQUEST, KVStore, MemoryTier, open_store
+from kvrag.tracing import traced
+from kvrag.types import Answer, BlendReport, Delta, LearnStats, Messages, TokenIds, WarmReport, join
 
 _shared: Shared[BlendEngine] = Shared()
 
@@ -86,6 +87,7 @@ class BlendEngine:
         batch_bytes: int = 4 << 30,
         store_cache: str | Path | None = None,
         device_bytes: int = 0,
+        learn: bool = False,
     ) -> None:
         """Combine a model and a store.
 
@@ -102,6 +104,8 @@ class BlendEngine:
             store_cache: Folder of the local copies of a shared store; None = `~/.cache/kvrag/shared`.
             device_bytes: Size of a tier of unpacked KV on the model's device, in front of the RAM tier, for chunks that
                 are used repeatedly; 0 = none. Of use on a GPU, if it holds most chunks in frequent use.
+            learn: Encode texts that two prompts of a namespace contain, while no answer is in progress: paragraphs, and
+                messages of tools, of at least 64 tokens. See `forget_learned`.
         """
         if isinstance(model, str | Path):
             raise SettingError(f"model must be a Model, not a name: use BlendEngine.from_pretrained({str(model)!r})")
@@ -116,7 +120,7 @@ class BlendEngine:
         self._lookup = Lookup(self._catalog, self.store, alone_only=not self.config.context_tokens)
         self._pipeline = Pipeline(model, self.store, memory, self._lookup, self._tuning, codec)
         self._prefetcher = Prefetcher(self.store, self._pipeline.memory)
-        self._answering = Answering(model, self._pipeline, self._ingestion, conversation_bytes, batch_bytes)
+        self._answering = Answering(model, self._pipeline, self._ingestion, conversation_bytes, batch_bytes, learn)
         self._closed = False
 
     @classmethod
@@ -132,13 +136,15 @@ class BlendEngine:
         batch_bytes: int = 4 << 30,
         store_cache: str | Path | None = None,
         device_bytes: int = 0,
+        learn: bool = False,
         **model_settings: Unpack[LoadOptions],
     ) -> BlendEngine:
         """Load a model (see `Model.from_pretrained` for its settings) and combine it with a store."""
         check_codec(codec)  # before the slow loading
         _check_sizes(conversation_bytes=conversation_bytes, batch_bytes=batch_bytes, device_bytes=device_bytes)
         model = Model.from_pretrained(name_or_path, **model_settings)
-        return cls(model, store, config, ram_bytes, codec, conversation_bytes, batch_bytes, store_cache, device_bytes)
+        sizes = ram_bytes, codec, conversation_bytes, batch_bytes, store_cache, device_bytes
+        return cls(model, store, config, *sizes, learn)
 
     @classmethod
     def shared(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine:
@@ -189,6 +195,34 @@ class BlendEngine:
         self._answering.notice_removals(self.store.removals())  # of the chunks that these replace
         return report
 
+    @own_team()
+    def warm_prefix(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        namespace: str = "",
+        template: dict[str, Any] | None = None,
+    ) -> int:
+        """Compute and keep the KV of what many prompts begin with, so that the first of them answers sooner.
+
+        It is exact, counts towards `conversation_bytes`, and is dropped like that of conversations, if it is not used.
+
+        Args:
+            messages: The messages before the user's, such as the system message. They may be empty with `tools`.
+            tools: The tools of the prompts, as in `stream`.
+            namespace: Of the prompts.
+            template: Variables for the chat template, as in `stream`.
+
+        Returns:
+            The number of tokens.
+        """
+        self._check_open()
+        options: AnswerOptions = {"tools": tools, "namespace": namespace, "template": template}
+        prompts = [[*messages, {"role": "user", "content": text}] for text in ("One.", "two")]
+        tokenizer, config = self.model.tokenizer, self.config
+        return self._answering.warm_prefix([Question.of(tokenizer, prompt, config, options) for prompt in prompts])
+
     def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
         """Start to read the KV of these chunks from the store into the RAM tier, and return at once.
 
@@ -211,6 +245,23 @@ class BlendEngine:
         self._answering.free(removed)
         self._lookup.refresh()
         return len(removed)
+
+    def forget_learned(self, *, namespace: str = "") -> int:
+        """Delete the chunks that prompts brought, learned or from `documents=`; return how many were deleted.
+
+        Chunks of a warmed document stay.
+        """
+        if self._answering.learner:
+            self._answering.learner.forget()
+        removed = self._ingestion.forget(ON_REQUEST, check_namespace(namespace))
+        self._answering.free(removed)
+        self._lookup.refresh()
+        return len(removed)
+
+    @property
+    def learned(self) -> LearnStats | None:
+        """Counters of learning from prompts; None = it is off."""
+        return self._answering.learner.stats() if self._answering.learner else None
 
     def documents(self, prefix: str = "", *, namespace: str = "") -> list[str]:
         """Return the names of the namespace's documents that start with `prefix` and have chunks, sorted."""
@@ -264,7 +315,8 @@ class BlendEngine:
         self._check_open()
         check_timeout(timeout := options.get("timeout"))
         question = Question.of(self.model.tokenizer, prompt, self.config, options)
-        return _within(self._answering.stream(question), timeout)
+        operation = "text_completion" if question.prepared.is_plain else "chat"
+        return traced(_within(self._answering.stream(question), timeout), operation, self.model.name)
 
     @_show
     def generate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:

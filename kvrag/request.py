@@ -29,6 +29,7 @@ from kvrag.reuse.select import select
 from kvrag.reuse.stitch import Prefilled, Stitched, stitch
 from kvrag.reuse.trace import Trace
 from kvrag.store import KVStore, MemoryTier
+from kvrag.tracing import record_steps
 from kvrag.types import BlendReport
 
 _ROOM = 256  # spare positions for the answer in a new cache; it grows when they are used up
@@ -58,10 +59,10 @@ class Pipeline:
         with trace.step("match", synchronise=False):
             if matches is None:
                 matches = self.lookup.find(prompt.ids, prompt.config.min_run, prompt.namespace, prompt.kept)
-            prompt = recovery.open(prompt, matches)
+            prompt = recovery.open(prompt, matches).with_history(self.backend)
         with closing(prompt):
             plan = recovery.agree(lambda: self.tuning.plan(prompt.config, prompt))  # the same on all ranks
-            keys = prompt.keys  # also of a full plan: deleting a chunk deletes the conversations that contain it
+            chunks = prompt.chunks  # also of a full plan: deleting a chunk deletes the conversations that contain it
             if plan.is_full:
                 prompt = replace(prompt, matches=(), readers={})
             capacity = min(len(prompt.ids) + _ROOM, self.backend.context_window)
@@ -75,7 +76,8 @@ class Pipeline:
                     logits = blend(self.backend, stitched, selected)
             self.tuning.observe(prompt, stitched, len(blended_rows(self.backend, stitched, selected)), trace)
             report = _report(prompt, plan, stitched, selected, trace, recovery.notes)
-        self.store.touch(list(prompt.readers))
+        record_steps(trace.times)
+        self.store.touch([run.key for run in prompt.stored])
         return Prefilled(
             **vars(stitched),
             selected=selected,
@@ -83,7 +85,7 @@ class Pipeline:
             config=plan.config,
             report=report,
             with_context=prompt.with_context,
-            keys=keys,
+            chunks=chunks,
         )
 
 
@@ -97,7 +99,7 @@ def _report(
         reused_tokens=reused,
         recomputed_tokens=len(selected),
         fresh_tokens=num_tokens - reused,
-        runs=tuple(prompt.runs),
+        runs=tuple(prompt.stored),
         policy=plan.config.policy,
         ratio=plan.ratio,
         **times,
@@ -108,4 +110,5 @@ def _report(
         notes=(*prompt.notes, *plan.notes, *notes),
         decision=plan.reason,
         conversation_tokens=stitched.kept,
+        moved_tokens=sum(map(len, prompt.runs)) - sum(map(len, prompt.stored)),
     )

@@ -66,6 +66,18 @@ class WarmReport(_Report):
     warnings: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class LearnStats(_Report):
+    """Counters of learning from prompts: texts seen once, chunks learned and their tokens, prompts with an error, and
+    prompts that were not looked at because too many waited."""
+
+    seen: int
+    learned: int
+    tokens: int
+    failed: int
+    ignored: int
+
+
 _TIMES = ("match_s", "load_s", "stitch_s", "select_s", "blend_s", "ttft_s")
 
 
@@ -73,11 +85,12 @@ _TIMES = ("match_s", "load_s", "stitch_s", "select_s", "blend_s", "ttft_s")
 class BlendReport(_Report):
     """Reuse and timing of one answer.
 
-    `reused_tokens` came from the store or the conversation, `recomputed_tokens` of them were recomputed on all layers,
-    `fresh_tokens` were in neither. Of the reused tokens, `created_tokens` were encoded for this answer (its
-    `documents`), and `conversation_tokens`, the first of the prompt, come from the conversation's last turn; `runs` are
-    the rest. Times are in seconds; `ttft_s` is the time from the call to the first token and includes all others except
-    `load_s`, the time to read chunks, mostly in parallel with the forward pass. `load_stall_s` is the time that the
+    `reused_tokens` came from the store or from earlier prompts, `recomputed_tokens` of them were recomputed on all
+    layers, `fresh_tokens` were in neither. Of the reused tokens, `created_tokens` were encoded for this answer (its
+    `documents`), `conversation_tokens`, the first of the prompt, come from earlier prompts and answers that begin
+    alike, and `moved_tokens` from another place of an earlier one, whose history was edited; `runs` are the rest. Times
+    are in seconds; `ttft_s` is the time from the call to the first token and includes all others except `load_s`, the
+    time to read chunks, mostly in parallel with the forward pass. `load_stall_s` is the time that the
     forward pass waited for chunks; like `stitch_s`, it is part of `select_s` and `blend_s`. `exact`: the answer equals
     full prefill's by construction. `tier` is the source of the KV: "device", "ram", "disk", "shared", "mixed" or ""
     (none). `decision` is the controller's choice and its reason, "" without one.
@@ -103,6 +116,7 @@ class BlendReport(_Report):
     decision: str = ""
     created_tokens: int = 0
     conversation_tokens: int = 0
+    moved_tokens: int = 0
     load_stall_s: float = 0.0
 
     @classmethod

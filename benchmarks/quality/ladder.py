@@ -36,13 +36,12 @@ from benchmarks.quality.metrics import Bootstrap
 from benchmarks.quality.worlds import world_rows
 from kvrag.adapt.differentiable import LayerStates
 from kvrag.adapt.distill import Lesson, divergences, locate, stitched, teach
-from kvrag.adapt.lessons import ask
 from kvrag.backend.transformers import Model
 from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
 from kvrag.bench.quality import exact_match
 from kvrag.cli.common import DTYPES, at_least, existing_path, progress
 from kvrag.config import BlendConfig
-from kvrag.control.prompts import first_word, make_prompts, render, search_by_words
+from kvrag.control.prompts import ask, first_word, make_prompts, render, search_by_words
 from kvrag.errors import KvragError
 from kvrag.retrieval import documents
 from kvrag.reuse.measure import attention, first_tokens

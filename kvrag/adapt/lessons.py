@@ -13,8 +13,7 @@ from itertools import zip_longest
 
 from kvrag.adapt.distill import Lesson, locate
 from kvrag.backend.transformers.model import Model
-from kvrag.backend.transformers.tokenizer import Tokenizer
-from kvrag.control.prompts import CONTINUATION, Gap, Search, find_gaps, render
+from kvrag.control.prompts import CONTINUATION, Gap, Search, ask, find_gaps, render
 from kvrag.errors import KvragError
 
 _ENDS = 4  # of one lesson
@@ -22,12 +21,6 @@ _LEFT_OUT = 0.3  # share of a document's chunks that are missing from half of th
 _LEAST = 20  # sentences
 _RETRIEVED = 16  # chunks for a sentence or a question, of which a lesson has the first
 _ABOUT = 2  # of them, those that a question is probably about
-
-
-def ask(tokenizer: Tokenizer, chunks: Sequence[str], question: str) -> list[int]:
-    """Return the ids of a prompt of chunks and a question."""
-    text = "\n\n".join([*chunks, f"Question: {question}"])
-    return tokenizer.render(tokenizer.as_prompt(text if tokenizer.has_chat_template else f"{text}\n\nAnswer:"))
 
 
 class Lessons:

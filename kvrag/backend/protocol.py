@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeVar
 
@@ -33,6 +33,17 @@ Branch = tuple[int, int]
 Observer = Callable[[int, Tensor, Tensor], bool]
 """Callback with a layer's number and its fresh keys and values, each (B, H, S, D), before they are written. If it
 returns True, the forward pass ends there and the layer is not written."""
+
+
+class CachedKV(Protocol):
+    """KV of the first `length` positions of a prompt, with rotated keys."""
+
+    @property
+    def length(self) -> int:
+        """Number of positions."""
+
+    def layer(self, number: int) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return keys and values of one layer in parts, each (1, H, t, D), in order. Do not change them."""
 
 
 class KVCache(Protocol):
@@ -133,13 +144,13 @@ class Backend(Outline, Protocol):
         capacity: int,
         source: LayerSource | None = None,
         filled: Tensor | None = None,
-        prefix: tuple[KVCache, int] | None = None,
+        prefix: CachedKV | None = None,
     ) -> KVCache:
         """Return an empty cache, or one whose layers `source` provides when a pass reaches them.
 
         Args:
             filled: (R,) positions that `source` fills; the others are undefined.
-            prefix: Another cache and the number of its leading positions that the new one begins with.
+            prefix: KV that the new cache begins with.
         """
 
     def waiting(self) -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ from kvrag.backend.transformers import Model
 from kvrag.bench.datasets import QuestionRow
 from kvrag.config import BlendConfig, Sampling
 from kvrag.control.agreement import Record, compare, wilson
-from kvrag.control.prompts import first_word, render
+from kvrag.control.prompts import ask, first_word, render
 from kvrag.engine import BlendEngine
 from kvrag.errors import ContextWindowError, ModelError, PromptError
 
@@ -109,9 +109,7 @@ def make_tasks(
 def _ids(model: Model, row: QuestionRow, instruction: str) -> list[int]:
     if row.beginning:
         return render(model.tokenizer, row.passages, row.beginning)
-    text = "\n\n".join([*row.passages, *filter(None, [instruction]), f"Question: {row.question}"])
-    text = text if model.tokenizer.has_chat_template else f"{text}\n\nAnswer:"
-    return model.tokenizer.render(model.tokenizer.as_prompt(text))
+    return ask(model.tokenizer, [*row.passages, *filter(None, [instruction])], row.question)
 
 
 # ------------------------------------------------------------------------------------------------- the measurement

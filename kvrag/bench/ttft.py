@@ -85,7 +85,7 @@ class TtftSetup:
     Attributes:
         model, layers: Shape of the random model, and how many of its layers (None = all).
         chunks, chunk_tokens, question_tokens: The prompt.
-        policies, ratio, check_layer: See BlendConfig.
+        policies, ratio: See BlendConfig.
         repeats: Rounds; the medians count.
         ram_bytes, device_bytes: Sizes of the tiers in RAM and on the device; 0 = off.
         cold: Drop the chunk files from the page cache before every prompt.
@@ -98,7 +98,6 @@ class TtftSetup:
     question_tokens: int = 64
     policies: Sequence[str] = (DEFAULT_POLICY,)
     ratio: float = 0.15
-    check_layer: int = 1
     repeats: int = 3
     ram_bytes: int = 0
     cold: bool = False
@@ -129,7 +128,7 @@ def measure(
     words = one_token_words(net)
     rng = random.Random(0)
     corpus = ["".join(rng.choices(words, k=setup.chunk_tokens)) for _ in range(setup.chunks)]
-    config = BlendConfig(ratio=setup.ratio, check_layer=setup.check_layer)
+    config = BlendConfig(ratio=setup.ratio)
     times: dict[str, list[float]] = {}
     reports: dict[str, list[BlendReport]] = {}
     with (
@@ -158,8 +157,8 @@ def measure(
                 if isinstance(result, BlendReport):
                     reports.setdefault(name, []).append(result)
     medians = {name: statistics.median(values) for name, values in times.items()}
-    rows = [_row(name, medians, reports.get(name, []), net, setup.check_layer) for name in medians]
-    names = ("chunks", "chunk_tokens", "question_tokens", "ratio", "check_layer", "repeats", "cold")
+    rows = [_row(name, medians, reports.get(name, []), net, config.check_layer) for name in medians]
+    names = ("chunks", "chunk_tokens", "question_tokens", "ratio", "repeats", "cold")
     settings = run_settings(net) | {name: getattr(setup, name) for name in names}
     settings |= {"ram_tier": bool(setup.ram_bytes), "device_tier": bool(setup.device_bytes)}
     return TtftResult(rows, next(iter(reports.values()))[-1].prompt_tokens, settings)

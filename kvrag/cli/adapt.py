@@ -27,7 +27,7 @@ from kvrag.cli.common import (
     say,
 )
 from kvrag.config import DEFAULT_CONTEXT
-from kvrag.control.prompts import Gap, find_gaps, make_prompts, search_by_words
+from kvrag.control.prompts import Gap, ask, find_gaps, make_prompts, search_by_words
 from kvrag.errors import KvragError, SettingError
 from kvrag.retrieval import documents
 from kvrag.sample import HANDBOOK
@@ -141,8 +141,6 @@ def _held_out(model: Model, corpus: Mapping[str, Sequence[str]], seed: int) -> l
 
 def _asked(model: Model, corpus: Mapping[str, Sequence[str]], questions: Sequence[str]) -> list[Gap]:
     """Return prompts of questions to measure with."""
-    from kvrag.adapt.lessons import ask
-
     search = search_by_words(_distinct(corpus))
     prompts = []
     for question in questions:

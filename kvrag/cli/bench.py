@@ -34,7 +34,6 @@ def ttft(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--chunk-tokens", 512, "tokens per chunk")
     add_number(parser, "--question-tokens", 64, "tokens of the question")
     add_number(parser, "--ratio", 0.15, "recompute ratio", most=1)
-    add_number(parser, "--check-layer", 1, "of hkvd")
     add_number(parser, "--ram-bytes", 0, "size of the RAM tier; 0 = read from disk")
     add_number(parser, "--device-bytes", 0, "size of the tier on the device; 0 = off")
     cold = "drop the chunk files from the page cache before each prompt"

@@ -225,7 +225,8 @@ def open_engine(
     store = default_store(model, args.codec) if args.store is None else args.store
     if is_warmed and args.store is None and not (store / "chunks").is_dir():
         raise _nothing_warmed(store)
-    return BlendEngine(model, store, settings, codec=args.codec, store_cache=args.store_cache, **sizes)
+    learn = getattr(args, "learn", False)
+    return BlendEngine(model, store, settings, codec=args.codec, store_cache=args.store_cache, learn=learn, **sizes)
 
 
 class HasStore(Protocol):

@@ -76,6 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     corpus.add_argument("--embedder", help="sentence-transformers model for retrieval (default: the one in kvrag[cli])")
     budget = "evict the chunks that save least beyond this size; see also kvrag store budget"
     corpus.add_argument("--store-gib", type=_size(30), dest="store_bytes", metavar="N", help=budget)
+    learn = "encode texts that two requests of a namespace contain, while no answer is in progress"
+    corpus.add_argument("--learn", action="store_true", help=learn)
     limits = parser.add_argument_group("limits")
     gib, mib, size_or_0 = _size(30), _size(20), _size(30, may_be_zero=True)
     _add(limits, "--ram-gib", size_or_0, "2", "stored KV kept in RAM", dest="ram_bytes")

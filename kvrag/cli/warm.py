@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -29,7 +28,7 @@ from kvrag.cli.common import (
     say,
 )
 from kvrag.client.connection import KEY_VARIABLE
-from kvrag.errors import KvragError, SettingError, StoreFullError
+from kvrag.errors import KvragError, SettingError
 from kvrag.retrieval import documents
 from kvrag.retrieval.documents import Problem
 
@@ -287,11 +286,5 @@ def check_room(store: KVStore, needed: float) -> None:
     """Raise StoreFullError if a folder's disk has no room for that many bytes."""
     from kvrag.store import FileStore
 
-    if not isinstance(store, FileStore):  # a bucket has no size
-        return
-    free = shutil.disk_usage(Path(store.path)).free
-    if needed and free - needed < store.min_free_bytes:
-        raise StoreFullError(
-            f"{store.path} has {human_bytes(free)} free, but {human_bytes(needed)} are needed and "
-            f"{human_bytes(store.min_free_bytes)} must stay free: free space, warm less, or choose another --store"
-        )
+    if isinstance(store, FileStore):  # a bucket has no size
+        store.check_room(needed)

@@ -1,4 +1,4 @@
-"""From the server's JSON to an answer: text, tool calls, number of tokens."""
+"""From the server's JSON to an answer: text, thought, tool calls, number of tokens."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ async def deltas_of(
     async for body in responses:
         extras |= {name: body[name] for name in ("kvrag", "kv_transfer_params") if body.get(name)}
         usage = body.get("usage") or usage
-        text, parts = "", list[Body]()
+        text, thought, parts = "", "", list[Body]()
         for choice in body.get("choices") or ():
             message = choice.get("delta") or choice.get("message") or {}
             text += message.get("content") or choice.get("text") or ""
+            thought += message.get("reasoning_content") or message.get("reasoning") or ""  # vLLM renamed it
             parts += [{"index": number, **part} for number, part in enumerate(message.get("tool_calls") or ())]
             finish = choice.get("finish_reason") or finish
         if is_forced and finish == "length" and not calls and not parts:  # vLLM omits a call that was cut off
             text, parts = "", [{"index": 0}]
-        if text or parts:
-            yield Delta(text, call_pieces=tuple(_add_call(calls, part) for part in parts))
+        if text or thought or parts:
+            pieces = tuple(_add_call(calls, part) for part in parts)
+            yield Delta(text, call_pieces=pieces, reasoning=thought)
     if finish not in ("stop", "length", "tool_calls", "function_call"):
         raise ServerError(f"the server ended the answer early ({finish or 'the stream broke off'}): retry")
     is_cut = finish == "length"
@@ -55,6 +57,7 @@ async def deltas_of(
         tool_calls=tuple(valid),
         num_tokens=usage.get("completion_tokens") or 0,
         invalid_calls=tuple(invalid),
+        reasoning_tokens=(usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0,
     )
 
 

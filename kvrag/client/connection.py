@@ -22,6 +22,7 @@ from kvrag.errors import (
     StoreFullError,
     needing,
 )
+from kvrag.tracing import trace_headers
 
 KEY_VARIABLE = "KVRAG_API_KEY"
 
@@ -123,6 +124,7 @@ class Connection:
 
     async def _send(self, method: str, path: str, **arguments: Any) -> Any:
         call = getattr(self._client(), method)
+        arguments["options"] = {**arguments.get("options", {}), "headers": trace_headers()}
         with self._as_our_errors():
             return await value_of(call(f"{self.root}{path}", cast_to=object, **arguments))
 

@@ -14,19 +14,9 @@ from kvrag.types import Messages
 
 _SAMPLING = {name: value for name, value in asdict(Sampling()).items() if name != "logprobs"}
 _SAME = _SAMPLING.keys() - {"max_new_tokens"} | {"tools"}  # as OpenAI and vLLM name them
-_OTHER = (
-    "ratio",
-    "policy",
-    "controller",
-    "documents",
-    "tools",
-    "tool_choice",
-    "grammar",
-    "template",
-    "reasoning",
-    "timeout",
-)
-_DEFAULTS = dict.fromkeys(_OTHER) | {"namespace": ""} | _SAMPLING
+_OTHER = ("ratio", "policy", "controller", "documents", "tools", "tool_choice", "grammar", "template", "reasoning")
+_SWITCHES = ("enable_thinking", "thinking")  # of thoughts, in chat templates
+_DEFAULTS = dict.fromkeys((*_OTHER, "timeout")) | {"namespace": ""} | _SAMPLING
 
 
 class NamedText(NamedTuple):
@@ -86,7 +76,9 @@ def body_of(model: str, prompt: str | Messages, options: Body, is_stream: bool) 
             raise PromptError("the prompt is empty")
         body: Body = {"prompt": prompt}
     else:
-        body = {"messages": messages_of(prompt), "chat_template_kwargs": options["template"]}
+        # the names of the switch in chat templates; they ignore unknown ones
+        switch = {} if options["reasoning"] is None else dict.fromkeys(_SWITCHES, options["reasoning"])
+        body = {"messages": messages_of(prompt), "chat_template_kwargs": switch | (options["template"] or {})}
     body |= {"model": model, "max_tokens": options["max_new_tokens"]}
     body |= {name: options[name] for name in _SAME}
     if (seed := options["seed"]) is not None and seed >= 1 << 63:
@@ -123,6 +115,8 @@ def _message(message: Mapping[str, Any]) -> Body:
     converted = dict(message)
     if isinstance(content := message.get("content"), list):
         converted["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    if thought := message.get("reasoning_content"):
+        converted.setdefault("reasoning", thought)  # vLLM reads this name, and sets both for the chat template
     if calls := message.get("tool_calls"):
         converted["tool_calls"] = [_call(call) for call in calls]
     return converted

@@ -68,6 +68,8 @@ class KvragServe(_ServedModel):
             raise SettingError("kvrag serve supports grammars as a json_schema only: convert this one")
         chunks = [row.text for row in options["documents"]]
         body = body_of(self.name, prompt, options, bool(tag)) | blend_of(options)
+        if options["reasoning"] is False and "messages" in body:
+            body["reasoning_effort"] = "none"  # also switches templates with another name for it
         return body | {"chunks": chunks} if chunks else body
 
     async def report(self, extras: Body, usage: Body, tag: str) -> BlendReport:

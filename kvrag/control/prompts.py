@@ -109,6 +109,12 @@ def render(tokenizer: Tokenizer, chunks: Sequence[str], beginning: str) -> list[
     return tokenizer.render(tokenizer.as_prompt("\n\n".join([*chunks, _INSTRUCTION]))) + tokenizer.encode(beginning)
 
 
+def ask(tokenizer: Tokenizer, chunks: Sequence[str], question: str) -> list[int]:
+    """Return the ids of a prompt of chunks and a question."""
+    text = "\n\n".join([*chunks, f"Question: {question}"])
+    return tokenizer.render(tokenizer.as_prompt(text if tokenizer.has_chat_template else f"{text}\n\nAnswer:"))
+
+
 def first_word(text: str) -> str:
     """Return the first word of a text; "" without one."""
     word = _WORD.search(text)

@@ -26,7 +26,7 @@ from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.select import selecting
 from kvrag.reuse.stitch import Stitched
 from kvrag.reuse.trace import Trace
-from kvrag.store import ChunkReader, KeepsTexts, KVStore, Texts
+from kvrag.store import ChunkReader, KVStore
 from kvrag.store.codec import tokens_of
 
 logger = logging.getLogger("kvrag")
@@ -124,8 +124,7 @@ class Tuning:
 
     def __init__(self, backend: Backend, store: KVStore) -> None:
         self._backend = backend
-        self._path = store.stats().path
-        self._texts: KeepsTexts = store if isinstance(store, KeepsTexts) else Texts()
+        self._path, self._texts = store.stats().path, store
         self._calibration: tuple[Calibration | None, str] | None = None
         self._has_warned = False
         self._machine = f"{backend.fingerprint.digest} {_device_name(backend)} {torch.get_num_threads()} threads"

@@ -36,6 +36,10 @@ class Admission:
         self._waiting: deque[object] = deque()
         self._changed = threading.Condition()
 
+    def is_busy(self) -> bool:
+        """Return whether answers are in progress or wait."""
+        return bool(self._admitted or self._waiting)
+
     @contextmanager
     def admit(self, num_bytes: int) -> Iterator[Admitted]:
         """Hold a place for an answer with KV of this size at full length. Raises KvragError if `is_left` returns True.

@@ -73,9 +73,10 @@ class Watch:
         prompt without retrieved text, such as an agent's first one; then two in a row give a warning.
         """
         report = answered.report
-        if self._has_warned or report.policy == "full" or report.prompt_tokens < _LONG:
+        kept = report.conversation_tokens  # such as the system prompt, and earlier turns
+        if self._has_warned or report.policy == "full" or report.prompt_tokens - kept < _LONG:
             return
-        if report.reused_tokens >= _LITTLE * report.prompt_tokens:
+        if report.reused_tokens - kept >= _LITTLE * (report.prompt_tokens - kept):
             self._misses = 0
             return
         try:

@@ -1,25 +1,44 @@
-"""Live conversations: the KV of a prompt and its answer is a cached prefix of the next prompt.
+"""Conversations: the KV of prompts and answers, kept in memory for the prompts that follow.
 
-A conversation is recognised by its tokens alone, because frameworks send the whole history with every turn and no
-id. Stored KV is never changed: the next turn copies the common prefix, so that two continuations of one conversation
-do not interfere.
+KV that equals full prefill's is kept once, in a radix tree over the tokens: all prompts of a namespace that begin alike
+share it (as in SGLang's RadixAttention, arXiv:2312.07104, section 3). Blended KV hangs below the exact KV before it; it
+was blended for its own question, so only prompts that continue the same turns begin with it.
+
+A conversation is recognised by its tokens alone, because frameworks send the whole history with every turn and no id.
+When a history was edited, its unchanged stretches are found wherever they stand, and are reused like stored chunks.
+
+Kept KV is never changed: the next turn copies it, so that two continuations of one conversation do not interfere.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from kvrag.backend.protocol import KVCache
+from kvrag.backend.protocol import Backend, KVCache
 from kvrag.config import BlendConfig
+from kvrag.reuse.match import match
+from kvrag.reuse.segment import Segment
+from kvrag.store.protocol import ChunkReader, Entry
+from kvrag.types import Run
 
-_MOST = 64  # conversations; a prompt is compared with each of them
+_SEARCHED = 64  # stretches used last, in which the text of an edited history is looked for
+_QUESTION = 32  # tokens at the end of a prompt that are not reused from elsewhere: they select what is recomputed
+
+Layer = tuple[Tensor, Tensor]
+Placed = tuple[int, str]
+"""Position and key of a stored chunk."""
 
 
 class Turn(NamedTuple):
@@ -30,130 +49,409 @@ class Turn(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True, eq=False)
-class Conversation:
-    """Prompts and answers with their KV."""
+@dataclass(frozen=True)
+class Blended:
+    """How blended KV was made."""
 
-    ids: NDArray[np.int64]  # (N,)
-    cache: KVCache  # complete for them
-    exact: int  # number of leading positions with full prefill's KV
-    config: BlendConfig  # settings that the other positions were blended with
-    turns: tuple[Turn, ...]  # each a prefix of the next
-    namespace: str = ""
-    keys: frozenset[str] = frozenset()  # of the chunks whose KV it contains
-    with_context: Mapping[str, str] = field(default_factory=dict)  # as `Prompt.with_context`
+    config: BlendConfig
+    turns: tuple[Turn, ...]  # all of the conversation, each a prefix of the next
+    with_context: Mapping[str, str]  # as `Prompt.with_context`
 
-    def prefix(self, prompt: NDArray[np.int64], config: BlendConfig) -> CachedPrefix:
-        """Return the prefix that a prompt with `config` can reuse.
-
-        Only whole turns are reused: chunks are blended for the question that follows them.
-        """
-        common = _common(prompt[:-1], self.ids)  # the last token is always computed: its logits are needed
-        length, turns = 0, 0
-        for turn, end in zip(self.turns, [*(turn.start for turn in self.turns[1:]), len(self.ids)], strict=True):
-            if common < turn.asked or len(prompt) <= turn.stop:
-                break
-            length, turns = min(common, end), turns + 1
-        if length > self.exact and not self._is_as_good_as(config):
-            length = self.exact
-        return CachedPrefix(self, length, self.turns[:turns], is_all=length == common)
-
-    def _is_as_good_as(self, config: BlendConfig) -> bool:
+    def is_as_good_as(self, config: BlendConfig) -> bool:
+        """Return whether it may be used for a prompt with these settings."""
         assert self.config.ratio is not None  # both are filled in by a plan
         assert config.ratio is not None
         has_same_settings = replace(self.config, ratio=config.ratio, controller=config.controller) == config
         return has_same_settings and self.config.ratio >= config.ratio
 
 
-@dataclass(frozen=True)
-class CachedPrefix:
-    """The first `length` positions of a conversation, for a prompt with the same first tokens."""
+class _Part(NamedTuple):
+    """Tokens of a stretch from position `start` on."""
 
-    conversation: Conversation
-    length: int
-    turns: tuple[Turn, ...]  # those in these positions
-    is_all: bool  # whether the prompt has no further tokens in common with the conversation
+    key: str
+    namespace: str
+    start: int
+    ids: NDArray[np.uint32]
+    layers: Sequence[Layer]
+
+
+@dataclass(eq=False)
+class Stretch:
+    """KV of consecutive tokens, computed after those of its parents. Its fields are replaced, never changed."""
+
+    namespace: str
+    start: int
+    ids: NDArray[np.int64]  # (T,)
+    layers: Sequence[Layer]  # keys and values of each layer, each (1, H, T, D), rotated
+    chunks: tuple[Placed, ...] = ()  # that begin in it, ascending
+    blended: Blended | None = None  # None: equals full prefill's
+    parent: Stretch | None = None
+    children: tuple[Stretch, ...] = ()  # exact ones begin with different tokens
+    used: int = 0  # time of the last use
 
     @property
-    def exact(self) -> int:
-        """Number of leading positions with full prefill's KV."""
-        return min(self.length, self.conversation.exact)
+    def stop(self) -> int:
+        """Position after the last token."""
+        return self.start + len(self.ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its KV."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self.layers)
+
+    @cached_property
+    def segment(self) -> Segment:
+        """Its tokens, indexed."""
+        return Segment.of([Entry(1, str(id(self)), self.namespace, self.ids.astype(np.uint32))])
+
+    def part(self, offset: int, length: int) -> _Part:
+        """Return some of its tokens with their KV."""
+        at = slice(offset, offset + length)
+        layers = [(keys[:, :, at], values[:, :, at]) for keys, values in self.layers]
+        ids = self.ids[at].astype(np.uint32)
+        return _Part(f"{id(self)} {offset} {length}", self.namespace, self.start + offset, ids, layers)
+
+    def cut(self, length: int) -> None:
+        """Drop all but the first tokens."""
+        self.ids, self.layers = self.ids[:length], [_copied(layer, 0, length) for layer in self.layers]
+        self.chunks = tuple(placed for placed in self.chunks if placed[0] < self.stop)
+        self.__dict__.pop("segment", None)
+
+    def split(self, length: int) -> None:
+        """Give all but the first tokens to a child, with the children."""
+        rest = [_copied(layer, length, len(self.ids)) for layer in self.layers]
+        start = self.start + length
+        chunks = tuple(placed for placed in self.chunks if placed[0] >= start)
+        lower = Stretch(self.namespace, start, self.ids[length:], rest, chunks, None, self, self.children, self.used)
+        for child in lower.children:
+            child.parent = lower
+        self.cut(length)
+        self.children = (lower,)
+
+
+@dataclass(frozen=True, eq=False)
+class CachedPrefix:
+    """The first `length` positions of a prompt, from stretches."""
+
+    length: int
+    exact: int  # number of leading positions with full prefill's KV
+    parts: tuple[tuple[Sequence[Layer], int], ...] = ()  # layers of each stretch, and how many of its tokens
+    chunks: tuple[Placed, ...] = ()
+    turns: tuple[Turn, ...] = ()  # of the blended positions
+    with_context: Mapping[str, str] = field(default_factory=dict)
+    continued: Stretch | None = None  # blended, and the prompt has no further tokens in common with it
+
+    def layer(self, number: int) -> Iterator[Layer]:
+        """Yield keys and values of a layer, each (1, H, t, D), in order."""
+        for layers, length in self.parts:
+            keys, values = layers[number]
+            yield keys[:, :, :length], values[:, :, :length]
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A stretch of a prompt that stood in another place or context before, with its KV."""
+
+    run: Run
+    reader: ChunkReader
+    keys: frozenset[str]  # of the stored chunks that its KV may depend on
 
 
 class Conversations:
-    """The most recent conversations, bounded in bytes and number. Thread-safe.
+    """The stretches used last, up to `max_bytes` of KV. Thread-safe.
 
-    Those of more than `longest` tokens are not kept: beyond it, the model's RoPE depends on the length of the prompt,
-    and KV computed at another length cannot be reused.
+    Those beyond `longest` tokens are not kept: there, the model's RoPE depends on the length of the prompt, and KV
+    computed at another length cannot be reused.
     """
 
-    def __init__(self, max_bytes: int, longest: int) -> None:
-        self._max_bytes, self._longest = max_bytes, longest
-        # most recently used last; replaced and never changed, because garbage collection can end an abandoned stream,
-        # which keeps its conversation, at any point, even in here
-        self._kept: list[Conversation] = []
+    def __init__(self, max_bytes: int, longest: int, num_layers: int) -> None:
+        self.max_bytes, self._longest, self._num_layers = max_bytes, longest, num_layers
+        self._roots: dict[str, Stretch] = {}  # by namespace; a root has no tokens
         self._begun: weakref.WeakKeyDictionary[object, frozenset[str]] = weakref.WeakKeyDictionary()
-        self._lock = threading.RLock()
+        self._clock = 0
+        self._lock = threading.Lock()
+        # garbage collection can end an abandoned stream, which keeps its conversation, at any point, even in here
+        self._pending: deque[Callable[[], None]] = deque()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        with self._lock:
+            self._work_off()
+            yield
+
+    def _work_off(self) -> None:
+        while self._pending:
+            self._pending.popleft()()
 
     def find(self, ids: Sequence[int], config: BlendConfig, namespace: str = "") -> CachedPrefix | None:
-        """Return the longest prefix of a prompt that can be reused; None if it is not worth it."""
+        """Return the longest prefix of a prompt that can be reused; None if it is not worth it.
+
+        Of blended KV, only whole turns are reused: chunks are blended for the question that follows them.
+        """
         if len(ids) > self._longest:
             return None
         prompt = np.asarray(ids)
-        prefixes = (kept.prefix(prompt, config) for kept in self._kept if kept.namespace == namespace)
-        best = max(prefixes, key=lambda prefix: prefix.length, default=None)
-        if best is None or best.length < config.min_run:
-            return None
-        with self._lock:
-            if best.conversation in self._kept:
-                self._kept = [*_without(best.conversation, self._kept), best.conversation]
-        return best
+        with self._changing():
+            path = self._walk(prompt[:-1], namespace)  # the last token is always computed: its logits are needed
+            exact = sum(length for _, length in path)
+            best, last, turns, is_all = exact, None, 0, False
+            for stretch, length in path:
+                for child in stretch.children if length == len(stretch.ids) else ():
+                    if child.blended and child.blended.is_as_good_as(config):
+                        found, asked, whole = _turns(prompt, child, child.blended.turns)
+                        if found > best:
+                            best, last, turns, is_all = found, child, asked, whole
+            if best < config.min_run:
+                return None
+            if last is not None:
+                path = [*_path_to(last), (last, best - last.start)]
+                exact = last.start
+            self._touch([stretch for stretch, _ in path])
+            return CachedPrefix(
+                best,
+                exact,
+                tuple((stretch.layers, length) for stretch, length in path if length),
+                tuple(sorted({placed for stretch, _ in path for placed in stretch.chunks if placed[0] < best})),
+                last.blended.turns[:turns] if last and last.blended else (),
+                last.blended.with_context if last and last.blended else {},
+                last if is_all else None,
+            )
+
+    def find_earlier(
+        self, backend: Backend, ids: Sequence[int], free: Sequence[slice], min_run: int, namespace: str
+    ) -> list[Earlier]:
+        """Return what else of a prompt is kept, in ascending order: runs in the `free` slices of its positions."""
+        prompt = np.asarray(ids, np.uint32)
+        with self._changing():
+            stretches = [stretch for stretch in self._stretches(namespace) if len(stretch.ids) >= min_run]
+            stretches = sorted(stretches, key=lambda stretch: stretch.used)[-_SEARCHED:]
+            by_key = {str(id(stretch)): stretch for stretch in stretches}
+            segments = [stretch.segment for stretch in stretches]
+            found: list[tuple[Run, _Part, frozenset[str]]] = []
+            for place in free:
+                tokens = prompt[place.start : min(place.stop, len(ids) - _QUESTION)]
+                for run in match(segments, tokens, min_run, namespace):
+                    part = by_key[run.text_key].part(run.offset, len(run))
+                    keys = _keys_before(by_key[run.text_key], run.offset + len(run))
+                    found.append((Run(run.start + place.start, run.stop + place.start, part.key, 0), part, keys))
+                    self._touch([by_key[run.text_key]])
+        return [Earlier(run, _Reader(backend, part), keys) for run, part, keys in found]  # waits for the model
 
     def begin(self, answer: Hashable, keys: frozenset[str]) -> None:
         """Record the keys of the chunks whose KV an answer in progress contains, for as long as `answer` lives."""
-        with self._lock:
+        with self._changing():
             self._begun[answer] = keys
 
-    def keep(self, answer: Hashable, conversation: Conversation, prefix: CachedPrefix | None) -> None:
-        """Keep the conversation of an answer that has begun in place of the one it continues; drop the oldest ones.
+    def keep(
+        self,
+        answer: Hashable,
+        namespace: str,
+        ids: NDArray[np.int64],
+        exact: int,
+        cache: KVCache,
+        chunks: Sequence[Placed],
+        blended: Blended,
+        continued: Stretch | None,
+    ) -> None:
+        """Keep the KV of an answer that has begun, unless one of its chunks was dropped since; drop what is oldest.
 
-        It is not kept if one of its chunks was dropped since.
+        Args:
+            ids: (N,) tokens for which `cache` is complete.
+            exact: Number of leading positions with full prefill's KV.
+            blended: How the others were made. They take the place of `continued`.
         """
-        with self._lock:
-            is_too_large = conversation.cache.num_bytes > self._max_bytes or len(conversation.ids) > self._longest
-            if is_too_large or answer not in self._begun:
+        if len(ids) > self._longest or cache.num_bytes > self.max_bytes:
+            return
+
+        def keep() -> None:
+            if answer not in self._begun:
                 return
-            replaced = prefix.conversation if prefix is not None and prefix.is_all else None
-            kept = [*_without(replaced, self._kept), conversation][-_MOST:]
-            while sum(older.cache.num_bytes for older in kept) > self._max_bytes:
-                del kept[0]
-            self._kept = kept
+            last = self._grow(namespace, ids[:exact], cache, chunks)
+            if exact < len(ids):
+                if continued is not None:
+                    _remove(continued)
+                tail = self._copy(namespace, ids, exact, cache, chunks, blended)
+                _add(last, tail)
+                self._touch([tail])
+            self._shrink()
+
+        self._pending.append(keep)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._work_off()
+            finally:
+                self._lock.release()
 
     def keys(self) -> set[str]:
-        """Return the keys of the chunks whose KV is in a conversation or in an answer in progress."""
-        with self._lock:
-            return set[str]().union(*(conversation.keys for conversation in self._kept), *self._begun.values())
+        """Return the keys of the chunks whose KV is kept or in an answer in progress."""
+        with self._changing():
+            kept = (key for stretch in self._stretches() for _, key in stretch.chunks)
+            return {*kept, *set[str]().union(*self._begun.values())}
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Drop the conversations that contain KV of these chunks, also those of answers in progress at their end."""
+        """Drop all KV of and after these chunks, also that of answers in progress at their end."""
         dropped = set(keys)
-        with self._lock:
+        with self._changing():
             for answer in [answer for answer, reused in self._begun.items() if reused & dropped]:
                 self._begun.pop(answer, None)
-            self._kept = [conversation for conversation in self._kept if not conversation.keys & dropped]
+            for stretch in list(self._stretches()):
+                at = next((position for position, key in stretch.chunks if key in dropped), None)
+                if at is None:
+                    continue
+                if at <= stretch.start or stretch.blended:
+                    _remove(stretch)
+                else:
+                    stretch.children = ()
+                    stretch.cut(at - stretch.start)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the KV that is kept."""
+        with self._changing():
+            return sum(stretch.num_bytes for stretch in self._stretches())
 
     def __len__(self) -> int:
-        return len(self._kept)
+        """Return the number of different endings."""
+        with self._changing():
+            return sum(not stretch.children for stretch in self._stretches())
 
     def close(self) -> None:
-        """Drop all conversations, and keep none from now on."""
-        with self._lock:
-            self._max_bytes = 0
-            self._kept = []
+        """Drop everything, and keep nothing from now on."""
+        with self._changing():
+            self.max_bytes = 0
+            self._roots = {}
+
+    def _walk(self, ids: NDArray[np.int64], namespace: str) -> list[tuple[Stretch, int]]:
+        """Return the exact stretches that the tokens begin with, and how many tokens of each, from the root on."""
+        stretch = self._roots.get(namespace)
+        path = [(stretch, 0)] if stretch else []
+        at = 0
+        while stretch is not None and at < len(ids) and path[-1][1] == len(stretch.ids):
+            stretch = _exact_child(stretch, ids[at])
+            if stretch is not None:
+                length = _common(ids[at:], stretch.ids)
+                path.append((stretch, length))
+                at += length
+        return path
+
+    def _grow(self, namespace: str, ids: NDArray[np.int64], cache: KVCache, chunks: Sequence[Placed]) -> Stretch:
+        """Add what is missing of the exact KV of these tokens; return its last stretch."""
+        if namespace not in self._roots:
+            self._roots[namespace] = Stretch(namespace, 0, ids[:0], ())
+        path = self._walk(ids, namespace)
+        last, length = path[-1]
+        if length < len(last.ids):
+            last.split(length)
+        for stretch, _ in path:  # it may have been computed before a chunk of the same text was stored
+            inside = {placed for placed in chunks if stretch.start <= placed[0] < stretch.stop}
+            stretch.chunks = tuple(sorted({*stretch.chunks, *inside}))
+        if last.stop < len(ids):
+            new = self._copy(namespace, ids, last.stop, cache, chunks)
+            _add(last, new)
+            path.append((new, len(new.ids)))
+        self._touch([stretch for stretch, _ in path])
+        return path[-1][0]
+
+    def _shrink(self) -> None:
+        """Drop the endings that were used longest ago until the rest fits."""
+        total = sum(stretch.num_bytes for stretch in self._stretches())
+        while total > self.max_bytes:
+            oldest = min((end for end in self._stretches() if not end.children), key=lambda end: end.used)
+            total -= oldest.num_bytes
+            _remove(oldest)
+        for namespace in [name for name, root in self._roots.items() if not root.children]:
+            del self._roots[namespace]
+
+    def _copy(
+        self,
+        namespace: str,
+        ids: NDArray[np.int64],
+        start: int,
+        cache: KVCache,
+        chunks: Sequence[Placed],
+        blended: Blended | None = None,
+    ) -> Stretch:
+        """Return a copy of the KV of the positions from `start` to the end of `ids`."""
+        layers = [_copied(cache.layer(number), start, len(ids)) for number in range(self._num_layers)]
+        first = 0 if blended else start  # blended KV is dropped with any chunk of its prompt
+        placed = tuple(placed for placed in chunks if first <= placed[0] < len(ids))
+        return Stretch(namespace, start, ids[start:], layers, placed, blended)
+
+    def _touch(self, stretches: Iterable[Stretch]) -> None:
+        self._clock += 1
+        for stretch in stretches:
+            stretch.used = self._clock
+
+    def _stretches(self, namespace: str | None = None) -> Iterator[Stretch]:
+        roots = self._roots.values() if namespace is None else filter(None, [self._roots.get(namespace)])
+        left = [child for root in roots for child in root.children]
+        while left:
+            stretch = left.pop()
+            yield stretch
+            left += stretch.children
 
 
-def _without(removed: Conversation | None, conversations: Sequence[Conversation]) -> list[Conversation]:
-    return [conversation for conversation in conversations if conversation is not removed]
+class _Reader:
+    """A part of a stretch as a chunk; see ChunkReader."""
+
+    tier, bytes_read = "ram", 0
+
+    def __init__(self, backend: Backend, part: _Part) -> None:
+        self.key, self.namespace, self.ids, self.num_layers = part.key, part.namespace, part.ids, len(part.layers)
+        self.context_tokens = max(part.start, 1)
+        self._backend, self._layers = backend, part.layers
+        self._tables = backend.tables(torch.arange(part.start, part.start + len(part.ids)))
+
+    def layer(self, number: int) -> Layer:
+        keys, values = self._layers[number]
+        return self._backend.unrotate(number, keys, self._tables[number])[0], values[0]
+
+    def close(self) -> None:
+        return
+
+
+def _copied(layer: Layer, start: int, stop: int) -> Layer:
+    keys, values = layer
+    return keys[:, :, start:stop].clone(), values[:, :, start:stop].clone()
+
+
+def _exact_child(stretch: Stretch, token: int) -> Stretch | None:
+    return next((child for child in stretch.children if not child.blended and child.ids[0] == token), None)
+
+
+def _path_to(stretch: Stretch) -> list[tuple[Stretch, int]]:
+    """Return the parents of a stretch, whole, from the root on."""
+    path: list[tuple[Stretch, int]] = []
+    while (parent := stretch.parent) is not None:
+        path.insert(0, (parent, len(parent.ids)))
+        stretch = parent
+    return path
+
+
+def _turns(prompt: NDArray[np.int64], stretch: Stretch, turns: Sequence[Turn]) -> tuple[int, int, bool]:
+    """Return the length of a prompt's prefix of whole turns, their number, and whether it has no more in common."""
+    common = stretch.start + _common(prompt[stretch.start : -1], stretch.ids)
+    length, number = 0, 0
+    for turn, end in zip(turns, [*(turn.start for turn in turns[1:]), stretch.stop], strict=True):
+        if common < turn.asked or len(prompt) <= turn.stop:
+            break
+        length, number = min(common, end), number + 1
+    return length, number, length == common
+
+
+def _keys_before(stretch: Stretch, length: int) -> frozenset[str]:
+    """Return the keys of the chunks up to the first tokens of a stretch, on which their KV depends."""
+    keys = {key for position, key in stretch.chunks if position < stretch.start + length}
+    return frozenset(keys | {key for parent, _ in _path_to(stretch) for _, key in parent.chunks})
+
+
+def _add(parent: Stretch, child: Stretch) -> None:
+    child.parent, parent.children = parent, (*parent.children, child)
+
+
+def _remove(stretch: Stretch) -> None:
+    if stretch.parent is not None:
+        stretch.parent.children = tuple(child for child in stretch.parent.children if child is not stretch)
 
 
 def _common(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:

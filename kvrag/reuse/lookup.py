@@ -18,6 +18,12 @@ class Match(NamedTuple):
     run: Run
     text_key: str
     context_tokens: int  # that the chunk was encoded with
+    keys: frozenset[str] = frozenset()  # of the chunks that the KV depends on, if it is from an earlier prompt
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the chunk is in the store, and not from an earlier prompt."""
+        return bool(self.text_key)
 
 
 class Lookup:
@@ -57,7 +63,7 @@ class Lookup:
         """Return the runs of stored chunks in a prompt, each with the token ids of its chunk."""
         self.update()
         chunks = []
-        for run, text_key, _ in self.find(ids, min_run, namespace):
+        for run, text_key, *_ in self.find(ids, min_run, namespace):
             with suppress(KeyError):  # removed in the meantime
                 chunks.append((run, self._catalog.ids(text_key)))
         return chunks

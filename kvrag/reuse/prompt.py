@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from kvrag.backend.protocol import Backend
 from kvrag.config import BlendConfig
-from kvrag.reuse.conversation import CachedPrefix
+from kvrag.reuse.conversation import CachedPrefix, Conversations, Placed
 from kvrag.reuse.lookup import Match
 from kvrag.store import ChunkReader
 from kvrag.types import Run
@@ -26,6 +27,7 @@ class Prompt:
     notes: Sequence[str] = ()  # for the report
     matches: Sequence[Match] = ()  # runs of stored chunks after the cached prefix, ascending and disjoint
     readers: Mapping[str, ChunkReader] = field(default_factory=dict)  # by the runs' chunk keys; the prompt closes them
+    conversations: Conversations | None = None  # in which the rest of its history is looked up
 
     @functools.cached_property
     def runs(self) -> list[Run]:
@@ -33,9 +35,29 @@ class Prompt:
         return [match.run for match in self.matches]
 
     @property
-    def keys(self) -> frozenset[str]:
-        """Keys of the chunks that it contains, whether their KV is used or not, with those of the cached prefix."""
-        return frozenset(self.readers) | (self.prefix.conversation.keys if self.prefix else frozenset())
+    def stored(self) -> list[Run]:
+        """Runs of chunks in the store, without those of earlier prompts."""
+        return [match.run for match in self.matches if match.is_stored]
+
+    @property
+    def chunks(self) -> tuple[Placed, ...]:
+        """Positions and keys of the chunks on which its KV may depend."""
+        kept = self.prefix.chunks if self.prefix else ()
+        stored = ((max(run.start - run.offset, 0), run.key) for run in self.stored)
+        earlier = ((match.run.start, key) for match in self.matches for key in match.keys)
+        return tuple(sorted({*kept, *stored, *earlier}))
+
+    def with_history(self, backend: Backend) -> Prompt:
+        """Return the prompt with the rest of its history, in the gaps between its matches."""
+        if self.conversations is None:
+            return self
+        starts = [self.kept, *(run.stop for run in self.runs)]
+        stops = [*(run.start for run in self.runs), len(self.ids)]
+        gaps = [slice(start, stop) for start, stop in zip(starts, stops, strict=True)]
+        found = self.conversations.find_earlier(backend, self.ids, gaps, self.config.min_run, self.namespace)
+        matches = [*self.matches, *(Match(earlier.run, "", 0, earlier.keys) for earlier in found)]
+        readers = {**self.readers, **{earlier.run.key: earlier.reader for earlier in found}}
+        return replace(self, matches=sorted(matches, key=lambda match: match.run.start), readers=readers)
 
     @property
     def kept(self) -> int:
@@ -54,7 +76,7 @@ class Prompt:
 
     @property
     def with_context(self) -> dict[str, str]:
-        """Chunk keys of the reused chunks that were encoded with context, by text key."""
+        """Chunk keys of the stored chunks that were encoded with context, by text key."""
         return {match.text_key: match.run.key for match in self.matches if match.context_tokens}
 
     @property

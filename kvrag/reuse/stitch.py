@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvrag.backend.protocol import Backend, KVCache
 from kvrag.config import BlendConfig
-from kvrag.reuse.conversation import CachedPrefix
+from kvrag.reuse.conversation import CachedPrefix, Placed
 from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.prompt import Prompt
 from kvrag.store import ChunkReader
@@ -71,7 +71,7 @@ class Prefilled(Stitched):
     config: BlendConfig  # that it was blended with
     report: BlendReport  # without `ttft_s`, which the caller sets
     with_context: Mapping[str, str]  # as in `Prompt`
-    keys: frozenset[str]  # as in `Prompt`
+    chunks: tuple[Placed, ...]  # as in `Prompt`
 
 
 def stitch(backend: Backend, prompt: Prompt, loader: LayerLoader) -> Stitched:
@@ -101,10 +101,9 @@ def stitch(backend: Backend, prompt: Prompt, loader: LayerLoader) -> Stitched:
             backend.rotate(number, keys[:, :, loader.span], tables[number], loader.span)
         return keys, values
 
-    kept = (prefix.conversation.cache, prefix.length) if prefix else None
     filled = reused.clone()
     filled[: prefix.length if prefix else 0] = False
-    cache = backend.new_cache(loader.capacity, lay_out if runs else None, filled.nonzero().squeeze(1), kept)
+    cache = backend.new_cache(loader.capacity, lay_out if runs else None, filled.nonzero().squeeze(1), prefix)
     return Stitched(torch.tensor(ids), runs, reused, exact, cache, prefix)
 
 

@@ -17,12 +17,14 @@ class Trace:
 
     Steps: `match`, `select`, `blend` in this order; within `select` and `blend`, as layers are loaded while others are
     computed, `load_stall` (waiting for chunks) and `stitch` (rotation, and layout where the reading threads did not do
-    it); `load` while at least one thread was reading chunks, mostly beside the others.
+    it); `load` while at least one thread was reading chunks, mostly beside the others. `times` are the first start and
+    the last end of each step that has run, on the clock of `time.perf_counter`.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.seconds = dict.fromkeys(("match", "load", "load_stall", "stitch", "select", "blend"), 0.0)
         self.own_seconds = dict(self.seconds)
+        self.times: dict[str, tuple[float, float]] = {}
         self._inside = 0.0  # seconds of the steps inside of the current one
         self._backend, self._waits = backend, backend.waits
         self._mutex = threading.Lock()
@@ -38,8 +40,7 @@ class Trace:
         finally:
             if synchronise and self._backend.device.type == "cuda":
                 torch.cuda.synchronize(self._backend.device)
-            duration = time.perf_counter() - started
-            self.seconds[name] += duration
+            duration = self._add(name, started)
             self.own_seconds[name] += duration - self._inside
             self._inside = before + duration
 
@@ -56,7 +57,13 @@ class Trace:
             with self._mutex:
                 self._readers -= 1
                 if not self._readers:
-                    self.seconds["load"] += time.perf_counter() - self._reading_since
+                    self._add("load", self._reading_since)
+
+    def _add(self, name: str, started: float) -> float:
+        stopped = time.perf_counter()
+        self.seconds[name] += stopped - started
+        self.times[name] = self.times.get(name, (started, stopped))[0], stopped
+        return stopped - started
 
     @property
     def is_contended(self) -> bool:

@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from contextvars import copy_context
 from typing import TypeVar
 
 from kvrag.server.errors import ApiError
@@ -84,7 +85,7 @@ class AdmissionQueue:
             loop.call_soon_threadsafe(pieces.put_nowait, end)
             loop.call_soon_threadsafe(self._release, namespace)
 
-        self._pool.submit(pump)
+        self._pool.submit(copy_context().run, pump)  # with the request's span
         if admitted is not None:
             admitted(loop.time() - started)
         timer = loop.call_at(started + limit, pieces.put_nowait, late)

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvrag.server.errors import ApiError, error_response
 from kvrag.server.page import FILES
 from kvrag.server.settings import ServerSettings
+from kvrag.tracing import continued
 
 # for load balancers, and for browsers, which send no key with a page; the chat page asks for the key itself
 _OPEN = ("/health", "/docs", "/openapi.json", *FILES)
@@ -55,7 +56,8 @@ class Guard:
         scope.setdefault("state", {})["namespace"] = namespace
         self._inside[namespace, is_upload] += 1
         try:
-            await self._app(scope, receive, send)
+            with continued(headers):
+                await self._app(scope, receive, send)
         finally:
             self._inside[namespace, is_upload] -= 1
 

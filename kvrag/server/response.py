@@ -26,26 +26,26 @@ class Choice:
     """The part of one answer that has been generated.
 
     Attributes:
-        is_chat: White space before the text is dropped.
         has_one_call: Tool calls after the first are dropped.
         offset: Length of the text of the tokens whose log probabilities were sent.
     """
 
-    is_chat: bool = True
     has_one_call: bool = False
     text: str = ""
+    reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_tokens: int = 0
+    reasoning_tokens: int = 0
     report: BlendReport | None = None
     is_cut_off: bool = False
     offset: int = 0
 
     def add(self, delta: Delta) -> Delta:
-        """Add a delta; return it without the text and the calls that the client does not see."""
-        text = delta.text.lstrip() if self.is_chat and not self.text else delta.text
+        """Add a delta; return it without the calls that the client does not see."""
         pieces = tuple(piece for piece in delta.call_pieces if piece.index == 0 or not self.has_one_call)
-        self.text += text
+        self.text += delta.text
+        self.reasoning += delta.reasoning
         for piece in pieces:
             if piece.id:
                 function = {"name": piece.name, "arguments": ""}
@@ -53,9 +53,10 @@ class Choice:
             self.calls[piece.index]["function"]["arguments"] += piece.arguments
         self.logprobs += delta.logprobs
         self.num_tokens += delta.num_tokens
+        self.reasoning_tokens += delta.reasoning_tokens
         if delta.finish_reason is not None:
             self.report, self.is_cut_off = delta.report, delta.finish_reason == "length"
-        return replace(delta, text=text, call_pieces=pieces)
+        return replace(delta, call_pieces=pieces)
 
     @property
     def finish_reason(self) -> str | None:
@@ -121,13 +122,13 @@ class ResponseBuilder(Builder):
 
     def _add(self, number: int, delta: Delta) -> Iterator[Event]:
         if number not in self._choices:
-            self._choices[number] = Choice(self._is_chat, self._has_one_call)
+            self._choices[number] = Choice(self._has_one_call)
             if self._is_chat:
                 extras = self._extras if len(self._choices) == 1 else {}
                 yield self._chunk(number, {"role": "assistant", "content": ""}) | extras
         choice = self._choices[number]
         shown = choice.add(delta)
-        if shown.text or shown.call_pieces or shown.logprobs:
+        if shown.text or shown.call_pieces or shown.logprobs or (shown.reasoning and self._is_chat):
             yield self._chunk(number, self._content(shown), self._logprobs(shown.logprobs, choice))
         if choice.report is not None:
             last = self._chunk(number, {} if self._is_chat else "", finish_reason=choice.finish_reason)
@@ -156,12 +157,12 @@ class ResponseBuilder(Builder):
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if choice.calls:
             message |= {"content": choice.text or None, "tool_calls": choice.calls}
-        return body | {"message": message}
+        return body | {"message": message | _thought(choice.reasoning)}
 
     def _content(self, delta: Delta) -> Any:
         if not self._is_chat:
             return delta.text
-        content: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        content: dict[str, Any] = _thought(delta.reasoning) | ({"content": delta.text} if delta.text else {})
         if delta.call_pieces:
             content["tool_calls"] = [_fragment(piece) for piece in delta.call_pieces]
         return content
@@ -206,7 +207,13 @@ def openai_usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
         "total_tokens": prompt + answers,
         # chunks encoded for this answer were not cached
         "prompt_tokens_details": {"cached_tokens": sum(row.reused_tokens - row.created_tokens for row in reports)},
+        "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
     }
+
+
+def _thought(text: str) -> dict[str, str]:
+    """Return a thought under both names in use: newer clients of vLLM read `reasoning`, most others the long name."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def _fragment(piece: CallPiece) -> dict[str, Any]:

@@ -17,6 +17,12 @@ from kvrag.types import CallPiece, Delta, Messages
 
 _LOGPROBS = "message.output_text.logprobs"
 
+# items with text: the start of the id, fields, and the part that takes the text
+_NEW: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "message": ("msg", {"role": "assistant"}, {"type": "output_text", "text": "", "annotations": [], "logprobs": []}),
+    "reasoning": ("rs", {"summary": []}, {"type": "reasoning_text", "text": ""}),
+}
+
 
 class _Sent(BaseModel):
     """Base of what clients copy from earlier responses; unknown fields are ignored."""
@@ -27,12 +33,12 @@ class _Sent(BaseModel):
 class TextPart(_Sent):
     """A part of a message."""
 
-    type: Literal["input_text", "output_text", "text"]
+    type: Literal["input_text", "output_text", "text", "reasoning_text"]
     text: str
 
 
 class Item(_Sent):
-    """An item of the input. `reasoning` items, which other servers return, are ignored."""
+    """An item of the input. Of `reasoning` items, the text goes to the chat template."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -125,7 +131,14 @@ class ResponsesRequest(Common, Contextual):
             place = f"input[{number}]"
             if item.type == "message":
                 content = _text(_required(item.content, f"{place}.content"))
-                messages.append({"role": _required(item.role, f"{place}.role"), "content": content})
+                role = _required(item.role, f"{place}.role")
+                if role == "assistant" and messages and _is_thought(messages[-1]):
+                    messages[-1]["content"] = content
+                else:
+                    messages.append({"role": role, "content": content})
+            elif item.type == "reasoning" and item.content:  # others have a summary only
+                thought = _text(item.content)
+                messages.append({"role": "assistant", "content": None, "reasoning_content": thought})
             elif item.type == "function_call":
                 name, arguments = _required(item.name, f"{place}.name"), _required(item.arguments, f"{place}.arguments")
                 call = {"type": "function", "id": item.call_id, "function": {"name": name, "arguments": arguments}}
@@ -139,6 +152,11 @@ class ResponsesRequest(Common, Contextual):
         if not messages:
             raise ApiError(400, "the input contains no message", "invalid_value", "input")
         return messages
+
+
+def _is_thought(message: dict[str, Any]) -> bool:
+    """Return whether a message has a thought, and neither a text nor a call yet."""
+    return "reasoning_content" in message and message["content"] is None and "tool_calls" not in message
 
 
 def _required(value: Any, place: str) -> Any:
@@ -158,7 +176,7 @@ class ResponsesBuilder(Builder):
         super().__init__(request.stream, engine)
         self._choice = Choice(has_one_call=request.parallel_tool_calls is False)
         self._output: list[dict[str, Any]] = []
-        self._message: dict[str, Any] | None = None  # the last item, while text is added to it
+        self._item: dict[str, Any] | None = None  # the last one, while text is added to it
         self._logprobs: list[dict[str, Any]] = []  # of the next text
         self._num_events = 0
         self._body = {
@@ -192,9 +210,11 @@ class ResponsesBuilder(Builder):
             yield self._event("response.created", response=self._body)
             yield self._event("response.in_progress", response=self._body)
         shown = self._choice.add(delta)
-        self._logprobs += map(self._logprob, shown.logprobs)
+        self._logprobs += map(self._logprob, shown.logprobs[shown.reasoning_tokens :])  # those of the text
+        if shown.reasoning:
+            yield from self._add_text("reasoning", shown.reasoning)
         if shown.text:
-            yield from self._add_text(shown.text)
+            yield from self._add_text("message", shown.text)
         for piece in shown.call_pieces:
             yield from self._add_arguments(piece)
         for is_whole, calls in ((True, shown.tool_calls), (False, shown.invalid_calls)):
@@ -207,8 +227,8 @@ class ResponsesBuilder(Builder):
                     yield self._item_event("output_item.done", item)
         if self._choice.report is not None:
             if not self._output:
-                yield from self._open_message()
-            yield from self._close_message()
+                yield from self._open("message")
+            yield from self._close("incomplete" if self._choice.is_cut_off else "completed")
 
     def last_events(self) -> Sequence[Event]:
         """See Builder."""
@@ -233,39 +253,41 @@ class ResponsesBuilder(Builder):
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
             },
             "kvrag": choice.report.to_dict(),
             **self._extras,
         }
 
-    def _add_text(self, text: str) -> Iterator[Event]:
-        if self._message is None:
-            yield from self._open_message()
-        assert self._message is not None
-        part, logprobs = self._message["content"][0], self._logprobs
+    def _add_text(self, kind: str, text: str) -> Iterator[Event]:
+        if self._item is None or self._item["type"] != kind:
+            yield from self._close()
+            yield from self._open(kind)
+        assert self._item is not None
+        part, more = self._item["content"][0], {}
         part["text"] += text
-        part["logprobs"] += logprobs
-        self._logprobs = []
-        yield self._item_event("output_text.delta", self._message, content_index=0, delta=text, logprobs=logprobs)
+        if kind == "message":
+            more["logprobs"], self._logprobs = self._logprobs, []
+            part["logprobs"] += more["logprobs"]
+        yield self._item_event(f"{part['type']}.delta", self._item, content_index=0, delta=text, **more)
 
-    def _open_message(self) -> Iterator[Event]:
-        item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "status": "in_progress"}
-        self._message = item | {"content": []}
-        self._output.append(self._message)
-        yield self._item_event("output_item.added", self._message)
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        self._message["content"].append(part)
-        yield self._item_event("content_part.added", self._message, content_index=0, part=part)
+    def _open(self, kind: str) -> Iterator[Event]:
+        prefix, fields, part = deepcopy(_NEW[kind])
+        item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, **fields, "status": "in_progress"}
+        self._item = item | {"content": []}
+        self._output.append(self._item)
+        yield self._item_event("output_item.added", self._item)
+        self._item["content"].append(part)
+        yield self._item_event("content_part.added", self._item, content_index=0, part=part)
 
-    def _close_message(self) -> Iterator[Event]:
-        item, self._message = self._message, None
+    def _close(self, status: str = "completed") -> Iterator[Event]:
+        item, self._item = self._item, None
         if item is not None:
-            item["status"] = "incomplete" if self._choice.is_cut_off else "completed"
+            item["status"] = status
             part = item["content"][0]
-            done = {"text": part["text"], "logprobs": part["logprobs"]}
-            yield self._item_event("output_text.done", item, content_index=0, **done)
+            done = {name: part[name] for name in ("text", "logprobs") if name in part}
+            yield self._item_event(f"{part['type']}.done", item, content_index=0, **done)
             yield self._item_event("content_part.done", item, content_index=0, part=part)
             yield self._item_event("output_item.done", item)
 
@@ -274,7 +296,7 @@ class ResponsesBuilder(Builder):
 
     def _add_arguments(self, piece: CallPiece) -> Iterator[Event]:
         if piece.id:
-            yield from self._close_message()
+            yield from self._close()
             item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": piece.id, "name": piece.name}
             self._output.append(item | {"arguments": "", "status": "in_progress"})
             yield self._item_event("output_item.added", self._output[-1])

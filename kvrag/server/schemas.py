@@ -155,6 +155,8 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
@@ -162,6 +164,8 @@ class Message(BaseModel):
         """Return the message in the form of chat templates."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self.content or ""}
+        if self.role == "assistant" and (thought := self.reasoning_content or self.reasoning):
+            message["reasoning_content"] = thought
         if self.tool_calls:
             message["tool_calls"] = self.tool_calls
         if self.role == "tool":
@@ -202,6 +206,8 @@ class ChatRequest(AnswerFields, Contextual):
             options |= {"tools": self.tools, "tool_choice": self.tool_choice}
         variables = (self.chat_template_kwargs or TemplateVariables()).model_dump(exclude_none=True)
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none":
+            options["reasoning"] = False
         return options | {"template": effort | variables}
 
 

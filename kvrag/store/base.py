@@ -23,7 +23,7 @@ from kvrag.store.chunkfile import SUFFIX, PackedChunk
 from kvrag.store.log import Log
 from kvrag.store.manifest import Manifest, ManifestRow, Removed
 from kvrag.store.owner import check_owner, codec_of
-from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
+from kvrag.store.protocol import ChunkRecord, Entry, Holding, StoreStats, TextState
 from kvrag.store.schema import translated
 
 logger = logging.getLogger("kvrag")
@@ -227,7 +227,7 @@ class ManifestStore(ABC):
     ) -> list[str]:
         """See KVStore.set_document."""
         self._check_open()
-        replace = replace and document not in ("", ON_REQUEST)
+        replace = replace and bool(document)
         names = {"document": document, "namespace": namespace}
         removed = self._changes.change("hold", **names, holdings=holdings, replace=replace)
         self._delete(name for _, name in removed)

@@ -115,9 +115,12 @@ class FileStore(ManifestStore):
 
     def _make_room(self, sizes: Mapping[str | None, int]) -> None:
         super()._make_room(sizes)
+        self.check_room(sizes[None])
+
+    def check_room(self, needed: float) -> None:
+        """Raise StoreFullError if the disk has no room for that many bytes."""
         with translated(self.path):
             free = shutil.disk_usage(self.path).free
-        needed = sizes[None]
         if needed and free - needed < self.min_free_bytes:
             raise StoreFullError(
                 f"the disk of {self.path} has {free / 1e9:.1f} GB free; {needed / 1e9:.3f} GB are needed and "
@@ -179,7 +182,7 @@ class FileStore(ManifestStore):
     # ---------------------------------------------------------------- small texts
 
     def read_text(self, name: str) -> str | None:
-        """See KeepsTexts.read_text. A text is a file with that name in the store folder."""
+        """See KVStore.read_text. A text is a file with that name in the store folder."""
         try:
             return (self.path / name).read_text("utf-8")
         except FileNotFoundError:
@@ -188,7 +191,7 @@ class FileStore(ManifestStore):
             raise StoreError(f"cannot read {self.path / name}: {error}") from error
 
     def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
-        """See KeepsTexts.change_text."""
+        """See KVStore.change_text."""
         with self._manifest.transaction():  # one process at a time
             try:
                 before = self.read_text(name)

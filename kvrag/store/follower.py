@@ -21,8 +21,8 @@ _WAIT_S = 1.0  # longest wait of a prompt for a current copy
 class Follower:
     """Follows the log in a thread while there are prompts; or always, and then no prompt waits."""
 
-    def __init__(self, pull: Callable[[], None], url: str, always: bool = False) -> None:
-        self._pull, self._url, self._always = pull, url, always
+    def __init__(self, pull: Callable[[], None], always: bool = False) -> None:
+        self._pull, self._always = pull, always
         self._changed = threading.Condition()
         self._asked = self._current = self._waited = self._tried = float("-inf")
         self.is_failing = False

@@ -183,9 +183,16 @@ class Manifest(Database):
             if not replace:
                 same = f"{same} AND text = ? AND source = ?"
                 replaced = [(*name, text_key, source) for text_key, _, source in holdings]
-            query = f"SELECT key FROM holders WHERE {same}"
-            before = {key for values in replaced for (key,) in connection.execute(query, values)}
+            query = f"SELECT text, key FROM holders WHERE {same}"
+            held = [row for values in replaced for row in connection.execute(query, values).fetchall()]
             connection.executemany(f"DELETE FROM holders WHERE {same}", replaced)
+            dropped = {text for text, _ in held} - {text_key for text_key, _, _ in holdings}
+            requests = [(namespace, ON_REQUEST, text) for text in dropped]  # prompts do not keep a forgotten text
+            own = "namespace = ? AND document = ? AND text = ?"
+            for values in requests:
+                held += connection.execute(f"SELECT text, key FROM holders WHERE {own}", values).fetchall()
+            connection.executemany(f"DELETE FROM holders WHERE {own}", requests)
+            before = {key for _, key in held}
             rows = [(*name, text_key, source, key) for text_key, key, source in holdings]
             connection.executemany(
                 "INSERT OR REPLACE INTO holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?, ?)", rows

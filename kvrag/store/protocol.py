@@ -201,7 +201,9 @@ class KVStore(Protocol):
     ) -> list[str]:
         """Record the texts of a document; return the keys of the chunks removed because no document relies on them.
 
-        Earlier holdings are kept if `replace` is False, or the document is "" or `ON_REQUEST`.
+        Texts that it had and lacks now are not kept for prompts either.
+
+        Earlier holdings are kept if `replace` is False, or the document is "".
         """
 
     def documents(self, prefix: str = "", namespace: str = "") -> dict[str, list[str]]:
@@ -209,6 +211,15 @@ class KVStore(Protocol):
 
     def count_tokens(self, prefix: str = "", namespace: str = "") -> dict[str, int]:
         """Return the number of tokens of the texts of each document with this prefix."""
+
+    def read_text(self, name: str) -> str | None:
+        """Return a small text kept beside the chunks, None if there is none; raises StoreError if it cannot be read."""
+
+    def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
+        """Replace a text (None = there is none or it cannot be read) by the result of `change`, atomically.
+
+        `change` is called again if another writer was faster, so that no change is lost.
+        """
 
     def stats(self) -> StoreStats:
         """Return counts for reports and tests."""
@@ -218,40 +229,8 @@ class KVStore(Protocol):
 
 
 @runtime_checkable
-class KeepsTexts(Protocol):
-    """Optional part of a store: small texts kept beside its chunks, such as a calibration.
-
-    For a store without these methods, the engine keeps such texts in memory.
-    """
-
-    def read_text(self, name: str) -> str | None:
-        """Return the text stored under `name`, None if there is none; raises StoreError if it cannot be read."""
-
-    def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
-        """Replace a text (None = there is none or it cannot be read) by the result of `change`, atomically.
-
-        `change` is called again if another writer was faster, so that no change is lost.
-        """
-
-
-@runtime_checkable
 class ReadsAhead(Protocol):
     """Optional part of a store with a slow connection."""
 
     def read_ahead(self, keys: Sequence[str]) -> None:
         """Start to read these chunks, all of which are about to be opened, and return at once."""
-
-
-class Texts:
-    """In-memory texts, for stores without KeepsTexts."""
-
-    def __init__(self) -> None:
-        self._texts: dict[str, str] = {}
-
-    def read_text(self, name: str) -> str | None:
-        """See KeepsTexts.read_text."""
-        return self._texts.get(name)
-
-    def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
-        """See KeepsTexts.change_text."""
-        self._texts[name] = change(self._texts.get(name))

@@ -156,7 +156,7 @@ class SharedStore(ManifestStore):
         self._opening: TTLCache[str, Future[RemoteChunk | None]] = TTLCache(1 << 20, 2 * TIMEOUT_S)  # under _lock
         self._recorded = time.monotonic()
         self._is_open = True
-        self._follower = Follower(self._pull, self.url, self._always_follow)
+        self._follower = Follower(self._pull, self._always_follow)
         try:
             self._follower.pull_now()
         except BaseException:
@@ -367,7 +367,7 @@ class SharedStore(ManifestStore):
             raise StoreError(f"{self.url} cannot be reached")
 
     def read_text(self, name: str) -> str | None:
-        """See KeepsTexts.read_text."""
+        """See KVStore.read_text."""
         self._check_reachable()
         (content,) = self._remote.read([name])
         try:
@@ -376,7 +376,7 @@ class SharedStore(ManifestStore):
             raise StoreError(f"cannot read {self.url}/{name}: {error}") from error
 
     def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
-        """See KeepsTexts.change_text."""
+        """See KVStore.change_text."""
         self._check_reachable()
 
         def changed(content: bytes | None) -> bytes:

@@ -50,6 +50,7 @@ class FakeVllm:
         tokenized: Number of requests to /tokenize.
         documents: Texts by namespace and document.
         calls: Tool calls of the next answers, as vLLM would send them.
+        thought: Thought before the next answers to chats, under the name that this version of vLLM has for it.
         fail: Statuses of the next responses; 0 = as usual.
         endless: Responses to requests for answers do not end, streamed ones after their first event.
         left: Set when a client has closed the connection of such a response.
@@ -65,6 +66,7 @@ class FakeVllm:
     documents: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
     calls: list[dict[str, Any]] = field(default_factory=list)
+    thought: dict[str, str] = field(default_factory=dict)
     fail: list[int] = field(default_factory=list)
     tokenized: int = 0
     error: str = ""
@@ -109,7 +111,9 @@ class FakeVllm:
         said = self._connector(params, body, words) if params is not None and self.has_connector else None
         last = (text.split() or ["nothing"])[-1]
         count = min(2, body["max_tokens"])
-        usage = {"prompt_tokens": words, "completion_tokens": count, "total_tokens": words + count}
+        usage: dict[str, Any] = {"prompt_tokens": words, "completion_tokens": count, "total_tokens": words + count}
+        if self.thought:
+            usage["completion_tokens_details"] = {"reasoning_tokens": 1}
         return " ".join([last] * count), usage, said
 
     def _connector(self, params: dict[str, Any], body: dict[str, Any], words: int) -> dict[str, Any]:
@@ -196,8 +200,10 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
             if fake.calls:
                 return self._whole({"message": {"content": None, "tool_calls": fake.calls}}, usage, said)
             if body.get("stream"):
-                return self._stream([{"delta": {"content": word}} for word in _words(text)], usage)
-            return self._whole({"message": {"role": "assistant", "content": text}}, usage, said)
+                thoughts = [{name: word} for name, thought in fake.thought.items() for word in _words(thought)]
+                parts = [*thoughts, *({"content": word} for word in _words(text))]
+                return self._stream([{"delta": part} for part in parts], usage)
+            return self._whole({"message": {"role": "assistant", "content": text, **fake.thought}}, usage, said)
 
         def _wait(self) -> None:
             if fake.endless:

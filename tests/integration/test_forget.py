@@ -56,7 +56,7 @@ def forget(request: pytest.FixtureRequest, engine: BlendEngine, tmp_path: Path) 
 
 def check(engine: BlendEngine) -> None:
     """Check that nothing is kept or found."""
-    assert (engine._pipeline.memory.keys(), len(engine._answering._conversations)) == ([], 0)
+    assert (engine._pipeline.memory.keys(), engine._answering._conversations.keys()) == ([], set())
     assert not list(Path(engine.store.path).glob("chunks/*/*"))  # type: ignore[attr-defined]
     following = [*PROMPT, {"role": "assistant", "content": "Zel."}, {"role": "user", "content": "Why?"}]
     report = engine.generate(following, max_new_tokens=1).report
@@ -110,7 +110,7 @@ def test_a_prefill_that_fails_leaves_nothing(
         engine.generate(PROMPT, ratio=0.3, max_new_tokens=2)
     monkeypatch.undo()
     assert opened == [1]
-    assert (engine._pipeline.memory.keys(), len(engine._answering._conversations)) == ([], 0)
+    assert (engine._pipeline.memory.keys(), engine._answering._conversations.keys()) == ([], set())
 
 
 def test_reading_ahead_leaves_nothing(engine: BlendEngine, forget: Forget, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_chunks_that_another_version_replaces_are_freed(engine: BlendEngine) -> 
     next(stream)
     engine.warm(["Nobody likes curry. " * 8], document="a")
     assert len(list(stream)) == 7
-    assert (engine._pipeline.memory.keys(), len(engine._answering._conversations)) == ([], 0)
+    assert (engine._pipeline.memory.keys(), engine._answering._conversations.keys()) == ([], set())
 
 
 def test_a_prompt_waits_for_a_removal_in_progress(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,3 +227,14 @@ def _forget_at_first(store: Any, name: str, forget: Forget, monkeypatch: pytest.
 
     monkeypatch.setattr(store, name, call)
     return done
+
+
+def test_a_prompt_that_was_never_blended_is_forgotten_too(
+    engine: BlendEngine, forget: Forget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a calibration, no chunk's KV is used, but the KV of the prompt is still that of the chunk's text."""
+    monkeypatch.setattr("kvrag.fingerprint.Fingerprint.is_bundled", False)
+    report = engine.generate(PROMPT, controller="auto", max_new_tokens=2).report
+    assert (report.policy, report.runs, len(engine._answering._conversations)) == ("full", (), 1)
+    forget()
+    check(engine)

@@ -31,7 +31,7 @@ OUTPUT = {
 }
 ARGUMENTS = {"terminal_chat.py": ["notes"]}
 TIMES = {"llama_index_engines.py": 3, "terminal_chat.py": 2}
-ELSEWHERE = {"openai_client.py", "vllm_rag.py"}
+ELSEWHERE = {"openai_client.py", "open_webui_warm.py", "vllm_rag.py"}
 SAID = {"terminal_chat.py": ["Which company has its offices in Danvik?", "What does Holra play?", ""]}
 KVRAG = Path(sys.executable).with_name("kvrag")
 

@@ -40,8 +40,8 @@ class Reader:
 
 @pytest.fixture
 def cold(model: Model, tmp_path: Path) -> Iterator[BlendEngine]:
-    """An engine without RAM tier, on warmed chunks."""
-    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0), ram_bytes=0) as engine:
+    """An engine without RAM tier and conversations, on warmed chunks."""
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0), ram_bytes=0, conversation_bytes=0) as engine:
         engine.warm(CHUNKS)
         yield engine
 

@@ -237,7 +237,7 @@ def expected(first: dict[str, Any], alone: Path) -> dict[str, str]:
     """The embedded engine's answers."""
     with BlendEngine.from_pretrained("reader", dtype="float32", store=alone) as engine:
         answers = {place: engine.generate(messages(place), max_new_tokens=8, **GREEDY) for place in PLACES}
-    return {place: answer.text.lstrip() for place, answer in answers.items()}
+    return {place: answer.text for place, answer in answers.items()}
 
 
 def test_replicas_answer_as_the_embedded_engine_does(http: httpx.Client, expected: dict[str, str]) -> None:

@@ -24,7 +24,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvrag.backend.attention import Rows, attention_received
-from kvrag.backend.protocol import Backend, Branch, KVCache, LayerSource, Observer, Tables
+from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.errors import ContextWindowError, SettingError, UnsupportedModelError
@@ -250,14 +250,14 @@ class VllmBackend(Backend):
         capacity: int,
         source: LayerSource | None = None,
         filled: Tensor | None = None,
-        prefix: tuple[Any, int] | None = None,
+        prefix: CachedKV | None = None,
     ) -> PagedCache:
         """Return a cache in the request's pages, which already contain a `prefix`.
 
         The capacity is limited to that of the pages.
         """
         capacity = min(capacity, len(self.slots))
-        return PagedCache(self, capacity, source, filled, prefix[1] if prefix else 0)
+        return PagedCache(self, capacity, source, filled, prefix.length if prefix else 0)
 
     def waiting(self) -> AbstractContextManager[None]:
         """Do nothing: passes never wait for storage."""

@@ -7,15 +7,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from kvrag.config import BlendConfig
 from kvrag.control.tuning import Tuning
 from kvrag.errors import KvragError
 from kvrag.ingest.ingest import Ingestion, Mode
 from kvrag.request import Pipeline
 from kvrag.reuse.catalog import Catalog
-from kvrag.reuse.conversation import CachedPrefix, Conversation
+from kvrag.reuse.conversation import CachedPrefix
 from kvrag.reuse.lookup import Lookup, Match
 from kvrag.reuse.prompt import Prompt
 from kvrag.store import KVStore, MemoryTier
@@ -189,27 +187,7 @@ class AgreedStore:
 
 def _prefix(task: BlendTask, config: BlendConfig) -> CachedPrefix:
     """Return the prefix whose KV is already in the pages, computed or blended with the same settings."""
-    exact = task.kept if config.ratio == 1.0 else 0
-    conversation = Conversation(np.asarray(task.ids[: task.kept]), _InPages(), exact, config, ())
-    return CachedPrefix(conversation, task.kept, (), is_all=False)
-
-
-class _InPages:
-    """Cache of a prefix whose KV is in the request's pages."""
-
-    num_bytes = 0
-
-    def layer(self, number: int) -> Any:
-        raise NotImplementedError("a prefix in vLLM's pages is not copied")
-
-    def write(self, number: int, rows: Any, keys: Any, values: Any) -> None:
-        raise NotImplementedError("a prefix in vLLM's pages is not changed")
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def set_length(self, length: int) -> None:
-        return
+    return CachedPrefix(task.kept, exact=task.kept if config.ratio == 1.0 else 0)
 
 
 def _with_errors(work: Callable[[], dict[str, Any]]) -> TaskOutcome:

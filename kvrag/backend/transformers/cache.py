@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvrag.backend.protocol import KVCache, LayerSource, Observer
+from kvrag.backend.protocol import CachedKV, LayerSource, Observer
 
 _GROWTH = 256  # positions
 
@@ -22,23 +22,24 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(
-        self, number: int, capacity: int, source: LayerSource | None, prefix: tuple[KVCache, int] | None
-    ) -> None:
+    def __init__(self, number: int, capacity: int, source: LayerSource | None, prefix: CachedKV | None) -> None:
         super().__init__()
         self._number, self._capacity, self._source, self._prefix = number, capacity, source, prefix
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor | None, value_states: Tensor | None) -> None:
         """Use the stitched tensors, or allocate tensors shaped like the prefix or the first ones written."""
-        prefix, length = (self._prefix[0].layer(self._number), self._prefix[1]) if self._prefix else (None, 0)
+        prefix = list(self._prefix.layer(self._number)) if self._prefix else []
         if self._source is not None:
             self.keys, self.values = self._source(self._number)
         else:
-            shapes = prefix or (key_states, value_states)
+            shapes = prefix[0] if prefix else (key_states, value_states)
             self.keys, self.values = (_resized(cast(Tensor, part), 0, self._capacity) for part in shapes)
-        if prefix:
-            self.keys[:, :, :length], self.values[:, :, :length] = (part[:, :, :length] for part in prefix)
+        start = 0
+        for keys, values in prefix:
+            stop = start + keys.shape[2]
+            self.keys[:, :, start:stop], self.values[:, :, start:stop] = keys, values
+            start = stop
         self._source = self._prefix = None  # they would keep chunks and the conversation in memory
         self.is_initialized = True
 
@@ -98,7 +99,7 @@ class BlendCache(Cache):  # type: ignore[misc]
         num_layers: int,
         capacity: int,
         source: LayerSource | None = None,
-        prefix: tuple[KVCache, int] | None = None,
+        prefix: CachedKV | None = None,
     ) -> None:
         super().__init__(layers=[BlendLayer(number, capacity, source, prefix) for number in range(num_layers)])
         self.rows: Tensor | None = None

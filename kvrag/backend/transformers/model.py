@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from kvrag.backend.lock import FairLock, Shared
-from kvrag.backend.protocol import Backend, Branch, KVCache, LayerSource, Observer, Tables
+from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers import loading
 from kvrag.backend.transformers.adapter import Adapter
@@ -244,7 +244,7 @@ class Model(Backend):
         capacity: int,
         source: LayerSource | None = None,
         filled: Tensor | None = None,
-        prefix: tuple[KVCache, int] | None = None,
+        prefix: CachedKV | None = None,
     ) -> BlendCache:
         """See `Backend.new_cache`."""
         return BlendCache(self.num_layers, capacity, source, prefix)

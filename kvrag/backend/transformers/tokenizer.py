@@ -117,7 +117,7 @@ class Tokenizer:
             with_prompt, without = (self._apply_template(messages, template, prompt) for prompt in (True, False))
         except PromptError:
             return 0  # unknown: the template rejects a single message
-        return len(with_prompt) - len(_common_prefix(with_prompt, without))
+        return len(with_prompt) - len(common_prefix(with_prompt, without))
 
     def _apply_template(self, messages: Messages, template: Mapping[str, Any], prompt: bool = True) -> list[int]:
         if self.hf.chat_template is None:
@@ -224,7 +224,7 @@ class Tokenizer:
             messages = [{"role": role, "content": content} for role, content in contents.items()]
             with suppress(PromptError):  # no template, or one that rejects a system message
                 prompts.append(self._apply_template(messages, {}))
-        if len(prompts) > 1 and (common := _common_prefix(*prompts)):
+        if len(prompts) > 1 and (common := common_prefix(*prompts)):
             return tuple(common[:_PREAMBLE_TOKENS])
         bos = self.hf.bos_token_id
         if bos is not None and self.hf("a")["input_ids"][:1] == [bos]:
@@ -335,7 +335,8 @@ def is_token_ids(prompt: object) -> TypeGuard[TokenIds]:
     return isinstance(prompt, (list, tuple)) and bool(prompt) and all(type(token) is int for token in prompt)
 
 
-def _common_prefix(*rows: list[int]) -> list[int]:
+def common_prefix(*rows: list[int]) -> list[int]:
+    """Return the ids that all rows begin with."""
     return [ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, zip(*rows, strict=False))]
 
 

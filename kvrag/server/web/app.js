@@ -214,10 +214,14 @@ async function answer(lane, body, onSources = () => {}) {
   const onEvent = (event) => {
     if (event.citations) onSources(event.citations);
     report = event.kvrag ?? report;
-    const piece = event.choices[0]?.delta?.content;
-    if (!piece) return;
+    const { content = "", reasoning_content: thought = "" } = event.choices[0]?.delta ?? {};
+    if (!content && !thought) return;
     seconds ??= (performance.now() - started) / 1000;
-    text += piece;
+    if (thought) {
+      lane.part("thought").hidden = false;
+      lane.part("thought").lastElementChild.append(thought);
+    }
+    text += content;
     lane.say(text.trimStart());
   };
   lane.say("");
@@ -237,7 +241,7 @@ async function answer(lane, body, onSources = () => {}) {
     clearInterval(clock);
     showTime();
   }
-  if (seconds === null) lane.say("(The model gave an empty answer.)");
+  if (!text) lane.say("(The model gave an empty answer.)");
   const tokens = (name) => report[`${name}_tokens`].toLocaleString("en");
   const computed = `${tokens("reused")} reused, ${tokens("recomputed")} of them recomputed`;
   const why = body.policy ? [] : [report.decision, ...report.notes];

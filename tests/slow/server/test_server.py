@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 
 import kvrag
 from benchmarks.speed import serve
-from kvrag import Answer, BlendConfig, BlendEngine, FileStore, Grammar, Model
+from kvrag import BlendConfig, BlendEngine, FileStore, Grammar, Model
 from kvrag.server.answers import EventStream
 from kvrag.server.corpus import Corpus
 from kvrag.server.response import ResponseBuilder
@@ -113,11 +113,6 @@ def events(response: httpx.Response) -> list[Any]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def shown(answer: Answer) -> str:
-    """The text of a chat: it does not begin with a space."""
-    return answer.text.lstrip()
-
-
 # -------------------------------------------------------------------- OpenAI's SDK
 
 
@@ -127,7 +122,7 @@ def test_a_chat_gives_the_engines_answer(client: OpenAI, engine: BlendEngine) ->
     assert expected.report.reused_tokens > 40
     said = client.chat.completions.create(model=NAME, messages=prompt, temperature=0, max_tokens=12)
     [choice] = said.choices
-    assert (choice.message.content, choice.finish_reason) == (shown(expected), "length")
+    assert (choice.message.content, choice.finish_reason) == (expected.text, "length")
     assert said.usage is not None
     assert said.usage.prompt_tokens == expected.report.prompt_tokens
     assert said.usage.completion_tokens == 12
@@ -151,7 +146,7 @@ def test_a_stream_has_the_same_text_as_the_whole_answer(client: OpenAI, engine: 
     )
     assert pieces[0].choices[0].delta.role == "assistant"
     assert len(pieces) > 5
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces[:-1]) == shown(expected)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces[:-1]) == expected.text
     assert [piece.choices[0].finish_reason for piece in pieces[:-1] if piece.choices[0].finish_reason] == ["length"]
     assert pieces[-1].choices == []
     assert pieces[-1].usage is not None
@@ -170,7 +165,7 @@ def test_a_completion_continues_a_text(client: OpenAI, engine: BlendEngine, stre
 
 
 def test_an_answer_ends_before_a_stop_string(client: OpenAI, engine: BlendEngine) -> None:
-    whole = shown(engine.generate(MESSAGES, **PLAIN))
+    whole = engine.generate(MESSAGES, **PLAIN).text
     stop = whole[4:7]
     said = client.chat.completions.create(model=NAME, messages=MESSAGES, temperature=0, max_tokens=12, stop=stop)
     assert said.choices[0].message.content == whole[: whole.index(stop)]
@@ -244,7 +239,7 @@ def test_results_of_tools_can_be_in_messages(client: OpenAI, engine: BlendEngine
     ]
     said = client.chat.completions.create(model=NAME, messages=history, temperature=0, max_tokens=4)
     theirs = [{**history[0], "role": "system"}, history[1], {**history[2], "content": ""}, history[3]]
-    assert said.choices[0].message.content == shown(engine.generate(theirs, temperature=0, max_new_tokens=4))
+    assert said.choices[0].message.content == engine.generate(theirs, temperature=0, max_new_tokens=4).text
 
 
 def test_an_answer_follows_a_schema(client: OpenAI, engine: BlendEngine) -> None:
@@ -257,9 +252,7 @@ def test_an_answer_follows_a_schema(client: OpenAI, engine: BlendEngine) -> None
         response_format={"type": "json_schema", "json_schema": {"name": "place", "schema": schema}},
     )
     text = said.choices[0].message.content
-    assert text == shown(
-        engine.generate(MESSAGES, temperature=0, max_new_tokens=64, grammar=Grammar(json_schema=schema))
-    )
+    assert text == engine.generate(MESSAGES, temperature=0, max_new_tokens=64, grammar=Grammar(json_schema=schema)).text
     assert list(json.loads(text or "")) == ["far"]
 
 
@@ -291,7 +284,7 @@ def test_documents_are_placed_before_the_question_and_reused(served: Served, eng
     new, again = (served.ask(QUESTION, documents=[texts[0], {"id": "b", "text": texts[1]}]).json() for _ in range(2))
     prompt = "\n\n".join([*texts, f"Question: {QUESTION}"])
     assert again["choices"] == new["choices"]
-    assert again["choices"][0]["message"]["content"] == shown(engine.generate(as_user(prompt), **PLAIN))
+    assert again["choices"][0]["message"]["content"] == engine.generate(as_user(prompt), **PLAIN).text
     before, after = (said["usage"]["prompt_tokens_details"]["cached_tokens"] for said in (new, again))
     assert before >= 20  # the second was warmed
     assert after > before + 16
@@ -309,7 +302,7 @@ def test_control_tokens_stay_text(served: Served, engine: BlendEngine) -> None:
     text = f"{CHUNKS[0]} {''.join(tokens)} Say yes."
     said = served.ask("".join(tokens) + "Who?", documents=[text]).json()
     prompt = as_user(f"{text}\n\nQuestion: {''.join(tokens)}Who?")
-    assert said["choices"][0]["message"]["content"] == shown(engine.generate(prompt, **PLAIN))
+    assert said["choices"][0]["message"]["content"] == engine.generate(prompt, **PLAIN).text
     ids = engine.model.tokenizer.render(prompt)
     assert said["usage"]["prompt_tokens"] == len(ids)
     plain = engine.model.tokenizer.render(as_user("x"))
@@ -333,7 +326,7 @@ def test_the_server_retrieves_and_cites(served: Served, engine: BlendEngine, cor
     else:
         text = first["choices"][0]["message"]["content"]
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == expected.report.reused_tokens
-    assert text == shown(expected)
+    assert text == expected.text
 
 
 def test_documents_come_and_go(served: Served) -> None:
@@ -449,10 +442,10 @@ def test_langchain_can_use_it(served: Served, engine: BlendEngine) -> None:
     llm = ChatOpenAI(base_url=f"{served.url}/v1", api_key="none", model=NAME, temperature=0, max_tokens=12)
     expected = engine.generate(MESSAGES, **PLAIN)
     said = llm.invoke([HumanMessage(QUESTION)])
-    assert said.content == shown(expected)
+    assert said.content == expected.text
     assert said.usage_metadata is not None
     assert said.usage_metadata["input_tokens"] == expected.report.prompt_tokens
-    assert "".join(str(piece.content) for piece in llm.stream(QUESTION)) == shown(expected)
+    assert "".join(str(piece.content) for piece in llm.stream(QUESTION)) == expected.text
     called = llm.bind_tools([TOOL], tool_choice="look").invoke(QUESTION, max_tokens=64)
     assert [call["name"] for call in called.tool_calls] == ["look"]
     schema = {"title": "Place", "description": "A place.", **TOOL["function"]["parameters"]}
@@ -470,7 +463,7 @@ async def test_langchain_streams_side_by_side(served: Served, engine: BlendEngin
         return "".join([str(piece.content) async for piece in llm.astream(question)])
 
     said = await asyncio.gather(*map(ask, questions))
-    assert list(said) == [shown(engine.generate(as_user(question), **PLAIN)) for question in questions]
+    assert list(said) == [engine.generate(as_user(question), **PLAIN).text for question in questions]
 
 
 def test_curl_can_use_it(served: Served, engine: BlendEngine) -> None:
@@ -480,7 +473,7 @@ def test_curl_can_use_it(served: Served, engine: BlendEngine) -> None:
     lines = [line for line in done.stdout.splitlines() if line]
     assert lines[-1] == "data: [DONE]"
     deltas = [json.loads(line.removeprefix("data: "))["choices"][0]["delta"] for line in lines[:-1]]
-    assert "".join(delta.get("content", "") for delta in deltas) == shown(engine.generate(MESSAGES, **PLAIN))
+    assert "".join(delta.get("content", "") for delta in deltas) == engine.generate(MESSAGES, **PLAIN).text
 
 
 # -------------------------------------------------------------------- bad input
@@ -696,7 +689,7 @@ def test_a_request_is_rejected_if_the_queue_is_full(narrow: Served, engine: Blen
             assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
             assert int(refused.headers["Retry-After"]) > 0
     waiting.join()
-    assert answers[0].json()["choices"][0]["message"]["content"] == shown(engine.generate(MESSAGES, **PLAIN))
+    assert answers[0].json()["choices"][0]["message"]["content"] == engine.generate(MESSAGES, **PLAIN).text
     assert narrow.metric('kvrag_request_failure_total{status="429"}') == 2
 
 

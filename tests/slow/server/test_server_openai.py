@@ -99,13 +99,13 @@ def test_penalties_and_biases_change_the_answer_as_in_the_engine(client: OpenAI,
     changes: dict[str, Any] = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
     expected = engine.generate(MESSAGES, **PLAIN, **changes, logit_bias={first: -100})
     said = client.chat.completions.create(**CALL, messages=MESSAGES, **changes, logit_bias={str(first): -100})
-    assert said.choices[0].message.content == expected.text.lstrip() != engine.generate(MESSAGES, **PLAIN).text.lstrip()
+    assert said.choices[0].message.content == expected.text != engine.generate(MESSAGES, **PLAIN).text
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_n_answers_have_seeds_of_their_own(client: OpenAI, engine: BlendEngine, stream: bool) -> None:
     settings: dict[str, Any] = {"temperature": 2.0, "top_p": 0.99}
-    expected = [engine.generate(MESSAGES, seed=seed, max_new_tokens=8, **settings).text.lstrip() for seed in (5, 6, 7)]
+    expected = [engine.generate(MESSAGES, seed=seed, max_new_tokens=8, **settings).text for seed in (5, 6, 7)]
     assert len(set(expected)) == 3
     said: Any = client.chat.completions.create(
         model=NAME,
@@ -175,7 +175,7 @@ def test_a_response_has_the_answer_of_a_chat(client: OpenAI, engine: BlendEngine
     said = client.responses.create(
         model=NAME, input=QUESTION, instructions="Be brief.", temperature=0, max_output_tokens=8, store=True
     )
-    assert said.output_text == expected.text.lstrip()
+    assert said.output_text == expected.text
     assert (said.status, said.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
     usage = said.usage
     assert usage is not None
@@ -256,7 +256,7 @@ def test_a_response_calls_functions(client: OpenAI, engine: BlendEngine, stream:
         },
         {"role": "tool", "tool_call_id": call.call_id, "content": "A bird.\nA plane."},
     ]
-    assert again.output_text == engine.generate(history, temperature=0, max_new_tokens=64).text.lstrip()
+    assert again.output_text == engine.generate(history, temperature=0, max_new_tokens=64).text
 
 
 def test_a_call_of_a_response_that_is_cut_off_is_incomplete(client: OpenAI) -> None:
@@ -474,7 +474,7 @@ def test_langchain_uses_the_responses_interface(served: Served, engine: BlendEng
     llm = ChatOpenAI(
         base_url=f"{served.url}/v1", api_key="none", model=NAME, temperature=0, max_tokens=8, use_responses_api=True
     )
-    expected = engine.generate(MESSAGES, **PLAIN).text.lstrip()
+    expected = engine.generate(MESSAGES, **PLAIN).text
     said = llm.invoke(QUESTION)
     assert said.text == expected
     assert said.usage_metadata is not None
@@ -511,32 +511,10 @@ def test_llama_indexs_class_for_such_servers(served: Served, engine: BlendEngine
     llm = module.OpenAILike(
         api_base=f"{served.url}/v1", api_key="none", model=NAME, is_chat_model=True, temperature=0, max_tokens=8
     )
-    assert llm.complete(QUESTION).text == engine.generate(MESSAGES, **PLAIN).text.lstrip()
+    assert llm.complete(QUESTION).text == engine.generate(MESSAGES, **PLAIN).text
     assert "".join(piece.delta or "" for piece in llm.stream_complete(QUESTION)).strip()
 
 
-OPEN_WEBUI = {
-    "stream": True,
-    "model": NAME,
-    "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}],
-    "stream_options": {"include_usage": True},
-    "temperature": 0.0,
-    "top_p": 0.9,
-    "max_tokens": 8,
-    "frequency_penalty": 0.5,
-    "presence_penalty": 0.5,
-    "reasoning_effort": "medium",
-    "seed": 1,
-    "stop": ["###"],
-    "logit_bias": {"5": -1},
-}
-"""A chat with every parameter of its settings that OpenAI knows."""
-OPEN_WEBUI_TITLE = {
-    "model": NAME,
-    "messages": [{"role": "user", "content": "### Task:\nGenerate a concise title."}],
-    "stream": False,
-    "max_completion_tokens": 8,
-}
 LIBRECHAT = {
     "model": NAME,
     "temperature": 1,
@@ -549,14 +527,9 @@ LIBRECHAT = {
 }
 
 
-@pytest.mark.parametrize("body", [OPEN_WEBUI, OPEN_WEBUI_TITLE, LIBRECHAT], ids=["open-webui", "title", "librechat"])
-def test_chat_interfaces_are_answered(served: Served, body: dict[str, Any]) -> None:
-    said = served.http.post("/v1/chat/completions", json=body)
+def test_librechat_is_answered(served: Served) -> None:
+    said = served.http.post("/v1/chat/completions", json=LIBRECHAT)
     assert said.status_code == 200, said.text
-    if not body["stream"]:
-        assert said.json()["choices"][0]["message"]["content"]
-        return
     *events, done = [line.removeprefix("data: ") for line in said.text.splitlines() if line.startswith("data: ")]
     assert done == "[DONE]"
-    text = "".join(choice["delta"].get("content", "") for event in events for choice in json.loads(event)["choices"])
-    assert text == text.lstrip() != ""
+    assert "".join(choice["delta"].get("content", "") for event in events for choice in json.loads(event)["choices"])

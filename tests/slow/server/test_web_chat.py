@@ -108,6 +108,34 @@ def test_a_model_that_is_not_calibrated(page: Any, server: Any, tmp_path: Path) 
     assert re.fullmatch(r"[\d,]+ prompt tokens: all computed", full)
 
 
+def test_a_thought_is_folded_and_not_sent_back(page: Any, server: Any) -> None:
+    """The stream is scripted: the random model does not think."""
+    asked: list[dict[str, Any]] = []
+    report = {"prompt_tokens": 5, "reused_tokens": 2, "recomputed_tokens": 1, "policy": "query", "notes": []}
+
+    def answer(route: Any) -> None:
+        asked.append(route.request.post_data_json)
+        thoughts = [{"reasoning_content": text, "reasoning": text} for text in ("Who else? ", "Yusuf.")]
+        events = [
+            {"choices": [{"delta": delta}]} for delta in (*thoughts, {"content": " Yusuf"}, {"content": " Demir"})
+        ]
+        events.append({"choices": [{"delta": {}}], "kvrag": report})
+        lines = [*map(json.dumps, events), "[DONE]"]
+        route.fulfill(content_type="text/event-stream", body="".join(f"data: {line}\n\n" for line in lines))
+
+    page.route("**/v1/chat/completions", answer)
+    page.goto(server.url)
+    ask(page, "Who is the cook?", 1)
+    lane = page.locator(".lane").first
+    assert lane.locator(".answer").inner_text() == "Yusuf Demir"
+    assert lane.locator(".thought summary").inner_text() == "Thought"
+    assert not lane.locator(".thought p").is_visible()
+    lane.locator(".thought summary").click()
+    assert lane.locator(".thought p").inner_text() == "Who else? Yusuf."
+    ask(page, "Where does he work?", 2)
+    assert asked[2]["messages"][1] == {"role": "assistant", "content": "Yusuf Demir"}
+
+
 def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     addresses: list[str] = []
     asked: list[dict[str, Any]] = []
@@ -123,6 +151,7 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     heard = [text for text in page.evaluate("window.heard") if not text.startswith("Waiting: ")]
     assert len(heard) > 2  # not all at once
     assert all(later.startswith(earlier) for earlier, later in pairwise(heard))
+    assert not page.locator(".thought").first.is_visible()
     assert page.locator("#documents li").count() == len(sample.HANDBOOK.documents())
     lanes = page.locator(".lane")
     assert lanes.locator(".name").all_inner_texts() == ["kvrag", "Full prefill"]

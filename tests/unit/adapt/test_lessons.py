@@ -6,8 +6,8 @@ import torch
 
 from kvrag import Model
 from kvrag.adapt.distill import answer_over, divergences, loss_of, teach, write
-from kvrag.adapt.lessons import Lessons, ask
-from kvrag.control.prompts import search_by_words
+from kvrag.adapt.lessons import Lessons
+from kvrag.control.prompts import ask, search_by_words
 
 
 def _documents() -> dict[str, list[str]]:

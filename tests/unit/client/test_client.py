@@ -104,6 +104,28 @@ def test_settings_of_an_answer(fake: FakeVllm, remote: RemoteEngine) -> None:
     assert body == {"model": MODEL, "prompt": "text", "max_tokens": 256}
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts(fake: FakeVllm, remote: RemoteEngine, stream: bool, name: str) -> None:
+    fake.thought = {name: "Mira does"}
+    answer = join(remote.stream(USER)) if stream else remote.generate(USER)
+    assert (answer.text, answer.reasoning) == ("harp harp", "Mira does")
+    assert (answer.num_tokens, answer.reasoning_tokens) == (2, 1)
+
+
+def test_thinking_is_switched_by_the_template(fake: FakeVllm, remote: RemoteEngine) -> None:
+    for reasoning in (False, True):
+        remote.generate(USER, reasoning=reasoning)
+        assert fake.requests[-1]["chat_template_kwargs"] == {"enable_thinking": reasoning, "thinking": reasoning}
+    remote.generate(USER, reasoning=True, template={"thinking": False})
+    assert fake.requests[-1]["chat_template_kwargs"] == {"enable_thinking": True, "thinking": False}
+    remote.generate(USER)
+    assert "chat_template_kwargs" not in fake.requests[-1]
+    remote.generate("text", reasoning=False)  # without a template
+    with pytest.raises(SettingError, match="reasoning must be True, False or None, got 'low'"):
+        remote.generate(USER, reasoning="low")
+
+
 @pytest.mark.parametrize(
     ("grammar", "sent"),
     [
@@ -176,9 +198,11 @@ def test_a_forced_call_cut_off_is_invalid(fake: FakeVllm, remote: RemoteEngine, 
 
 def test_a_history_is_sent_in_openais_form(fake: FakeVllm, remote: RemoteEngine) -> None:
     call = {"type": "function", "id": "a", "function": {"name": "look", "arguments": {"far": "ä"}}}
-    history = [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "user", "content": ["a"]}]
+    said = {"role": "assistant", "content": "", "reasoning_content": "Far.", "tool_calls": [call]}
+    history = [*USER, said, {"role": "user", "content": ["a"]}]
     remote.generate(history)
     sent = fake.requests[-1]["messages"]
+    assert (sent[1]["reasoning"], sent[1]["reasoning_content"]) == ("Far.", "Far.")
     assert sent[1]["tool_calls"][0]["function"]["arguments"] == '{"far": "ä"}'
     assert sent[2]["content"] == [{"type": "text", "text": "a"}]
     assert call["function"] == {"name": "look", "arguments": {"far": "ä"}}  # left as it was

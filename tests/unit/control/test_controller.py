@@ -345,7 +345,7 @@ def test_damaged_measurements_cost_no_answer(content: bytes, model: Model, tmp_p
         engine.warm(CHUNKS)
         machine = engine._tuning._machine
     (tmp_path / "speed.json").write_bytes(content.replace(b"%s", machine.encode()))
-    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0), conversation_bytes=0) as engine:
         for _ in range(2):
             assert len(engine.generate(PROMPT, max_new_tokens=1).report.runs) == 4
     assert machine in json.loads((tmp_path / "speed.json").read_text())

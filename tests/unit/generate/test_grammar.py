@@ -133,6 +133,7 @@ def test_an_answer_cut_off_is_reported(engine: BlendEngine) -> None:
 def test_a_grammar_does_not_change_reuse(engine: BlendEngine) -> None:
     chunk = "Kan Dror was born in Stelburg. He plays the banjo. He owns a goat and a cat. He studied geology."
     engine.warm([chunk])
+    engine._answering.close()  # the second prompt would begin like the first
     answers: list[Answer] = [
         engine.generate(messages(chunk), ratio=1.0, temperature=0, max_new_tokens=40, grammar=grammar, policy=policy)
         for grammar in (None, Grammar(regex="[a-z ]{30}"))

@@ -429,6 +429,7 @@ def test_two_prompts_in_a_row_without_warmed_text_cause_a_warning(
     engine: BlendEngine, warnings: Callable[[], list[str]]
 ) -> None:
     engine.warm(CHUNKS)
+    engine._answering.close()  # the same prompt again begins like an earlier one
     answered(engine, *LONG)
     answered(engine, *CHUNKS, *CHUNKS, *CHUNKS, *CHUNKS)  # reuse works: the earlier prompt had no retrieved text
     answered(engine, *LONG)
@@ -444,6 +445,7 @@ def test_the_warning_does_not_deny_the_chunk_that_was_reused(
     engine: BlendEngine, warnings: Callable[[], list[str]]
 ) -> None:
     engine.warm(CHUNKS)
+    engine._answering.close()
     prompt = [*LONG[:4], CHUNKS[0], *LONG[4:]]
     for _ in range(2):
         report = answered(engine, *prompt).report
@@ -454,6 +456,7 @@ def test_the_warning_does_not_deny_the_chunk_that_was_reused(
 
 
 def test_an_empty_store_causes_a_warning(engine: BlendEngine, warnings: Callable[[], list[str]]) -> None:
+    engine._answering.close()
     for _ in range(2):
         answered(engine, *LONG)
     (warning,) = warnings()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,10 @@ import torch
 from blending import CHUNKS, full_prefill, messages, plain_logits, relative
 
 import kvrag.answer
-import kvrag.reuse.conversation
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, SettingError
 from kvrag.backend.transformers import BlendCache
 from kvrag.control.tuning import Plan
-from kvrag.reuse.conversation import Conversation, Conversations, Turn
+from kvrag.reuse.conversation import Blended, CachedPrefix, Conversations, Stretch, Turn
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.stitch import Prefilled
 from kvrag.types import Answer, Delta, Messages
@@ -125,16 +126,16 @@ def test_a_conversation_of_ten_turns_reuses_all_but_the_last_question(talk: Talk
 
 def test_the_kv_of_the_decoded_answer_equals_full_prefills(talk: Talk, hf: Any) -> None:
     said = talk("Mira Brel was born in Florton. Question: where? Answer:", ratio=1.0, max_new_tokens=12)
-    (conversation,) = talk.engine._answering._conversations._kept
-    assert len(conversation.ids) == said.report.prompt_tokens + 11, "of the last token there is no KV"
-    assert conversation.exact == len(conversation.ids)
-    own = talk.engine.model.new_cache(len(conversation.ids))
-    talk.engine.model.forward(torch.tensor(conversation.ids)[None], own)
-    for number in range(talk.engine.model.num_layers):
-        for ours, theirs in zip(conversation.cache.layer(number), own.layer(number), strict=True):
-            torch.testing.assert_close(
-                ours[:, :, : len(conversation.ids)], theirs[:, :, : len(conversation.ids)], atol=1e-4, rtol=1e-4
-            )
+    stretches = sorted(talk.engine._answering._conversations._stretches(), key=lambda kept: kept.start)
+    ids = torch.tensor(np.concatenate([kept.ids for kept in stretches]))
+    assert len(ids) == said.report.prompt_tokens + 11, "of the last token there is no KV"
+    assert not any(kept.blended for kept in stretches)
+    own = talk.engine.model.new_cache(len(ids))
+    talk.engine.model.forward(ids[None], own)
+    for kept in stretches:
+        for number in range(talk.engine.model.num_layers):
+            for ours, theirs in zip(kept.layers[number], own.layer(number), strict=True):
+                torch.testing.assert_close(ours, theirs[:, :, kept.start : kept.stop], atol=1e-4, rtol=1e-4)
 
 
 def test_a_text_continues_a_conversation_like_messages(talk: Talk, hf: Any) -> None:
@@ -215,8 +216,8 @@ def test_ratio_1_reuses_no_conversation_of_a_lower_ratio(talk: Talk, hf: Any) ->
     said = talk(FIRST, ratio=0.3)
     prompt = _next(FIRST, said, CHUNKS[3])
     report = talk(prompt, ratio=1.0).report
-    exact = next(c.exact for c in talk.engine._answering._conversations._kept if len(c.ids) < report.prompt_tokens)
-    assert 0 < report.conversation_tokens <= exact < report.prompt_tokens - 60
+    blended = next(kept.start for kept in talk.engine._answering._conversations._stretches() if kept.blended)
+    assert 0 < report.conversation_tokens <= blended < report.prompt_tokens - 60
     assert relative(talk.logits, plain_logits(hf, _ids(talk.engine, prompt))[-1]) <= 1e-5
     assert report.exact
 
@@ -246,14 +247,15 @@ def test_another_question_about_the_same_chunks_is_another_conversation(talk: Ta
     """Chunks are blended for their question: an answer must not depend on other users' questions."""
     other = messages(*CHUNKS[:3], question="Question: Who likes to eat curry and bread?")
     alone = talk(other, ratio=0.3)
-    talk.engine._answering._conversations._kept.clear()
+    exact = alone.report.runs[0].stop
+    talk.engine._answering._conversations._roots.clear()
     talk(FIRST, ratio=0.3)
     for prompt in (other, FIRST):
         report = talk(prompt, ratio=0.3).report
-        assert (report.conversation_tokens, len(report.runs)) == (0, 3)
+        assert report.conversation_tokens <= exact + 4, "what is exact in either"
         if prompt is other:
-            assert torch.equal(talk.logits, talk.done[0].logits[0])
-            assert report.runs == alone.report.runs
+            assert relative(talk.logits, talk.done[0].logits[0]) <= 1e-5
+            assert report.runs[-2:] == alone.report.runs[-2:]
 
 
 def test_a_changed_question_continues_from_the_previous_turn(talk: Talk, hf: Any) -> None:
@@ -293,8 +295,9 @@ def test_an_answer_that_failed_leaves_nothing(talk: Talk, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(kvrag.answer, "decode", fail)
     with pytest.raises(ModelError):
-        talk(FIRST)
-    assert talk.kept == 0
+        talk(FIRST, ratio=0.3)
+    kept = list(talk.engine._answering._conversations._stretches())
+    assert all(stretch.blended is None and stretch.stop < talk.done[0].report.runs[-1].start for stretch in kept)
 
 
 # ---------------------------------------------------------------- the controller
@@ -338,13 +341,22 @@ def test_two_turns_of_one_conversation_at_once_do_not_disturb_each_other(talk: T
     said = talk(FIRST, ratio=0.3)
     prompts = [_next(FIRST, said, CHUNKS[3], question=f"Question {i}: who is it then?") for i in range(8)]
     engine = talk.engine
-    origin = engine._answering._conversations._kept[0]
-    before = [tensor.clone() for number in range(engine.model.num_layers) for tensor in origin.cache.layer(number)]
+    conversations = engine._answering._conversations
+    origins = list(conversations._stretches())
+    before = [tensor.clone() for origin in origins for layer in origin.layers for tensor in layer]
+
+    def only_the_origin() -> None:
+        conversations._roots.clear()
+        root = conversations._roots[""] = Stretch("", 0, origins[0].ids[:0], ())
+        for origin in origins:
+            origin.parent, origin.children = root, ()
+            root.children, root = (origin,), origin
+
     alone = []
     for prompt in prompts:
-        engine._answering._conversations._kept[:] = [origin]
+        only_the_origin()
         alone.append(talk(prompt, ratio=0.3))
-    engine._answering._conversations._kept[:] = [origin]
+    only_the_origin()
     streams = [engine.stream(prompt, ratio=0.3, max_new_tokens=8, temperature=0) for prompt in prompts[:4]]
     begun = [[next(stream)] for stream in streams]  # all have begun before any ends
     together: dict[int, tuple[int, ...]] = {}
@@ -360,9 +372,8 @@ def test_two_turns_of_one_conversation_at_once_do_not_disturb_each_other(talk: T
         thread.join()
     for number in range(4):
         assert together[number] == alone[number].token_ids
-    after = [tensor for number in range(engine.model.num_layers) for tensor in origin.cache.layer(number)]
-    length = len(origin.ids)
-    assert all(torch.equal(a[:, :, :length], b[:, :, :length]) for a, b in zip(before, after, strict=True))
+    after = [tensor for origin in origins for layer in origin.layers for tensor in layer]
+    assert all(map(torch.equal, before, after))
     assert talk.kept == 4, "each can be continued"
     for number in range(4):
         report = talk(_next(prompts[number], alone[number]), ratio=0.3).report
@@ -373,19 +384,19 @@ def test_two_turns_of_one_conversation_at_once_do_not_disturb_each_other(talk: T
 
 
 def _kept(engine: BlendEngine) -> int:
-    return sum(kept.cache.num_bytes for kept in engine._answering._conversations._kept)
+    return engine._answering._conversations.num_bytes
 
 
 def test_the_bound_in_bytes_is_kept(endless: Model, tmp_path: Path) -> None:
     token = endless.bytes_per_token
-    with BlendEngine(endless, FileStore(tmp_path, min_free_bytes=0), conversation_bytes=1200 * token) as engine:
+    with BlendEngine(endless, FileStore(tmp_path, min_free_bytes=0), conversation_bytes=600 * token) as engine:
         for number in range(6):
-            engine.generate(messages(*CHUNKS, question=f"Question {number}?"), max_new_tokens=2)
-            assert 0 < _kept(engine) <= 1200 * token
+            engine.generate(f"{number} stories: {CHUNKS}", max_new_tokens=2)
+            assert 0 < _kept(engine) <= 600 * token
         assert 2 <= len(engine._answering._conversations) < 6
-        last = engine._answering._conversations._kept[-1]
+        kept = list(engine._answering._conversations._stretches())
         engine.generate(messages(*CHUNKS * 12), max_new_tokens=2)
-        assert engine._answering._conversations._kept[-1] is last, "one that is too large evicts no other"
+        assert list(engine._answering._conversations._stretches()) == kept, "one that is too large evicts no other"
 
 
 def test_none_are_kept_where_none_are_wanted(endless: Model, tmp_path: Path) -> None:
@@ -414,44 +425,39 @@ def test_closing_releases_everything(endless: Model, tmp_path: Path) -> None:
 def test_a_turn_keeps_no_memory_of_earlier_turns(talk: Talk) -> None:
     said = talk(FIRST, ratio=0.3)
     old = weakref.ref(talk.done.pop().cache)
-    assert old() is not None
+    assert old() is None, "what is kept has no room to grow, and no copy of what it shares"
     talk(_next(FIRST, said, CHUNKS[3]), ratio=0.3)
-    talk.done.clear()
     assert talk.kept == 1
-    assert old() is None
 
 
-def _conversation(tokens: range, size: int = 4) -> Conversation:
-    """With KV of `size` times 8 bytes."""
-    cache = BlendCache(1, size)
-    cache.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), 0)
-    turns = (Turn(0, len(tokens) - 5, len(tokens) - 3),)
-    return Conversation(np.array(tokens), cache, 0, BlendConfig(ratio=0.3), turns)
+def _keep(conversations: Conversations, ids: Sequence[int], exact: int = 0, **chunks: int) -> None:
+    """Keep an answer with four bytes of KV per token; `chunks` are positions by key."""
+    cache = BlendCache(1, len(ids))
+    cache.update(torch.zeros(1, 1, len(ids), 1), torch.zeros(1, 1, len(ids), 0), 0)
+    answer = copy.copy(cache)
+    conversations.begin(answer, frozenset(chunks))
+    blended = Blended(BlendConfig(ratio=0.3), (Turn(0, len(ids) - 5, len(ids) - 3),), {})
+    placed = [(position, key) for key, position in chunks.items()]
+    conversations.keep(answer, "", np.array(ids), exact, cache, placed, blended, None)
 
 
-def _keep(conversations: Conversations, conversation: Conversation) -> None:
-    conversations.begin(conversation, frozenset())
-    conversations.keep(conversation, conversation, None)
+def _find(conversations: Conversations, prompt: Sequence[int]) -> CachedPrefix | None:
+    return conversations.find(prompt, BlendConfig(ratio=0.3))
+
+
+def _lengths(conversations: Conversations) -> list[tuple[int, int]]:
+    return sorted((kept.start, kept.stop) for kept in conversations._stretches())
 
 
 def test_the_least_recently_used_is_evicted_first() -> None:
-    three = [_conversation(range(start, start + 40)) for start in (0, 100, 200)]
-    conversations = Conversations(2 * three[0].cache.num_bytes, 1000)
-    for conversation in three[:2]:
-        _keep(conversations, conversation)
-    found = conversations.find([*range(40), 7, 7], BlendConfig(ratio=0.3))
+    conversations = Conversations(2 * 40 * 4, 1000, 1)
+    for start in (0, 100):
+        _keep(conversations, range(start, start + 40))
+    found = _find(conversations, [*range(40), 7, 7])
     assert found is not None
-    assert (found.conversation, found.length) == (three[0], 40)
-    _keep(conversations, three[2])
-    assert conversations._kept == [three[0], three[2]]
-
-
-def test_the_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.reuse.conversation, "_MOST", 3)
-    conversations = Conversations(1 << 20, 1000)
-    for start in range(5):
-        _keep(conversations, _conversation(range(start, start + 40)))
-    assert [conversation.ids[0] for conversation in conversations._kept] == [2, 3, 4]
+    assert found.length == 40
+    _keep(conversations, range(200, 240))
+    assert sorted(kept.ids[0] for kept in conversations._stretches()) == [0, 200]
 
 
 @pytest.mark.parametrize(
@@ -468,25 +474,214 @@ def test_the_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_prompts_that_continue_a_conversation(prompt: list[int], length: int | None) -> None:
-    conversations = Conversations(1 << 20, 1000)
-    _keep(conversations, _conversation(range(40)))
-    found = conversations.find(prompt, BlendConfig(ratio=0.3))
+    conversations = Conversations(1 << 20, 1000, 1)
+    _keep(conversations, range(40))
+    found = _find(conversations, prompt)
     assert (found and found.length) == length
 
 
 def test_the_longest_is_taken() -> None:
-    conversations = Conversations(1 << 20, 1000)
+    conversations = Conversations(1 << 20, 1000, 1)
     for stop in (60, 80, 70):
-        _keep(conversations, _conversation(range(stop)))
-    found = conversations.find(list(range(100)), BlendConfig(ratio=0.3))
+        _keep(conversations, range(stop))
+    found = _find(conversations, range(100))
     assert found is not None
     assert found.length == 80
 
 
 def test_where_rope_follows_the_length_nothing_longer_is_kept_or_taken() -> None:
-    conversations = Conversations(1 << 20, 50)
-    _keep(conversations, _conversation(range(51)))
+    conversations = Conversations(1 << 20, 50, 1)
+    _keep(conversations, range(51))
     assert len(conversations) == 0
-    _keep(conversations, _conversation(range(40)))
-    assert conversations.find(list(range(50)), BlendConfig(ratio=0.3)) is not None
-    assert conversations.find(list(range(51)), BlendConfig(ratio=0.3)) is None
+    _keep(conversations, range(40))
+    assert _find(conversations, range(50)) is not None
+    assert _find(conversations, range(51)) is None
+
+
+# ---------------------------------------------------------------- common beginnings
+
+
+def test_what_prompts_begin_with_is_kept_once() -> None:
+    conversations = Conversations(1 << 20, 1000, 1)
+    for end in (500, 600, 700):
+        _keep(conversations, [*range(100), *range(end, end + 20)], exact=120)
+    assert _lengths(conversations) == [(0, 100), (100, 120), (100, 120), (100, 120)]
+    assert conversations.num_bytes == 4 * 160
+    found = _find(conversations, [*range(100), *range(800, 850)])
+    assert found is not None
+    assert (found.length, found.exact) == (100, 100)
+    found = _find(conversations, [*range(70), 7, 7])
+    assert found is not None
+    assert (found.length, sum(keys.shape[2] for keys, _ in found.layer(0))) == (70, 70)
+
+
+def test_forgetting_a_chunk_leaves_what_stands_before_it() -> None:
+    conversations = Conversations(1 << 20, 1000, 1)
+    _keep(conversations, range(100), exact=100, a=60)
+    _keep(conversations, [*range(40), *range(500, 560)], exact=50, b=45, c=70)
+    assert _lengths(conversations) == [(0, 40), (40, 50), (40, 100), (50, 100)]
+    conversations.drop(["a"])
+    assert _lengths(conversations) == [(0, 40), (40, 50), (40, 60), (50, 100)]
+    conversations.drop(["c"])
+    assert _lengths(conversations) == [(0, 40), (40, 50), (40, 60)], "blended KV is dropped whole"
+    conversations.drop(["b"])
+    assert _lengths(conversations) == [(0, 40), (40, 45), (40, 60)]
+    assert conversations.keys() == set()
+
+
+def test_a_chunk_that_was_stored_later_is_known_in_kv_computed_before() -> None:
+    conversations = Conversations(1 << 20, 1000, 1)
+    _keep(conversations, range(100), exact=100)
+    _keep(conversations, range(100), exact=100, a=60)
+    assert conversations.keys() == {"a"}
+    conversations.drop(["a"])
+    assert _lengths(conversations) == [(0, 60)]
+
+
+def test_random_prompts_are_found_as_far_as_they_are_kept_and_nothing_twice() -> None:
+    rng = random.Random(0)
+    conversations = Conversations(1 << 20, 1000, 1)
+    prompts: list[list[int]] = []
+    for _ in range(300):
+        base = rng.choice(prompts)[: rng.randrange(1, 90)] if prompts and rng.random() < 0.8 else []
+        prompts.append([*base, *(rng.randrange(3) for _ in range(rng.randrange(20, 60)))])
+        _keep(conversations, prompts[-1], exact=len(prompts[-1]))
+    for prompt in prompts:
+        query = [*prompt[: rng.randrange(len(prompt))], 9, 9]
+        pairs = [zip(query, other, strict=False) for other in prompts]
+        common = max(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], each)) for each in pairs)
+        found = _find(conversations, query)
+        assert (found.length if found else 0) == (common if common >= 16 else 0)
+    prefixes = {tuple(prompt[:end]) for prompt in prompts for end in range(1, len(prompt) + 1)}
+    assert conversations.num_bytes == 4 * len(prefixes)
+
+
+def test_a_second_conversation_shares_the_system_prompt(talk: Talk, hf: Any) -> None:
+    system = {"role": "system", "content": "You answer questions about people. " * 8}
+    talk([system, *messages(CHUNKS[0], question="Who?")], ratio=1.0)
+    prompt = [system, *messages(CHUNKS[2], question="Where is it?")]
+    report = talk(prompt, ratio=1.0).report
+    ids = _ids(talk.engine, prompt)
+    assert report.conversation_tokens > 60
+    assert [run.start >= report.conversation_tokens for run in report.runs] == [True]
+    assert relative(talk.logits, plain_logits(hf, ids)[-1]) <= 1e-5
+    assert report.exact
+
+
+def test_streams_at_the_same_time_share_what_the_first_has_computed(talk: Talk) -> None:
+    system = {"role": "system", "content": "You answer questions about people. " * 8}
+    stream = talk.engine.stream([system, *messages(CHUNKS[0], question="Who?")], max_new_tokens=20)
+    next(stream), next(stream)
+    report = talk([system, *messages(CHUNKS[2], question="Where is it?")]).report
+    assert report.conversation_tokens > 60
+
+
+def test_a_service_can_start_with_its_system_prompt(talk: Talk, hf: Any) -> None:
+    system = {"role": "system", "content": "You answer questions about people. " * 8}
+    count = talk.engine.warm_prefix([system])
+    assert count > 60
+    assert talk.engine.warm_prefix([system]) == count
+    report = talk([system, *messages(CHUNKS[2], question="Where is it?")], ratio=1.0).report
+    assert report.conversation_tokens >= count
+    prompt = [system, *messages(CHUNKS[2], question="Where is it?")]
+    assert relative(talk.logits, plain_logits(hf, _ids(talk.engine, prompt))[-1]) <= 1e-5
+    assert talk([system, *messages(question="Who?")], namespace="other").report.conversation_tokens == 0
+
+
+def test_tools_can_be_warmed_as_the_template_renders_them(talk: Talk) -> None:
+    tool = {"type": "function", "function": {"name": "search", "description": "Searches people. " * 20}}
+    count = talk.engine.warm_prefix([], tools=[tool])
+    assert count > 60
+    assert talk(messages(question="Who?"), tools=[tool]).report.conversation_tokens >= count
+
+
+def test_a_beginning_that_does_not_fit_is_refused(endless: Model, tmp_path: Path) -> None:
+    with (
+        BlendEngine(endless, FileStore(tmp_path, min_free_bytes=0), conversation_bytes=1000) as engine,
+        pytest.raises(SettingError, match="more than conversation_bytes=1000: raise it"),
+    ):
+        engine.warm_prefix([{"role": "system", "content": "You answer questions about people. " * 8}])
+
+
+# ---------------------------------------------------------------- edited histories
+
+
+def _edited(prompt: Messages, thought: str) -> Messages:
+    return [{**message, "content": message["content"].replace(thought, "")} for message in prompt]
+
+
+def _talked(talk: Talk, **settings: Any) -> tuple[Messages, str]:
+    """Return a prompt of three turns, whose first answer has a thought, and the thought."""
+    thought = "<think>Who was it? I remember a man who liked bread and lived by the sea, or was it his sister?</think>"
+    answer = thought + "It was Mira Brel, who was born in Florton, and she likes to eat curry with apples every day."
+    prompt = _next(FIRST, answer, CHUNKS[3])
+    said = talk(prompt, **settings)
+    prompt = _next(prompt, said.text + " So it was somebody else, a person of whom nothing at all is known today.")
+    talk(prompt, **settings)
+    prompt = _next(prompt, "Nobody knows.", question="Question: Who of them likes it best, and where is it eaten?")
+    return prompt, thought
+
+
+@pytest.fixture
+def blending(model: Model, tmp_path: Path) -> Iterator[Talk]:
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0), BlendConfig(history="blend")) as engine:
+        engine.warm(CHUNKS)
+        yield Talk(engine)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_behind_a_dropped_thought_the_history_is_blended(ratio: float, blending: Talk, hf: Any) -> None:
+    prompt, thought = _talked(blending, ratio=ratio)
+    edited = _edited(prompt, thought)
+    assert edited != prompt
+    report = blending(edited, ratio=ratio).report
+    ids = _ids(blending.engine, edited)
+    assert report.moved_tokens > 80
+    assert report.reused_tokens == report.conversation_tokens + report.moved_tokens + sum(map(len, report.runs))
+    assert report.reused_tokens + report.fresh_tokens == len(ids)
+    assert report.fresh_tokens < 80, "about what is new"
+    assert report.exact == (ratio == 1.0)
+    if report.exact:
+        assert relative(blending.logits, plain_logits(hf, ids)[-1]) <= 1e-5
+        assert report.recomputed_tokens == report.reused_tokens - report.conversation_tokens
+    follows = blending(_next(edited, "Nobody."), ratio=ratio).report
+    assert follows.conversation_tokens > len(ids) - 5, "the edited conversation goes on like any other"
+
+
+def test_without_blending_of_histories_what_follows_an_edit_is_computed(talk: Talk) -> None:
+    prompt, thought = _talked(talk, ratio=0.3)
+    report = talk(_edited(prompt, thought), ratio=0.3).report
+    assert report.moved_tokens == 0
+
+
+def test_the_history_of_other_namespaces_is_not_found(blending: Talk) -> None:
+    prompt, thought = _talked(blending, ratio=0.3)
+    report = blending(_edited(prompt, thought), ratio=0.3, namespace="other").report
+    assert (report.conversation_tokens, report.reused_tokens) == (0, 0)
+
+
+def test_a_forgotten_chunk_is_not_found_in_the_history(blending: Talk) -> None:
+    blending.engine.warm(CHUNKS[:3], document="a")
+    prompt, thought = _talked(blending, ratio=0.3)
+    assert blending(_edited(prompt, thought), ratio=0.3).report.moved_tokens > 80
+    assert blending.engine.forget("a") == 0, "another document has them"
+    blending.engine.warm([], document="a")
+    for chunk in CHUNKS:
+        blending.engine.warm([chunk], document="all of them")
+    blending.engine.forget("all of them")
+    assert blending.engine._answering._conversations.keys() <= set(blending.engine._pipeline.memory.keys())
+
+
+def test_the_end_of_a_prompt_is_never_taken_from_elsewhere(blending: Talk) -> None:
+    """The tokens of the question choose what is recomputed: one that was asked before is computed again."""
+    question = "Question: Who likes to eat curry and apples, and where do they live, and since when, and with whom?"
+    blending([{"role": "user", "content": question}], ratio=0.3)
+    report = blending(messages(CHUNKS[0], question=question), ratio=0.3).report
+    assert report.fresh_tokens >= 32
+
+
+def test_full_prefill_reuses_no_history_behind_an_edit(blending: Talk, hf: Any) -> None:
+    prompt, thought = _talked(blending, ratio=0.3)
+    edited = _edited(prompt, thought)
+    report = blending(edited, policy="full").report
+    assert (report.reused_tokens, report.exact) == (0, True)

@@ -1,0 +1,123 @@
+"""Learning from prompts: texts that are seen twice become chunks, encoded while no answer is in progress."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
+from typing import cast
+
+from kvrag.errors import KvragError
+from kvrag.fingerprint import text_key
+from kvrag.ingest.ingest import Ingestion
+from kvrag.reuse.lookup import Lookup
+from kvrag.types import LearnStats, Messages, TokenIds
+
+logger = logging.getLogger("kvrag")
+
+LEAST_TOKENS = 64  # shorter texts save too little
+_LEAST_LETTERS = 2 * LEAST_TOKENS  # a text with fewer is not tokenised
+_SEEN = 1 << 16  # texts seen once that are remembered, by their digests
+_WAITING = 256  # prompts to look at; more are ignored
+_POLL_S = 0.1
+
+
+class Learner:
+    """Encodes texts that were seen in two prompts of a namespace. Thread-safe.
+
+    A text is a message of a tool, or a paragraph of another message. Only those after the last answer count, because
+    the earlier ones were in the previous prompt of the conversation. Learned chunks have no document: they expire like
+    those of `documents=`, and go with a document that contains the same text.
+    """
+
+    def __init__(self, ingestion: Ingestion, lookup: Lookup, is_busy: Callable[[], bool]) -> None:
+        """Start without texts. `is_busy`: returns whether answers are in progress."""
+        self._ingestion, self._lookup, self._is_busy = ingestion, lookup, is_busy
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._pool = ThreadPoolExecutor(1, "kvrag-learn")
+        self._room = threading.BoundedSemaphore(_WAITING)
+        self._closed = threading.Event()
+        self._learned = self._tokens = self._failed = self._ignored = 0
+
+    def observe(self, prompt: str | Messages | TokenIds, namespace: str) -> None:
+        """Look at a prompt's new texts later, in another thread; errors are logged only."""
+        if self._closed.is_set() or not self._room.acquire(blocking=False):
+            self._ignored += 1
+            return
+        try:
+            self._pool.submit(self._work, prompt, namespace)
+        except RuntimeError:  # closed in the meantime, or the program ends
+            self._room.release()
+
+    def stats(self) -> LearnStats:
+        """Return the counters."""
+        return LearnStats(len(self._seen), self._learned, self._tokens, self._failed, self._ignored)
+
+    def wait(self) -> None:
+        """Wait until the prompts so far were looked at; for tests and benchmarks."""
+        self._pool.submit(lambda: None).result()
+
+    def forget(self) -> None:
+        """Forget which texts were seen once."""
+        self._seen.clear()
+
+    def close(self) -> None:
+        """End after the text that is being encoded."""
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _work(self, prompt: str | Messages | TokenIds, namespace: str) -> None:
+        try:
+            for text in dict.fromkeys(new_texts(prompt)):
+                if self._closed.is_set():
+                    return
+                if self._is_known(text, namespace):
+                    self._encode(text, namespace)
+        except Exception as error:  # no answer depends on it
+            self._failed += 1
+            logger.warning("a text of a prompt could not be learned: %s", error)
+        finally:
+            self._room.release()
+
+    def _is_known(self, text: str, namespace: str) -> bool:
+        """Return whether the text was seen before; remember it."""
+        digest = hashlib.blake2b(f"{namespace}\0{text}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if digest in self._seen:
+            del self._seen[digest]
+            return True
+        self._seen[digest] = None
+        while len(self._seen) > _SEEN:
+            self._seen.popitem(last=False)
+        return False
+
+    def _encode(self, text: str, namespace: str) -> None:
+        try:
+            ((ids, key),) = self._ingestion.tokenize([text], namespace)
+        except KvragError:  # longer than the window
+            return
+        text_id = text_key(namespace, ids)
+        if key is None or len(ids) < LEAST_TOKENS or self._lookup.usable([text_id]):
+            return
+        while self._is_busy():
+            if self._closed.wait(_POLL_S):
+                return
+        report = self._ingestion.warm([text], "", None, namespace, mode="on request")
+        self._lookup.refresh()
+        self._learned += report.new
+        self._tokens += report.tokens
+
+
+def new_texts(prompt: str | Messages | TokenIds) -> Iterator[str]:
+    """Yield the texts of a prompt after its last answer: messages of tools, and paragraphs of others."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    new = takewhile(lambda message: isinstance(message, dict) and message["role"] != "assistant", reversed(messages))
+    for message in cast(Messages, list(new)[::-1]):
+        content = message.get("content")
+        if isinstance(content, str):
+            parts: Sequence[str] = [content] if message["role"] == "tool" else re.split(r"\n\s*\n", content)
+            yield from (part.strip() for part in parts if len(part.strip()) >= _LEAST_LETTERS)

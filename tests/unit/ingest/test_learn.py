@@ -1,0 +1,172 @@
+"""Learning from prompts: what becomes a chunk, and what must not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blending import CHUNKS, messages
+
+from kvrag import BlendEngine, FileStore, Model, StoreError
+from kvrag.ingest import learn
+from kvrag.ingest.learn import Learner, new_texts
+
+PAGE = " ".join(CHUNKS[:3])  # over 64 tokens
+
+
+@pytest.fixture
+def engine(model: Model, tmp_path: Path) -> Iterator[BlendEngine]:
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0), conversation_bytes=0, learn=True) as engine:
+        yield engine
+
+
+def _learner(engine: BlendEngine) -> Learner:
+    learner = engine._answering.learner
+    assert learner is not None
+    return learner
+
+
+def _ask(engine: BlendEngine, prompt: Any, **settings: Any) -> Any:
+    report = engine.generate(prompt, max_new_tokens=1, **settings).report
+    _learner(engine).wait()
+    return report
+
+
+def test_a_text_of_two_prompts_is_reused_in_the_third(engine: BlendEngine) -> None:
+    questions = [messages(PAGE, question=f"Question {number}: who?") for number in range(3)]
+    assert [len(_ask(engine, question).runs) for question in questions] == [0, 0, 1]
+    assert engine.learned is not None
+    assert (engine.learned.learned, engine.learned.failed) == (1, 0)
+    assert engine.learned.tokens >= learn.LEAST_TOKENS
+    assert engine.documents() == [], "they have no document"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        (f"{PAGE}\n \n{PAGE[::-1]}\n\nWho?", [PAGE, PAGE[::-1]]),
+        ([{"role": "tool", "content": f"{PAGE}\n\n{PAGE}"}], [f"{PAGE}\n\n{PAGE}"]),
+        (
+            [
+                {"role": "user", "content": PAGE},
+                {"role": "assistant", "content": PAGE},
+                {"role": "user", "content": PAGE[::-1]},
+            ],
+            [PAGE[::-1]],
+        ),
+        ([{"role": "assistant", "content": None, "tool_calls": []}, {"role": "tool", "content": "short"}], []),
+        ([1, 2, 3], []),
+    ],
+)
+def test_the_new_texts_of_a_prompt(prompt: Any, texts: list[str]) -> None:
+    assert list(new_texts(prompt)) == texts
+
+
+def test_a_follow_up_turn_is_not_a_second_prompt(engine: BlendEngine) -> None:
+    first = messages(PAGE, question="Who?")
+    _ask(engine, first)
+    _ask(engine, [*first, {"role": "assistant", "content": "Mira."}, {"role": "user", "content": "Why?"}])
+    assert engine.store.stats().chunks == 0
+
+
+def test_namespaces_learn_apart(engine: BlendEngine) -> None:
+    for namespace in ("one", "two"):
+        _ask(engine, messages(PAGE), namespace=namespace)
+    assert engine.store.stats().chunks == 0
+    _ask(engine, messages(PAGE), namespace="two")
+    assert [share.namespace for share in engine.store.stats().namespaces] == ["two"]
+    assert _ask(engine, messages(PAGE), namespace="one").runs == ()
+
+
+def test_texts_that_are_stored_or_short_are_not_learned(engine: BlendEngine) -> None:
+    engine.warm([PAGE], document="a")
+    for _ in range(2):
+        _ask(engine, messages(PAGE, CHUNKS[3]))
+    assert engine.learned is not None
+    assert engine.learned.learned == 0
+    assert engine.forget("a") == 1
+    assert engine.store.stats().chunks == 0
+
+
+def test_a_learned_text_goes_with_the_document_that_contains_it(engine: BlendEngine) -> None:
+    for _ in range(2):
+        _ask(engine, messages(PAGE))
+    engine.warm([PAGE], document="a")
+    engine.forget("a")
+    assert engine.store.stats().chunks == 0
+    assert _ask(engine, messages(PAGE)).runs == ()
+
+
+def test_a_text_that_a_prompt_brought_goes_with_its_document_too(model: Model, tmp_path: Path) -> None:
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        engine.generate(messages(PAGE, CHUNKS[3]), documents=[PAGE, CHUNKS[3]], max_new_tokens=1)
+        engine.warm([PAGE], document="a")
+        engine.forget("a")
+        assert engine.store.stats().chunks == 1, "the other one stays"
+        engine.warm([CHUNKS[3]], document="b")
+        assert engine.forget_learned() == 0
+        assert engine.store.stats().chunks == 1
+
+
+def test_learned_texts_can_be_forgotten(engine: BlendEngine) -> None:
+    for _ in range(2):
+        _ask(engine, messages(PAGE))
+        _ask(engine, messages(PAGE[::-1]), namespace="other")
+    _ask(engine, messages(PAGE[:-20]))
+    assert engine.forget_learned() == 1
+    assert [share.namespace for share in engine.store.stats().namespaces if share.chunks] == ["other"]
+    assert engine.learned is not None
+    assert engine.learned.seen == 0
+
+
+def test_learning_waits_until_no_answer_is_in_progress(engine: BlendEngine) -> None:
+    _ask(engine, messages(PAGE))
+    stream = engine.stream(messages(PAGE), max_new_tokens=4, temperature=0)
+    next(stream)
+    done = threading.Thread(target=_learner(engine).wait)
+    done.start()
+    done.join(0.3)
+    assert done.is_alive()
+    assert engine.store.stats().chunks == 0
+    list(stream)
+    done.join(30)
+    assert engine.store.stats().chunks == 1
+
+
+def test_a_store_that_cannot_be_written_costs_no_answer(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def put(records: Any) -> int:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(engine.store, "put", put)
+    for _ in range(2):
+        _ask(engine, messages(PAGE))
+    assert engine.learned is not None
+    assert (engine.learned.learned, engine.learned.failed) == (0, 1)
+    assert "the disk is full" in caplog.text
+
+
+def test_memory_for_texts_seen_once_is_bounded(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learn, "_SEEN", 3)
+    for number in range(9):
+        _ask(engine, f"{number} {PAGE}")
+    assert engine.learned is not None
+    assert engine.learned.seen == 3
+
+
+def test_odd_unicode_is_learned_or_left(engine: BlendEngine) -> None:
+    for _ in range(2):
+        _learner(engine).observe("\ud800 lone " * 50, "")
+        _learner(engine).observe("🜁\u200d" * 200, "")
+    _learner(engine).wait()
+
+
+def test_without_learning_nothing_is_kept(model: Model, tmp_path: Path) -> None:
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        for _ in range(3):
+            engine.generate(messages(PAGE), max_new_tokens=1)
+        assert (engine.learned, engine.store.stats().chunks) == (None, 0)

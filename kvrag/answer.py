@@ -45,6 +45,7 @@ class AnswerOptions(TypedDict, total=False):
     tool_choice: str | dict[str, Any] | None
     grammar: Grammar | None
     template: dict[str, Any] | None
+    reasoning: bool | None
     max_new_tokens: int
     temperature: float | None
     top_p: float | None

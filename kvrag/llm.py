@@ -34,6 +34,8 @@ LONGER = "raise max_tokens, or limit the length of strings and lists in the sche
 """Advice about an answer in a schema that was cut off."""
 
 _ONLY_PER_CALL = ("documents", "tools", "tool_choice", "grammar", "response_format", "template", "timeout")
+# arguments of other LLM classes: usage is always sent, and forced calls and schemas are always strict
+_WITHOUT_EFFECT = ("stream_usage", "stream_options", "strict", "user")
 
 
 def _row(default: T, about: str, choices: Sequence[str] = ()) -> T:
@@ -77,6 +79,7 @@ class AnswerSettings:
     ratio: float | None = _row(None, "share of the reused tokens to recompute, 0 to 1; default: as calibrated")
     policy: str | None = _row(None, "which tokens to recompute; 'full' = ordinary prefill", POLICIES)
     controller: str | None = _row(None, "'off' = never switch to full prefill, even if predicted faster", CONTROLLERS)
+    reasoning: bool | None = _row(None, "answer with or without a thought first; default: as the chat template does")
     namespace: str = _row("", "reuse chunks and conversations of this namespace only")
 
 
@@ -157,8 +160,12 @@ class LLMSettings(EngineSettings, AnswerSettings):
         Args:
             call: Overrides for this call. None keeps the setting; `stop` is added to it. `documents`, `tools`,
                 `tool_choice`, `grammar`, `template` and OpenAI's `response_format`, which becomes a grammar, can be
-                given only here. `timeout` replaces the object's.
+                given only here. `timeout` replaces the object's. `stream_usage`, `stream_options`, `strict`, `user` and
+                `n=1` of other LLM classes have no effect.
         """
+        call = {name: value for name, value in call.items() if name not in _WITHOUT_EFFECT}
+        if call.pop("n", None) not in (None, 1):
+            raise SettingError("n must be 1: call several times for several answers")
         if unknown := [name for name in call if name not in (*_ANSWER, *_ONLY_PER_CALL)]:
             known = ", ".join((*_ANSWER, *_ONLY_PER_CALL))
             raise SettingError(f"unknown setting {', '.join(unknown)}: a call accepts {known}")
@@ -211,7 +218,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
         """Return the context window in tokens, and whether the model has a chat template, without loading weights."""
         if self.engine is None and self.base_url is None:
             source = str(self.model), self.revision, self.trust_remote_code
-            return _window(*source), _has_chat_template(*source)
+            return _window(*source), _template(*source)[0]
         engine = self.open()
         return engine.context_window, engine.as_prompt("") != ""
 
@@ -222,6 +229,16 @@ class LLMSettings(EngineSettings, AnswerSettings):
         try:
             source = str(self.model), self.revision, self.trust_remote_code
             return _window(*source, local_files_only=True) if self.base_url is None else None
+        except KvragError:
+            return None
+
+    def thinks_on_disk(self) -> bool | None:
+        """Return whether the model can think, or None if its tokenizer is not available locally."""
+        if self.engine is not None:
+            return self.engine.model.tokenizer.thinks
+        try:
+            source = str(self.model), self.revision, self.trust_remote_code
+            return _template(*source, local_files_only=True)[1] if self.base_url is None else None
         except KvragError:
             return None
 
@@ -254,10 +271,16 @@ def _window(name: str, revision: str | None, trust_remote_code: bool, local_file
 
 
 @functools.lru_cache(maxsize=64)
-def _has_chat_template(name: str, revision: str | None, trust_remote_code: bool) -> bool:
+def _template(
+    name: str, revision: str | None, trust_remote_code: bool, local_files_only: bool = False
+) -> tuple[bool, bool]:
+    """Return whether the model has a chat template, and whether it can think."""
     from kvrag.backend.transformers.loading import load_tokenizer
+    from kvrag.backend.transformers.tokenizer import Tokenizer
 
-    return load_tokenizer(name, revision, trust_remote_code).chat_template is not None
+    hf = load_tokenizer(name, revision, trust_remote_code, local_files_only)
+    tokenizer = Tokenizer(hf, name, preamble=False)
+    return tokenizer.has_chat_template, tokenizer.thinks
 
 
 @dataclass

@@ -109,7 +109,8 @@ def prepare(
     Args:
         tools: `{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}`.
         choice: "auto" or None = call or answer, "none" = answer, "required" or "any" = call one of them, a tool's name
-            or `{"type": "function", "function": {"name": ...}}` = call that one. A forced answer is exactly one call.
+            or `{"type": "function", "function": {"name": ...}}` or Anthropic's `{"type": "tool", "name": ...}` = call
+            that one. A forced answer is exactly one call.
         grammar: Grammar of an answer without a call; with tools, a JSON schema only.
         template: Variables for the chat template.
     """
@@ -175,7 +176,7 @@ def _forced(choice: str | Mapping[str, Any] | None, names: tuple[str, ...]) -> t
     if choice in (None, "auto", "none"):
         return ()
     if isinstance(choice, Mapping):
-        function = choice.get("function")
+        function = choice.get("function", choice)  # Anthropic's form has the name beside the type
         choice = function.get("name") if isinstance(function, Mapping) else None
     if choice in ("required", "any") and names:
         return names

@@ -50,7 +50,12 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
     Chunks are found in the final prompt by their tokens, so chains need no change. `response_metadata["kvrag"]` of
     every answer reports what was reused. Answer settings can be given per call, and so can `model`, `documents`,
     `tools`, `tool_choice`, `parallel_tool_calls`, `response_format`, `grammar` and `template` (see
-    `BlendEngine.stream`).
+    `BlendEngine.stream`). `create_agent`, `bind_tools` and `with_structured_output` lose what was given to `bind`: give
+    such settings to the constructor, or to `model_copy(update={"ratio": 0.3})`.
+
+    The thought of a model that thinks before it answers is a `reasoning` block in front of the `text` block;
+    `message.text` is the answer alone. Without a thought, `content` is a string. `reasoning=False` turns thoughts off
+    where the chat template can.
 
     Example:
         ```python
@@ -86,9 +91,12 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
             structured_output=True,
             max_output_tokens=self.max_tokens,
         )
-        window = LLMSettings.of(self).window_on_disk()
+        settings = LLMSettings.of(self)
+        window, thinks = settings.window_on_disk(), settings.thinks_on_disk()
         if window is not None:
             profile["max_input_tokens"] = window
+        if thinks is not None:
+            profile["reasoning_output"] = thinks
         return profile
 
     def _open(self) -> BlendEngine | RemoteEngine:
@@ -205,6 +213,10 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
             raise SettingError(f"parallel_tool_calls must be True or False, got {parallel!r}")
         return *self._request(stop, call), parallel is False
 
+    def _builder(self, settings: LLMSettings, one_call: bool) -> ChatChunkBuilder:
+        # LangChain would number the blocks of "v1" itself, and merge a tool call into the text before it
+        return ChatChunkBuilder(settings.model_name, one_call, as_blocks=self.output_version == "v1")
+
     def _generate(
         self,
         messages: list[BaseMessage],
@@ -239,7 +251,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
     ) -> Iterator[ChatGenerationChunk]:
         settings, request, one_call = self._chat_request(stop, kwargs)
         deltas = self._lazy.open(settings).stream(template_messages(messages), **request)
-        yield from chunks(deltas, ChatChunkBuilder(settings.model_name, one_call), run_manager)
+        yield from chunks(deltas, self._builder(settings, one_call), run_manager)
 
     async def _astream(
         self,
@@ -251,24 +263,36 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         settings, request, one_call = self._chat_request(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
         deltas = engine.astream(template_messages(messages), **request)
-        async with aclosing(achunks(deltas, ChatChunkBuilder(settings.model_name, one_call), run_manager)) as stream:
+        async with aclosing(achunks(deltas, self._builder(settings, one_call), run_manager)) as stream:
             async for chunk in stream:
                 yield chunk
 
 
 class ChatChunkBuilder:
-    """Builds LangChain's chunks from the deltas of one stream."""
+    """Builds LangChain's chunks from the deltas of one stream.
 
-    def __init__(self, model_name: str, one_call: bool) -> None:
-        self._model_name, self._one_call = model_name, one_call
-        self._num_tokens = self._num_calls = 0
+    Content is a string until the first thought, unless `as_blocks` is set, and then blocks.
+    """
+
+    def __init__(self, model_name: str, one_call: bool, as_blocks: bool) -> None:
+        self._model_name, self._one_call, self._as_blocks = model_name, one_call, as_blocks
+        self._num_tokens = self._num_calls = self._reasoning_tokens = self._num_blocks = 0
+        self._last_block = ""  # its type
+        self._is_empty = True  # so far
         self._ids: dict[str, int] = {}  # index of each call
 
-    def add(self, delta: Delta) -> ChatGenerationChunk:
-        """Return the chunk for the next delta."""
+    def add(self, delta: Delta) -> ChatGenerationChunk | None:
+        """Return the chunk for the next delta; None if it has no content and is the first.
+
+        LangChain would keep its empty string in front of a thought.
+        """
         if self._one_call:
             delta = _without_later_calls(delta, self._ids)
         self._num_tokens += delta.num_tokens
+        self._reasoning_tokens += delta.reasoning_tokens
+        self._is_empty &= not (delta.text or delta.reasoning or delta.call_pieces or delta.report)
+        if self._is_empty:
+            return None
         self._num_calls += len(delta.tool_calls)
         pieces = {
             piece.index: tool_call_chunk(
@@ -281,15 +305,34 @@ class ChatChunkBuilder:
             index = self._ids[call.id]
             piece = pieces.setdefault(index, tool_call_chunk(args="", index=index))
             piece["args"] = (piece["args"] or "") + _unparsable_end(call.arguments)
-        message = AIMessageChunk(content=delta.text, tool_call_chunks=list(pieces.values()))
+        message = AIMessageChunk(content=self._content(delta), tool_call_chunks=list(pieces.values()))
         if delta.report is not None:
             # on the last chunk only: LangChain adds up the usage of chunks and concatenates names
-            message.usage_metadata = usage(delta.report, self._num_tokens)
+            message.usage_metadata = usage(delta.report, self._num_tokens, self._reasoning_tokens)
             message.response_metadata = _metadata(
                 delta.report, self._model_name, _finish_reason(delta, self._num_calls)
             )
             message.chunk_position = "last"
         return ChatGenerationChunk(message=message)
+
+    def _content(self, delta: Delta) -> str | list[str | dict[str, Any]]:
+        """Return the text, or blocks with an index by which LangChain merges them."""
+        self._as_blocks |= bool(delta.reasoning)
+        if not self._as_blocks:
+            return delta.text
+        blocks: list[str | dict[str, Any]] = []
+        for block in _blocks(delta):
+            if block["type"] != self._last_block:
+                self._last_block, self._num_blocks = block["type"], self._num_blocks + 1
+            # text, because LangChain would merge the tool call with the same number into the block
+            blocks.append({**block, "index": f"lc_{self._last_block}_{self._num_blocks}"})
+        return blocks
+
+
+def _blocks(said: Answer | Delta) -> list[dict[str, Any]]:
+    """Return the thought and the text as LangChain's standard blocks."""
+    parts = {"reasoning": said.reasoning, "text": said.text}
+    return [{"type": kind, kind: text} for kind, text in parts.items() if text]
 
 
 def _without_later_calls(delta: Delta, ids: dict[str, int]) -> Delta:
@@ -334,7 +377,7 @@ def _result(answer: Answer, model_name: str, one_call: bool) -> ChatResult:
         invalid = answer.invalid_calls[: 0 if answer.tool_calls else 1]
         answer = replace(answer, tool_calls=answer.tool_calls[:1], invalid_calls=invalid)
     message = AIMessage(
-        content=answer.text,
+        content=[*_blocks(answer)] if answer.reasoning else answer.text,
         tool_calls=[tool_call(name=call.name, args=call.arguments, id=call.id) for call in answer.tool_calls],
         invalid_tool_calls=[
             invalid_tool_call(
@@ -342,7 +385,7 @@ def _result(answer: Answer, model_name: str, one_call: bool) -> ChatResult:
             )
             for call in answer.invalid_calls
         ],
-        usage_metadata=usage(answer.report, answer.num_tokens),
+        usage_metadata=usage(answer.report, answer.num_tokens, answer.reasoning_tokens),
         response_metadata=_metadata(answer.report, model_name, _finish_reason(answer, len(answer.tool_calls))),
     )
     return ChatResult(generations=[ChatGeneration(message=message)])

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseLLM
+from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from pydantic import PrivateAttr
 
@@ -24,8 +25,8 @@ class BlendLLM(BlendSettings, BaseLLM, extra="forbid"):
     The text becomes one user message of the chat template; a model without a template gets it unchanged.
 
     `generation_info` of every generation, and of the last chunk of a stream, contains the report (`"kvrag"`), the usage
-    (`"usage_metadata"`) and the `"finish_reason"`. `llm_output["token_usage"]` of a result is the usage of all its
-    prompts, in OpenAI's form.
+    (`"usage_metadata"`) and the `"finish_reason"`; the model's thought, if any, is in `"reasoning"`.
+    `llm_output["token_usage"]` of a result is the usage of all its prompts, in OpenAI's form.
     """
 
     _call_arguments: dict[str, Any] = PrivateAttr(default_factory=dict)
@@ -116,28 +117,36 @@ class TextChunkBuilder:
     """Builds LangChain's chunks from the deltas of one stream."""
 
     def __init__(self, model_name: str) -> None:
-        self._model_name, self._num_tokens = model_name, 0
+        self._model_name = model_name
+        self._num_tokens = self._reasoning_tokens = 0
 
     def add(self, delta: Delta) -> GenerationChunk:
         """Return the chunk for the next delta."""
         self._num_tokens += delta.num_tokens
+        self._reasoning_tokens += delta.reasoning_tokens
         if delta.report is None:
-            return GenerationChunk(text=delta.text)
-        info = _info(delta.report, self._num_tokens, delta.finish_reason, self._model_name)
+            info = {"reasoning": delta.reasoning} if delta.reasoning else None
+        else:
+            counts = usage(delta.report, self._num_tokens, self._reasoning_tokens)
+            info = _info(delta, delta.report, counts, self._model_name)
         return GenerationChunk(text=delta.text, generation_info=info)
 
 
-def _info(report: BlendReport, num_tokens: int, finish_reason: str | None, model_name: str) -> dict[str, Any]:
-    return {
+def _info(end: Answer | Delta, report: BlendReport, counts: UsageMetadata, model_name: str) -> dict[str, Any]:
+    info = {
         "kvrag": report.to_dict(),
-        "usage_metadata": usage(report, num_tokens),
-        "finish_reason": finish_reason,
+        "usage_metadata": counts,
+        "finish_reason": end.finish_reason,
         "model_name": model_name,
     }
+    return info | ({"reasoning": end.reasoning} if end.reasoning else {})
 
 
 def _result(answers: Sequence[Answer], model_name: str) -> LLMResult:
-    infos = [_info(answer.report, answer.num_tokens, answer.finish_reason, model_name) for answer in answers]
+    infos = [
+        _info(answer, answer.report, usage(answer.report, answer.num_tokens, answer.reasoning_tokens), model_name)
+        for answer in answers
+    ]
     pairs = zip(answers, infos, strict=True)
     prompt, completion = (
         sum(info["usage_metadata"][name] for info in infos) for name in ("input_tokens", "output_tokens")

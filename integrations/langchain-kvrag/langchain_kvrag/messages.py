@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, FunctionMessage, ToolMessage
 
@@ -11,8 +11,12 @@ from kvrag import PromptError
 
 # not LangChain's convert_to_openai_messages: it keeps reasoning in prompts, and joins parts with line breaks
 _ROLES = {"system": "system", "human": "user", "ai": "assistant", "tool": "tool", "function": "tool"}
-# parts without text for the prompt: templates render calls from `tool_calls`
-_LEFT_OUT = ("reasoning", "thinking", "tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use")
+# parts without text for the prompt: templates render calls from `tool_calls` and, if at all, thoughts from
+# `reasoning_content`
+_LEFT_OUT = (
+    *("reasoning", "thinking", "redacted_thinking", "reasoning_content"),
+    *("tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use"),
+)
 
 
 def template_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
@@ -34,8 +38,10 @@ def _template_message(message: BaseMessage) -> dict[str, Any]:
         raise PromptError(f"prompts cannot contain a {type(message).__name__}: remove it")
     content = message.content
     if isinstance(content, list):
-        content = [part for part in content if not (isinstance(part, dict) and part.get("type") in _LEFT_OUT)]
+        content = [_without_index(part) for part in content if _kind_of(part) not in _LEFT_OUT]
     fields: dict[str, Any] = {"role": role, "content": content}
+    if isinstance(message, AIMessage) and (thought := _thought(message)):
+        fields["reasoning_content"] = thought
     if isinstance(message, AIMessage) and message.tool_calls:
         fields["tool_calls"] = [
             {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
@@ -46,3 +52,17 @@ def _template_message(message: BaseMessage) -> dict[str, Any]:
     if isinstance(message, (ToolMessage, FunctionMessage)) and message.name:
         fields["name"] = message.name
     return fields
+
+
+def _kind_of(part: str | dict[str, Any]) -> Any:
+    return part.get("type") if isinstance(part, dict) else "text"
+
+
+def _without_index(part: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Return the part without the number by which LangChain merges chunks; servers may not know it."""
+    return {key: value for key, value in part.items() if key != "index"} if isinstance(part, dict) else part
+
+
+def _thought(message: AIMessage) -> str:
+    blocks = cast(list[dict[str, Any]], message.content_blocks)
+    return "".join(block.get("reasoning") or "" for block in blocks if block["type"] == "reasoning")

@@ -14,7 +14,7 @@ from langchain_core.documents import Document
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.language_models import BaseLanguageModel, LangSmithParams
 from langchain_core.load.serializable import SerializedConstructor, SerializedNotImplemented
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGenerationChunk, GenerationChunk
 from pydantic import model_validator
 
@@ -43,8 +43,8 @@ def langchain_errors() -> Iterator[None]:
 class ChunkBuilder(Protocol[Chunk_co]):
     """Builds LangChain's chunks from the deltas of one stream."""
 
-    def add(self, delta: Delta) -> Chunk_co:
-        """Return the chunk for the next delta."""
+    def add(self, delta: Delta) -> Chunk_co | None:
+        """Return the chunk for the next delta; None if it has none."""
 
 
 def chunks(
@@ -54,6 +54,8 @@ def chunks(
     with langchain_errors(), closing(deltas):
         for delta in deltas:
             chunk = builder.add(delta)
+            if chunk is None:
+                continue
             if run_manager:
                 run_manager.on_llm_new_token(delta.text, chunk=chunk)
             yield chunk
@@ -67,14 +69,16 @@ async def achunks(
         async with aclosing(deltas):
             async for delta in deltas:
                 chunk = builder.add(delta)
+                if chunk is None:
+                    continue
                 if run_manager:
                     await run_manager.on_llm_new_token(delta.text, chunk=chunk)
                 yield chunk
 
 
-def usage(report: BlendReport, num_tokens: int) -> UsageMetadata:
-    """Return the usage of an answer of `num_tokens` tokens."""
-    return UsageMetadata(
+def usage(report: BlendReport, num_tokens: int, reasoning_tokens: int) -> UsageMetadata:
+    """Return the usage of an answer of `num_tokens` tokens, of which `reasoning_tokens` belong to a thought."""
+    counted = UsageMetadata(
         input_tokens=report.prompt_tokens,
         output_tokens=num_tokens,
         total_tokens=report.prompt_tokens + num_tokens,
@@ -82,6 +86,9 @@ def usage(report: BlendReport, num_tokens: int) -> UsageMetadata:
             cache_read=report.reused_tokens - report.created_tokens, cache_creation=report.created_tokens
         ),
     )
+    if reasoning_tokens:
+        counted["output_token_details"] = OutputTokenDetails(reasoning=reasoning_tokens)
+    return counted
 
 
 def source_name(document: Document | str, collection: str = "default") -> str:

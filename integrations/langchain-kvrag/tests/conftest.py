@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from langchain_kvrag import BlendLLM, ChatBlend
 
 from kvrag import Model
+from kvrag.answer import Answering
 
 CHUNKS = [
     "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",
@@ -78,6 +80,19 @@ def llm(settings: dict[str, Any]) -> BlendLLM:
 def endless(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers end at max_tokens only, so that there is something to compare."""
     monkeypatch.setitem(vars(model), "eos_ids", frozenset())
+
+
+@pytest.fixture
+def thinking(endless: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every answer is a thought between two marks without text, and a name."""
+    inner = Answering.stream
+    said = [*(("", part) for part in ("", "Who ", "eats ", "it?", "")), ("Zel ", ""), ("Vinford.", "")]
+
+    def stream(*args: Any) -> Any:
+        for (text, thought), delta in zip(said + [("", "")] * 9, inner(*args), strict=True):
+            yield replace(delta, text=text, reasoning=thought, reasoning_tokens=1 if thought else 0)
+
+    monkeypatch.setattr(Answering, "stream", stream)
 
 
 @pytest.fixture

@@ -458,7 +458,7 @@ def test_templates_that_refuse_a_system_or_neighbours_of_one_role_get_the_same_t
     monkeypatch.setattr(tokenizer.hf, "chat_template", STRICT)
     messages = [
         SystemMessage("s1"), HumanMessage("u1"), SystemMessage("s2"), HumanMessage("u2"),
-        AIMessage("a1"), AIMessage("a2"), HumanMessage("u3"),
+        AIMessage("a1"), AIMessage([{"type": "reasoning", "reasoning": "hm"}, "a2"]), HumanMessage("u3"),
     ]  # fmt: skip
     ids = tokenizer.render(template_messages(messages))
     expected = "user: s1\n\ns2\n\nu1\n\nu2\nassistant: a1\n\na2\nuser: u3\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,19 @@ def llm(settings: dict[str, Any]) -> BlendLLM:
 def endless(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers end at max_tokens only, so that there is something to compare."""
     monkeypatch.setitem(vars(model), "eos_ids", frozenset())
+
+
+@pytest.fixture
+def thinking(endless: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every answer is a thought between two marks without text, and a name."""
+    inner = Answering.stream
+    said = [*(("", part) for part in ("", "Who ", "eats ", "it?", "")), ("Zel ", ""), ("Vinford.", "")]
+
+    def stream(*args: Any) -> Any:
+        for (text, thought), delta in zip(said + [("", "")] * 9, inner(*args), strict=True):
+            yield replace(delta, text=text, reasoning=thought, reasoning_tokens=1 if thought else 0)
+
+    monkeypatch.setattr(Answering, "stream", stream)
 
 
 @pytest.fixture

@@ -109,10 +109,14 @@ def load_config(
     return config
 
 
-def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(
+    name: str, revision: str | None = None, trust_remote_code: bool = False, local_files_only: bool = False
+) -> Any:
     """Load a model's tokenizer only; raises like `load`."""
     with _explaining(name) as path:
-        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            path, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_files_only
+        )
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype | None = None) -> int:

@@ -27,6 +27,8 @@ _LONGEST_CHARACTER = 8  # tokens: four bytes, with room for tokens without text
 _TEMPLATES = 64  # kinds of prompts whose generation prompt is kept
 _PREAMBLE_TOKENS = 8  # enough for a sink; longer preambles would include variable text, such as a template's date
 
+_THOUGHTS = ("<think>", "</think>", "[THINK]", "<|channel|>")
+
 _PROBES = (  # conversations, contents by role, whose prompts have only the beginning of the template in common
     {"user": "One."},
     {"user": "two"},
@@ -175,6 +177,12 @@ class Tokenizer:
     def template_text(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """Return the source of the chat template for prompts with these tools; "" without one."""
         return str(self.hf.get_chat_template(tools=tools)) if self.has_chat_template else ""
+
+    @cached_property
+    def thinks(self) -> bool:
+        """True if the chat template has a mark of thoughts; a token alone shows nothing: other models have it, too."""
+        source = self.template_text()
+        return any(mark in source for mark in _THOUGHTS)
 
     def renders_tools(self) -> bool:
         """True if the chat template renders tools; some name them differently or render only calls in the history."""
@@ -382,8 +390,9 @@ def _join_neighbours(messages: Messages) -> Messages:
     for message in messages:
         last = joined[-1] if joined else {}
         # tool results and messages with calls belong to a call id
-        if set(message) == set(last) == {"role", "content"} and message["role"] == last["role"] != "tool":
-            joined[-1] = {**last, "content": _paragraphs(last["content"], message["content"])}
+        is_plain = last and not {*message, *last} - {"role", "content", "reasoning_content"}
+        if is_plain and message["role"] == last["role"] != "tool":
+            joined[-1] = {**last, "content": _paragraphs(last.get("content"), message.get("content"))}
         else:
             joined.append(message)
     return joined

@@ -93,7 +93,16 @@ def check(call: ToolCall) -> bool:
 # ---------------------------------------------------------------- forced calls
 
 
-@pytest.mark.parametrize("choice", ["required", "look", "rest", {"type": "function", "function": {"name": "count"}}])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        "look",
+        "rest",
+        {"type": "function", "function": {"name": "count"}},
+        {"type": "tool", "name": "count"},  # Anthropic's form
+    ],
+)
 def test_a_forced_call_is_returned_for_every_model_and_format(talker: BlendEngine, choice: Any) -> None:
     settings = {"tools": TOOLS, "tool_choice": choice, "temperature": 1.5, "seed": 7, "max_new_tokens": 100}
     answer = talker.generate(HELLO, **settings)

@@ -19,6 +19,7 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
     LLMMetadata,
     MessageRole,
+    ThinkingBlock,
     ToolCallBlock,
 )
 from llama_index.core.bridge.pydantic import ConfigDict
@@ -65,6 +66,10 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
     `tools`, `tool_choice`, `response_format`, `grammar` and `template` (see `kvrag.LLMSettings.request`).
     `raw["kvrag"]` of every response reports what was reused; `raw["usage"]` has OpenAI's form. Where LlamaIndex
     requests an object of a class, a grammar enforces its schema.
+
+    The thought of a model that thinks before it answers is a `ThinkingBlock` of the message; its next part is
+    `additional_kwargs["thinking_delta"]` of a streamed response. `additional_kwargs["thinking"]` of a completion is the
+    thought. `reasoning=False` turns thoughts off where the chat template can.
 
     Attributes:
         engine: An existing engine, instead of the settings that select a model and a store.
@@ -231,7 +236,8 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
         _check_calls(response)
         if not allow_parallel_tool_calls:
             calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
-            response.message = assistant_message(response.message.content or "", calls[:1])
+            thoughts = [block for block in response.message.blocks if isinstance(block, ThinkingBlock)]
+            response.message = assistant_message(response.message.content or "", calls[:1], thoughts)
         return response
 
     # LlamaIndex forces the tool call for complete objects, but not for streamed ones
@@ -311,18 +317,29 @@ class _Response:
     delta: str | None = None
     calls: tuple[_Call, ...] = ()
     num_tokens: int = 0
+    thought: str = ""
+    thought_delta: str = ""
+    thought_tokens: int = 0
     raw: dict[str, Any] | None = None
 
     @classmethod
     def of_answer(cls, answer: Answer) -> _Response:
-        raw = _raw(answer.report, answer.num_tokens, answer.finish_reason)
+        raw = _raw(answer.report, answer.num_tokens, answer.reasoning_tokens, answer.finish_reason)
         calls: list[ToolCall | InvalidCall] = [*answer.tool_calls, *answer.invalid_calls]
         parsed = tuple(_Call(call.name, call.id, call.arguments) for call in calls)
-        return cls(answer.text, None, parsed, answer.num_tokens, raw)
+        return cls(
+            answer.text,
+            calls=parsed,
+            num_tokens=answer.num_tokens,
+            thought=answer.reasoning,
+            thought_tokens=answer.reasoning_tokens,
+            raw=raw,
+        )
 
     def add(self, delta: Delta) -> _Response:
         num_tokens = self.num_tokens + delta.num_tokens
-        raw = None if delta.report is None else _raw(delta.report, num_tokens, delta.finish_reason)
+        thought_tokens = self.thought_tokens + delta.reasoning_tokens
+        raw = None if delta.report is None else _raw(delta.report, num_tokens, thought_tokens, delta.finish_reason)
         calls = dict(enumerate(self.calls))
         for piece in delta.call_pieces:
             calls[piece.index] = calls.get(piece.index, _Call("", "", "")).add(piece)
@@ -332,8 +349,16 @@ class _Response:
             delta.text,
             tuple(complete.get(call.id, call) for call in calls.values()),
             num_tokens,
+            self.thought + delta.reasoning,
+            delta.reasoning,
+            thought_tokens,
             raw,
         )
+
+    @property
+    def thought_kwargs(self) -> dict[str, Any]:
+        """`additional_kwargs` of a response: the key of the thought's next part is LlamaIndex's."""
+        return {"thinking_delta": self.thought_delta} if self.thought_delta else {}
 
 
 def _is_cut_off(response: ChatResponse) -> bool:
@@ -378,25 +403,33 @@ async def _apieces(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[_Respo
             yield response
 
 
-def _raw(report: BlendReport, num_tokens: int, finish_reason: str | None) -> dict[str, Any]:
-    return {
-        "usage": {
-            "prompt_tokens": report.prompt_tokens,
-            "completion_tokens": num_tokens,
-            "total_tokens": report.prompt_tokens + num_tokens,
-            "prompt_tokens_details": {"cached_tokens": report.reused_tokens - report.created_tokens},
-        },
-        "kvrag": report.to_dict(),
-        "finish_reason": finish_reason,
+def _raw(report: BlendReport, num_tokens: int, thought_tokens: int, finish_reason: str | None) -> dict[str, Any]:
+    usage = {
+        "prompt_tokens": report.prompt_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": report.prompt_tokens + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": report.reused_tokens - report.created_tokens},
     }
+    if thought_tokens:
+        usage["completion_tokens_details"] = {"reasoning_tokens": thought_tokens}
+    return {"usage": usage, "kvrag": report.to_dict(), "finish_reason": finish_reason}
 
 
 def _completion(response: _Response) -> CompletionResponse:
-    return CompletionResponse(text=response.text, delta=response.delta, raw=response.raw)
+    thought = {"thinking": response.thought} if response.thought else {}
+    return CompletionResponse(
+        text=response.text, delta=response.delta, raw=response.raw, additional_kwargs=thought | response.thought_kwargs
+    )
 
 
 def _chat(response: _Response) -> ChatResponse:
     calls = [
         ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments) for call in response.calls
     ]
-    return ChatResponse(message=assistant_message(response.text, calls), delta=response.delta, raw=response.raw)
+    thoughts = [ThinkingBlock(content=response.thought, num_tokens=response.thought_tokens)] if response.thought else []
+    return ChatResponse(
+        message=assistant_message(response.text, calls, thoughts),
+        delta=response.delta,
+        raw=response.raw,
+        additional_kwargs=response.thought_kwargs,
+    )

@@ -20,7 +20,8 @@ _ROLES = {
     MessageRole.MODEL: "assistant",
     MessageRole.FUNCTION: "tool",
 }
-# templates render calls from `tool_calls`; a CachePoint is a hint for hosted APIs
+# templates render calls from `tool_calls` and, if at all, thoughts from `reasoning_content`; a CachePoint is a hint for
+# hosted APIs
 _SUPPORTED = (TextBlock, ThinkingBlock, ToolCallBlock, CachePoint)
 
 
@@ -29,12 +30,11 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return [_template_message(message) for message in messages]
 
 
-def assistant_message(text: str, calls: Sequence[ToolCallBlock]) -> ChatMessage:
-    """Return a message of the model's text and tool calls; the calls also in OpenAI's form for compatibility."""
-    blocks = [*([TextBlock(text=text)] if text or not calls else []), *calls]
+def assistant_message(text: str, calls: Sequence[ToolCallBlock], thoughts: Sequence[ThinkingBlock] = ()) -> ChatMessage:
+    """Return a message of the model; its calls also in OpenAI's form for compatibility."""
     return ChatMessage(
         role=MessageRole.ASSISTANT,
-        blocks=blocks,
+        blocks=[*thoughts, *([TextBlock(text=text)] if text or not calls else []), *calls],
         additional_kwargs={"tool_calls": [_template_call(call) for call in calls]} if calls else {},
     )
 
@@ -52,6 +52,8 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
     unsupported = [block for block in message.blocks if not isinstance(block, _SUPPORTED)]
     if unsupported:
         fields["content"] = [{"type": block.block_type} for block in unsupported]  # the engine rejects them
+    if thought := "".join(block.content or "" for block in message.blocks if isinstance(block, ThinkingBlock)):
+        fields["reasoning_content"] = thought
     calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     if calls:
         fields["tool_calls"] = [_template_call(call) for call in calls]

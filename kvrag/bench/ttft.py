@@ -133,7 +133,9 @@ def measure(
     reports: dict[str, list[BlendReport]] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
-        BlendEngine(net, folder, config, setup.ram_bytes, device_bytes=setup.device_bytes) as engine,
+        BlendEngine(
+            net, folder, config, setup.ram_bytes, conversation_bytes=0, device_bytes=setup.device_bytes
+        ) as engine,
     ):
         progress(f"warming {setup.chunks} chunks of {setup.chunk_tokens} tokens")
         engine.warm(corpus)

@@ -44,6 +44,11 @@ class TestBlendLLM(LLMTests):
         monkeypatch.setattr(Answering, "prefill", recording)
         return prompts
 
+    @pytest.fixture(autouse=True)
+    def no_conversations(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Prompts that begin alike would share the tokens of template and question, too."""
+        monkeypatch.setattr("kvrag.reuse.conversation.Conversations.find", lambda *_: None)
+
     def vector_store(self, llm: Any, **changes: Any) -> KVWarmVectorStore:
         return KVWarmVectorStore(SimpleVectorStore(), llm, **changes)
 

@@ -933,7 +933,7 @@ def engines(model: Model, url: str, tmp_path: Path) -> Iterator[list[BlendEngine
     """Two machines on one shared store."""
     with contextlib.ExitStack() as stack:
         stores = [SharedStore(url, tmp_path / name, min_free_bytes=0) for name in ("one", "two")]
-        yield [stack.enter_context(BlendEngine(model, store)) for store in stores]
+        yield [stack.enter_context(BlendEngine(model, store, conversation_bytes=0)) for store in stores]
 
 
 def test_an_answer_is_the_same_on_every_machine(engines: list[BlendEngine]) -> None:

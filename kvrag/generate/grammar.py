@@ -67,8 +67,11 @@ class Constraint:
         return ModelError(f"the grammar cannot continue: {first_line(reason)}")
 
 
-def constrain(model: Model, grammar: Grammar) -> Constraint:
+def constrain(model: Model, grammar: Grammar, before: str = "") -> Constraint:
     """Return a constraint at the start of an answer.
+
+    Args:
+        before: Lark grammar of a thought, or what else precedes the answer, which it calls `@answer`.
 
     Raises:
         SettingError: The extra is not installed, or the grammar is invalid or uses unsupported features.
@@ -85,6 +88,9 @@ def constrain(model: Model, grammar: Grammar) -> Constraint:
         source = llguidance.grammar_from(form, text)
     except ValueError as error:
         raise SettingError(f"the grammar's {kind} is invalid: {first_line(error)}") from None
+    if before:
+        answer = {"lark_grammar": source} if kind == "lark" else json.loads(source)["grammars"][0]
+        source = json.dumps({"grammars": [{"lark_grammar": before}, {**answer, "name": "answer"}]})
     tokenizer = _tokenizer(model)
     matcher = llguidance.LLMatcher(tokenizer, source)
     if matcher.is_error():

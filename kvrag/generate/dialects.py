@@ -129,17 +129,18 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def translate(field: str, text: str, is_complete: bool, tools: Mapping[str, Mapping[str, Any]]) -> str:
+def translate(field: str, text: str, end: str, tools: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the text of a region of calls as JSON as far as it is complete.
 
     Args:
+        end: "complete" or "cut" at the end of the region, else "".
         tools: JSON schemas of the tools' parameters, by name; they give the types of values in XML.
     """
     if field == "named":
-        return _from_named(text, is_complete)
+        return _from_named(text, end == "complete")
     if field == "xml":
-        return _from_xml(text, is_complete, tools)
-    return _from_python(text, is_complete) if field == "python" else text
+        return _from_xml(text, end == "complete", tools)
+    return _from_python(text, end) if field == "python" else text
 
 
 def _from_named(text: str, is_complete: bool) -> str:
@@ -200,15 +201,18 @@ def _typed(text: str, schema: Any) -> Any:
     return value if any(kind in _KINDS and _KINDS[kind](value) for kind in others) else text
 
 
-def _from_python(text: str, is_complete: bool) -> str:
+def _from_python(text: str, end: str) -> str:
     """Return the calls in a list, `[look(where="up", far=True)]`, up to the last complete argument."""
-    if is_complete and (calls := _parsed(text.strip())) is not None:
-        return f"[{', '.join(calls)}]"
+    if end == "complete":
+        calls = _parsed(text.strip())
+        return text if calls is None else f"[{', '.join(calls)}]"
+    # text in parentheses need not be a call, so that none begins before its first argument
+    ends = {")": ("]",), ",": (")]", "]"), "(": (")]",) if end else ()}
     for mark in reversed(list(re.finditer("[(),]", text))):
         before = text[: mark.start() if mark[0] == "," else mark.end()]
-        for end in {"(": (")]",), ")": ("]",), ",": (")]", "]")}[mark[0]]:
-            if calls := _parsed(before + end):
-                return "[" + ", ".join(calls)[: -2 if end == ")]" else None]
+        for closing in ends[mark[0]]:
+            if calls := _parsed(before + closing):
+                return "[" + ", ".join(calls)[: -2 if closing == ")]" else None]
     return text
 
 

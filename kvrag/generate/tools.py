@@ -389,14 +389,14 @@ class AnswerParser:
             self._raw = self._text = ""
         elif kind == "region_chunk":
             self._raw += event["text"]
-            self._text = translate(field, self._raw, False, self._schemas)
-            self._stream(field)
+            self._stream(field, "")
         else:
             return self._close(field, event["value"], is_cut, event["ended_by"])
         return ""
 
-    def _stream(self, field: str) -> None:
+    def _stream(self, field: str, end: str) -> None:
         """Send the new part of a call's arguments, once the text before them is complete."""
+        self._text = translate(field, self._raw, end, self._schemas)
         if self._open is not None:
             if more := self._open.take(self._text):
                 self._pieces.append(CallPiece(self._open.index, more))
@@ -410,17 +410,17 @@ class AnswerParser:
         """End a region with its calls, or with an invalid one; return its text if it has none."""
         opening = ""
         if field == "tool_calls":
-            text, calls = self._raw, [] if is_cut else _calls_in(value)  # transformers would complete the call
+            calls = [] if is_cut else _calls_in(value)  # transformers would complete the call
             ended_by = ""
         else:
-            text, opening = translate(field, self._raw, bool(ended_by) or not is_cut, self._schemas), value
-            calls = _calls(text)
+            self._stream(field, "cut" if is_cut and not ended_by else "complete")
+            calls, opening = _calls(self._text), value
         if field in _AT_START and any(call.name not in self._schemas for call in calls):
             calls = []
         if calls:
             self._end(calls)
         elif self._open or (is_cut and (field not in _AT_START or opening.strip())):
-            self._fail(text)
+            self._fail(self._text)
         else:
             return opening + self._raw + ended_by
         return ""

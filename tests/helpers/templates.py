@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001, E501
 """Chat templates of models that think or call tools in their own format, reduced to what concerns the answer.
 
 Written from memory of the models' `chat_template`s on the Hub, with their marks, the parts that render tools, calls and

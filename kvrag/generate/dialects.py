@@ -11,12 +11,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 from kvrag.backend.transformers.tokenizer import AnswerRegions
 
-NAME, ARGUMENTS = "NAME", "ARGUMENTS"
 OPEN, CLOSE = "<tool_call>", AnswerRegions.tag
 _ABSENT = "\0"  # occurs in no template
 
@@ -56,6 +55,7 @@ _DEEPSEEK = {
     "named": _region(rf"(?P<open>\s*{_BEGIN}\s*(?:{_CALL}|\Z)|\s*{_CALL})", close=_END),
     **_mark(rf"(?<={_END})\s*{_ENDS}"),
 }
+_PYTHON_LIST = {"python": _region(_PYTHON)}
 _CODER = {"xml": _region(_XML, close="</function>"), **_mark(r"(?<=</function>)\s*</tool_call>")}
 
 
@@ -65,49 +65,33 @@ class Dialect:
 
     Attributes:
         has, lacks: Texts that the chat template has and lacks.
-        call: Pieces of a call, to force one; empty if calls cannot be forced.
+        call: A call of NAME with ARGUMENTS, to force one; empty if calls cannot be forced.
         fields: Regions of calls in an answer; NAMES stands for a pattern of the tools' names.
         keeps_json: The chat template takes the arguments of earlier calls as JSON.
-        header: Precedes an answer that is not a call.
     """
 
     has: str
     lacks: str
-    call: tuple[str, ...]
-    fields: Mapping[str, Mapping[str, Any]] = field(default_factory=_HERMES.copy)
+    call: str
+    fields: Mapping[str, Mapping[str, Any]]
     keeps_json: bool = False
-    header: tuple[str, ...] = ()
 
 
-HERMES = Dialect(OPEN, "<function=", (OPEN, '\n{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}\n", CLOSE))
+HERMES = Dialect(OPEN, "<function=", f'{OPEN}\n{{"name": "NAME", "arguments": ARGUMENTS}}\n{CLOSE}', _HERMES)
+_LLAMA_CALL = '{"name": "NAME", "parameters": ARGUMENTS}'
+_GPT_CALL = "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS"
+_R1_CALL = f"{_BEGIN}{_CALL}function{_SEP}NAME\n```json\nARGUMENTS\n```{_END}{_ENDS}"
+_V31_CALL = f"{_BEGIN}{_CALL}NAME{_SEP}ARGUMENTS{_END}{_ENDS}"
 DIALECTS = (
     HERMES,
-    Dialect("[ARGS]", _ABSENT, ("[TOOL_CALLS]", NAME, "[ARGS]", ARGUMENTS)),
-    Dialect("[TOOL_CALLS]", _ABSENT, ("[TOOL_CALLS]", '[{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}]")),
-    Dialect(  # Llama 3's
-        '{"name": function name, "parameters":',
-        _ABSENT,
-        ('{"name": "', NAME, '", "parameters": ', ARGUMENTS, "}"),
-        {**_HERMES, "python": _region(_PYTHON)},
-    ),
-    Dialect("func_name1(", _ABSENT, (), {"python": _region(_PYTHON)}),  # Llama 4's
-    Dialect("<parameter=", _ABSENT, (), _CODER),  # Qwen3-Coder's
-    Dialect(  # gpt-oss's
-        "<|channel|>",
-        _ABSENT,
-        ("<|channel|>", "commentary to=functions.", NAME, " ", "<|constrain|>", "json", "<|message|>", ARGUMENTS),
-        {"named": _region(_RECIPIENT, close=["<|call|>", "<|end|>"])},
-        header=("<|channel|>", "final", "<|message|>"),
-    ),
-    # DeepSeek's: V3.1, then V3 and R1
-    Dialect(_SEP, "```json", (_BEGIN, _CALL, NAME, _SEP, ARGUMENTS, _END, _ENDS), _DEEPSEEK, keeps_json=True),
-    Dialect(
-        _SEP,
-        _ABSENT,
-        (_BEGIN, _CALL, "function", _SEP, NAME, "\n```json\n", ARGUMENTS, "\n```", _END, _ENDS),
-        _DEEPSEEK,
-        keeps_json=True,
-    ),
+    Dialect("[ARGS]", _ABSENT, "[TOOL_CALLS]NAME[ARGS]ARGUMENTS", _HERMES),
+    Dialect("[TOOL_CALLS]", _ABSENT, '[TOOL_CALLS][{"name": "NAME", "arguments": ARGUMENTS}]', _HERMES),
+    Dialect('{"name": function name, "parameters":', _ABSENT, _LLAMA_CALL, {**_HERMES, **_PYTHON_LIST}),
+    Dialect("func_name1(", _ABSENT, "", _PYTHON_LIST),  # Llama 4
+    Dialect("<parameter=", _ABSENT, "", _CODER),  # Qwen3-Coder
+    Dialect("<|channel|>", _ABSENT, _GPT_CALL, {"named": _region(_RECIPIENT, close=["<|call|>", "<|end|>"])}),
+    Dialect(_SEP, "```json", _V31_CALL, _DEEPSEEK, keeps_json=True),
+    Dialect(_SEP, _ABSENT, _R1_CALL, _DEEPSEEK, keeps_json=True),
 )
 
 _NAMED_HEAD = re.compile(

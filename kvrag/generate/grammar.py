@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvrag.backend.transformers import Model
+from kvrag.backend.transformers import Model, Tokenizer
 from kvrag.config import Grammar
 from kvrag.errors import ModelError, SettingError, UnsupportedModelError, first_line
 
@@ -101,6 +101,14 @@ def constrain(model: Model, grammar: Grammar, before: str = "") -> Constraint:
 def guarded(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema as enforced: objects have only the named properties, and white space is fixed."""
     return {**_closed(schema), "x-guidance": _JSON_STYLE}
+
+
+def literal(tokenizer: Tokenizer, text: str) -> str:
+    """Return a text as Lark terms; llguidance accepts marks by number only."""
+    pieces = tokenizer.split(text)
+    return " ".join(
+        f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece, ensure_ascii=False) for piece in pieces
+    )
 
 
 def _closed(schema: Any) -> Any:

@@ -16,8 +16,8 @@ from typing import Any, cast
 from kvrag.backend.transformers.tokenizer import AnswerRegions, Tokenizer, checked_message, is_token_ids
 from kvrag.config import Grammar, check_json
 from kvrag.errors import PromptError, SettingError
-from kvrag.generate.dialects import ARGUMENTS, CHANNELS, CLOSE, DIALECTS, HERMES, NAME, OPEN, Dialect, translate
-from kvrag.generate.grammar import guarded
+from kvrag.generate.dialects import CHANNELS, CLOSE, DIALECTS, HERMES, OPEN, Dialect, translate
+from kvrag.generate.grammar import guarded, literal
 from kvrag.generate.thoughts import HARMONY, kind_of, own_fields, switch
 from kvrag.types import CallPiece, Delta, InvalidCall, Messages, TokenIds, ToolCall
 
@@ -80,7 +80,7 @@ class Prepared:
     def parser(self, tokenizer: Tokenizer, ids: Sequence[int]) -> AnswerParser | None:
         """Return a parser for the answer to the prompt `ids`, without its thoughts; None if it is all text."""
         own, thoughts, kind = tokenizer.response_template, own_fields(tokenizer), kind_of(tokenizer)
-        if own and (self.is_native if self.tools else thoughts and kind is None):
+        if own and (self.is_native if self.tools else kind and not kind.signs):
             fields = {name: field for name, field in own["fields"].items() if name not in thoughts}
             regions = AnswerRegions(
                 {**own, "fields": fields},
@@ -256,29 +256,24 @@ def _call_grammar(
 ) -> Grammar:
     """Return the grammar of one call of one of these tools, or of the answer."""
     rules = [
-        f"call_{number}: " + " ".join(_terms(tokenizer, dialect.call, tool["function"]))
-        for number, tool in enumerate(tools)
+        f"call_{number}: " + " ".join(_terms(tokenizer, dialect, tool["function"])) for number, tool in enumerate(tools)
     ]
     alternatives = [f"call_{number}" for number in range(len(tools))]
     if answer is not None:
         if answer.json_schema is None:
             raise SettingError("with tools, a grammar must be a json_schema: convert it, or leave out the tools")
-        header = " ".join(_terms(tokenizer, dialect.header, {}))
+        header = literal(tokenizer, kind.header if (kind := kind_of(tokenizer)) else "")
         rules.append(f"answer: {header} %json {json.dumps(guarded(answer.json_schema))}")
         alternatives.append("answer")
     return Grammar(lark="\n".join([f"start: {' | '.join(alternatives)}", *rules]))
 
 
-def _terms(tokenizer: Tokenizer, pieces: Sequence[str], function: Mapping[str, Any]) -> Iterator[str]:
-    for piece in pieces:
-        token = tokenizer.added_token(piece)  # llguidance takes no other spelling of it
-        if piece == ARGUMENTS:
-            # a separate schema, so that its $refs are resolved from its root
-            yield f"%json {json.dumps(guarded(function['parameters']))}"
-        elif token is not None:
-            yield f"<[{token}]>"
-        else:
-            yield json.dumps(function["name"] if piece == NAME else piece, ensure_ascii=False)
+def _terms(tokenizer: Tokenizer, dialect: Dialect, function: Mapping[str, Any]) -> Iterator[str]:
+    before, between, after = re.split("NAME|ARGUMENTS", dialect.call)
+    yield literal(tokenizer, before + function["name"] + between)
+    # a separate schema, so that its $refs are resolved from its root
+    yield f"%json {json.dumps(guarded(function['parameters']))}"
+    yield literal(tokenizer, after)
 
 
 # ---------------------------------------------------------------- answer

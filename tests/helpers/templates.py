@@ -81,6 +81,13 @@ _R1_CALL = "'function<｜tool▁sep｜>' + c.function.name + '\n```json\n' + c.f
 _V31_CALL = "c.function.name + '<｜tool▁sep｜>' + c.function.arguments"
 _OFF = "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}"
 
+_GEMMA = (
+    "{{ bos_token }}{% if tools %}<|turn>system\n{% for t in tools %}{{ t | tojson }}{% endfor %}<turn|>\n{% endif %}"
+    "{% for m in messages %}{{ '<|turn>' + m.role + '\n' + (m.content or '') }}{% for c in m.tool_calls or [] %}"
+    "{{ '<|tool_call>call:' + c.function.name }}{{ c.function.arguments | tojson }}<tool_call|>{% endfor %}"
+    "{{ '<turn|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|turn>model\n' }}{% endif %}"
+)
+
 TEMPLATES = {
     "hermes": f"{_HERMES}{_ASSISTANT}{{% endif %}}",
     "qwen3": f"{_HERMES}{_ASSISTANT}{_OFF}{{% endif %}}{{% endif %}}",
@@ -97,6 +104,7 @@ TEMPLATES = {
     "magistral": _MISTRAL,
     "gpt-oss": _GPT_OSS,
     "llama": _llama(_LLAMA_SAYS),
+    "gemma4": _GEMMA,
     "llama4": _llama(_LLAMA4_SAYS),
 }
 ADDED = {
@@ -111,16 +119,34 @@ ADDED = {
 }
 SPECIAL = {
     **dict.fromkeys(("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", "[INST]", "[/INST]"), ("magistral",)),
+    **dict.fromkeys(("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|turn>", "<turn|>"), ("gemma4",)),
     **dict.fromkeys(
         [f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "call", "return")], ("gpt-oss",)
     ),
+}
+_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+RESPONSES = {  # tokenizers' own descriptions of answers
+    "gemma4": {
+        "start_anchor": "<|turn>model\n",
+        "fields": {
+            "content": {},
+            "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>"},
+            "tool_calls": {
+                "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
+                "close": "<tool_call|>",
+                "content": "json",
+                "repeats": True,
+                "transform": _CALL,
+            },
+        },
+    }
 }
 
 
 def tokenizer_of(name: str, tokenizer: Any) -> Any:
     """Return a copy of the tokenizer with the template and the tokens of this model."""
     theirs = copy.deepcopy(tokenizer)
-    theirs.chat_template = TEMPLATES[name]
+    theirs.chat_template, theirs.response_template = TEMPLATES[name], RESPONSES.get(name)
     theirs.add_tokens([AddedToken(mark, special=False) for mark, names in ADDED.items() if name in names])
     theirs.add_special_tokens({"additional_special_tokens": [mark for mark, names in SPECIAL.items() if name in names]})
     return theirs

@@ -174,12 +174,15 @@ class Tokenizer:
         return frozenset(number for number, name in _control_tokens(self.hf).items() if text is None or name in text)
 
     @cached_property
-    def _added_tokens(self) -> dict[str, int]:
-        return {token.content: int(number) for number, token in getattr(self.hf, "added_tokens_decoder", {}).items()}
+    def marks(self) -> dict[str, int]:
+        """Ids of the control tokens, and of other tokens in angle brackets, by their text."""
+        added = getattr(self.hf, "added_tokens_decoder", {}).items()
+        return {t.content: int(number) for number, t in added if t.special or re.fullmatch("<.+>", t.content)}
 
-    def added_token(self, text: str) -> int | None:
-        """Return the id of the token of this name that was added to the vocabulary, a control token or not."""
-        return self._added_tokens.get(text)
+    def split(self, text: str) -> list[str | int]:
+        """Split a text at its marks, for which their ids stand."""
+        pattern = "|".join(map(re.escape, sorted(self.marks, key=len, reverse=True))) or r"\Z"
+        return [self.marks.get(piece, piece) for piece in re.split(f"({pattern})", text) if piece]
 
     def find_switch(self, names: Sequence[str]) -> str | None:
         """Return the first of these variables for which the chat template distinguishes True and False."""

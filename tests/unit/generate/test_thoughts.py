@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +106,7 @@ THINKING = {  # a thought as the model says it, by the name of its template
     "deepseek-r1": "Hm, well.\n</think>",
     "magistral": "[THINK]Hm, well.[/THINK]",
     "gpt-oss": f"{ANALYSIS}Hm, well.<|end|><|start|>assistant",
+    "gemma4": "<|channel>thought\nHm, well.<channel|>",
 }
 IN_FINAL = "<|channel|>final<|message|>"
 
@@ -152,7 +152,7 @@ def test_a_grammar_begins_behind_the_thought(ask: Ask, name: str, grammar: Gramm
     free = ask(name, f"{THINKING[name]}Well, hi.", grammar=grammar)  # the model wants to say something else
     assert free.reasoning == "Hm, well."
     assert free.text in ('"no"', "yes!", "no!")
-    if name in ("qwen3", "magistral", "gpt-oss"):  # it need not think
+    if name in ("qwen3", "magistral", "gpt-oss", "gemma4"):  # it need not think
         short = ask(name, f"{header}{wanted}", grammar=grammar)
         assert (short.reasoning, short.reasoning_tokens, short.text) == ("", 0, wanted)
 
@@ -225,11 +225,13 @@ def test_a_prompt_without_the_template_may_open_a_thought(ask: Ask) -> None:
         assert (answer.reasoning, answer.text) == ("", "Hm.\n</think>\n\nHi.")
 
 
-def test_a_response_template_names_the_thoughts(tokenizer: Any, hf: Any, tmp_path: Path, ask: Ask) -> None:
-    """As Gemma's does, whose marks are known from it alone."""
-    theirs = copy.deepcopy(tokenizer)
-    theirs.add_special_tokens({"additional_special_tokens": ["<|channel>", "<channel|>"]})
-    theirs.response_template = {
-        "start_anchor": "Answer:",
-        "fields": {"content": {}, "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>"}},
-    }
+def test_a_response_template_names_the_thoughts(ask: Ask) -> None:
+    call = '<|tool_call>call:look{"far": true}<tool_call|>'
+    for tools in (None, [LOOK]):
+        answer = ask("gemma4", f"<|channel>thought\nHm, {call}.<channel|>Hi.", tools=tools)
+        assert (answer.reasoning, answer.text, answer.tool_calls) == (f"Hm, {call}.", "Hi.", ())
+        answer = ask("gemma4", f"<|channel>thought\nHm.<channel|>{call}", tools=tools)
+        assert (answer.reasoning, answer.text) == ("Hm.", "")
+        assert [(each.name, each.arguments) for each in answer.tool_calls] == [("look", {"far": True})]
+    with pytest.raises(SettingError, match="no switch"):
+        ask("gemma4", "Hi.", reasoning=False)

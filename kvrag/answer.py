@@ -264,7 +264,7 @@ class Answering:
 def _final(report: BlendReport, delta: Delta, is_thought: bool) -> BlendReport:
     """Return the report, with a note if the thought left no room for an answer."""
     if delta.finish_reason == "length" and is_thought:
-        note = "the answer was cut off within the model's thought: raise max_new_tokens or pass reasoning=False"
+        note = "the answer ended within the model's thought: raise max_new_tokens, or pass reasoning=False"
         return replace(report, notes=(*report.notes, note))
     return report
 

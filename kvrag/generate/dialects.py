@@ -101,7 +101,7 @@ _NAMED_HEAD = re.compile(
 _XML_HEAD = re.compile(r"\s*<function=([\w.-]+)>\s*")
 _XML_VALUE = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 _XML_OPEN_VALUE = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*)", re.DOTALL)
-_XML_END = "\n</parameter>"
+_XML_ENDS = ("\n</parameter>", "</parameter>")
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "boolean": lambda value: isinstance(value, bool),
@@ -121,20 +121,18 @@ def translate(field: str, text: str, end: str, tools: Mapping[str, Mapping[str, 
         tools: JSON schemas of the tools' parameters, by name; they give the types of values in XML.
     """
     if field == "named":
-        return _from_named(text, end == "complete")
+        return _from_named(text, end)
     if field == "xml":
         return _from_xml(text, end == "complete", tools)
     return _from_python(text, end) if field == "python" else text
 
 
-def _from_named(text: str, is_complete: bool) -> str:
+def _from_named(text: str, end: str) -> str:
     head = _NAMED_HEAD.match(text)
     if head is None:
         return text
-    arguments = text[head.end() :]
-    if is_complete:
-        arguments = arguments.rstrip("` \n") + "}"
-    return f"{_call_head(head['name'])}{arguments}"
+    arguments = text[head.end() :].rstrip("` \n") if end else text[head.end() :]
+    return f"{_call_head(head['name'])}{arguments}{'}' if end == 'complete' else ''}"
 
 
 def _call_head(name: str) -> str:
@@ -155,7 +153,7 @@ def _from_xml(text: str, is_complete: bool, tools: Mapping[str, Mapping[str, Any
     rest = _XML_OPEN_VALUE.match(text, end)
     if rest and not is_complete and _types(properties.get(rest[1], {})) <= {"string"}:
         shown = rest[2]
-        held = max((n for n in range(len(_XML_END)) if shown.endswith(_XML_END[:n])), default=0)
+        held = max(n for end in _XML_ENDS for n in range(len(end)) if shown.endswith(end[:n]))
         arguments.append(f"{_json(rest[1])}: {_json(shown[: len(shown) - held])[:-1]}")
     tail = "" if not is_complete else "}}" if end == len(text) else text[end:]
     return f"{_call_head(head[1])}{{{', '.join(arguments)}{tail}"
@@ -187,16 +185,16 @@ def _typed(text: str, schema: Any) -> Any:
 
 def _from_python(text: str, end: str) -> str:
     """Return the calls in a list, `[look(where="up", far=True)]`, up to the last complete argument."""
-    if end == "complete":
-        calls = _parsed(text.strip())
-        return text if calls is None else f"[{', '.join(calls)}]"
+    if end == "complete" and (calls := _parsed(text.strip())) is not None:
+        return f"[{', '.join(calls)}]"
     # text in parentheses need not be a call, so that none begins before its first argument
-    ends = {")": ("]",), ",": (")]", "]"), "(": (")]",) if end else ()}
+    ends = {")": ("]",), ",": (")]", "]"), "(": (")]",) if end == "cut" else ()}
     for mark in reversed(list(re.finditer("[(),]", text))):
         before = text[: mark.start() if mark[0] == "," else mark.end()]
         for closing in ends[mark[0]]:
             if calls := _parsed(before + closing):
-                return "[" + ", ".join(calls)[: -2 if closing == ")]" else None]
+                malformed = text[len(before) :] if end == "complete" else ""
+                return "[" + ", ".join(calls)[: -2 if closing == ")]" else None] + malformed
     return text
 
 

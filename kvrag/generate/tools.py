@@ -437,7 +437,7 @@ class AnswerParser:
             self._open = _OpenCall(self._num_calls, name, len(text))
             self._begin("", name, self._open.id)
         opened, rest = self._open, text[self._open.start + self._open.taken :]
-        arguments = _arguments(opened.arguments) if opened.is_complete and not rest.strip("}]` \n") else None
+        arguments = _arguments(opened.arguments) if opened.is_complete and not rest.strip("}] \n") else None
         if arguments is not None:  # only closing marks are missing
             self._end([_call(opened.name, arguments)])
             return

@@ -219,3 +219,58 @@ def test_text_that_is_no_call_is_returned_unchanged(form: str, text: str, size: 
     answer, deltas = Model(form, tokenizer).hear(before + text, size)
     check(answer, deltas)
     assert (answer.text, answer.reasoning) == (text, "")
+
+
+def test_values_in_xml_have_the_types_of_the_schema(tokenizer: Any) -> None:
+    model = Model("qwen3-coder", tokenizer)
+    values = {
+        "path": "420",
+        "mode": "3.0",
+        "size": "big",
+        "is_new": "False",
+        "tags": "[1",
+        "note": "null",
+        "owner": "{}",
+    }
+    xml = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    answer, deltas = model.hear(f"Well.\n<function=write_file>\n{xml}<parameter=other>1</parameter></function>\nSo.")
+    wanted = {"path": "420", "mode": 3.0, "size": "big", "is_new": False, "tags": "[1", "note": None, "owner": {}}
+    check(answer, deltas, ("write_file", {**wanted, "other": "1"}))
+    assert answer.text == "Well.\nSo."
+
+
+def test_a_call_that_is_malformed_after_it_began_is_invalid(tokenizer: Any) -> None:
+    for form, said in (
+        ("qwen3-coder", "<tool_call>\n<function=look>\n<parameter=where>\nup\n</parameter>\nor\n</function>"),
+        ("llama4", "[look(where='up'), or down]"),
+        ("deepseek-v3.1", "<｜tool▁call▁begin｜>look<｜tool▁sep｜>{'where': up}<｜tool▁call▁end｜>"),
+    ):
+        for size in SIZES:
+            answer, deltas = Model(form, tokenizer).hear(said, size)
+            [call] = answer.invalid_calls
+            assert pieces_of(deltas) == [("look", call.id, call.arguments)]
+            assert (answer.text, answer.tool_calls) == ("", ())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_tools_and_earlier_calls_are_rendered_by_the_template(form: str, tokenizer: Any) -> None:
+    model = Model(form, tokenizer)
+    call = {"type": "function", "id": "abcdefghi", "function": {"name": "look", "arguments": '{"where": "up"}'}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    history = [*HELLO, said, {"role": "tool", "content": "A bird.", "tool_call_id": "abcdefghi"}]
+    prepared = prepare(model.tokenizer, history, TOOLS)
+    told = model.tokenizer.decode(prepared.render(model.tokenizer), control_tokens=True)
+    assert prepared.is_native
+    assert "write_file" in told
+    assert "A bird." in told
+    earlier = spell("look", UP)["llama" if form == "llama4" else form]
+    assert earlier.partition("<|constrain|>")[0].removeprefix("<|channel|>commentary ").strip() in told
+
+
+def test_a_format_that_cannot_be_forced_is_replaced_by_text(tokenizer: Any) -> None:
+    for form in ("qwen3-coder", "llama4"):
+        model = Model(form, tokenizer, choice="look")
+        assert not model.prepared.is_native
+        assert "<tool_call>" in str(model.prepared.prompt)
+        answer, deltas = model.hear(spell("look", UP)["qwen3"])
+        check(answer, deltas, ("look", UP))

@@ -157,7 +157,7 @@ def test_a_grammar_begins_behind_the_thought(ask: Ask, name: str, grammar: Gramm
         assert (short.reasoning, short.reasoning_tokens, short.text) == ("", 0, wanted)
 
 
-@pytest.mark.parametrize("name", [*THINKING, "deepseek-v3.1"])
+@pytest.mark.parametrize("name", [*THINKING, "deepseek-v3.1", "hermes", "qwen3-coder", "llama4"])
 def test_a_forced_call_follows_the_thought(ask: Ask, name: str) -> None:
     answer = ask(name, THINKING.get(name, "Hm."), tools=[LOOK], tool_choice="look")
     assert answer.reasoning == ("Hm, well." if name in THINKING else "")

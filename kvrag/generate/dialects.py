@@ -99,9 +99,7 @@ _NAMED_HEAD = re.compile(
     rf"(?:{_SEP}|\s*```json\s*|[^<{{]*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>\w*)?<\|message\|>)\s*(?=\{{)"
 )
 _XML_HEAD = re.compile(r"\s*<function=([\w.-]+)>\s*")
-_XML_VALUE = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-_XML_OPEN_VALUE = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*)", re.DOTALL)
-_XML_ENDS = ("\n</parameter>", "</parameter>")
+_XML_PARAMETER, _XML_END = re.compile(r"\s*<parameter=([^>\n]+)>\n?"), "</parameter>"
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "boolean": lambda value: isinstance(value, bool),
@@ -143,19 +141,21 @@ def _from_xml(text: str, is_complete: bool, tools: Mapping[str, Mapping[str, Any
     head = _XML_HEAD.match(text)
     if head is None:
         return text
-    schema = tools.get(head[1], {})
-    properties = schema.get("properties", {})
+    properties = tools.get(head[1], {}).get("properties", {})
     arguments, end = [], head.end()
-    while value := _XML_VALUE.match(text, end):
-        typed = _typed(value[2], properties.get(value[1], {}))
-        arguments.append(f"{_json(value[1])}: {_json(typed)}")
-        end = value.end()
-    rest = _XML_OPEN_VALUE.match(text, end)
-    if rest and not is_complete and _types(properties.get(rest[1], {})) <= {"string"}:
-        shown = rest[2]
-        held = max(n for end in _XML_ENDS for n in range(len(end)) if shown.endswith(end[:n]))
-        arguments.append(f"{_json(rest[1])}: {_json(shown[: len(shown) - held])[:-1]}")
-    tail = "" if not is_complete else "}}" if end == len(text) else text[end:]
+    while parameter := _XML_PARAMETER.match(text, end):
+        schema, stop = properties.get(parameter[1], {}), text.find(_XML_END, parameter.end())
+        if stop >= 0:
+            value = _json(_typed(text[parameter.end() : stop].removesuffix("\n"), schema))
+            end = stop + len(_XML_END)
+        elif not is_complete and _types(schema) <= {"string"}:
+            shown = text[parameter.end() :]
+            held = max(n for mark in (_XML_END, f"\n{_XML_END}") for n in range(len(mark)) if shown.endswith(mark[:n]))
+            value, end = _json(shown[: len(shown) - held])[:-1], len(text)
+        else:
+            break
+        arguments.append(f"{_json(parameter[1])}: {value}")
+    tail = "" if not is_complete else text[end:].strip() or "}}"
     return f"{_call_head(head[1])}{{{', '.join(arguments)}{tail}"
 
 

@@ -21,6 +21,7 @@ from kvrag.generate.admission import Admission
 from kvrag.generate.decode import decode
 from kvrag.generate.grammar import constrain
 from kvrag.generate.history import Answered, History, Watch
+from kvrag.generate.thoughts import Thoughts
 from kvrag.generate.tools import Prepared, prepare
 from kvrag.ingest.ingest import Ingestion
 from kvrag.ingest.learn import Learner
@@ -29,7 +30,7 @@ from kvrag.request import Pipeline
 from kvrag.reuse.conversation import Blended, CachedPrefix, Conversations, Turn
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.stitch import Prefilled
-from kvrag.types import Delta, Messages, TokenIds
+from kvrag.types import BlendReport, Delta, Messages, TokenIds
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -80,7 +81,7 @@ class Question:
         options = fill_options("an answer", ANSWER_DEFAULTS, overrides)
         config = overridden(config, options["ratio"], options["policy"], options["controller"])
         tools, choice, grammar = options["tools"], options["tool_choice"], options["grammar"]
-        prepared = prepare(tokenizer, prompt, tools, choice, grammar, options["template"])
+        prepared = prepare(tokenizer, prompt, tools, choice, grammar, options["template"], options["reasoning"])
         if isinstance(options["stop"], str):
             raise SettingError("stop must be a sequence of strings, not one string")
         sampling = Sampling(**{field.name: options[field.name] for field in fields(Sampling)})
@@ -116,8 +117,9 @@ class Answering:
         notes: list[str] = []
         ids = prepared.render(tokenizer)
         self._model.check_window(len(ids))
-        constraint = constrain(self._model, prepared.grammar) if prepared.grammar else None
-        parser = prepared.parser(tokenizer, ids)
+        thoughts, parser = Thoughts.of(tokenizer, ids), prepared.parser(tokenizer, ids)
+        before = thoughts.grammar(prepared.template, bool(prepared.tools)) if thoughts else ""
+        constraint = constrain(self._model, prepared.grammar, before) if prepared.grammar else None
         room = min(question.sampling.max_new_tokens, self._model.context_window - len(ids))
         longest, threshold = len(ids) + room, self._model.recompute_threshold
         if threshold is not None and len(ids) <= threshold < longest:
@@ -127,16 +129,20 @@ class Answering:
             done = self.prefill(ids, question.config, notes, namespace, goes_on=True)
             # computed now, since a stream may be closed at any point; the answer may change a plain prompt's last token
             generation_prompt = 1 if prepared.is_plain else tokenizer.generation_prompt_length(**prepared.template)
-            control_tokens = parser is not None and parser.control_tokens
+            control_tokens = {token for part in (thoughts, parser) if part for token in part.control_tokens}
             cache, sampling = done.cache, question.sampling
             if self.learner:
                 self.learner.observe(prepared.prompt, namespace)
             answered: Answered | None = None
             answer: list[int] = []
+            num_thought = 0
             is_complete = False
             with contextlib.suppress(GeneratorExit):  # a consumer may leave a stream and continue the conversation
-                for delta in decode(self._model, done.ids, cache, done.logits, sampling, constraint, control_tokens):
+                for delta in decode(
+                    self._model, done.ids, cache, done.logits, sampling, constraint, control_tokens, thoughts=thoughts
+                ):
                     answer += delta.token_ids
+                    num_thought += delta.reasoning_tokens
                     if answered is None:
                         new = [run for run in done.report.runs if run.key in created]
                         created_tokens = sum(int(done.reused[run.start : run.stop].sum()) for run in new)
@@ -146,7 +152,9 @@ class Answering:
                         self.history.add(answered)
                     delta = parser.parse(delta) if parser else delta
                     admitted.is_working = False
-                    yield replace(delta, report=answered.report) if delta.finish_reason else delta
+                    if delta.finish_reason:
+                        delta = replace(delta, report=_final(answered.report, delta, num_thought == len(answer)))
+                    yield delta
                     admitted.is_working = True
                     if len(answer) == 1 and question.config.policy != "full":
                         self._keep(done, [], 0, namespace)  # for prompts that arrive before the answer is complete
@@ -296,6 +304,14 @@ class Answering:
         replaced = prefix.continued if prefix else None
         ids = ids if answer else ids[:exact]
         self._conversations.keep(done, namespace, ids, exact, done.cache, done.chunks, blended, replaced)
+
+
+def _final(report: BlendReport, delta: Delta, is_thought: bool) -> BlendReport:
+    """Return the report, with a note if the thought left no room for an answer."""
+    if delta.finish_reason == "length" and is_thought:
+        note = "the answer ended within the model's thought: raise max_new_tokens, or pass reasoning=False"
+        return replace(report, notes=(*report.notes, note))
+    return report
 
 
 def overridden(config: BlendConfig, ratio: float | None, policy: str | None, controller: str | None) -> BlendConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from kvrag.config import Sampling
 from kvrag.errors import ModelError, OutOfMemoryError, SettingError
 from kvrag.generate.grammar import Constraint
 from kvrag.generate.row import Row
+from kvrag.generate.thoughts import Thoughts
 from kvrag.openmp import release_team
 from kvrag.types import Delta
 
@@ -36,7 +37,8 @@ def decode(
     logits: Tensor,
     sampling: Sampling,
     constraint: Constraint | None = None,
-    control_tokens: bool = False,
+    control_tokens: Collection[int] = (),
+    thoughts: Thoughts | None = None,
 ) -> Iterator[Delta]:
     """Generate with `model.generate`'s own processors, in steps that all answers of the model share.
 
@@ -47,7 +49,8 @@ def decode(
         ids: (T,) token ids of the prompt, for which `cache` is complete.
         logits: (1, V) after the prompt's last token.
         constraint: Grammar that the answer must match. It is changed.
-        control_tokens: Keep control tokens in the text, for a parser of tool calls.
+        control_tokens: Those that stay in the text, for `thoughts` and a parser of tool calls.
+        thoughts: Splits the answer from its thoughts. It is changed.
 
     Yields:
         One Delta per token. Its text is empty while a character or a stop string is incomplete. The last one has
@@ -55,7 +58,7 @@ def decode(
     """
     if unknown := [token for token in sampling.logit_bias or () if token >= logits.shape[-1]]:
         raise SettingError(f"logit_bias: unknown token {unknown[0]}: this model has tokens 0 to {logits.shape[-1] - 1}")
-    row = Row(model, ids, cache, sampling, constraint, control_tokens, logits.device)
+    row = Row(model, ids, cache, sampling, constraint, control_tokens, thoughts, logits.device)
     row.advance(logits)
     batch = _batch_of(model)
     try:

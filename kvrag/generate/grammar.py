@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvrag.backend.transformers import Model
+from kvrag.backend.transformers import Model, Tokenizer
 from kvrag.config import Grammar
 from kvrag.errors import ModelError, SettingError, UnsupportedModelError, first_line
 
@@ -67,8 +67,11 @@ class Constraint:
         return ModelError(f"the grammar cannot continue: {first_line(reason)}")
 
 
-def constrain(model: Model, grammar: Grammar) -> Constraint:
+def constrain(model: Model, grammar: Grammar, before: str = "") -> Constraint:
     """Return a constraint at the start of an answer.
+
+    Args:
+        before: Lark grammar of a thought, or what else precedes the answer, which it calls `@answer`.
 
     Raises:
         SettingError: The extra is not installed, or the grammar is invalid or uses unsupported features.
@@ -85,6 +88,9 @@ def constrain(model: Model, grammar: Grammar) -> Constraint:
         source = llguidance.grammar_from(form, text)
     except ValueError as error:
         raise SettingError(f"the grammar's {kind} is invalid: {first_line(error)}") from None
+    if before:
+        answer = {"lark_grammar": source} if kind == "lark" else json.loads(source)["grammars"][0]
+        source = json.dumps({"grammars": [{"lark_grammar": before}, {**answer, "name": "answer"}]})
     tokenizer = _tokenizer(model)
     matcher = llguidance.LLMatcher(tokenizer, source)
     if matcher.is_error():
@@ -95,6 +101,14 @@ def constrain(model: Model, grammar: Grammar) -> Constraint:
 def guarded(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema as enforced: objects have only the named properties, and white space is fixed."""
     return {**_closed(schema), "x-guidance": _JSON_STYLE}
+
+
+def literal(tokenizer: Tokenizer, text: str) -> str:
+    """Return a text as Lark terms; llguidance accepts marks by number only."""
+    pieces = tokenizer.split(text)
+    return " ".join(
+        f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece, ensure_ascii=False) for piece in pieces
+    )
 
 
 def _closed(schema: Any) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from kvrag.config import Sampling
 from kvrag.errors import ModelError, SettingError
 from kvrag.generate.grammar import Constraint
 from kvrag.generate.sample import bias, logprob, penalize
+from kvrag.generate.thoughts import Thoughts
 from kvrag.types import Delta, FinishReason
 
 
@@ -35,7 +38,8 @@ class Row:
         cache: KVCache,
         sampling: Sampling,
         constraint: Constraint | None,
-        control_tokens: bool,
+        control_tokens: Collection[int],
+        thoughts: Thoughts | None,
         device: torch.device,
     ) -> None:
         """Begin an answer to (T,) token ids with logits on this device; see `kvrag.generate.decode.decode`."""
@@ -52,7 +56,7 @@ class Row:
         self._buffer[0, : len(ids)] = ids
         self.token = int(ids[-1])
         self._generator = None if sampling.seed is None else torch.Generator(device).manual_seed(sampling.seed)
-        self._text = _Text(model.tokenizer.stream(control_tokens), sampling.stop)
+        self._text = _Text(model.tokenizer.stream(control_tokens), sampling.stop, thoughts)
 
     @property
     def is_recomputed(self) -> bool:
@@ -83,24 +87,24 @@ class Row:
         """Choose the next token by the (1, V) logits after the last one, with `model.generate`'s own processors."""
         token = self._sample(logits)
         if token in self.model.eos_ids:
-            self._finish(Delta(self._text.rest(), (), "stop"))
+            self._finish(Delta(self._text.rest(), (), "stop", **self._text.thought()))
             return
         num_top = self._sampling.logprobs
         logprobs = () if num_top is None else (logprob(logits, token, num_top),)
         text = self._text.push(token)
         if self._text.stopped:
-            self._finish(Delta(text, (token,), "stop", logprobs=logprobs))
+            self._finish(Delta(text, (token,), "stop", logprobs=logprobs, **self._text.thought()))
             return
         self._left -= 1
         is_complete = self._constraint is not None and self._constraint.push(token)
         if is_complete or self._left <= 0:
             text += self._text.rest()
             finish: FinishReason = "stop" if is_complete or self._text.stopped else "length"
-            self._finish(Delta(text, (token,), finish, logprobs=logprobs))
+            self._finish(Delta(text, (token,), finish, logprobs=logprobs, **self._text.thought()))
             return
         self._buffer[0, self._length] = self.token = token
         self._length += 1
-        self.deltas.append(Delta(text, (token,), logprobs=logprobs))
+        self.deltas.append(Delta(text, (token,), logprobs=logprobs, **self._text.thought()))
 
     @torch.inference_mode()
     def _sample(self, logits: Tensor) -> int:
@@ -138,16 +142,20 @@ class Row:
 
 
 class _Text:
-    """Incremental text of an answer up to a stop string; holds back text that may be the beginning of one."""
+    """Incremental text of an answer up to a stop string; holds back text that may be the beginning of one.
 
-    def __init__(self, stream: TextStream, stop: tuple[str, ...]) -> None:
-        self._stream, self._stop = stream, stop
+    Thoughts are no part of it, and have no stop strings.
+    """
+
+    def __init__(self, stream: TextStream, stop: tuple[str, ...], thoughts: Thoughts | None) -> None:
+        self._stream, self._stop, self._thoughts = stream, stop, thoughts
         self._held = ""  # possibly the beginning of a stop string
         self.stopped = False
 
     def push(self, token: int) -> str:
         """Add a token; return the text that is now final."""
-        text = self._before_stop(self._stream.push(token))
+        more = self._stream.push(token)
+        text = self._before_stop(self._thoughts.push(more) if self._thoughts else more)
         if self.stopped:
             return text
         held = max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
@@ -156,7 +164,12 @@ class _Text:
 
     def rest(self) -> str:
         """Return the text held back, at the end of the answer."""
-        return self._before_stop(self._stream.rest())
+        rest = self._stream.rest()
+        return self._before_stop(self._thoughts.push(rest, 0) + self._thoughts.end() if self._thoughts else rest)
+
+    def thought(self) -> dict[str, Any]:
+        """Return `reasoning` and `reasoning_tokens` of the next Delta."""
+        return self._thoughts.take() if self._thoughts else {}
 
     def _before_stop(self, more: str) -> str:
         text, self._held = self._held + more, ""

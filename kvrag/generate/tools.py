@@ -9,25 +9,22 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from kvrag.backend.transformers.tokenizer import AnswerRegions, Tokenizer, checked_message, is_token_ids
 from kvrag.config import Grammar, check_json
 from kvrag.errors import PromptError, SettingError
-from kvrag.generate.grammar import guarded
+from kvrag.generate.dialects import CHANNELS, CLOSE, DIALECTS, HERMES, OPEN, Dialect, translate
+from kvrag.generate.grammar import guarded, literal
+from kvrag.generate.thoughts import HARMONY, kind_of, own_fields, switch
 from kvrag.types import CallPiece, Delta, InvalidCall, Messages, TokenIds, ToolCall
 
-_NAME, _ARGUMENTS = "NAME", "ARGUMENTS"
-_ABSENT = "\0"  # occurs in no template
-_OPEN, _CLOSE = "<tool_call>", AnswerRegions.tag
+_ABSENT = "\0"  # occurs in no prompt
 _JSON = json.JSONDecoder(strict=False)
-
-# regions of an answer, in transformers' template of responses; `bare` ones begin it
-_TAGGED = r"(?P<open>\s*<tool_call>\s*)(?=[\[{]|\Z)"
-_BARE = r'(?P<open>\A\s*(?:\[TOOL_CALLS\]|<\|python_tag\|>)?\s*)(?=\[?\s*\{\s*"|(?:%s)(?:\[ARGS\])?\{|\Z)'
-_CALLS = ("tagged", "bare", "tool_calls")  # the last one in templates of tokenizers
+_AT_START = ("bare", "python")  # regions that begin an answer
+_CALLS = (*_AT_START, "tagged", "named", "xml", "tool_calls")  # the last one in templates of tokenizers
 
 # a call up to its arguments
 _HEAD = re.compile(
@@ -36,14 +33,6 @@ _HEAD = re.compile(
 )
 _MISTRAL_HEAD = re.compile(r"(?P<name>[\w.-]+)(?:\[ARGS\])?(?=\{)")
 
-_HERMES = (_OPEN, '\n{"name": "', _NAME, '", "arguments": ', _ARGUMENTS, "}\n", _CLOSE)
-_DIALECTS = (
-    # text in the chat template, text not in it, format of a call (to force one)
-    ("<tool_call>", "<function=", _HERMES),
-    ("[ARGS]", _ABSENT, ("[TOOL_CALLS]", _NAME, "[ARGS]", _ARGUMENTS)),
-    ("[TOOL_CALLS]", _ABSENT, ("[TOOL_CALLS]", '[{"name": "', _NAME, '", "arguments": ', _ARGUMENTS, "}]")),
-    ('{"name": function name, "parameters":', _ABSENT, ('{"name": "', _NAME, '", "parameters": ', _ARGUMENTS, "}")),
-)
 _INSTRUCTIONS = """\
 # Tools
 
@@ -68,6 +57,7 @@ class Prepared:
         template: Variables for the chat template.
         is_native: The chat template renders the tools.
         forced: Names of the tools of which one must be called.
+        dialect: Format of the calls.
     """
 
     prompt: str | Messages | TokenIds
@@ -76,6 +66,7 @@ class Prepared:
     tools: tuple[dict[str, Any], ...] = ()
     is_native: bool = False
     forced: tuple[str, ...] = ()
+    dialect: Dialect = HERMES
 
     @property
     def is_plain(self) -> bool:
@@ -87,13 +78,24 @@ class Prepared:
         return tokenizer.render(self.prompt, **self.template)
 
     def parser(self, tokenizer: Tokenizer, ids: Sequence[int]) -> AnswerParser | None:
-        """Return a parser for the answer to the prompt `ids`; None if it cannot call tools."""
-        if not self.tools:
+        """Return a parser for the answer to the prompt `ids`, without its thoughts; None if it is all text."""
+        own, thoughts, kind = tokenizer.response_template, own_fields(tokenizer), kind_of(tokenizer)
+        if own and (self.is_native if self.tools else kind and not kind.signs):
+            fields = {name: field for name, field in own["fields"].items() if name not in thoughts}
+            regions = AnswerRegions(
+                {**own, "fields": fields},
+                tokenizer.decode(ids, control_tokens=True),
+                tools=list(self.tools),
+            )
+            return AnswerParser(regions, self.tools, self.forced, control_tokens=tokenizer.control_tokens())
+        marks = CHANNELS if kind is HARMONY else {}
+        if not self.tools and not marks:
             return None
-        if self.is_native and tokenizer.has_response_template:
-            regions = tokenizer.answer_regions(ids, self.tools)
-            return AnswerParser(regions, _names(self.tools), self.forced, control_tokens=True)
-        return call_parser(_names(self.tools), self.forced)
+        parser = call_parser(self.tools, self.forced, self.dialect, marks)
+        # without their control tokens, calls of the other dialects are found as well
+        if marks or self.dialect.keeps_json:
+            parser.control_tokens = tokenizer.control_tokens({**marks, **self.dialect.fields})
+        return parser
 
 
 def prepare(
@@ -103,6 +105,7 @@ def prepare(
     choice: str | Mapping[str, Any] | None = None,
     grammar: Grammar | None = None,
     template: Mapping[str, Any] | None = None,
+    reasoning: bool | None = None,
 ) -> Prepared:
     """Put the tools into the prompt, and constrain the answer to required calls.
 
@@ -113,25 +116,31 @@ def prepare(
             that one. A forced answer is exactly one call.
         grammar: Grammar of an answer without a call; with tools, a JSON schema only.
         template: Variables for the chat template.
+        reasoning: Sets the chat template's switch for thoughts, unless `template` does.
     """
-    variables = dict(template or {})
+    is_plain = not isinstance(prompt, (list, tuple)) or is_token_ids(prompt)
+    variables = {**switch(tokenizer, reasoning, is_plain), **(template or {})}
     known = tuple(_checked_tool(tool) for tool in _listed(tools))
     forced = _forced(choice, _names(known))
     if choice == "none":
         known = ()
-    if not isinstance(prompt, (list, tuple)) or is_token_ids(prompt):
+    if is_plain:
         if known:
             raise PromptError("tools need a chat prompt: pass the prompt as a list of messages")
-        return Prepared(prompt, variables, grammar)
+        return Prepared(cast(str | TokenIds, prompt), variables, grammar)
     messages = [_with_parsed_arguments(checked_message(message)) for message in cast(Messages, prompt)]
     source = tokenizer.template_text(known or None)
-    dialect = next((form for has, lacks, form in _DIALECTS if has in source and lacks not in source), None)
+    dialect = next((form for form in DIALECTS if form.has in source and form.lacks not in source), None)
+    if dialect and not dialect.call and known and (forced or grammar is not None):
+        dialect = None
     # a call in an unknown format cannot be forced
-    is_known = dialect is not None or (tokenizer.has_response_template and not forced)
+    is_known = dialect is not None or (tokenizer.response_template is not None and not forced)
     is_native = is_known and tokenizer.renders_tools()
-    dialect = dialect if dialect and is_native else _HERMES
+    dialect = dialect if dialect and is_native else HERMES
     if not is_native:
         messages = _as_text(messages, known)
+    elif dialect.keeps_json:
+        messages = [_with_json_arguments(message) for message in messages]
     if not known:
         return Prepared(messages, variables, grammar)
     if forced and grammar is not None:
@@ -142,7 +151,7 @@ def prepare(
     elif grammar is not None:
         grammar = _call_grammar(tokenizer, dialect, known, grammar)
     variables = {"tools": list(known), **variables} if is_native else variables
-    return Prepared(messages, variables, grammar, known, is_native, forced)
+    return Prepared(messages, variables, grammar, known, is_native, forced, dialect)
 
 
 def _listed(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
@@ -208,6 +217,14 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": parsed}
 
 
+def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls") or ()
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
 def _as_text(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
     """Return the messages for a template without tool support: tools, calls and results become text."""
     texts = [_message_as_text(message) for message in messages]
@@ -228,7 +245,7 @@ def _message_as_text(message: dict[str, Any]) -> dict[str, Any]:
     if not message.get("tool_calls"):
         return message
     functions = [{name: call["function"][name] for name in ("name", "arguments")} for call in message["tool_calls"]]
-    calls = [f"{_OPEN}\n{json.dumps(function, ensure_ascii=False)}\n{_CLOSE}" for function in functions]
+    calls = [f"{OPEN}\n{json.dumps(function, ensure_ascii=False)}\n{CLOSE}" for function in functions]
     return {"role": message["role"], "content": "\n".join([content, *calls] if content else calls)}
 
 
@@ -236,7 +253,7 @@ def _message_as_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call_grammar(
-    tokenizer: Tokenizer, dialect: Sequence[str], tools: Sequence[Mapping[str, Any]], answer: Grammar | None = None
+    tokenizer: Tokenizer, dialect: Dialect, tools: Sequence[Mapping[str, Any]], answer: Grammar | None = None
 ) -> Grammar:
     """Return the grammar of one call of one of these tools, or of the answer."""
     rules = [
@@ -246,38 +263,43 @@ def _call_grammar(
     if answer is not None:
         if answer.json_schema is None:
             raise SettingError("with tools, a grammar must be a json_schema: convert it, or leave out the tools")
-        rules.append(f"answer: %json {json.dumps(guarded(answer.json_schema))}")
+        header = literal(tokenizer, kind.header if (kind := kind_of(tokenizer)) else "")
+        rules.append(f"answer: {header} %json {json.dumps(guarded(answer.json_schema))}")
         alternatives.append("answer")
     return Grammar(lark="\n".join([f"start: {' | '.join(alternatives)}", *rules]))
 
 
-def _terms(tokenizer: Tokenizer, dialect: Sequence[str], function: Mapping[str, Any]) -> Iterator[str]:
-    for piece in dialect:
-        control = tokenizer.control_token(piece)
-        if piece == _ARGUMENTS:
-            # a separate schema, so that its $refs are resolved from its root
-            yield f"%json {json.dumps(guarded(function['parameters']))}"
-        elif control is not None:
-            yield f"<[{control}]>"
-        else:
-            yield json.dumps(function["name"] if piece == _NAME else piece, ensure_ascii=False)
+def _terms(tokenizer: Tokenizer, dialect: Dialect, function: Mapping[str, Any]) -> Iterator[str]:
+    before, between, after = re.split("NAME|ARGUMENTS", dialect.call)
+    yield literal(tokenizer, before + function["name"] + between)
+    # a separate schema, so that its $refs are resolved from its root
+    yield f"%json {json.dumps(guarded(function['parameters']))}"
+    yield literal(tokenizer, after)
 
 
 # ---------------------------------------------------------------- answer
 
 
-def call_parser(names: Sequence[str], forced: Sequence[str] = ()) -> AnswerParser:
-    """Return a parser of calls of the tools `names` in the Hermes, Qwen, Llama 3 and Mistral formats.
+def call_parser(
+    tools: Sequence[Mapping[str, Any]],
+    forced: Sequence[str] = (),
+    dialect: Dialect = HERMES,
+    marks: Mapping[str, Any] | None = None,
+) -> AnswerParser:
+    """Return a parser of calls of these tools; the default dialect covers Hermes, Qwen, Llama 3 and Mistral.
 
     In Llama's and Mistral's, an answer consists of calls of known tools only. Anything else is text.
+
+    Args:
+        marks: More regions, without text.
     """
-    known = "|".join(map(re.escape, names))
+    known = "|".join(map(re.escape, _names(tools)))
     fields = {
-        "content": {},
-        "tagged": {"open_pattern": _TAGGED, "close": _CLOSE, "transform": "{open}"},
-        "bare": {"open_pattern": _BARE % known, "transform": "{open}"},
+        name: {**field, "open_pattern": field["open_pattern"].replace("NAMES", known)}
+        for name, field in (dialect.fields if tools else {}).items()
     }
-    return AnswerParser(AnswerRegions({"start_anchor": _ABSENT, "fields": fields}, ""), names, forced)
+    template = {"start_anchor": _ABSENT, "fields": {"content": {}, **(marks or {}), **fields}}
+    return AnswerParser(AnswerRegions(template, ""), tools, forced)
 
 
 class _OpenCall:
@@ -319,12 +341,17 @@ class AnswerParser:
     """
 
     def __init__(
-        self, regions: AnswerRegions, names: Sequence[str], forced: Sequence[str], control_tokens: bool = False
+        self,
+        regions: AnswerRegions,
+        tools: Sequence[Mapping[str, Any]],
+        forced: Sequence[str],
+        control_tokens: Collection[int] = (),
     ) -> None:
         self.control_tokens = control_tokens
-        self._regions, self._names, self._forced = regions, names, forced
+        self._regions, self._forced = regions, forced
+        self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         self._num_calls = 0
-        self._text = ""  # of the open region
+        self._raw = self._text = ""  # of the open region, as generated and as JSON
         self._open: _OpenCall | None = None  # pieces of it were sent
         self._pieces: list[CallPiece] = []
         self._valid: list[ToolCall] = []
@@ -355,41 +382,43 @@ class AnswerParser:
         if field not in _CALLS:
             return str(event["text"]) if kind == "region_chunk" else ""
         if kind == "region_open":
-            self._text = ""
+            self._raw = self._text = ""
         elif kind == "region_chunk":
-            self._text += event["text"]
-            self._stream(field)
+            self._raw += event["text"]
+            self._stream(field, "")
         else:
-            return self._close(field, event["value"], is_cut, event.get("ended_by", ""))
+            return self._close(field, event["value"], is_cut, event["ended_by"])
         return ""
 
-    def _stream(self, field: str) -> None:
+    def _stream(self, field: str, end: str) -> None:
         """Send the new part of a call's arguments, once the text before them is complete."""
+        self._text = translate(field, self._raw, end, self._schemas)
         if self._open is not None:
             if more := self._open.take(self._text):
                 self._pieces.append(CallPiece(self._open.index, more))
             return
-        is_bare = field == "bare"
-        head = _HEAD.match(self._text) or (_MISTRAL_HEAD.match(self._text) if is_bare else None)
-        if head and (not is_bare or head["name"] in self._names):
+        head = _HEAD.match(self._text) or (_MISTRAL_HEAD.match(self._text) if field == "bare" else None)
+        if head and (field not in _AT_START or head["name"] in self._schemas):
             self._open = _OpenCall(self._num_calls, head["name"], head.end())
             self._begin(self._open.take(self._text), self._open.name, self._open.id)
 
     def _close(self, field: str, value: Any, is_cut: bool, ended_by: str) -> str:
         """End a region with its calls, or with an invalid one; return its text if it has none."""
-        text, opening = self._text, ""
+        opening = ""
         if field == "tool_calls":
             calls = [] if is_cut else _calls_in(value)  # transformers would complete the call
+            ended_by = ""
         else:
-            calls, opening = _calls(text), value
-        if field == "bare" and any(call.name not in self._names for call in calls):
+            self._stream(field, "cut" if is_cut and not ended_by else "complete")
+            calls, opening = _calls(self._text), value
+        if field in _AT_START and any(call.name not in self._schemas for call in calls):
             calls = []
         if calls:
             self._end(calls)
-        elif self._open or (is_cut and (field != "bare" or opening.strip())):
-            self._fail(text)
+        elif self._open or (is_cut and (field not in _AT_START or opening.strip())):
+            self._fail(self._text)
         else:
-            return opening + text + ended_by
+            return opening + self._raw + ended_by
         return ""
 
     def _end(self, calls: Sequence[ToolCall]) -> None:

@@ -113,9 +113,8 @@ def test_signatures_show_the_options_of_an_answer(method: str) -> None:
     shown = inspect.signature(getattr(kvrag.BlendEngine, method)).parameters
     sampling = {field.name: field.default for field in dataclasses.fields(kvrag.Sampling) if field.name != "stop"}
     expected = {
-        **dict.fromkeys(("documents", "ratio", "policy", "controller", "tools", "tool_choice", "grammar", "template")),
-        "reasoning": None,
-        "timeout": None,
+        **dict.fromkeys(("documents", "ratio", "policy", "controller", "history", "tools", "tool_choice", "grammar", "template")),
+        **{"reasoning": None, "timeout": None},
         **{"namespace": "", "stop": (), **sampling},
     }
     assert {name: one.default for name, one in shown.items() if one.kind is one.KEYWORD_ONLY} == expected

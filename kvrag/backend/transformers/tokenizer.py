@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import takewhile
@@ -166,13 +166,34 @@ class Tokenizer:
             return text, bytes.fromhex(byte[1])
         return text, bytes(_BYTES[letter] for letter in name if letter in _BYTES)
 
-    def stream(self, control_tokens: bool = False) -> TextStream:
-        """Return an incremental `decode`, for the tokens of one answer."""
+    def stream(self, control_tokens: Collection[int] = ()) -> TextStream:
+        """Return an incremental `decode`, for the tokens of one answer, with these control tokens in the text."""
         return TextStream(self.hf, control_tokens)
 
-    def control_token(self, text: str) -> int | None:
-        """Return the id of the control token of this name, if there is one."""
-        return next((number for number, name in _control_tokens(self.hf).items() if name == text), None)
+    def control_tokens(self, fields: Mapping[str, Any] | None = None) -> frozenset[int]:
+        """Return the ids of all control tokens, or of those in these fields of a response template."""
+        text = None if fields is None else json.dumps(fields, ensure_ascii=False).replace("\\", "")
+        return frozenset(number for number, name in _control_tokens(self.hf).items() if text is None or name in text)
+
+    @cached_property
+    def marks(self) -> dict[str, int]:
+        """Ids of the control tokens, and of other tokens in angle brackets, by their text."""
+        added = getattr(self.hf, "added_tokens_decoder", {}).items()
+        return {t.content: int(number) for number, t in added if t.special or re.fullmatch("<.+>", t.content)}
+
+    def split(self, text: str) -> list[str | int]:
+        """Split a text at its marks, for which their ids stand."""
+        pattern = "|".join(map(re.escape, sorted(self.marks, key=len, reverse=True))) or r"\Z"
+        return [self.marks.get(piece, piece) for piece in re.split(f"({pattern})", text) if piece]
+
+    def find_switch(self, names: Sequence[str]) -> str | None:
+        """Return the first of these variables for which the chat template distinguishes True and False."""
+        messages = [{"role": "user", "content": "a"}]
+        for name in names:
+            with suppress(PromptError):
+                if self._apply_template(messages, {name: True}) != self._apply_template(messages, {name: False}):
+                    return name
+        return None
 
     def template_text(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """Return the source of the chat template for prompts with these tools; "" without one."""
@@ -201,13 +222,9 @@ class Tokenizer:
         return "probe" in text
 
     @property
-    def has_response_template(self) -> bool:
-        """True if the tokenizer describes the format of answers."""
-        return getattr(self.hf, "response_template", None) is not None
-
-    def answer_regions(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> AnswerRegions:
-        """Return the regions of an answer to this prompt, by the tokenizer's template; need the control tokens."""
-        return AnswerRegions(self.hf.response_template, self.decode(ids, control_tokens=True), tools=list(tools))
+    def response_template(self) -> dict[str, Any] | None:
+        """The tokenizer's own description of the format of answers, if it has one."""
+        return getattr(self.hf, "response_template", None)
 
     @property
     def digest(self) -> str:
@@ -235,30 +252,42 @@ class Tokenizer:
 class AnswerRegions(ResponseParser):  # type: ignore[misc]
     """transformers' streaming parser of answers. A region that cannot be parsed has the value None.
 
-    `tag` ends the regions of the field "tagged", except inside a JSON string. The event of a region's end has the tag
+    `tag` ends the regions of the field "tagged", except inside a JSON string. The event of a region's end has the text
     that ended it as `ended_by`.
     """
 
     tag = "</tool_call>"
-    _is_ended = False
+    _delimiter = ""  # found last
+
+    @property
+    def field(self) -> str | None:
+        """The field of the current region."""
+        return cast("str | None", self._current)
+
+    @property
+    def is_pending(self) -> bool:
+        """True if text is held back that may belong to a delimiter."""
+        return bool(self._pos < len(self._buffer))
 
     def end(self) -> list[dict[str, Any]]:
         """Return the events of the answer's end."""
         events: list[dict[str, Any]] = []
-        self._is_ended = True
         self._process(events, eos=True)
         return events
 
+    def _scan(self, watch: list[Any], eos: bool) -> tuple[Any, int]:
+        found, held = super()._scan(watch, eos)
+        self._delimiter = found[2].group() if found else ""
+        return found, held
+
     def _close_current(self, events: list[dict[str, Any]]) -> None:
-        is_end = self._is_ended and self._pos == len(self._buffer)
-        is_tag = self._current == "tagged" and not is_end and self._buffer[: self._pos].endswith(self.tag)
-        if is_tag and _ends_in_string(self._body):
-            self._accumulate(events, self.tag)
+        if self._current == "tagged" and self._delimiter and _ends_in_string(self._body):
+            self._accumulate(events, self._delimiter)
             return
         before = len(events)
         self._close_region(events)
         for event in events[before:]:
-            event["ended_by"] = self.tag if is_tag else ""
+            event["ended_by"] = self._delimiter
 
     def _close_region(self, events: list[dict[str, Any]]) -> None:
         try:
@@ -283,9 +312,10 @@ class TextStream:
     A token is decoded together with those of the previous piece, never with the whole answer.
     """
 
-    def __init__(self, hf: Any, control_tokens: bool = False) -> None:
+    def __init__(self, hf: Any, control_tokens: Collection[int] = ()) -> None:
+        """Begin an answer; `control_tokens` stay in its text."""
         self._hf, self._skip = hf, not control_tokens
-        self._skipped = _control_tokens(hf) if self._skip else {}
+        self._skipped = _control_tokens(hf).keys() - set(control_tokens)
         # slow tokenizers have no backend, and some fast ones override decoding
         is_plain = isinstance(hf, TokenizersBackend) and type(hf)._decode is TokenizersBackend._decode
         self._fast = DecodeStream(skip_special_tokens=self._skip) if is_plain else None

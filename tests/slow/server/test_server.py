@@ -306,7 +306,7 @@ def test_control_tokens_stay_text(served: Served, engine: BlendEngine) -> None:
     ids = engine.model.tokenizer.render(prompt)
     assert said["usage"]["prompt_tokens"] == len(ids)
     plain = engine.model.tokenizer.render(as_user("x"))
-    controls = {engine.model.tokenizer.control_token(token) for token in tokens}
+    controls = {engine.model.tokenizer.marks[token] for token in tokens}
     assert sum(each in controls for each in ids) == sum(each in controls for each in plain)
 
 

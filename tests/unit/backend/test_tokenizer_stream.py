@@ -53,7 +53,7 @@ def _bytes(text: bytes) -> list[int]:
 
 
 def _joined(hf: Any, ids: list[int], control_tokens: bool = False) -> str:
-    stream = TextStream(hf, control_tokens)
+    stream = TextStream(hf, hf.added_tokens_decoder if control_tokens else ())
     return "".join([*map(stream.push, ids), stream.rest()])
 
 

@@ -225,7 +225,7 @@ def listen(
     text: str, size: int = 3, names: tuple[str, ...] = ("look", "count")
 ) -> tuple[str, list[tuple[str, Any]], list[str]]:
     """Parse a text in pieces of this size; return the text, the calls, and the streamed pieces."""
-    parser = call_parser(names)
+    parser = call_parser([tool(name) for name in names])
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     heard = [parser.parse(Delta(piece, (1,))) for piece in pieces] + [parser.parse(Delta("", (), "stop"))]
     calls = [(call.name, call.arguments) for delta in heard for call in delta.tool_calls]
@@ -298,7 +298,7 @@ def test_text_is_streamed_as_soon_as_it_cannot_be_a_call() -> None:
 
 def spell(text: str, size: int, finish: FinishReason) -> list[Delta]:
     """Parse an answer that arrives in pieces of this size."""
-    parser = call_parser(("look", "count"))
+    parser = call_parser([tool("look"), tool("count")])
     pieces = [Delta(text[at : at + size], (1,)) for at in range(0, len(text), size)]
     return [parser.parse(piece) for piece in [*pieces, Delta("", (), finish)]]
 

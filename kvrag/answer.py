@@ -41,6 +41,7 @@ class AnswerOptions(TypedDict, total=False):
     ratio: float | None
     policy: str | None
     controller: str | None
+    history: str | None
     stop: Sequence[str]
     tools: Sequence[dict[str, Any]] | None
     tool_choice: str | dict[str, Any] | None
@@ -79,7 +80,7 @@ class Question:
     ) -> Question:
         """Return the question that a prompt and its options ask; raises the errors of `BlendEngine.stream`."""
         options = fill_options("an answer", ANSWER_DEFAULTS, overrides)
-        config = overridden(config, options["ratio"], options["policy"], options["controller"])
+        config = overridden(config, options["ratio"], options["policy"], options["controller"], options["history"])
         tools, choice, grammar = options["tools"], options["tool_choice"], options["grammar"]
         prepared = prepare(tokenizer, prompt, tools, choice, grammar, options["template"], options["reasoning"])
         if isinstance(options["stop"], str):
@@ -314,9 +315,15 @@ def _final(report: BlendReport, delta: Delta, is_thought: bool) -> BlendReport:
     return report
 
 
-def overridden(config: BlendConfig, ratio: float | None, policy: str | None, controller: str | None) -> BlendConfig:
-    """Return the config with those of the three that are given; a given policy is not left to the controller."""
+def overridden(
+    config: BlendConfig,
+    ratio: float | None,
+    policy: str | None,
+    controller: str | None,
+    history: str | None = None,
+) -> BlendConfig:
+    """Return the config with those that are given; a given policy is not left to the controller."""
     if policy is not None and controller is None:
         controller = "off"
-    changes: dict[str, Any] = {"ratio": ratio, "policy": policy, "controller": controller}
+    changes: dict[str, Any] = {"ratio": ratio, "policy": policy, "controller": controller, "history": history}
     return replace(config, **{name: value for name, value in changes.items() if value is not None})

@@ -26,6 +26,7 @@ DEFAULT_POLICY = "query"
 DEFAULT_RATIO = 0.15  # CacheBlend's; see `BlendConfig.ratio`
 DEFAULT_CONTEXT = 256  # tokens that a chunk is encoded with
 CONTROLLERS = ("auto", "off")
+HISTORIES = ("exact", "blend")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -137,7 +138,7 @@ class BlendConfig:
     ratio: float | None = _checked(None, check_number, most=1)
     controller: str = _checked("auto", check_choice, choices=CONTROLLERS)
     min_run: int = _checked(16, check_number, least=16, whole=True)  # guaranteed by the matcher
-    history: str = _checked("exact", check_choice, choices=("exact", "blend"))
+    history: str = _checked("exact", check_choice, choices=HISTORIES)
     context_tokens: int = _checked(DEFAULT_CONTEXT, check_number, whole=True)
     context: str = _checked("text", check_choice, choices=("text", "headings"))
     check_layer: int = _checked(1, check_number, least=1, whole=True)  # layer 0 cannot deviate

@@ -292,7 +292,7 @@ class BlendEngine:
             documents: Chunks that the prompt contains; those not stored are encoded and stored now.
             namespace: Only chunks and conversations of this namespace are reused.
             ratio, policy: Override the engine's `config`; with either, the controller does not decide.
-            controller: "auto" or "off"; overrides the engine's `config`.
+            controller, history: Override the engine's `config`.
             stop: The answer ends before the first of these strings.
             tools, tool_choice: Tools that the model may or must call, in OpenAI's form; see
                 `kvrag.generate.tools.prepare`.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_h
 
 from kvrag.client.connection import KEY_VARIABLE, root_of
 from kvrag.client.request import checked
-from kvrag.config import CODECS, CONTROLLERS, POLICIES, Grammar, check_codec, without_password
+from kvrag.config import CODECS, CONTROLLERS, HISTORIES, POLICIES, Grammar, check_codec, without_password
 from kvrag.errors import KvragError, SettingError
 
 if TYPE_CHECKING:  # the command line reads the table, and importing torch takes seconds
@@ -62,6 +62,7 @@ class EngineSettings:
     trust_remote_code: bool = _row(False, "run the Python code that a model repository ships")
     compile_decode: bool = _row(False, "compile decode steps, for GPUs; loading then takes up to minutes longer")
     adapter: str | None = _row(None, "folder of a LoRA adapter (PEFT) that chunks are encoded with")
+    learn: bool = _row(False, "encode texts that two prompts of a namespace contain, while no answer is in progress")
     base_url: str | None = _row(None, "URL of `kvrag serve`, or of vLLM with kvrag's KV connector, instead of a store")
 
 
@@ -79,6 +80,9 @@ class AnswerSettings:
     ratio: float | None = _row(None, "share of the reused tokens to recompute, 0 to 1; default: as calibrated")
     policy: str | None = _row(None, "which tokens to recompute; 'full' = ordinary prefill", POLICIES)
     controller: str | None = _row(None, "'off' = never switch to full prefill, even if predicted faster", CONTROLLERS)
+    history: str | None = _row(
+        None, "'blend' = also reuse KV of earlier turns behind an edit of the history", HISTORIES
+    )
     reasoning: bool | None = _row(None, "answer with or without a thought first; default: as the chat template does")
     namespace: str = _row("", "reuse chunks and conversations of this namespace only")
 

@@ -22,6 +22,7 @@ from kvrag.cli.common import (
     add_answer_arguments,
     add_context_argument,
     add_engine_arguments,
+    add_setting,
     at_least,
     folder,
     open_engine,
@@ -76,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     corpus.add_argument("--embedder", help="sentence-transformers model for retrieval (default: the one in kvrag[cli])")
     budget = "evict the chunks that save least beyond this size; see also kvrag store budget"
     corpus.add_argument("--store-gib", type=_size(30), dest="store_bytes", metavar="N", help=budget)
-    learn = "encode texts that two requests of a namespace contain, while no answer is in progress"
-    corpus.add_argument("--learn", action="store_true", help=learn)
+    add_setting(parser, "history")
+    parser.add_argument("--learn", action="store_true", help=SETTINGS["learn"].about)
     limits = parser.add_argument_group("limits")
     gib, mib, size_or_0 = _size(30), _size(20), _size(30, may_be_zero=True)
     _add(limits, "--ram-gib", size_or_0, "2", "stored KV kept in RAM", dest="ram_bytes")
@@ -216,7 +217,7 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
     if not args.no_corpus:
         require_extra()
         documents.check_lengths(args.chunk_tokens, args.chunk_overlap)
-    options = {"ratio": args.ratio, "policy": args.policy, "controller": args.controller}
+    options = {"ratio": args.ratio, "policy": args.policy, "controller": args.controller, "history": args.history}
     config = {name: value for name, value in options.items() if value is not None}
     if args.policy is not None:
         config = {"controller": "off", **config}  # as in requests that name a policy

@@ -14,7 +14,8 @@ from kvrag.types import Messages
 
 _SAMPLING = {name: value for name, value in asdict(Sampling()).items() if name != "logprobs"}
 _SAME = _SAMPLING.keys() - {"max_new_tokens"} | {"tools"}  # as OpenAI and vLLM name them
-_OTHER = ("ratio", "policy", "controller", "documents", "tools", "tool_choice", "grammar", "template", "reasoning")
+_BLEND = ("ratio", "policy", "controller", "history")
+_OTHER = (*_BLEND, "documents", "tools", "tool_choice", "grammar", "template", "reasoning")
 _SWITCHES = ("enable_thinking", "thinking")  # of thoughts, in chat templates
 _DEFAULTS = dict.fromkeys((*_OTHER, "timeout")) | {"namespace": ""} | _SAMPLING
 
@@ -64,7 +65,7 @@ def checked(options: Mapping[str, Any]) -> Body:
 
 def blend_of(options: Body) -> Body:
     """Return the options of blending that are given."""
-    return {name: options[name] for name in ("ratio", "policy", "controller") if options[name] is not None}
+    return {name: options[name] for name in _BLEND if options[name] is not None}
 
 
 def body_of(model: str, prompt: str | Messages, options: Body, is_stream: bool) -> Body:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from kvrag.config import CONTROLLERS, POLICIES, Grammar
+from kvrag.config import CONTROLLERS, HISTORIES, POLICIES, Grammar
 from kvrag.server.errors import ApiError
 from kvrag.server.settings import ServerSettings
 
@@ -25,7 +25,7 @@ _MOST_CHOICES = 128  # of a request, as by OpenAI
 # options that the engine has under the same name
 _SAME = (
     *("top_p", "top_k", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("ratio", "policy", "controller"),
+    *("ratio", "policy", "controller", "history"),
 )
 
 
@@ -56,6 +56,7 @@ class Common(Request):
     ratio: Annotated[Number, Field(ge=0, le=1)] | None = None
     policy: Literal[POLICIES] | None = None  # type: ignore[valid-type]
     controller: Literal[CONTROLLERS] | None = None  # type: ignore[valid-type]
+    history: Literal[HISTORIES] | None = None  # type: ignore[valid-type]
     chunks: Annotated[list[str], Field(max_length=1000)] | None = None
 
     # accepted without effect

@@ -685,3 +685,10 @@ def test_full_prefill_reuses_no_history_behind_an_edit(blending: Talk, hf: Any) 
     edited = _edited(prompt, thought)
     report = blending(edited, policy="full").report
     assert (report.reused_tokens, report.exact) == (0, True)
+
+
+def test_histories_can_be_blended_per_answer(talk: Talk) -> None:
+    prompt, thought = _talked(talk, ratio=0.3)
+    assert talk(_edited(prompt, thought), ratio=0.3, history="blend").report.moved_tokens > 80
+    with pytest.raises(SettingError, match="unknown history 'all'; choose one of exact, blend"):
+        talk(prompt, history="all")

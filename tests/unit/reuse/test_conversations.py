@@ -289,7 +289,7 @@ def test_passes_that_only_need_a_cache_ignore_conversations(talk: Talk) -> None:
 
 
 def test_an_answer_that_failed_leaves_nothing(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> Iterator[Delta]:
+    def fail(*_: Any, **__: Any) -> Iterator[Delta]:
         yield Delta("a", (5,))
         raise ModelError("the model's logits are NaN")
 

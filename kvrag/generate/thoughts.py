@@ -56,7 +56,7 @@ _KINDS = (HARMONY, _at_start("<think>", "</think>"), _at_start("[THINK]", "[/THI
 
 def kind_of(tokenizer: Tokenizer) -> Kind | None:
     """Return how the model marks its thoughts; None if it does not think."""
-    source = tokenizer.template_text()
+    source = str(tokenizer.hf.chat_template)  # all of them, if there are several
     for kind in _KINDS:
         if any(sign in source or sign in tokenizer.marks for sign in kind.signs):
             return kind
@@ -88,7 +88,7 @@ def switch(tokenizer: Tokenizer, reasoning: bool | None, is_plain: bool) -> dict
         raise SettingError(f"reasoning must be True, False or None, got {reasoning!r:.80}")
     if not is_plain and (name := tokenizer.find_switch(_SWITCHES)):
         return {name: reasoning}
-    kind, source = kind_of(tokenizer), tokenizer.template_text()
+    kind, source = kind_of(tokenizer), str(tokenizer.hf.chat_template)
     # a token alone is no sign: tokenizers of models that do not think have it too
     thinks = kind is not None and (not kind.signs or any(sign in source for sign in kind.signs))
     if reasoning and not thinks:

@@ -11,7 +11,10 @@ import torch
 from templates import TEMPLATES, tokenizer_of
 
 from kvrag import Answer, BlendEngine, FileStore, Grammar, Model, SettingError
+from kvrag.backend.transformers import Tokenizer
 from kvrag.generate.row import Row
+from kvrag.generate.thoughts import Thoughts
+from kvrag.generate.tools import prepare
 
 HELLO = [{"role": "user", "content": "Hello."}]
 LOOK = {
@@ -235,3 +238,12 @@ def test_a_response_template_names_the_thoughts(ask: Ask) -> None:
         assert [(each.name, each.arguments) for each in answer.tool_calls] == [("look", {"far": True})]
     with pytest.raises(SettingError, match="no switch"):
         ask("gemma4", "Hi.", reasoning=False)
+
+
+def test_several_chat_templates_without_a_default(tokenizer: Any) -> None:
+    theirs = tokenizer_of("hermes", tokenizer)
+    theirs.chat_template = {"rag": TEMPLATES["hermes"], "other": TEMPLATES["nemotron"]}
+    prepared = prepare(Tokenizer(theirs, "several", preamble=False), "Hello.")
+    thoughts = Thoughts.of(Tokenizer(theirs, "several", preamble=False), [5])
+    assert prepared.prompt == "Hello."
+    assert thoughts is not None

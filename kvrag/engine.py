@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Unpack, cast
 
 from kvrag.answer import ANSWER_DEFAULTS, Answering, AnswerOptions, Question, overridden
-from kvrag.backend.lock import Shared
+from kvrag.backend.lock import Shared, is_left
 from kvrag.backend.transformers import LoadOptions, Model
 from kvrag.config import (
     BlendConfig,
@@ -30,9 +30,8 @@ from kvrag.control import calibrate
 from kvrag.control.calibrate import Calibration
 from kvrag.control.prompts import Search, make_prompts, search_by_words
 from kvrag.control.tuning import Tuning
-from kvrag.errors import AnswerTimeoutError, KvragError, SettingError
+from kvrag.errors import AbandonedError, AnswerTimeoutError, KvragError, SettingError
 from kvrag.fingerprint import text_key
-from kvrag.generate.admission import is_left
 from kvrag.generate.together import together
 from kvrag.generate.tools import prepare
 from kvrag.ingest.ingest import Ingestion
@@ -302,7 +301,7 @@ class BlendEngine:
             max_new_tokens, temperature, top_p, top_k, seed, logprobs: See `Sampling`.
             repetition_penalty, frequency_penalty, presence_penalty, logit_bias: See `Sampling`.
             timeout: Seconds that the work on the answer may take, waiting for other answers included. Checked after
-                every token, so the prefill always completes. None = no limit.
+                every token and, during prefill, between layers. None = no limit.
 
         Yields:
             One Delta per token; the last one has `finish_reason` and the report.
@@ -573,16 +572,28 @@ class BlendEngine:
 
 def _within(deltas: Generator[Delta, None, None], timeout: float | None) -> Generator[Delta, None, None]:
     """Yield the deltas; raise AnswerTimeoutError once the work on them has taken longer than `timeout` seconds."""
-    spent = 0.0
+    if timeout is None:
+        with own_team(), closing(deltas):
+            yield from deltas
+        return
+    late = AnswerTimeoutError(
+        f"the answer took longer than its timeout of {timeout:g} s: raise timeout=, or lower max_tokens"
+    )
+    spent, started, has_left = 0.0, 0.0, is_left.get()
+    inside = copy_context()  # the consumer's own work has no limit
+    inside.run(is_left.set, lambda: has_left() or spent + time.perf_counter() - started > timeout)
     with own_team(), closing(deltas):
         while True:
             started = time.perf_counter()
-            delta = next(deltas, None)
+            try:
+                delta = inside.run(next, deltas, None)
+            except AbandonedError:
+                if has_left():
+                    raise
+                raise late from None
             spent += time.perf_counter() - started  # a slow consumer is not slow work
             if delta is None:
                 return
-            if timeout is not None and spent > timeout and delta.finish_reason is None:
-                raise AnswerTimeoutError(
-                    f"the answer took longer than its timeout of {timeout:g} s: raise timeout=, or lower max_tokens"
-                )
+            if spent > timeout and delta.finish_reason is None:
+                raise late
             yield delta

@@ -8,6 +8,7 @@ KvragError
  │   ├─ ModelLoadError
  │   ├─ OutOfMemoryError
  │   └─ UnsupportedModelError
+ ├─ AbandonedError
  ├─ AnswerTimeoutError (also a TimeoutError)
  ├─ ServerError
  └─ StoreError
@@ -55,6 +56,10 @@ def out_of_memory(error: BaseException) -> bool:
 
 class SettingError(KvragError, ValueError):
     """A setting is out of range or has an unknown name."""
+
+
+class AbandonedError(KvragError):
+    """Nobody waits for an answer any more; only the task that was cancelled sees it."""
 
 
 class AnswerTimeoutError(KvragError, TimeoutError):

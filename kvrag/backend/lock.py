@@ -8,13 +8,24 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Generic, TypeVar
 
+from kvrag.errors import AbandonedError
 from kvrag.openmp import release_team
 
 T = TypeVar("T")
 
+is_left: ContextVar[Callable[[], bool]] = ContextVar("is_left", default=lambda: False)
+"""Function that returns whether the consumer of this context has left: work on its answer ends then."""
+
 _SHARE = 2.0  # of all other threads together, relative to those in `FairLock.first`
+
+
+def check_left() -> None:
+    """Raise AbandonedError if the consumer of this context has left."""
+    if is_left.get()():
+        raise AbandonedError("the answer was abandoned before its first token")
 
 
 class FairLock:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
+from kvrag.backend.lock import check_left
 from kvrag.config import check_bytes
-from kvrag.errors import KvragError
 
 _POLL_S = 0.1
 _QUIET = 10  # polls without work on any admitted answer until the next one is admitted in any case
-
-is_left: ContextVar[Callable[[], bool]] = ContextVar("is_left", default=lambda: False)
-"""Function that returns whether the consumer of this context has left: its answer need not begin then."""
 
 
 @dataclass(eq=False)
@@ -42,7 +38,7 @@ class Admission:
 
     @contextmanager
     def admit(self, num_bytes: int) -> Iterator[Admitted]:
-        """Hold a place for an answer with KV of this size at full length. Raises KvragError if `is_left` returns True.
+        """Hold a place for an answer with KV of this size at full length. Raises AbandonedError, see `check_left`.
 
         Waits at most until all admitted answers have waited for their consumers for a second: one of these consumers
         may be waiting here.
@@ -53,8 +49,7 @@ class Admission:
             try:
                 quiet = 0
                 while self._waiting[0] is not turn or not (self._fits(num_bytes) or quiet >= _QUIET):
-                    if is_left.get()():
-                        raise KvragError("the answer was abandoned before it began")
+                    check_left()
                     self._changed.wait(_POLL_S)
                     quiet = 0 if any(other.is_working for other in tuple(self._admitted)) else quiet + 1
                 self._admitted[answer] = None

@@ -9,7 +9,7 @@ from contextlib import closing
 from queue import SimpleQueue
 from typing import TypeVar
 
-from kvrag.generate.admission import is_left
+from kvrag.backend.lock import is_left
 
 T = TypeVar("T")
 

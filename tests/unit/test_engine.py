@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -637,6 +638,58 @@ async def test_cancelling_stops_the_work_after_the_current_step(engine: BlendEng
     assert not engine.model.lock._held
 
 
+class Layers:
+    """Counts the layers of prefills, and calls `then` in each."""
+
+    def __init__(self, engine: BlendEngine, then: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, pause = 0, engine.model._pause
+
+        def counting() -> None:
+            self.count += 1
+            then()
+            pause()
+
+        monkeypatch.setattr(engine.model, "_pause", counting)
+
+
+@pytest.mark.asyncio
+async def test_cancelling_ends_a_prefill_between_two_layers(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, released = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        entered.set()
+        assert released.wait(30)
+
+    layers = Layers(engine, wait, monkeypatch)
+    task = asyncio.ensure_future(engine.agenerate(PROMPT, max_new_tokens=1))
+    assert await asyncio.to_thread(entered.wait, 30)
+    task.cancel()
+    asyncio.get_running_loop().call_later(0.2, released.set)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert layers.count == 1
+    assert engine._answering._conversations.num_bytes == 0
+    monkeypatch.undo()
+    assert engine.generate(PROMPT, max_new_tokens=1).report.exact
+
+
+@pytest.mark.parametrize("policy", ["full", "query"])
+def test_a_timeout_ends_a_prefill_between_two_layers(
+    policy: str, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.warm(CHUNKS)
+    wanted = engine.generate(PROMPT, policy="full", max_new_tokens=2, temperature=0).token_ids
+    layers = Layers(engine, lambda: time.sleep(0.1), monkeypatch)
+    with pytest.raises(kvrag.AnswerTimeoutError, match=r"longer than its timeout of 0\.05 s"):
+        engine.generate(PROMPT, policy=policy, ratio=1.0, max_new_tokens=2, timeout=0.05)
+    assert layers.count == 1
+    monkeypatch.undo()
+    assert engine.generate(PROMPT, policy=policy, ratio=1.0, max_new_tokens=2, temperature=0).token_ids == wanted
+
+
+@pytest.mark.asyncio
 async def test_cancelling_twice_is_no_other_error(engine: BlendEngine, gate: Gate) -> None:
     task = asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=50))
     await gate.wait()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from kvrag.backend.lock import FairLock, Shared
+from kvrag.backend.lock import FairLock, Shared, check_left
 from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers import loading
@@ -372,7 +372,8 @@ class Model(Backend):
         return logits[:, -1].float()
 
     def _pause(self) -> None:
-        """Let a decode step of another thread run, between two layers of this thread's pass."""
+        """Between two layers, end this pass if nobody waits for it, or let another thread's decode step run."""
+        check_left()
         if not self.lock.is_wanted_first:
             return
         if self.device.type == "cuda":

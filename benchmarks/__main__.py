@@ -24,6 +24,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "benchmarks.quality.command",
         "measure answer quality on the readers' worlds, or as `kvrag bench quality`",
     ),
+    "edits": ("benchmarks.quality.edits", "measure answers behind an edit of the history"),
     "ladder": ("benchmarks.quality.ladder", "measure which change of stored KV would make answers full prefill's"),
     "simulate": ("benchmarks.cluster.simulate", "predict where reuse wins and where it loses, with a cost model"),
     "cluster": ("benchmarks.cluster.command", "plan a cluster: GPUs, hit rates and costs by a simulation"),

@@ -106,6 +106,9 @@ def execute(make_parser: Callable[[Sequence[str]], Parser], argv: Sequence[str] 
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         parser = make_parser(argv)
+        if not argv:
+            parser.print_help()
+            return 0
         args, unknown = parser.parse_known_args(argv)
         if unknown:
             args.parser.unknown(unknown)

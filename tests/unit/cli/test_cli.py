@@ -184,7 +184,12 @@ def test_every_command_has_help_and_json(command: str, capsys: pytest.CaptureFix
     assert "--json" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", [[], ["nope"], ["warm"], ["ask", "x", "--policy", "nope"], ["store", "nope"]], ids=str)
+def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "calibrate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["nope"], ["warm"], ["ask", "x", "--policy", "nope"], ["store", "nope"]], ids=str)
 def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
@@ -195,7 +200,6 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("", "kvrag: the following arguments are required: COMMAND; see `kvrag --help`"),
         ("wram docs", "invalid choice: 'wram' (choose from"),
         ("ask", "kvrag ask: the following arguments are required: QUESTION; see `kvrag ask --help`"),
         ("ask Who founded it?", "unexpected 'founded it?': quote arguments that contain spaces"),

@@ -257,7 +257,8 @@ def measure(setup: AgentsSetup, progress: Callable[[str], None] = lambda line: N
         return rng.choices(ids, k=tokens)
 
     progress("warm-up")
-    _answer(net, setup.ratio, list(_thoughts(replace(setup, turns=2), text)), lambda line: None)
+    short = replace(setup, turns=2, question_tokens=50, answer_tokens=100, thought_tokens=20)
+    _answer(net, setup.ratio, list(_thoughts(short, text)), lambda line: None)
     traces = []
     for name in setup.traces or TRACES:
         repeats = []

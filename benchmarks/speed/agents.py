@@ -59,12 +59,17 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """How a prompt was prefilled. `computed` tokens are fresh or recomputed."""
+    """How a prompt was prefilled. `computed` tokens are fresh or recomputed.
+
+    `cpu_s` is the processor time of all threads, the work after the first token included: on a machine that others use,
+    it varies less than the TTFT. Threads that wait for each other count, so compare it with one thread.
+    """
 
     computed: int
     conversation: int
     moved: int
     ttft_s: float
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class Sums:
     prompts: int
     computed: dict[str, int]
     ttft_s: dict[str, float]
+    cpu_s: dict[str, float]
     fewer: float | None  # None without prompts
     sooner: float | None
 
@@ -246,6 +252,12 @@ def _ask(engine: BlendEngine, ids: Text) -> Cost:
     return Cost(computed, report.conversation_tokens, report.moved_tokens, report.ttft_s)
 
 
+def _with_cpu(ask: Callable[[Text], Cost], ids: Text) -> Cost:
+    started = time.process_time()
+    cost = ask(ids)
+    return replace(cost, cpu_s=time.process_time() - started)
+
+
 def measure(setup: AgentsSetup, progress: Callable[[str], None] = lambda line: None) -> AgentsResult:
     """Measure on a random model of that shape, after a warm-up of two turns."""
     progress(f"building a random model of {setup.model}'s shape")
@@ -290,7 +302,7 @@ def _answer(net: Model, ratio: float, steps: list[Step], progress: Callable[[str
         }
         for number, step in enumerate(steps, 1):
             progress(f"prompt {number} of {len(steps)}, {len(step.prompt)} tokens")
-            costs = {name: ask(step.prompt) for name, ask in ways.items()}
+            costs = {name: _with_cpu(ask, step.prompt) for name, ask in ways.items()}
             is_edited = step.turn > 1 and step.prompt[: len(before)] != before
             rows.append(PromptRow(step.turn, is_edited, len(step.prompt), costs))
             before = step.prompt + step.answer
@@ -301,8 +313,12 @@ def _answer(net: Model, ratio: float, steps: list[Step], progress: Callable[[str
 
 def _median_row(rows: tuple[PromptRow, ...]) -> PromptRow:
     """Return one row of the same prompt in several repeats, with medians of the times."""
-    times = {name: statistics.median(row.costs[name].ttft_s for row in rows) for name in rows[0].costs}
-    return replace(rows[-1], costs={name: replace(rows[-1].costs[name], ttft_s=times[name]) for name in times})
+    costs = {}
+    for name, cost in rows[-1].costs.items():
+        of_all = [row.costs[name] for row in rows]
+        ttft_s, cpu_s = (statistics.median(getattr(one, field) for one in of_all) for field in ("ttft_s", "cpu_s"))
+        costs[name] = replace(cost, ttft_s=ttft_s, cpu_s=cpu_s)
+    return replace(rows[-1], costs=costs)
 
 
 def _trace(name: str, rows: list[PromptRow]) -> Trace:
@@ -320,8 +336,9 @@ def _sums(rows: list[PromptRow]) -> Sums:
     ways = (BLEND, EXACT, PREFIX)
     computed = {way: sum(row.costs[way].computed for row in rows) for way in ways}
     ttft_s = {way: sum(row.costs[way].ttft_s for row in rows) for way in ways}
-    fewer = computed[PREFIX] / computed[BLEND] if rows else None
-    return Sums(len(rows), computed, ttft_s, fewer, ttft_s[PREFIX] / ttft_s[BLEND] if rows else None)
+    cpu_s = {way: sum(row.costs[way].cpu_s for row in rows) for way in ways}
+    fewer, sooner = (sums[PREFIX] / sums[BLEND] if rows else None for sums in (computed, ttft_s))
+    return Sums(len(rows), computed, ttft_s, cpu_s, fewer, sooner)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -373,4 +390,4 @@ def _columns(row: PromptRow) -> str:
 
 
 def _sum_of(sums: Sums, way: str) -> str:
-    return f"{way} {sums.computed[way]} tokens {sums.ttft_s[way]:.2f} s"
+    return f"{way} {sums.computed[way]} tokens {sums.ttft_s[way]:.2f} s ({sums.cpu_s[way]:.2f} s of CPU)"

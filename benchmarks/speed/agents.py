@@ -302,7 +302,10 @@ def _answer(net: Model, ratio: float, steps: list[Step], progress: Callable[[str
         }
         for number, step in enumerate(steps, 1):
             progress(f"prompt {number} of {len(steps)}, {len(step.prompt)} tokens")
-            costs = {name: _with_cpu(ask, step.prompt) for name, ask in ways.items()}
+            first = number % len(ways)  # in turn: the first answer fills the processor's caches for the others
+            order = [*ways, *ways][first : first + len(ways)]
+            measured = {name: _with_cpu(ways[name], step.prompt) for name in order}
+            costs = {name: measured[name] for name in ways}
             is_edited = step.turn > 1 and step.prompt[: len(before)] != before
             rows.append(PromptRow(step.turn, is_edited, len(step.prompt), costs))
             before = step.prompt + step.answer

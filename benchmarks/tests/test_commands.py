@@ -13,6 +13,8 @@ WRONG = [
     ["match", "--chunks", "-1"],
     ["codec", "missing"],
     ["codec", __file__, "--chunks", "0"],
+    ["agents", "--turns", "3"],
+    ["agents", "--traces", "none"],
     ["chat", "--turns", "1"],
     ["ingest", "--document-chunks", "0"],
     ["serve", "--rate", "-1"],

@@ -1,4 +1,4 @@
-"""`python -m benchmarks decode`, `chat`, `ttft` and `codec`, on small models."""
+"""`python -m benchmarks agents`, `decode`, `chat`, `ttft` and `codec`, on small models."""
 
 from __future__ import annotations
 
@@ -39,6 +39,44 @@ def test_chat(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         main(["chat", "--turns", "1"])
     assert "at least 2" in capsys.readouterr().err
+
+
+def test_agents(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("benchmarks.speed.agents.random_model", lambda *_: model)
+    monkeypatch.setattr("benchmarks.speed.agents._SYSTEM", 60)
+    sizes = ["--turns", "4", "--question-tokens", "10", "--answer-tokens", "50", "--thought-tokens", "20"]
+    sizes += ["--result-tokens", "80", "--compact-at", "500", "--instruction-tokens", "200", "--tools-tokens", "300"]
+    assert main(["agents", *sizes, "--repeats", "1", "--json"]) == 0
+    traces = json.loads(capsys.readouterr().out)["traces"]
+    edits = {trace["name"]: [row["turn"] for row in trace["rows"] if row["is_edited"]] for trace in traces}
+    assert edits == {"thoughts": [2, 3, 4], "trimmed": [4], "compacted": [4], "date": [2, 3, 4], "tools": []}
+    for trace in traces:
+        for row in trace["rows"]:
+            blend, exact, prefix = (row["costs"][way] for way in ("blend", "exact", "prefix cache"))
+            assert exact["computed"] == prefix["computed"] == row["prompt_tokens"] - prefix["conversation"]
+            # 15 % of what is moved is recomputed
+            saved = blend["computed"] + blend["moved"] + blend["conversation"] - row["prompt_tokens"]
+            assert saved == pytest.approx(0.15 * blend["moved"], abs=1)
+            assert (blend["moved"] > 0) == row["is_edited"]
+            assert blend["conversation"] >= exact["conversation"]
+        for sums in (trace["all"], trace["edited"]):
+            if sums["prompts"]:
+                assert sums["fewer"] == sums["computed"]["prefix cache"] / sums["computed"]["blend"]
+                assert sums["sooner"] == sums["ttft_s"]["prefix cache"] / sums["ttft_s"]["blend"]
+    thoughts, trimmed, compacted, date, tools = traces
+    assert [row["costs"]["prefix cache"]["computed"] for row in thoughts["rows"]] == [70, 60, 60, 60]
+    assert trimmed["edited"]["fewer"] > 2
+    assert compacted["rows"][-2]["prompt_tokens"] == 60 + 200 + 2 * (10 + 50 + 500 // 8 + 50) + 10
+    assert date["edited"]["fewer"] > 3
+    assert date["all"]["fewer"] < date["edited"]["fewer"]
+    second = tools["rows"][2:]
+    assert [row["turn"] for row in second] == [1, 2]
+    assert [row["costs"]["blend"]["computed"] for row in second] == [10, 10]
+    assert set(tools["first_to_follow_up"]) == {"blend", "exact", "prefix cache"}
+    assert main(["agents", *sizes, "--repeats", "2", "--traces", "tools"]) == 0
+    out = capsys.readouterr().out
+    assert "first prompt of the second agent" in out
+    assert "behind an edit (" not in out
 
 
 @pytest.mark.parametrize("tier", [["--ram-bytes", str(1 << 30)], ["--cold"]], ids=["ram", "cold"])

@@ -280,7 +280,7 @@ class Answering:
         Skipped for abandoned streams: garbage collection may end them in a thread that holds the locks taken here.
         """
         self._pipeline.tuning.keep_speed_now_and_then()
-        if answered:
+        if answered and question.config.history == "exact":  # else most text may never be warmed
             tokenizer, store, lookup = self._model.tokenizer, self._pipeline.store, self._pipeline.lookup
             find = partial(lookup.find_chunks, namespace=question.namespace)
             explain = partial(why_little, tokenizer, store, find, answered, question.config.min_run)

@@ -188,7 +188,8 @@ class Conversations:
     def find(self, ids: Sequence[int], config: BlendConfig, namespace: str = "") -> CachedPrefix | None:
         """Return the longest prefix of a prompt that can be reused; None if it is not worth it.
 
-        Of blended KV, only whole turns are reused: chunks are blended for the question that follows them.
+        Of KV that was blended from chunks, only whole turns are reused: chunks are blended for the question that
+        follows them.
         """
         if len(ids) > self._longest:
             return None
@@ -434,6 +435,8 @@ def _turns(prompt: NDArray[np.int64], stretch: KeptStretch, turns: Sequence[Turn
     """Return the length of a prompt's prefix of whole turns, their number, and whether it has no more in common."""
     common = stretch.start + _common(prompt[stretch.start : -1], stretch.ids)
     length, number = 0, 0
+    if not stretch.chunks:  # no chunk was blended for a question
+        return common, sum(turn.stop <= common for turn in turns), False
     for turn, end in zip(turns, [*(turn.start for turn in turns[1:]), stretch.stop], strict=True):
         if common < turn.asked or len(prompt) <= turn.stop:
             break

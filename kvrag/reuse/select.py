@@ -49,6 +49,10 @@ def select(backend: Backend, stitched: Stitched, config: BlendConfig) -> Tensor:
         return inexact[:0]
     if budget == len(inexact) and config.min_deviation == 0:
         return inexact  # regardless of scores
+    # choosing runs the fresh tokens through most layers: with a long question, computing all reused tokens costs less
+    costs = selecting(config, backend.num_layers).query * len(stitched.fresh)
+    if len(inexact) - budget <= costs and config.min_deviation == 0:
+        return inexact
     scores: Tensor = _module(config.policy).score(Context(backend, stitched, config, budget))
     return inexact[best(scores[inexact], budget)]
 

@@ -109,10 +109,10 @@ def test_an_inexact_answer_is_detected(tmp_path: Path) -> None:
         engine.warm(map(tiny.text, range(4)), document="a")
         assert tiny.check_answer(engine, tiny.prompt([2, 1, 3])) > 50
         with pytest.raises(AssertionError, match="another answer than full prefill's"):
-            tiny.check_answer(engine, tiny.prompt([2, 1, 3]), ratio=0.0, policy="none")
+            tiny.check_answer(engine, tiny.prompt([1, 3, 2]), ratio=0.0, policy="none")
 
 
-@pytest.mark.parametrize("page", ["SECURITY.md", "docs/operations.md"])
+@pytest.mark.parametrize("page", ["SECURITY.md"])
 def test_the_tests_that_pages_name_exist(page: str) -> None:
     sources = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     named = re.findall(r"`(?:(test_\w+\.py)(?:::)?)?(test_\w+)?`", (ROOT / page).read_text())

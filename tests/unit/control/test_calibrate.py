@@ -101,16 +101,16 @@ def test_everything_recomputed_agrees_always(warmed: BlendEngine) -> None:
 
 def test_the_ratio_found_is_the_default_from_now_on(warmed: BlendEngine, model: Model) -> None:
     assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.15
-    found = warmed.calibrate(MANY, ratios=(0.91,), target=0.01)
-    assert found.ratio == 0.91
-    assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.91
+    found = warmed.calibrate(MANY, ratios=(0.51,), target=0.01)
+    assert found.ratio == 0.51
+    assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.51
     assert warmed.generate(PROMPT, ratio=0.5, max_new_tokens=1).report.ratio == 0.5
     folder = Path(warmed.store.stats().path)
     assert not list(folder.rglob("*.tmp"))
     with BlendEngine(model, FileStore(folder, min_free_bytes=0)) as other:
         report = other.generate(PROMPT, max_new_tokens=1).report
-        assert (report.ratio, report.notes) == (0.91, ())
-        assert report.recomputed_tokens == round(0.91 * sum(len(run) for run in report.runs[1:]))
+        assert (report.ratio, report.notes) == (0.51, ())
+        assert report.recomputed_tokens == round(0.51 * sum(len(run) for run in report.runs[1:]))
     with BlendEngine(model, FileStore(folder, min_free_bytes=0), BlendConfig(ratio=0.4)) as other:
         assert other.generate(PROMPT, max_new_tokens=1).report.ratio == 0.4
 

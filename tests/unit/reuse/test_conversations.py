@@ -475,7 +475,7 @@ def test_the_least_recently_used_is_evicted_first() -> None:
 )
 def test_prompts_that_continue_a_conversation(prompt: list[int], length: int | None) -> None:
     conversations = Conversations(1 << 20, 1000, 1)
-    _keep(conversations, range(40))
+    _keep(conversations, range(40), a=0)
     found = _find(conversations, prompt)
     assert (found and found.length) == length
 
@@ -483,10 +483,18 @@ def test_prompts_that_continue_a_conversation(prompt: list[int], length: int | N
 def test_the_longest_is_taken() -> None:
     conversations = Conversations(1 << 20, 1000, 1)
     for stop in (60, 80, 70):
-        _keep(conversations, range(stop))
+        _keep(conversations, range(stop), a=0)
     found = _find(conversations, range(100))
     assert found is not None
     assert found.length == 80
+
+
+def test_a_history_blended_without_chunks_is_reused_up_to_the_next_edit() -> None:
+    conversations = Conversations(1 << 20, 1000, 1)
+    _keep(conversations, range(100), exact=20)
+    found = _find(conversations, [*range(60), 7, 7])
+    assert found is not None
+    assert (found.length, found.exact, found.turns, found.continued) == (60, 20, (), None)
 
 
 def test_where_rope_follows_the_length_nothing_longer_is_kept_or_taken() -> None:

@@ -224,7 +224,8 @@ def _agreement(ratio: float, rows: Sequence[list[Record]], at: int) -> Agreement
 
 def settings_of(config: BlendConfig) -> dict[str, Any]:
     """Return the settings, besides the policy, that a calibration depends on, as JSON types."""
-    others = {name: value for name, value in asdict(config).items() if name not in ("policy", "ratio", "controller")}
+    apart = ("policy", "ratio", "controller", "history")  # behind an edit, more is kept at the same ratio: decision 28
+    others = {name: value for name, value in asdict(config).items() if name not in apart}
     settings: dict[str, Any] = json.loads(json.dumps(others))
     return settings
 

@@ -61,7 +61,8 @@ class Blended:
         """Return whether it may be used for a prompt with these settings."""
         assert self.config.ratio is not None  # both are filled in by a plan
         assert config.ratio is not None
-        has_same_settings = replace(self.config, ratio=config.ratio, controller=config.controller) == config
+        others = {name: getattr(config, name) for name in ("ratio", "controller", "history")}
+        has_same_settings = replace(self.config, **others) == config
         return has_same_settings and self.config.ratio >= config.ratio
 
 

@@ -433,3 +433,13 @@ def test_an_interrupted_calibration_reports_the_prompts_that_are_done(warmed: Bl
         found = again.calibrate(MANY * 2, ratios=(0.9,), target=0.01, progress=_interrupt_at(2 * LEAST + 1))
         assert (found.curve[0].prompts, found.interrupted, found.is_usable) == (LEAST, True, True)
         assert again.generate(PROMPT, max_new_tokens=1).report.ratio == 0.9
+
+
+def test_a_calibration_is_valid_for_every_history(warmed: BlendEngine) -> None:
+    """Also one that was made before histories could be blended: it does not name the setting."""
+    warmed.calibrate(MANY, ratios=(0.51,), target=0.01)
+    for history in ("exact", "blend"):
+        report = warmed.generate(PROMPT, history=history, max_new_tokens=1).report
+        assert (report.ratio, report.notes) == (0.51, ())
+    assert warmed.calibration is not None
+    assert "history" not in warmed.calibration.settings

@@ -232,6 +232,7 @@ def test_ratio_1_reuses_no_conversation_of_a_lower_ratio(talk: Talk, hf: Any) ->
         ({"ratio": 0.3, "policy": "first_k"}, {"ratio": 0.1}, False),
         ({"ratio": 1.0}, {"ratio": 0.3, "policy": "first_k"}, True),
         ({"ratio": 1.0}, {}, True),
+        ({"ratio": 0.3}, {"ratio": 0.3, "history": "blend"}, True),
         ({"ratio": 0.0}, {"policy": "none"}, False),
     ],
 )

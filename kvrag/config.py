@@ -124,12 +124,9 @@ class BlendConfig:
         context: "text" = the preceding tokens. "headings" = the source's title, which is its name without folders and
             suffix, and the Markdown headings above the chunk: at most `context_tokens` of them.
         check_layer: Layer at which `hkvd` measures the KV deviation; costs that many full layers.
-        deviation_of: "k", "v" or "kv": tensors that `hkvd` compares.
-        metric: "l2" (CacheBlend) or "cosine" (KVBoost): metric of `hkvd`.
-        min_deviation: `hkvd` does not recompute tokens with a smaller deviation, at any ratio.
-        first_tokens: Tokens at the start of every run that `query` and `query_hkvd` recompute in any case, as far as
+        first_tokens: Tokens at the start of every run that `query` recomputes in any case, as far as
             half of the budget allows; 0 = the question's attention alone decides.
-        band: Layers whose attention `query` and `query_hkvd` use, as fractions of the depth.
+        band: Layers whose attention `query` uses, as fractions of the depth.
         smoothing: Width in tokens of the window that averages `query` scores; odd.
         seed: Seed of `random`.
     """
@@ -142,9 +139,6 @@ class BlendConfig:
     context_tokens: int = _checked(DEFAULT_CONTEXT, check_number, whole=True)
     context: str = _checked("text", check_choice, choices=("text", "headings"))
     check_layer: int = _checked(1, check_number, least=1, whole=True)  # layer 0 cannot deviate
-    deviation_of: str = _checked("kv", check_choice, choices=("k", "v", "kv"))
-    metric: str = _checked("l2", check_choice, choices=("l2", "cosine"))
-    min_deviation: float = _checked(0.0, check_number)
     first_tokens: int = _checked(2, check_number, whole=True)
     band: tuple[float, float] = (0.5, 0.8)
     smoothing: int = _checked(1, check_number, least=1, whole=True)

@@ -45,8 +45,8 @@ MUTATIONS = [
         "scores.topk(min(num, len(scores)), largest=False)", "reuse/test_select.py",
     ),
     Mutation(
-        "deviation of values ignored", "reuse/measure.py", "for name in config.deviation_of]",
-        "for name in config.deviation_of[:1]]", "reuse/test_select.py",
+        "deviation of values ignored", "reuse/measure.py", " + _distances(fresh_values, values[:, :, at])",
+        "", "reuse/test_select.py",
     ),
     Mutation("rotation sign", "backend/rope.py", "addcmul_(second, s, value=-1)", "addcmul_(second, s)",
              "backend/test_rope.py"),

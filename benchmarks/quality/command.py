@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=checked(split_policies, make_configs),
         metavar="POLICY",
-        help="policies, optionally with settings: hkvd hkvd:check_layer=3,metric=cosine query:band=0.2:0.6 (default: "
+        help="policies, optionally with settings: hkvd hkvd:check_layer=3 query:band=0.2:0.6 (default: "
         "as `kvrag bench quality`; full and none are always included, without --docs also random)",
     )
     study.add_argument(

@@ -42,7 +42,7 @@ def make_configs(labels: Iterable[str], settings: Sequence[str] = ()) -> dict[st
     """Return settings by label.
 
     Args:
-        labels: Policies, optionally with their own settings: `hkvd:check_layer=3,metric=cosine`.
+        labels: Policies, optionally with their own settings: `hkvd:check_layer=3`.
         settings: Settings of all policies, as `name=value`.
 
     Raises:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrag.backend.protocol import PREFILL_BLOCK
-from kvrag.reuse.select import CANDIDATES, NO_PASSES, Passes
+from kvrag.reuse.select import NO_PASSES, Passes
 
 FILE = "speed.json"
 _KEPT = 16  # observations of each kind: enough to average out noise, few enough to follow changes in load
@@ -85,11 +85,9 @@ def blend_seconds(speed: Speed, request: Workload, ratio: float) -> float:
     compute = _pass(speed, rows, rows * request.prompt) + (math.ceil(rows / PREFILL_BLOCK) - 1) * speed.pass_s
     load, stitch = request.bytes / speed.load, request.reused * speed.stitch_s
     passes = request.passes
-    selecting = min(1.0, max(passes.query, passes.candidates) + passes.detection) if ratio else 0.0
+    selecting = min(1.0, passes.query + passes.detection) if ratio else 0.0
     select = passes.query * _pass(speed, fresh, fresh * request.prompt)
     select += passes.detection * full_seconds(speed, request.prompt, request.kept)
-    candidates = fresh + min(CANDIDATES * ratio, 1.0) * request.inexact
-    select += passes.candidates * _pass(speed, candidates, candidates * request.prompt)
     while_selecting = max(selecting * load, (select if ratio else 0.0) + selecting * stitch)
     return while_selecting + selecting * compute + (1 - selecting) * max(load, compute + stitch)
 

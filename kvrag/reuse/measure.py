@@ -17,7 +17,7 @@ _FIRST_SHARE = 1 / 2  # of the budget, at most, for the first tokens of runs
 
 def deviation(context: Context, layer: int, rows: Tensor) -> Tensor:
     """Return the (T,) KV deviation of the fresh KV of (S,) `rows` on a layer, -inf elsewhere. The fresh KV is kept."""
-    backend, stitched, config = context.backend, context.stitched, context.config
+    backend, stitched = context.backend, context.stitched
     keys, values = stitched.cache.layer(layer)
     scores = torch.full((len(stitched.ids),), -torch.inf)
 
@@ -26,10 +26,8 @@ def deviation(context: Context, layer: int, rows: Tensor) -> Tensor:
             if number < layer:
                 return False
             at = block.to(keys.device)
-            pairs = {"k": (fresh_keys, keys[:, :, at]), "v": (fresh_values, values[:, :, at])}
-            deviations = [_distances(config.metric, *pairs[name]) for name in config.deviation_of]
-            total = backend.sum_over_processes(torch.stack(deviations).sum(dim=0))
-            scores[block] = (total / backend.num_processes if config.metric == "cosine" else total).cpu()
+            total = _distances(fresh_keys, keys[:, :, at]) + _distances(fresh_values, values[:, :, at])
+            scores[block] = backend.sum_over_processes(total).cpu()
             stitched.cache.write(layer, at, fresh_keys, fresh_values)
             return True
 
@@ -41,9 +39,7 @@ def deviation(context: Context, layer: int, rows: Tensor) -> Tensor:
     else:
         for block in prefill_blocks(backend, rows):
             run(block, block)
-    measured = scores[stitched.inexact]
-    measured = measured.masked_fill(measured < config.min_deviation, -torch.inf)
-    return torch.full_like(scores, -torch.inf).index_copy_(0, stitched.inexact, measured)
+    return torch.full_like(scores, -torch.inf).index_copy_(0, stitched.inexact, scores[stitched.inexact])
 
 
 def attention(context: Context) -> Tensor:
@@ -84,9 +80,6 @@ def first_tokens(context: Context) -> Tensor:
     return scores
 
 
-def _distances(metric: str, fresh: Tensor, cached: Tensor) -> Tensor:
-    """Return the (T,) squared distances of two (1, H, T, D) tensors, or the cosine distances, mean over heads."""
-    fresh, cached = fresh.float(), cached.float()
-    if metric == "l2":
-        return (fresh - cached).square().sum(dim=(0, 1, 3))
-    return 1 - torch.cosine_similarity(fresh, cached, dim=-1).mean(dim=(0, 1))
+def _distances(fresh: Tensor, cached: Tensor) -> Tensor:
+    """Return the (T,) squared distances of two (1, H, T, D) tensors."""
+    return (fresh.float() - cached.float()).square().sum(dim=(0, 1, 3))

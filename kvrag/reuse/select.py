@@ -17,8 +17,6 @@ from kvrag.backend.protocol import Backend
 from kvrag.config import DEFAULT_RATIO, BlendConfig
 from kvrag.reuse.stitch import Stitched
 
-CANDIDATES = 2  # of a policy that measures candidates, as a multiple of its budget
-
 
 @dataclass(frozen=True)
 class Context:
@@ -35,7 +33,6 @@ class Passes(NamedTuple):
 
     query: float = 0.0  # on the fresh tokens
     detection: float = 0.0  # on all tokens
-    candidates: float = 0.0  # on the fresh tokens and `CANDIDATES` times the budget
 
 
 NO_PASSES = Passes()
@@ -47,11 +44,10 @@ def select(backend: Backend, stitched: Stitched, config: BlendConfig) -> Tensor:
     budget = round((DEFAULT_RATIO if config.ratio is None else config.ratio) * len(inexact))
     if budget == 0 or config.policy == "none":
         return inexact[:0]
-    if budget == len(inexact) and config.min_deviation == 0:
+    if budget == len(inexact):
         return inexact  # regardless of scores
     # choosing runs the fresh tokens through most layers: with a long question, computing all reused tokens costs less
-    costs = selecting(config, backend.num_layers).query * len(stitched.fresh)
-    if len(inexact) - budget <= costs and config.min_deviation == 0:
+    if len(inexact) - budget <= selecting(config, backend.num_layers).query * len(stitched.fresh):
         return inexact
     scores: Tensor = _module(config.policy).score(Context(backend, stitched, config, budget))
     return inexact[best(scores[inexact], budget)]

@@ -25,7 +25,7 @@ _MACHINES = 10  # per case; the first one of each is trivial
 _TEXTS = st.lists(st.integers(0, 5), min_size=1, max_size=4)
 _DOCUMENTS = st.sampled_from(["", "a", "b", "c"])
 _NAMESPACES = st.sampled_from(["", "", "", "other"])
-_POLICIES = st.sampled_from(["first_k", "hkvd", "query", "random", "query_hkvd", "full"])
+_POLICIES = st.sampled_from(["first_k", "hkvd", "query", "random", "full"])
 
 
 class Machine(RuleBasedStateMachine):

@@ -296,7 +296,7 @@ def test_a_long_prompt_in_blocks(engine: BlendEngine, hf: Any, monkeypatch: pyte
     engine.warm(CHUNKS)
     ids = engine.model.tokenizer.render(messages(*CHUNKS * 11))
     assert len(ids) > 1500
-    for policy in ("hkvd", "query", "query_hkvd"):
+    for policy in ("hkvd", "query"):
         done = prepare(engine, ids, 1.0, policy)
         assert len(done.report.runs) == 44
         assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5

@@ -37,7 +37,7 @@ def main(model: Path, store: Path) -> None:
 
         prompt = prompt_of(CHUNKS[2], CHUNKS[0], CHUNKS[3], CHUNKS[1])
         (full,) = ask([prompt], {"mode": "off"})
-        for policy, ratio in (("query", 1.0), ("query", 0.15), ("hkvd", 0.15), ("query_hkvd", 0.15), ("none", 0.0)):
+        for policy, ratio in (("query", 1.0), ("query", 0.15), ("hkvd", 0.15), ("none", 0.0)):
             (done,) = ask([prompt], {"policy": policy, "ratio": ratio})
             wanted = blended(own, done.ids, ratio, policy)
             difference = distance(done.logprobs, full.logprobs if ratio == 1.0 else wanted.logits[0].log_softmax(-1))

@@ -65,7 +65,7 @@ def test_at_ratio_1_it_is_full_prefill(both: Both) -> None:
         assert done.tokens == full.tokens
 
 
-@pytest.mark.parametrize("policy", ["query", "hkvd", "first_k", "query_hkvd", "random", "none"])
+@pytest.mark.parametrize("policy", ["query", "hkvd", "first_k", "random", "none"])
 def test_it_is_what_kvrags_own_engine_gives(both: Both, policy: str, prefilled: list[Prefilled]) -> None:
     ratio = 0.0 if policy == "none" else 0.15
     done = both.vllm.ask(prompt_of(*ORDER), policy=policy, ratio=ratio)

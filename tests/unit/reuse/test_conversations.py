@@ -74,7 +74,7 @@ def _ids(engine: BlendEngine, prompt: Messages) -> list[int]:
 # ---------------------------------------------------------------- the next turn
 
 
-@pytest.mark.parametrize("policy", ["query", "hkvd", "query_hkvd", "first_k"])
+@pytest.mark.parametrize("policy", ["query", "hkvd", "first_k"])
 def test_at_ratio_1_the_next_turn_has_full_prefills_logits(policy: str, talk: Talk, hf: Any) -> None:
     said = talk(FIRST, ratio=1.0, policy=policy)
     assert said.report.conversation_tokens == 0

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from kvrag.backend.protocol import Backend, KVCache
 from kvrag.config import BlendConfig
+from kvrag.errors import out_of_memory
 from kvrag.reuse.match import match
 from kvrag.reuse.segment import Segment
 from kvrag.store.protocol import ChunkReader, Entry
@@ -112,15 +113,18 @@ class KeptStretch:
         ids = self.ids[at].astype(np.uint32)
         return _Part(f"{id(self)} {offset} {length}", self.namespace, self.start + offset, ids, layers)
 
-    def cut(self, length: int) -> None:
-        """Drop all but the first tokens."""
-        self.ids, self.layers = self.ids[:length], [_copied(layer, 0, length) for layer in self.layers]
+    def cut(self, length: int, layers: Sequence[Layer] | None = None) -> None:
+        """Drop all but the first tokens; `layers` are those of the first tokens, if they were copied already."""
+        layers = layers or [_copied(layer, 0, length) for layer in self.layers]
+        self.ids, self.layers = self.ids[:length], layers
         self.chunks = tuple(placed for placed in self.chunks if placed[0] < self.stop)
         self.__dict__.pop("segment", None)
 
     def split(self, length: int) -> None:
         """Give all but the first tokens to a child, with the children."""
-        rest = [_copied(layer, length, len(self.ids)) for layer in self.layers]
+        first, rest = (  # copied before anything changes: there may be no memory
+            [_copied(layer, *part) for layer in self.layers] for part in ((0, length), (length, len(self.ids)))
+        )
         start = self.start + length
         chunks = tuple(placed for placed in self.chunks if placed[0] >= start)
         lower = KeptStretch(
@@ -128,7 +132,7 @@ class KeptStretch:
         )
         for child in lower.children:
             child.parent = lower
-        self.cut(length)
+        self.cut(length, first)
         self.children = (lower,)
 
 
@@ -184,7 +188,11 @@ class Conversations:
 
     def _work_off(self) -> None:
         while self._pending:
-            self._pending.popleft()()
+            try:
+                self._pending.popleft()()
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory(error):
+                    raise  # else it is not kept: the answer is complete
 
     def find(self, ids: Sequence[int], config: BlendConfig, namespace: str = "") -> CachedPrefix | None:
         """Return the longest prefix of a prompt that can be reused; None if it is not worth it.
@@ -306,7 +314,10 @@ class Conversations:
                     _remove(stretch)
                 else:
                     stretch.children = ()
-                    stretch.cut(at - stretch.start)
+                    try:
+                        stretch.cut(at - stretch.start)
+                    except (MemoryError, RuntimeError):  # no memory for a copy of the rest
+                        _remove(stretch)
 
     @property
     def num_bytes(self) -> int:

@@ -19,6 +19,7 @@ import torch
 from blending import CHUNKS, full_prefill, messages, plain_logits, relative
 
 import kvrag.answer
+import kvrag.reuse.conversation
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, SettingError
 from kvrag.backend.transformers import BlendCache
 from kvrag.control.tuning import Plan
@@ -536,6 +537,25 @@ def test_forgetting_a_chunk_leaves_what_stands_before_it() -> None:
     conversations.drop(["b"])
     assert _lengths(conversations) == [(0, 40), (40, 45), (40, 60)]
     assert conversations.keys() == set()
+
+
+def test_without_memory_for_a_copy_nothing_is_kept_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    conversations = Conversations(1 << 20, 1000, 1)
+    _keep(conversations, range(100), exact=100)
+    copied, left = kvrag.reuse.conversation._copied, iter([1, 0])
+
+    def fail(*args: Any) -> Any:
+        if next(left, 0):
+            return copied(*args)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kvrag.reuse.conversation, "_copied", fail)
+        _keep(conversations, [*range(60), *range(500, 560)], exact=120)
+    assert _lengths(conversations) == [(0, 100)]
+    _keep(conversations, [*range(60), *range(500, 560)], exact=120)
+    assert _lengths(conversations) == [(0, 60), (60, 100), (60, 120)]
+    assert [child.parent.stop for child in conversations._stretches() if child.parent and child.start] == [60, 60]
 
 
 def test_a_chunk_that_was_stored_later_is_known_in_kv_computed_before() -> None:

@@ -118,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
             f"{result['chunks']} chunks: {result['new']} new, {result['reused']} reused; {result['tokens']} tokens and "
             f"{human_bytes(result['bytes'])} written in {result['seconds']:.1f} s"
         )
+        if "calibrated" not in result and not args.no_calibration:
+            say("not calibrated with --server or --ray: run `kvrag calibrate` on the store, else full prefill answers")
         if result.get("calibrated"):
             print(result["calibrated"])
             print(f'Next: kvrag ask "..." --model {result["model"]}')

@@ -54,9 +54,9 @@ def test_agents(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         for row in trace["rows"]:
             blend, exact, prefix = (row["costs"][way] for way in ("blend", "exact", "prefix cache"))
             assert exact["computed"] == prefix["computed"] == row["prompt_tokens"] - prefix["conversation"]
-            # 15 % of what is moved is recomputed
+            # 15 % of what is moved is recomputed, or all where choosing costs more
             saved = blend["computed"] + blend["moved"] + blend["conversation"] - row["prompt_tokens"]
-            assert saved == pytest.approx(0.15 * blend["moved"], abs=1)
+            assert saved == pytest.approx(0.15 * blend["moved"], abs=1) or saved == blend["moved"]
             assert (blend["moved"] > 0) == row["is_edited"]
             assert blend["conversation"] >= exact["conversation"]
         for sums in (trace["all"], trace["edited"]):

@@ -6,7 +6,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d
 
 from kvrag.backend.protocol import prefill_blocks
 from kvrag.reuse.select import Context
@@ -46,7 +45,7 @@ def attention(context: Context) -> Tensor:
     """Return the (T,) attention of the question, the tokens after the last run.
 
     Root mean square over the heads and a band of layers, so that one head with high attention counts more than many
-    with low attention; optionally smoothed over neighbours.
+    with low attention.
     """
     backend, stitched, config = context.backend, context.stitched, context.config
     fresh = stitched.fresh
@@ -64,9 +63,7 @@ def attention(context: Context) -> Tensor:
             received[: len(part)] += part
         else:
             backend.forward_until(lambda number, *_: number == layers.stop, ids, stitched.cache, rows)
-    received = (received / num_queries).sqrt_()
-    width = config.smoothing
-    return avg_pool1d(received[None], width, stride=1, padding=width // 2, count_include_pad=False)[0]
+    return (received / num_queries).sqrt_()
 
 
 def first_tokens(context: Context) -> Tensor:

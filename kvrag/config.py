@@ -124,10 +124,9 @@ class BlendConfig:
         context: "text" = the preceding tokens. "headings" = the source's title, which is its name without folders and
             suffix, and the Markdown headings above the chunk: at most `context_tokens` of them.
         check_layer: Layer at which `hkvd` measures the KV deviation; costs that many full layers.
-        first_tokens: Tokens at the start of every run that `query` recomputes in any case, as far as
-            half of the budget allows; 0 = the question's attention alone decides.
+        first_tokens: Tokens at the start of every run that `query` recomputes in any case, as far as half of the
+            budget allows; 0 = the question's attention alone decides.
         band: Layers whose attention `query` uses, as fractions of the depth.
-        smoothing: Width in tokens of the window that averages `query` scores; odd.
         seed: Seed of `random`.
     """
 
@@ -141,14 +140,12 @@ class BlendConfig:
     check_layer: int = _checked(1, check_number, least=1, whole=True)  # layer 0 cannot deviate
     first_tokens: int = _checked(2, check_number, whole=True)
     band: tuple[float, float] = (0.5, 0.8)
-    smoothing: int = _checked(1, check_number, least=1, whole=True)
     seed: int = _checked(0, check_number, whole=True)
 
     def __post_init__(self) -> None:
         _check_fields(self)
         low, high = self.band
         _require(0.0 <= low < high <= 1.0, f"band must be two rising fractions in [0, 1], got {self.band}")
-        _require(self.smoothing % 2 == 1, f"smoothing must be odd, got {self.smoothing}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ MUTATIONS = [
         "scores.topk(min(num, len(scores)), largest=False)", "reuse/test_select.py",
     ),
     Mutation(
-        "deviation of values ignored", "reuse/measure.py", " + _distances(fresh_values, values[:, :, at])",
+        "deviation of values ignored", "reuse/policies/hkvd.py", " + _distances(fresh_values, values[:, :, at])",
         "", "reuse/test_select.py",
     ),
     Mutation("rotation sign", "backend/rope.py", "addcmul_(second, s, value=-1)", "addcmul_(second, s)",

@@ -44,7 +44,7 @@ from kvrag.config import BlendConfig
 from kvrag.control.prompts import ask, first_word, make_prompts, render, search_by_words
 from kvrag.errors import KvragError
 from kvrag.retrieval import documents
-from kvrag.reuse.measure import attention, first_tokens
+from kvrag.reuse.policies.query import attention, first_tokens
 from kvrag.reuse.select import Context, best
 
 RANKS = (8, 16, 32, 64)

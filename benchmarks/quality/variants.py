@@ -34,7 +34,7 @@ def code_digest() -> str:
 
 
 def split_policies(text: str) -> list[str]:
-    """Split `hkvd,query:band=0.2:0.6,smoothing=9,first_k` into three policies, the second with two settings."""
+    """Split `hkvd,query:band=0.2:0.6,seed=9,first_k` into three policies, the second with two settings."""
     return [label for label in re.split(r",(?=[a-z_]+(?:[:,]|$))", text) if label]
 
 

@@ -93,8 +93,8 @@ def test_passages_are_cut_and_joined() -> None:
 def test_policies_may_have_settings() -> None:
     labels = split_policies("hkvd,hkvd:check_layer=3,seed=4,query:band=0.2:0.6,first_k")
     assert labels == ["hkvd", "hkvd:check_layer=3,seed=4", "query:band=0.2:0.6", "first_k"]
-    configs = make_configs(labels, ["smoothing=7"])
-    assert (configs["hkvd"].check_layer, configs["hkvd"].smoothing) == (1, 7)
+    configs = make_configs(labels, ["first_tokens=7"])
+    assert (configs["hkvd"].check_layer, configs["hkvd"].first_tokens) == (1, 7)
     changed = configs["hkvd:check_layer=3,seed=4"]
     assert (changed.check_layer, changed.seed) == (3, 4)
     assert configs["query:band=0.2:0.6"].band == (0.2, 0.6)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvrag.backend.protocol import prefill_blocks
 from kvrag.config import BlendConfig
-from kvrag.reuse.measure import deviation
 from kvrag.reuse.select import Context, Passes
 
 
@@ -15,11 +15,38 @@ def score(context: Context) -> Tensor:
 
     The layers before it run in full. Their results and the check layer's fresh keys and values are kept.
     """
-    rows = torch.arange(context.stitched.kept, len(context.stitched.ids))
-    check = min(context.config.check_layer, context.backend.num_layers - 1)
-    return deviation(context, check, rows)
+    backend, stitched = context.backend, context.stitched
+    check = min(context.config.check_layer, backend.num_layers - 1)
+    keys, values = stitched.cache.layer(check)
+    scores = torch.full((len(stitched.ids),), -torch.inf)
+
+    def run(block: Tensor, positions: Tensor | None) -> None:
+        def observe(number: int, fresh_keys: Tensor, fresh_values: Tensor) -> bool:
+            if number < check:
+                return False
+            at = block.to(keys.device)
+            total = _distances(fresh_keys, keys[:, :, at]) + _distances(fresh_values, values[:, :, at])
+            scores[block] = backend.sum_over_processes(total).cpu()
+            stitched.cache.write(check, at, fresh_keys, fresh_values)
+            return True
+
+        backend.forward_until(observe, stitched.ids[block][None], stitched.cache, positions)
+
+    rows = torch.arange(stitched.kept, len(scores))
+    if not stitched.kept and backend.rows_per_pass is None:  # plain prefill of the prefix: no mask needed
+        stitched.cache.set_length(0)
+        run(rows, None)
+    else:
+        for block in prefill_blocks(backend, rows):
+            run(block, block)
+    return scores
 
 
 def passes(config: BlendConfig, num_layers: int) -> Passes:
     """Return the layers before the check layer, on all tokens."""
     return Passes(detection=min(config.check_layer, num_layers - 1) / num_layers)
+
+
+def _distances(fresh: Tensor, cached: Tensor) -> Tensor:
+    """Return the (T,) squared distances of two (1, H, T, D) tensors."""
+    return (fresh.float() - cached.float()).square().sum(dim=(0, 1, 3))

@@ -403,8 +403,6 @@ def test_unknown_settings_are_refused(make: Callable[..., Any], tmp_path: Path) 
         {"first_tokens": 2.5},
         {"band": (0.5, 0.5)},
         {"band": (0.5, 1.5)},
-        {"smoothing": 4},
-        {"smoothing": 0},
         {"seed": "x"},
     ],
     ids=str,

@@ -261,6 +261,11 @@ def test_if_no_ratio_reaches_the_target_full_prefill_is_used(warmed: BlendEngine
         ({"fingerprint": "0" * 32}, "another model or other load settings"),
         ({"policy": "hkvd"}, "policy hkvd, not query"),
         ({"settings": settings_of(BlendConfig(first_tokens=4))}, "other settings (first_tokens)"),
+        ({"settings": settings_of(BlendConfig()) | {"smoothing": 5}}, "other settings (smoothing)"),
+        (
+            {"settings": settings_of(BlendConfig()) | {"metric": "cosine", "min_deviation": 0.2}},
+            "other settings (metric, min_deviation)",
+        ),
     ],
 )
 def test_a_calibration_for_something_else_is_ignored(changes: dict[str, Any], why: str, warmed: BlendEngine) -> None:
@@ -272,7 +277,8 @@ def test_a_calibration_for_something_else_is_ignored(changes: dict[str, Any], wh
 
 
 def test_a_calibration_of_a_version_with_more_settings_is_used(warmed: BlendEngine) -> None:
-    _kept(warmed, settings={**settings_of(BlendConfig()), "seam_before": 0, "seam_after": 4})
+    more = {"seam_before": 0, "deviation_of": "kv", "metric": "l2", "min_deviation": 0.0, "smoothing": 1}
+    _kept(warmed, settings=settings_of(BlendConfig()) | more)
     report = warmed.generate(PROMPT, max_new_tokens=1).report
     assert (report.ratio, report.notes) == (0.05, ())
 

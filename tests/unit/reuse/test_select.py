@@ -167,14 +167,9 @@ def test_query_picks_the_tokens_that_the_question_attends_to(family: str, tokeni
         stitched, other = lay_out(*CHUNKS), lay_out(*CHUNKS)
         num_queries = int((other.fresh > int(other.reused.nonzero()[-1])).sum())
         assert num_queries >= len(model.tokenizer.encode(QUESTION))
-        scores = _attention(model, other, [1, 2], num_queries)
-        # one by one, the window of 5 cut off at the borders of the prompt
-        padded = [float(scores[max(0, i - 2) : i + 3].mean()) for i in range(len(scores))]
-        for smoothing, smooth in ((1, scores), (5, torch.tensor(padded))):
-            inexact = stitched.inexact
-            wanted = inexact[smooth[inexact].topk(15).indices].sort().values.tolist()
-            picked = _pick(model, lay_out(*CHUNKS), "query", 15 / len(inexact), smoothing=smoothing, band=(0.25, 0.75))
-            assert picked == wanted
+        inexact, scores = stitched.inexact, _attention(model, other, [1, 2], num_queries)
+        wanted = inexact[scores[inexact].topk(15).indices].sort().values.tolist()
+        assert _pick(model, stitched, "query", 15 / len(inexact), band=(0.25, 0.75)) == wanted
 
 
 @pytest.mark.parametrize("band", BANDS)
@@ -188,7 +183,7 @@ def test_the_band_selects_the_layers_whose_attention_is_used(
     )
     inexact = stitched.inexact
     wanted = inexact[scores[inexact].topk(15).indices].sort().values.tolist()
-    assert _pick(model, stitched, "query", 15 / len(inexact), band=band, smoothing=1) == wanted
+    assert _pick(model, stitched, "query", 15 / len(inexact), band=band) == wanted
 
 
 def test_a_question_may_precede_the_chunks(model: Model, lay_out: LayOut) -> None:

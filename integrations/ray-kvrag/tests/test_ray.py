@@ -247,8 +247,8 @@ def test_replicas_answer_as_the_embedded_engine_does(http: httpx.Client, expecte
     assert len(set(homes.values())) == 2
     for place, home in homes.items():
         again = ask(http, place)
-        assert again.headers["x-kvrag-replica"] == home  # it has the chunks in memory
-        assert again.json()["kvrag"]["tier"] == "ram"
+        assert again.headers["x-kvrag-replica"] == home  # it has the prompt's KV in memory
+        assert again.json()["kvrag"]["conversation_tokens"] == again.json()["usage"]["prompt_tokens"] - 1
         assert text(again) == expected[place]
 
 

@@ -202,8 +202,8 @@ class Answering:
         self.notice_removals(removals)
         is_continued = goes_on and config.policy != "full"  # a reference answer does not use conversations
         prefix = self._find_prefix(ids, plan.config, namespace) if is_continued else None
-        conversations = self._conversations if is_continued and config.history == "blend" and not plan.is_full else None
-        prompt = Prompt(ids, config, namespace, prefix, notes, conversations=conversations)
+        conversations = self._conversations if is_continued and config.history == "blend" else None
+        prompt = Prompt(ids, config, namespace, prefix, notes, conversations=conversations, is_full=plan.is_full)
         try:
             done = self._pipeline.prefill(prompt, matches=() if config.policy == "full" else None)
             if is_continued:

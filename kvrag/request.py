@@ -59,7 +59,10 @@ class Pipeline:
         with trace.step("match", synchronise=False):
             if matches is None:
                 matches = self.lookup.find(prompt.ids, prompt.config.min_run, prompt.namespace, prompt.kept)
-            prompt = recovery.open(prompt, matches).with_history(self.backend)
+            if prompt.is_full:
+                prompt = replace(prompt, matches=matches)
+            else:
+                prompt = recovery.open(prompt, matches).with_history(self.backend)
         with closing(prompt):
             plan = recovery.agree(lambda: self.tuning.plan(prompt.config, prompt))  # the same on all ranks
             chunks = prompt.chunks  # also of a full plan: deleting a chunk deletes the conversations that contain it

@@ -280,9 +280,9 @@ class Conversations:
                 return
             last = self._grow(namespace, ids[:exact], cache, chunks)
             if exact < len(ids):
+                tail = self._copy(namespace, ids, exact, cache, chunks, blended)  # first: there may be no memory
                 if continued is not None:
                     _remove(continued)
-                tail = self._copy(namespace, ids, exact, cache, chunks, blended)
                 _add(last, tail)
                 self._touch([tail])
             self._shrink()
@@ -448,7 +448,7 @@ def _turns(prompt: NDArray[np.int64], stretch: KeptStretch, turns: Sequence[Turn
     common = stretch.start + _common(prompt[stretch.start : -1], stretch.ids)
     length, number = 0, 0
     if not stretch.chunks:  # no chunk was blended for a question
-        return common, sum(turn.stop <= common for turn in turns), False
+        return common, sum(turn.stop <= common for turn in turns), common == stretch.stop
     for turn, end in zip(turns, [*(turn.start for turn in turns[1:]), stretch.stop], strict=True):
         if common < turn.asked or len(prompt) <= turn.stop:
             break

@@ -22,7 +22,7 @@ class Match(NamedTuple):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the chunk is in the store, and not from an earlier prompt."""
+        """True if the chunk is in the store; False if it is from an earlier prompt."""
         return bool(self.text_key)
 
 

@@ -28,6 +28,7 @@ class Prompt:
     matches: Sequence[Match] = ()  # runs of stored chunks after the cached prefix, ascending and disjoint
     readers: Mapping[str, ChunkReader] = field(default_factory=dict)  # by the runs' chunk keys; the prompt closes them
     conversations: Conversations | None = None  # in which the rest of its history is looked up
+    is_full: bool = False  # full prefill was chosen: its chunks are recorded and not opened
 
     @functools.cached_property
     def runs(self) -> list[Run]:

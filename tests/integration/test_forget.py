@@ -234,6 +234,7 @@ def test_a_prompt_that_was_never_blended_is_forgotten_too(
 ) -> None:
     """Without a calibration, no chunk's KV is used, but the KV of the prompt is still that of the chunk's text."""
     monkeypatch.setattr("kvrag.fingerprint.Fingerprint.is_bundled", False)
+    monkeypatch.setattr(engine.store, "open", lambda key: pytest.fail("a chunk was opened for full prefill"))
     report = engine.generate(PROMPT, controller="auto", max_new_tokens=2).report
     assert (report.policy, report.runs, len(engine._answering._conversations)) == ("full", (), 1)
     forget()

@@ -163,6 +163,9 @@ def test_odd_unicode_is_learned_or_left(engine: BlendEngine) -> None:
         _learner(engine).observe("\ud800 lone " * 50, "")
         _learner(engine).observe("🜁\u200d" * 200, "")
     _learner(engine).wait()
+    assert engine.learned is not None
+    assert engine.learned.learned + engine.learned.failed >= 1
+    assert _ask(engine, messages(PAGE)).prompt_tokens > 60, "answers go on"
 
 
 def test_without_learning_nothing_is_kept(model: Model, tmp_path: Path) -> None:

@@ -497,6 +497,9 @@ def test_a_history_blended_without_chunks_is_reused_up_to_the_next_edit() -> Non
     found = _find(conversations, [*range(60), 7, 7])
     assert found is not None
     assert (found.length, found.exact, found.turns, found.continued) == (60, 20, (), None)
+    found = _find(conversations, [*range(100), 7, 7])
+    assert found is not None
+    assert found.continued is not None, "the next turn takes its place"
 
 
 def test_where_rope_follows_the_length_nothing_longer_is_kept_or_taken() -> None:

@@ -27,13 +27,13 @@ def articles(drawn: Sample) -> Iterator[tuple[str, str]]:
         yield name, "\n\n".join(passages)
 
 
-def corpus(seed: int, num_articles: int) -> tuple[dict[str, str], list[Question]]:
-    """Return articles of the test split by subject, and the questions about them."""
+def corpus(seed: int, num_articles: int, split: str = "test") -> tuple[dict[str, str], list[Question]]:
+    """Return articles of a split by subject, and the questions about them."""
     rng = random.Random(seed)
     texts: dict[str, str] = {}
     questions: list[Question] = []
     while len(texts) < num_articles:
-        drawn = sample(rng, "test", 5)
+        drawn = sample(rng, split, 5)
         new = dict(articles(drawn))
         if len(new) == 5 and not {name[:3] for name in new} & {name[:3] for name in texts}:
             texts |= new
@@ -47,9 +47,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--articles", type=int, default=30, help="number of articles, in steps of five (default: 30)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--split", choices=("test", "train"), default="test", help="`train` to adapt to; default: test")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    texts, questions = corpus(args.seed, args.articles)
+    texts, questions = corpus(args.seed, args.articles, args.split)
     for name, text in texts.items():
         (args.folder / f"{name.lower()}.txt").write_text(text + "\n")
     for question in questions:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvrag.backend.transformers import Model, Tokenizer
 from kvrag.backend.transformers.tokenizer import common_prefix
-from kvrag.config import BlendConfig, Grammar, Sampling, check_namespace, fill_options
+from kvrag.config import ANSWER_SETTINGS, BlendConfig, Grammar, Sampling, check_namespace, fill_options
 from kvrag.errors import SettingError, StoreError
 from kvrag.fingerprint import text_key
 from kvrag.generate.admission import Admission
@@ -42,6 +42,7 @@ class AnswerOptions(TypedDict, total=False):
     policy: str | None
     controller: str | None
     history: str | None
+    deterministic: bool | None
     stop: Sequence[str]
     tools: Sequence[dict[str, Any]] | None
     tool_choice: str | dict[str, Any] | None
@@ -80,7 +81,7 @@ class Question:
     ) -> Question:
         """Return the question that a prompt and its options ask; raises the errors of `BlendEngine.stream`."""
         options = fill_options("an answer", ANSWER_DEFAULTS, overrides)
-        config = overridden(config, options["ratio"], options["policy"], options["controller"], options["history"])
+        config = overridden(config, **{name: options[name] for name in ANSWER_SETTINGS})
         tools, choice, grammar = options["tools"], options["tool_choice"], options["grammar"]
         prepared = prepare(tokenizer, prompt, tools, choice, grammar, options["template"], options["reasoning"])
         if isinstance(options["stop"], str):
@@ -139,9 +140,9 @@ class Answering:
             num_thought = 0
             is_complete = False
             with contextlib.suppress(GeneratorExit):  # a consumer may leave a stream and continue the conversation
-                for delta in decode(
-                    self._model, done.ids, cache, done.logits, sampling, constraint, control_tokens, thoughts=thoughts
-                ):
+                start = self._model, done.ids, cache, done.logits, sampling
+                alone = question.config.deterministic
+                for delta in decode(*start, constraint, control_tokens, thoughts, alone):
                     answer += delta.token_ids
                     num_thought += delta.reasoning_tokens
                     if answered is None:
@@ -157,17 +158,19 @@ class Answering:
                         delta = replace(delta, report=_final(answered.report, delta, num_thought == len(answer)))
                     yield delta
                     admitted.is_working = True
-                    if len(answer) == 1 and question.config.policy != "full":
+                    if len(answer) == 1 and question.config.reuses_prompts:
                         self._keep(done, [], 0, namespace)  # for prompts that arrive before the answer is complete
                 is_complete = True
                 self._finish(answered, question)
-            if question.config.policy != "full":  # see `prefill`
+            if question.config.reuses_prompts:
                 # a step that other answers share may be computing the KV of an abandoned answer's last token
                 self._keep(done, answer if is_complete else answer[:-1], generation_prompt, namespace)
 
     def warm_prefix(self, questions: Sequence[Question]) -> int:
         """Compute and keep what the prompts of several questions begin with; see `BlendEngine.warm_prefix`."""
         question, *others = questions
+        if not question.config.reuses_prompts:
+            raise SettingError("warm_prefix would have no effect: with these settings, KV of prompts is not reused")
         ids = question.prepared.render(self._model.tokenizer)
         for other in others:
             ids = common_prefix(ids, other.prepared.render(self._model.tokenizer))
@@ -200,7 +203,7 @@ class Answering:
         pipeline = self._pipeline
         removals = pipeline.store.removals() if config.policy == "full" else pipeline.lookup.update()
         self.notice_removals(removals)
-        is_continued = goes_on and config.policy != "full"  # a reference answer does not use conversations
+        is_continued = goes_on and config.reuses_prompts
         prefix = self._find_prefix(ids, plan.config, namespace) if is_continued else None
         conversations = self._conversations if is_continued and config.history == "blend" else None
         prompt = Prompt(ids, config, namespace, prefix, notes, conversations=conversations, is_full=plan.is_full)
@@ -315,15 +318,7 @@ def _final(report: BlendReport, delta: Delta, is_thought: bool) -> BlendReport:
     return report
 
 
-def overridden(
-    config: BlendConfig,
-    ratio: float | None,
-    policy: str | None,
-    controller: str | None,
-    history: str | None = None,
-) -> BlendConfig:
-    """Return the config with those that are given; a given policy is not left to the controller."""
-    if policy is not None and controller is None:
-        controller = "off"
-    changes: dict[str, Any] = {"ratio": ratio, "policy": policy, "controller": controller, "history": history}
-    return replace(config, **{name: value for name, value in changes.items() if value is not None})
+def overridden(config: BlendConfig, **settings: Any) -> BlendConfig:
+    """Return the config with those settings that are not None; a given policy is not left to the controller."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    return replace(config, **({"controller": "off"} if "policy" in given else {}) | given)

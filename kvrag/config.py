@@ -28,6 +28,9 @@ DEFAULT_CONTEXT = 256  # tokens that a chunk is encoded with
 CONTROLLERS = ("auto", "off")
 HISTORIES = ("exact", "blend")
 
+ANSWER_SETTINGS = ("ratio", "policy", "controller", "history", "deterministic")
+"""Names of the settings that every answer can override."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _EXTREME = 1e9  # logits can be multiplied or divided by it twice within float32
@@ -51,6 +54,12 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> str:
     """Return `value` if it is one of the choices, else raise SettingError."""
     _require(value in choices, f"unknown {name} {value!r}; choose one of {', '.join(choices)}")
     return value
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """Return `value` if it is True or False, else raise SettingError."""
+    _require(isinstance(value, bool), f"{name} must be True or False, got {value!r:.80}")
+    return bool(value)
 
 
 def check_policy(policy: str) -> str:
@@ -118,6 +127,9 @@ class BlendConfig:
         min_run: Minimum length of a reused run, in tokens.
         history: KV of earlier prompts and answers that is reused. "exact": as far as a prompt begins like one of them.
             "blend": also behind an edit of the history; it is recomputed in part, like chunks.
+        deterministic: The same prompt and store give the same answer, whatever the load and the earlier prompts, on
+            machines and thread counts alike: nothing depends on measured speed, no KV of earlier prompts and answers
+            is reused, and the answer shares no decode step with others. Sampling also needs a seed.
         context_tokens: At ingestion, a chunk is encoded with this many preceding tokens of its document as context, or
             more where they are computed anyway, so that its KV resolves pronouns and references. 0 = every chunk is
             encoded alone: its KV, and every chunk that prompts reuse, depends on its own text only.
@@ -135,6 +147,7 @@ class BlendConfig:
     controller: str = _checked("auto", check_choice, choices=CONTROLLERS)
     min_run: int = _checked(16, check_number, least=16, whole=True)  # guaranteed by the matcher
     history: str = _checked("exact", check_choice, choices=HISTORIES)
+    deterministic: bool = _checked(False, lambda name, value: check_bool(name, value))
     context_tokens: int = _checked(DEFAULT_CONTEXT, check_number, whole=True)
     context: str = _checked("text", check_choice, choices=("text", "headings"))
     check_layer: int = _checked(1, check_number, least=1, whole=True)  # layer 0 cannot deviate
@@ -146,6 +159,13 @@ class BlendConfig:
         _check_fields(self)
         low, high = self.band
         _require(0.0 <= low < high <= 1.0, f"band must be two rising fractions in [0, 1], got {self.band}")
+        clash = 'deterministic=True reuses nothing of earlier prompts: leave history at "exact"'
+        _require(not self.deterministic or self.history == "exact", clash)
+
+    @property
+    def reuses_prompts(self) -> bool:
+        """Whether KV of earlier prompts and answers is reused. Full prefill is the reference, so it is not."""
+        return self.policy != "full" and not self.deterministic
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,6 +215,9 @@ class BlendEngine:
 
         Returns:
             The number of tokens.
+
+        Raises:
+            SettingError: The engine's settings reuse no KV of earlier prompts.
         """
         self._check_open()
         options: AnswerOptions = {"tools": tools, "namespace": namespace, "template": template}
@@ -291,7 +294,7 @@ class BlendEngine:
             documents: Chunks that the prompt contains; those not stored are encoded and stored now.
             namespace: Only chunks and conversations of this namespace are reused.
             ratio, policy: Override the engine's `config`; with either, the controller does not decide.
-            controller, history: Override the engine's `config`.
+            controller, history, deterministic: Override the engine's `config`.
             stop: The answer ends before the first of these strings.
             tools, tool_choice: Tools that the model may or must call, in OpenAI's form; see
                 `kvrag.generate.tools.prepare`.
@@ -438,7 +441,7 @@ class BlendEngine:
             PromptError: The prompt cannot be answered, or there is no such answer.
         """
         self._check_open()
-        config = overridden(self.config, ratio, policy, controller)
+        config = overridden(self.config, ratio=ratio, policy=policy, controller=controller)
         check_namespace(namespace)
         if prompt is None or isinstance(prompt, (BlendReport, dict)):
             answered = self._answering.history.find(namespace, prompt)
@@ -503,7 +506,7 @@ class BlendEngine:
         self._check_open()
         if count < 1 or chunks < 2:
             raise SettingError(f"count must be at least 1 and chunks at least 2, got {count} and {chunks}")
-        config = overridden(self.config, None, policy, None)
+        config = overridden(self.config, policy=policy)
         words: list[str] | None = None
         if prompts is None:
             texts = calibrate.chunk_texts(self.model, self.store, namespace)

@@ -83,6 +83,7 @@ class AnswerSettings:
     history: str | None = _row(
         None, "'blend' = also reuse KV of earlier turns behind an edit of the history", HISTORIES
     )
+    deterministic: bool | None = _row(None, "the same answer at every load and after any prompts; slower")
     reasoning: bool | None = _row(None, "answer with or without a thought first; default: as the chat template does")
     namespace: str = _row("", "reuse chunks and conversations of this namespace only")
 

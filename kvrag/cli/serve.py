@@ -33,7 +33,7 @@ from kvrag.cli.common import (
     say,
 )
 from kvrag.cli.prompt import stuff
-from kvrag.config import BlendConfig
+from kvrag.config import ANSWER_SETTINGS, BlendConfig
 from kvrag.errors import KvragError, SettingError
 from kvrag.llm import SETTINGS
 from kvrag.retrieval import documents
@@ -78,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget = "evict the chunks that save least beyond this size; see also kvrag store budget"
     corpus.add_argument("--store-gib", type=_size(30), dest="store_bytes", metavar="N", help=budget)
     add_setting(parser, "history")
+    parser.add_argument("--deterministic", action="store_true", default=None, help=SETTINGS["deterministic"].about)
     parser.add_argument("--learn", action="store_true", help=SETTINGS["learn"].about)
     limits = parser.add_argument_group("limits")
     gib, mib, size_or_0 = _size(30), _size(20), _size(30, may_be_zero=True)
@@ -217,8 +218,7 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
     if not args.no_corpus:
         require_extra()
         documents.check_lengths(args.chunk_tokens, args.chunk_overlap)
-    options = {"ratio": args.ratio, "policy": args.policy, "controller": args.controller, "history": args.history}
-    config = {name: value for name, value in options.items() if value is not None}
+    config = {name: value for name in ANSWER_SETTINGS if (value := getattr(args, name)) is not None}
     if args.policy is not None:
         config = {"controller": "off", **config}  # as in requests that name a policy
     config |= args.context_tokens

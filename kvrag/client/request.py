@@ -8,14 +8,21 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from kvrag.client.connection import Body
-from kvrag.config import BlendConfig, Sampling, check_names, check_namespace, check_timeout, fill_options
+from kvrag.config import (
+    ANSWER_SETTINGS,
+    BlendConfig,
+    Sampling,
+    check_names,
+    check_namespace,
+    check_timeout,
+    fill_options,
+)
 from kvrag.errors import PromptError, SettingError
 from kvrag.types import Messages
 
 _SAMPLING = {name: value for name, value in asdict(Sampling()).items() if name != "logprobs"}
 _SAME = _SAMPLING.keys() - {"max_new_tokens"} | {"tools"}  # as OpenAI and vLLM name them
-_BLEND = ("ratio", "policy", "controller", "history")
-_OTHER = (*_BLEND, "documents", "tools", "tool_choice", "grammar", "template", "reasoning")
+_OTHER = (*ANSWER_SETTINGS, "documents", "tools", "tool_choice", "grammar", "template", "reasoning")
 _SWITCHES = ("enable_thinking", "thinking")  # of thoughts, in chat templates
 _DEFAULTS = dict.fromkeys((*_OTHER, "timeout")) | {"namespace": ""} | _SAMPLING
 
@@ -65,7 +72,7 @@ def checked(options: Mapping[str, Any]) -> Body:
 
 def blend_of(options: Body) -> Body:
     """Return the options of blending that are given."""
-    return {name: options[name] for name in _BLEND if options[name] is not None}
+    return {name: options[name] for name in ANSWER_SETTINGS if options[name] is not None}
 
 
 def body_of(model: str, prompt: str | Messages, options: Body, is_stream: bool) -> Body:

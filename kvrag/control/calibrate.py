@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kvrag.backend.transformers import Model
-from kvrag.config import BlendConfig, Sampling, check_ratio
+from kvrag.config import ANSWER_SETTINGS, BlendConfig, Sampling, check_ratio
 from kvrag.control.agreement import TARGET, Prefill, Record, choose, compare, wilson
 from kvrag.control.prompts import first_word
 from kvrag.errors import PromptError, SettingError, StoreError
@@ -226,8 +226,8 @@ def _agreement(ratio: float, rows: Sequence[list[Record]], at: int) -> Agreement
 
 def settings_of(config: BlendConfig) -> dict[str, Any]:
     """Return the settings, besides the policy, that a calibration depends on, as JSON types."""
-    apart = ("policy", "ratio", "controller", "history")  # behind an edit, more is kept at the same ratio: decision 28
-    others = {name: value for name, value in asdict(config).items() if name not in apart}
+    # behind an edit of the history, more is kept at the same ratio: decision 28
+    others = {name: value for name, value in asdict(config).items() if name not in ANSWER_SETTINGS}
     settings: dict[str, Any] = json.loads(json.dumps(others))
     return settings
 

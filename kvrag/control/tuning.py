@@ -155,6 +155,7 @@ class Tuning:
                 plan = replace(plan, notes=(*plan.notes, *_too_long(calibration, len(prompt.ids))))
         plan = replace(plan, notes=(note, *plan.notes)) if note else plan
         is_open = config.controller == "auto" and config.policy == DEFAULT_POLICY and not plan.is_full
+        is_open = is_open and not config.deterministic
         return self._decide(plan, prompt) if is_open and prompt is not None and prompt.runs else plan
 
     def _calibrated_plan(self, config: BlendConfig, calibration: Calibration | None) -> Plan:

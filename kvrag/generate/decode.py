@@ -39,6 +39,7 @@ def decode(
     constraint: Constraint | None = None,
     control_tokens: Collection[int] = (),
     thoughts: Thoughts | None = None,
+    alone: bool = False,
 ) -> Iterator[Delta]:
     """Generate with `model.generate`'s own processors, in steps that all answers of the model share.
 
@@ -51,6 +52,7 @@ def decode(
         constraint: Grammar that the answer must match. It is changed.
         control_tokens: Those that stay in the text, for `thoughts` and a parser of tool calls.
         thoughts: Splits the answer from its thoughts. It is changed.
+        alone: Share no step, so that the answer does not depend on others: kernels round by the number of rows.
 
     Yields:
         One Delta per token. Its text is empty while a character or a stop string is incomplete. The last one has
@@ -58,7 +60,7 @@ def decode(
     """
     if unknown := [token for token in sampling.logit_bias or () if token >= logits.shape[-1]]:
         raise SettingError(f"logit_bias: unknown token {unknown[0]}: this model has tokens 0 to {logits.shape[-1] - 1}")
-    row = Row(model, ids, cache, sampling, constraint, control_tokens, thoughts, logits.device)
+    row = Row(model, ids, cache, sampling, constraint, control_tokens, thoughts, logits.device, alone)
     row.advance(logits)
     batch = _batch_of(model)
     try:

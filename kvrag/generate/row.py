@@ -41,9 +41,10 @@ class Row:
         control_tokens: Collection[int],
         thoughts: Thoughts | None,
         device: torch.device,
+        alone: bool,
     ) -> None:
         """Begin an answer to (T,) token ids with logits on this device; see `kvrag.generate.decode.decode`."""
-        self.model, self.cache = model, cache
+        self.model, self.cache, self._alone = model, cache, alone
         self.deltas: deque[Delta] = deque()
         self.is_done = self.is_parked = False
         self.num_waits = 0
@@ -66,7 +67,7 @@ class Row:
     @property
     def can_share_steps(self) -> bool:
         """True if the next step can compute other rows too."""
-        return self.model.can_share_steps(self._length - 1) and not self.is_recomputed
+        return not self._alone and self.model.can_share_steps(self._length - 1) and not self.is_recomputed
 
     @property
     def _ids(self) -> Tensor:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend, KVCache
-from kvrag.config import BlendConfig
+from kvrag.config import ANSWER_SETTINGS, BlendConfig
 from kvrag.errors import out_of_memory
 from kvrag.reuse.match import match
 from kvrag.reuse.segment import Segment
@@ -62,7 +62,7 @@ class Blended:
         """Return whether it may be used for a prompt with these settings."""
         assert self.config.ratio is not None  # both are filled in by a plan
         assert config.ratio is not None
-        others = {name: getattr(config, name) for name in ("ratio", "controller", "history")}
+        others = {name: getattr(config, name) for name in ANSWER_SETTINGS if name != "policy"}
         has_same_settings = replace(self.config, **others) == config
         return has_same_settings and self.config.ratio >= config.ratio
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from kvrag.config import CONTROLLERS, HISTORIES, POLICIES, Grammar
+from kvrag.config import ANSWER_SETTINGS, CONTROLLERS, HISTORIES, POLICIES, Grammar
 from kvrag.server.errors import ApiError
 from kvrag.server.settings import ServerSettings
 
@@ -25,7 +25,7 @@ _MOST_CHOICES = 128  # of a request, as by OpenAI
 # options that the engine has under the same name
 _SAME = (
     *("top_p", "top_k", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("ratio", "policy", "controller", "history"),
+    *ANSWER_SETTINGS,
 )
 
 
@@ -57,6 +57,7 @@ class Common(Request):
     policy: Literal[POLICIES] | None = None  # type: ignore[valid-type]
     controller: Literal[CONTROLLERS] | None = None  # type: ignore[valid-type]
     history: Literal[HISTORIES] | None = None  # type: ignore[valid-type]
+    deterministic: bool | None = None
     chunks: Annotated[list[str], Field(max_length=1000)] | None = None
 
     # accepted without effect

@@ -35,7 +35,7 @@ def prepare(
     engine: BlendEngine, ids: list[int], ratio: float | None = None, policy: str | None = None, **changes: Any
 ) -> Prefilled:
     """The engine's way from prompt ids to a complete cache."""
-    config = overridden(engine.config, ratio, policy, None)
+    config = overridden(engine.config, ratio=ratio, policy=policy)
     return engine.prefill(ids, BlendConfig(**{**_fields(config), **changes}))
 
 

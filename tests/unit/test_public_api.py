@@ -114,7 +114,18 @@ def test_signatures_show_the_options_of_an_answer(method: str) -> None:
     sampling = {field.name: field.default for field in dataclasses.fields(kvrag.Sampling) if field.name != "stop"}
     expected = {
         **dict.fromkeys(
-            ("documents", "ratio", "policy", "controller", "history", "tools", "tool_choice", "grammar", "template")
+            (
+                "documents",
+                "ratio",
+                "policy",
+                "controller",
+                "history",
+                "deterministic",
+                "tools",
+                "tool_choice",
+                "grammar",
+                "template",
+            )
         ),
         **{"reasoning": None, "timeout": None},
         **{"namespace": "", "stop": (), **sampling},

@@ -248,7 +248,7 @@ def reference(model: Path, store: Path | KVStore, **settings: Any) -> Iterator[B
 
 def blended(engine: BlendEngine, ids: list[int], ratio: float, policy: str) -> Prefilled:
     """The prompt as kvrag's own engine blends it."""
-    return engine.prefill(ids, overridden(engine.config, ratio, policy, None))
+    return engine.prefill(ids, overridden(engine.config, ratio=ratio, policy=policy))
 
 
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -300,6 +300,14 @@ def test_settings_of_the_config_are_used(config: BlendConfig, model: Model, tmp_
         assert report.ratio == (config.ratio or 0.15)
 
 
+@pytest.mark.parametrize("speed", [SLOW_DISK, SLOW_MODEL], ids=["slow disk", "slow model"])
+def test_a_deterministic_answer_does_not_depend_on_speed(speed: Speed, engine: BlendEngine) -> None:
+    engine.warm(CHUNKS)
+    _knows(engine, speed)
+    report = engine.generate(PROMPT, max_new_tokens=1, deterministic=True).report
+    assert (report.policy, report.ratio, report.decision) == (DEFAULT_POLICY, 0.15, "")
+
+
 def test_nothing_found_is_nothing_to_decide(engine: BlendEngine) -> None:
     _knows(engine, SLOW_DISK)
     assert engine.generate(PROMPT, max_new_tokens=1).report.decision == ""

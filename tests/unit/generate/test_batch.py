@@ -120,6 +120,23 @@ def test_rows_that_join_and_leave_midway_do_not_change_the_others(
     assert sum(steps) < 3 * 20 + AHEAD
 
 
+def test_a_deterministic_answer_shares_no_step(engine: BlendEngine, endless: Model, steps: list[int]) -> None:
+    options: Any = {"temperature": 0, "max_new_tokens": 12, "logprobs": 1, "ratio": 0.5, "deterministic": True}
+    engine.warm(CHUNKS)
+    expected = engine.generate(PROMPTS[0], **options)
+    others = [engine.stream(prompt, temperature=0, max_new_tokens=60) for prompt in PROMPTS[1:]]
+    for other in others:
+        tokens(other, 2)  # the first needs no step
+    steps.clear()
+    answer = engine.generate(PROMPTS[0], **options)
+    assert answer.token_ids == expected.token_ids
+    assert answer.logprobs == expected.logprobs, "to the last bit"
+    assert {1, len(others)} <= set(steps)
+    assert len(others) + 1 not in steps
+    for other in others:
+        other.close()
+
+
 def test_every_row_has_its_own_settings(engine: BlendEngine, endless: Model, steps: list[int]) -> None:
     engine.warm(CHUNKS)
     word = engine.generate(PROMPTS[0], max_new_tokens=12, temperature=0, ratio=1.0).text[12:18]

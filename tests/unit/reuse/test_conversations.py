@@ -661,6 +661,29 @@ def blending(model: Model, tmp_path: Path) -> Iterator[Talk]:
         yield Talk(engine)
 
 
+def test_a_deterministic_answer_does_not_depend_on_earlier_prompts(talk: Talk) -> None:
+    prompt, options = messages(*CHUNKS), {"ratio": 0.3, "deterministic": True}
+    first = talk(prompt, **options)
+    logits = talk.logits
+    assert talk.kept == 0, "nothing reads it"
+    talk(prompt, ratio=1.0)
+    follow_up = [*prompt, {"role": "assistant", "content": first.text}, {"role": "user", "content": "And then?"}]
+    assert talk(follow_up, ratio=0.3).report.conversation_tokens > 0
+    for asked in (prompt, prompt):
+        assert talk(asked, **options).report.conversation_tokens == 0
+        assert torch.equal(talk.logits, logits)
+    assert talk(follow_up, **options).report.conversation_tokens == 0
+    with pytest.raises(
+        SettingError, match='deterministic=True reuses nothing of earlier prompts: leave history at "exa'
+    ):
+        talk(prompt, history="blend", deterministic=True)
+    with pytest.raises(SettingError, match="deterministic must be True or False, got 'yes'"):
+        talk(prompt, deterministic="yes")
+    talk.engine.config = replace(talk.engine.config, deterministic=True)
+    with pytest.raises(SettingError, match="warm_prefix would have no effect"):
+        talk.engine.warm_prefix([{"role": "system", "content": "You answer questions."}])
+
+
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
 def test_behind_a_dropped_thought_the_history_is_blended(ratio: float, blending: Talk, hf: Any) -> None:
     prompt, thought = _talked(blending, ratio=ratio)

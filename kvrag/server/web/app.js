@@ -3,12 +3,13 @@
 const $ = (id) => document.getElementById(id);
 const POLL_MS = 500;
 const MAX_TURNS = 4; // earlier turns that are sent with a question
+const CONFIRM_MS = 4000;
 
 let key = sessionStorage.getItem("kvrag-key") ?? "";
 let model = "";
 let hasCorpus = false;
 let samples = { documents: [], questions: [], is_chat: true };
-const turns = []; // {question, answer}
+const turns = []; // {question, answer}, kept in the tab until "New chat"
 let documents = [];
 let poll = 0; // timer of the next refresh
 const uploads = new Map(); // name -> the error of a failed upload, or "" while it is sent
@@ -95,7 +96,17 @@ function showDocuments() {
   const uploading = sent.map(([id, error]) => ({ id, error, status: error ? "failed" : "uploading" }));
   $("documents").replaceChildren(...[...uploading, ...listed].map(documentRow));
   $("summary").textContent = pending.length ? `encoding, ${pending.length} left` : count(documents.length, "document");
-  $("questions").hidden = !documents.some((doc) => samples.documents.includes(doc.id));
+  const isSample = ({ id }) => samples.documents.some((name) => id === name || id.endsWith(`/${name}`));
+  $("questions").hidden = !documents.some(isSample);
+}
+
+/** Return the folder that contains all documents with absolute names. */
+function commonFolder() {
+  const folders = documents.filter(({ id }) => id.startsWith("/")).map(({ id }) => id.slice(0, id.lastIndexOf("/") + 1));
+  return folders.reduce((common, folder) => {
+    while (!folder.startsWith(common)) common = common.slice(0, common.lastIndexOf("/", common.length - 2) + 1);
+    return common;
+  }, folders[0] ?? "");
 }
 
 function documentRow(doc) {
@@ -107,12 +118,17 @@ function documentRow(doc) {
     ready: count(doc.chunks ?? 0, "chunk"),
     failed: doc.error,
   };
-  const row = fill("document", { name: doc.id, status: statuses[doc.status] });
+  const name = doc.id.startsWith("/") ? doc.id.slice(commonFolder().length) : doc.id;
+  const row = fill("document", { name, status: statuses[doc.status] });
   row.querySelector(".name").title = doc.id;
   row.querySelector(".status").classList.toggle("failed", doc.status === "failed");
   const remove = row.querySelector("button");
   remove.ariaLabel = remove.title = `Delete ${doc.id}`;
-  remove.addEventListener("click", () => drop(doc.id, remove));
+  remove.addEventListener("click", () => {
+    if (remove.textContent === "Delete?") return drop(doc.id, remove);
+    remove.textContent = "Delete?";
+    setTimeout(() => (remove.textContent = "×"), CONFIRM_MS);
+  });
   const bar = row.querySelector("progress");
   bar.hidden = share === null;
   bar.value = share ?? 0;
@@ -180,9 +196,12 @@ async function ask(question) {
     const body = { model, messages: [...messages, { role: "user", content: question }] };
     const blend = await answer(lane, body, (hits) => showSources(turn, hits));
     turns.push({ question, answer: blend.text });
+    keepTurns();
     if ($("race").checked) {
       lane = addLane(turn, "Full prefill", "full");
-      judge(turn, blend, await answer(lane, { ...body, policy: "full" }));
+      const first = (seconds) => judge(turn, blend, seconds);
+      const full = await answer(lane, { ...body, policy: "full" }, () => {}, first);
+      judge(turn, blend, full.seconds, full.text);
     }
   } catch (error) {
     const text = lane.part("answer");
@@ -204,7 +223,7 @@ function addLane(turn, name, kind = "kvrag") {
 }
 
 /** Stream an answer into a lane. Drops the oldest turn, and tries again, while the prompt exceeds the context window. */
-async function answer(lane, body, onSources = () => {}) {
+async function answer(lane, body, onSources = () => {}, onFirst = () => {}) {
   let started = performance.now();
   let text = "";
   let seconds = null; // to the first token
@@ -216,7 +235,10 @@ async function answer(lane, body, onSources = () => {}) {
     report = event.kvrag ?? report;
     const { content = "", reasoning_content: thought = "" } = event.choices[0]?.delta ?? {};
     if (!content && !thought) return;
-    seconds ??= (performance.now() - started) / 1000;
+    if (seconds === null) {
+      seconds = (performance.now() - started) / 1000;
+      onFirst(seconds);
+    }
     if (thought) {
       lane.part("thought").hidden = false;
       lane.part("thought").lastElementChild.append(thought);
@@ -243,24 +265,26 @@ async function answer(lane, body, onSources = () => {}) {
   }
   if (!text) lane.say("(The model gave an empty answer.)");
   const tokens = (name) => report[`${name}_tokens`].toLocaleString("en");
-  const computed = `${tokens("reused")} reused, ${tokens("recomputed")} of them recomputed`;
+  const computed = `${tokens("reused")} reused, ${tokens("recomputed")} of them recomputed (ratio ${report.ratio})`;
   const why = body.policy ? [] : [report.decision, ...report.notes];
   const used = `${tokens("prompt")} prompt tokens: ${report.policy === "full" ? "all computed" : computed}`;
   lane.part("detail").textContent = [used, ...why.filter(Boolean)].join("; ");
-  return { text: text.trim(), seconds, bar: lane.part("bar") };
+  return { text: text.trim(), seconds, report };
 }
 
 const format = (seconds) => (seconds < 1 ? `${Math.round(1000 * seconds)} ms` : `${seconds.toFixed(2)} s`);
 
-/** Compare the two answers of a turn. */
-function judge(turn, blend, full) {
-  if (blend.seconds === null || full.seconds === null) return;
-  const [fast, slow] = [blend.seconds, full.seconds].sort((a, b) => a - b);
-  for (const lane of [blend, full]) lane.bar.value = lane.seconds / slow;
-  const times = `${(slow / fast).toFixed(1)}x faster`;
-  const ratio = blend.seconds < full.seconds ? `First token ${times}` : `Full prefill was ${times}`;
-  const same = blend.text === full.text ? "the same answer" : "the answers differ";
-  turn.querySelector(".verdict").textContent = `${ratio}, ${same}`;
+/** Compare the answers of a turn: the times once the second one begins, the texts once it is complete. */
+function judge(turn, blend, seconds, text) {
+  if (blend.seconds === null || seconds === null) return;
+  const slow = Math.max(blend.seconds, seconds);
+  const bars = turn.querySelectorAll(".bar");
+  [blend.seconds, seconds].forEach((time, number) => (bars[number].value = time / slow));
+  const times = `${(slow / Math.min(blend.seconds, seconds)).toFixed(1)}x faster`;
+  const ratio = blend.seconds < seconds ? `First token ${times}` : `Full prefill was ${times}`;
+  const verdict = blend.report.policy === "full" ? "No comparison: full prefill was chosen for both (see above)" : ratio;
+  const same = text === undefined ? "" : blend.text === text ? ", the same answer" : ", the answers differ";
+  turn.querySelector(".verdict").textContent = verdict + same;
 }
 
 function showSources(turn, hits) {
@@ -293,7 +317,23 @@ function setBusy(controller) {
   $("questions").disabled = !!busy;
 }
 
+/** Keep the conversation in the tab, for a reload. */
+function keepTurns() {
+  sessionStorage.setItem("kvrag-turns", JSON.stringify(turns));
+}
+
+function restoreTurns() {
+  turns.push(...JSON.parse(sessionStorage.getItem("kvrag-turns") ?? "[]"));
+  $("welcome").hidden = turns.length > 0;
+  for (const { question, answer } of turns) {
+    const turn = fill("turn", { asked: question });
+    $("turns").append(turn);
+    addLane(turn, "kvrag").say(answer);
+  }
+}
+
 function listen() {
+  $("new").addEventListener("click", () => sessionStorage.removeItem("kvrag-turns"));
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     if (busy) return busy.abort();
@@ -310,6 +350,12 @@ function listen() {
     add([...event.target.files]);
     event.target.value = "";
   });
+  window.addEventListener("dragover", (event) => event.preventDefault());
+  window.addEventListener("drop", (event) => {
+    if (event.target === $("files")) return; // which takes them itself
+    event.preventDefault(); // else the browser opens the file
+    if (hasCorpus) add([...event.dataTransfer.files]);
+  });
   $("race").addEventListener("change", () => ($("note").hidden = !$("race").checked));
 }
 
@@ -318,6 +364,7 @@ async function start() {
   try {
     const names = (await (await call("v1/models")).json()).data.map((model) => model.id);
     $("model").textContent = model = names[0];
+    restoreTurns();
     hasCorpus = names.includes(`${model}-rag`);
     if (!hasCorpus) {
       $("sidebar").hidden = true;

@@ -106,12 +106,13 @@ def test_a_model_that_is_not_calibrated(page: Any, server: Any, tmp_path: Path) 
     careful, full = page.locator(".lane .detail").all_inner_texts()
     assert re.fullmatch(r"[\d,]+ prompt tokens: all computed; not calibrated .*, so full prefill is used", careful)
     assert re.fullmatch(r"[\d,]+ prompt tokens: all computed", full)
+    assert page.inner_text(".verdict").startswith("No comparison: full prefill was chosen for both (see above), the ")
 
 
 def test_a_thought_is_folded_and_not_sent_back(page: Any, server: Any) -> None:
     """The stream is scripted: the random model does not think."""
     asked: list[dict[str, Any]] = []
-    report = {"prompt_tokens": 5, "reused_tokens": 2, "recomputed_tokens": 1, "policy": "query", "notes": []}
+    report = {"prompt_tokens": 5, "reused_tokens": 2, "recomputed_tokens": 1, "policy": "query", "ratio": 0.5, "notes": []}
 
     def answer(route: Any) -> None:
         asked.append(route.request.post_data_json)
@@ -156,7 +157,7 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     lanes = page.locator(".lane")
     assert lanes.locator(".name").all_inner_texts() == ["kvrag", "Full prefill"]
     assert all(re.fullmatch(r"\d+ ms|\d+\.\d\d s", text) for text in lanes.locator(".time").all_inner_texts())
-    assert re.search(r"[1-9]\d* reused, [1-9]\d* of them recomputed", lanes.first.inner_text())
+    assert re.search(r"[1-9]\d* reused, [1-9]\d* of them recomputed \(ratio 0.15\)", lanes.first.inner_text())
     assert re.fullmatch(r"(First token|Full prefill was) .*x faster, the .*", page.inner_text(".verdict"))
     page.click(".sources > summary")
     page.click(".sources li:first-child summary")
@@ -174,6 +175,13 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     roles = [(message["role"], message["content"]) for message in asked[2]["messages"]]
     assert roles == [("user", "Question: Who is the cook?"), ("assistant", said), ("user", "Where does he work?")]
 
+    # it survives a reload
+    page.reload()
+    page.locator(".turn").nth(1).wait_for()
+    assert page.locator(".answer").first.inner_text() == said
+    assert page.is_hidden("#welcome")
+    page.locator("#documents li").nth(16).wait_for()
+
     # upload, and deletion
     (tmp_path / "note.md").write_text("Yusuf Demir works in the canteen, and he sings while he cooks fish soup.")
     (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 no more than this")
@@ -182,20 +190,33 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     page.locator("#documents li", has_text="it is a broken or protected PDF").wait_for()
     page.locator("#documents li", has_text="lines.jsonl").get_by_text("line 2: skipped: it is not JSON").wait_for()
     page.locator("#documents li", has_text="note.md").get_by_text("1 chunk").wait_for()
-    page.get_by_label("Delete handbook/petrel.md").click()
+    for name in ("handbook/petrel.md", "broken.pdf"):
+        button = page.get_by_label(f"Delete {name}")
+        button.click()
+        assert button.inner_text() == "Delete?"
+        button.click()
     page.get_by_label("Delete handbook/petrel.md").wait_for(state="detached")
-    page.get_by_label("Delete broken.pdf").click()
     page.get_by_text("it is a broken or protected PDF").wait_for(state="detached")
     page.get_by_text("17 documents").wait_for()
+
+    # dropped beside the box
+    page.evaluate("""() => {
+        const dropped = new DataTransfer();
+        dropped.items.add(new File(["Ada Holm keeps bees."], "bees.md"));
+        document.body.dispatchEvent(new DragEvent("drop", { dataTransfer: dropped, bubbles: true, cancelable: true }));
+    }""")
+    page.locator("#documents li", has_text="bees.md").get_by_text("1 chunk").wait_for()
+    page.get_by_text("18 documents").wait_for()
 
     # a chunk over two pages
     (tmp_path / "choir.pdf").write_bytes(pdf("The choir meets on Mondays", "in the old fire station."))
     page.set_input_files("#files", [tmp_path / "choir.pdf"])
-    page.get_by_text("18 documents").wait_for()
+    page.get_by_text("19 documents").wait_for()
     page.locator("#documents li", has_text="choir.pdf").get_by_text("1 chunk").wait_for()
-    ask(page, "Where does the choir meet?", 3)
+    ask(page, "Where does the choir meet?", 1)
     page.locator(".sources").last.locator("> summary").click()
     page.locator(".sources li summary", has_text="choir.pdf (pages 1-2)").wait_for()
+    assert [len(body["messages"]) for body in asked[-2:]] == [5, 5], "with the turns from before the reload"
 
     # small and dark
     page.set_viewport_size({"width": 390, "height": 844})

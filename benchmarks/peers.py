@@ -23,67 +23,65 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, compress, islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-Answer = Callable[[list[int], int], tuple[float, list[int]]]
-"""Function of a prompt's ids and a number of tokens; returns seconds and a greedy answer.
 
-The seconds are those to the first token if the number is 1.
-"""
+class Answered(NamedTuple):
+    """A greedy answer.
+
+    `seconds` are those to the first token if one token was asked for. Of the prompt's tokens, `computed` were computed
+    and `prefix` came from the peer's prefix cache; None = the peer does not report it.
+    """
+
+    seconds: float
+    tokens: list[int]
+    computed: int | None = None
+    prefix: int | None = None
+
+
+Answer = Callable[[list[int], int], Answered]
+"""Function of a prompt's ids and a number of tokens."""
 
 SHAPE = "qwen2.5-0.5b"
+_WINDOW = 8192  # at most
+_BLEND = {"controller": "off"}  # always blend
 
 
 def kvrag(folder: Path, chunks: Sequence[list[int]]) -> Answer:
     """kvrag, which always blends, else with default settings. The RAM tier is off, so chunks are read from disk."""
     from kvrag import BlendConfig, BlendEngine
 
-    config = BlendConfig(controller="off")
+    config = BlendConfig(**_given(folder)["blend"])
     engine = BlendEngine.from_pretrained(folder, store=folder / "kv", config=config, ram_bytes=0)
     engine.warm([engine.model.tokenizer.decode(chunk) for chunk in chunks])
 
-    def answer(ids: list[int], most: int) -> tuple[float, list[int]]:
+    def answer(ids: list[int], most: int) -> Answered:
         started = time.perf_counter()
         done = engine.generate(ids, max_new_tokens=most, temperature=0)
         taken = time.perf_counter() - started
         if done.report.reused_tokens < 0.75 * len(ids):  # all but the question and what is between chunks
             raise SystemExit(f"only {done.report.reused_tokens} of {len(ids)} tokens were reused")
-        return taken, list(done.token_ids)
+        return Answered(taken, list(done.token_ids))
 
     return answer
 
 
 def transformers(folder: Path, chunks: Sequence[list[int]], keep: bool = True) -> Answer:
     """`model.generate`, with the KV of the longest common prefix with the last prompt if `keep`."""
-    import torch
-    from transformers import AutoModelForCausalLM
+    from kvrag import Model
+    from kvrag.bench.ttft import PrefixCache
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    last: list[int] = []
-    cache: Any = None
+    model = Model.from_pretrained(str(folder), dtype="bfloat16")
+    cache = PrefixCache(model, block=1)
 
-    @torch.inference_mode()
-    def answer(ids: list[int], most: int) -> tuple[float, list[int]]:
-        nonlocal last, cache
+    def answer(ids: list[int], most: int) -> Answered:
         started = time.perf_counter()
-        common = next((i for i, (a, b) in enumerate(zip(ids[:-1], last, strict=False)) if a != b), 0) if keep else 0
-        if common:
-            cache.crop(common - cache.get_seq_length())
-        tensor = torch.tensor([ids])
-        output = model.generate(
-            tensor,
-            attention_mask=torch.ones_like(tensor),
-            past_key_values=cache if common else None,
-            max_new_tokens=most,
-            do_sample=False,
-            return_dict_in_generate=True,
-        )
-        last, cache = ids, output.past_key_values
-        return time.perf_counter() - started, output.sequences[0, len(ids) :].tolist()
+        kept, tokens = (cache if keep else PrefixCache(model)).generate(ids, most)
+        return Answered(time.perf_counter() - started, tokens, len(ids) - kept, kept)
 
     return answer
 
@@ -112,7 +110,7 @@ def kvboost(folder: Path, chunks: Sequence[list[int]], strategy: str = "selectiv
     for chunk in chunks:
         engine.warm(chunk)
 
-    def answer(ids: list[int], most: int) -> tuple[float, list[int]]:
+    def answer(ids: list[int], most: int) -> Answered:
         tokens: list[int] = []
         times: list[float] = []
 
@@ -122,7 +120,7 @@ def kvboost(folder: Path, chunks: Sequence[list[int]], strategy: str = "selectiv
 
         started = time.perf_counter()
         engine.generate(ids, max_new_tokens=most, on_token=add)
-        return times[0] - started, tokens
+        return Answered(times[0] - started, tokens)
 
     return answer
 
@@ -138,13 +136,13 @@ def llama(folder: Path, chunks: Sequence[list[int]]) -> Answer:
 
     threads = len(os.sched_getaffinity(0))
     model = llama_cpp.Llama(
-        str(folder / "model.gguf"), n_ctx=_window(folder), n_batch=2048, n_threads=threads, verbose=False
+        str(folder / "model.gguf"), n_ctx=_given(folder)["window"], n_batch=2048, n_threads=threads, verbose=False
     )
 
-    def answer(ids: list[int], most: int) -> tuple[float, list[int]]:
+    def answer(ids: list[int], most: int) -> Answered:
         started = time.perf_counter()
         tokens = list(islice(model.generate(ids, temp=0.0), most))
-        return time.perf_counter() - started, tokens
+        return Answered(time.perf_counter() - started, tokens)
 
     return answer
 
@@ -156,14 +154,25 @@ def vllm(folder: Path, chunks: Sequence[list[int]], keep: bool = True, **more: A
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
     from vllm import LLM, SamplingParams
 
-    same = {"dtype": "bfloat16", "max_model_len": _window(folder), "disable_log_stats": True}
+    same = {"dtype": "bfloat16", "max_model_len": _given(folder)["window"], "disable_log_stats": True}
     model = LLM(str(folder), enable_prefix_caching=keep, **same, **more)
 
-    def answer(ids: list[int], most: int) -> tuple[float, list[int]]:
+    def answer(ids: list[int], most: int) -> Answered:
         started = time.perf_counter()
-        greedy = SamplingParams(temperature=0, max_tokens=most)
+        report: dict[str, Any] = (
+            {"extra_args": {"kv_transfer_params": {"kvrag": {}}}} if "kv_transfer_config" in more else {}
+        )
+        greedy = SamplingParams(temperature=0, max_tokens=most, **report)
         output = model.generate([{"prompt_token_ids": ids}], greedy, use_tqdm=False)[0]
-        return time.perf_counter() - started, list(output.outputs[0].token_ids)
+        seconds = time.perf_counter() - started
+        blended = (output.kv_transfer_params or {}).get("kvrag") or {}
+        if "error" in blended:
+            raise SystemExit(blended["error"])
+        computed, prefix = len(ids) - output.num_cached_tokens, output.num_cached_tokens
+        if blended.get("reused_tokens"):  # else vLLM itself has answered
+            computed = blended["fresh_tokens"] + blended["recomputed_tokens"]
+            prefix = blended["conversation_tokens"]
+        return Answered(seconds, list(output.outputs[0].token_ids), computed, prefix)
 
     for chunk in chunks if keep else ():
         answer(chunk, 1)
@@ -176,11 +185,11 @@ def vllm_plain(folder: Path, chunks: Sequence[list[int]]) -> Answer:
 
 
 def vllm_kvrag(folder: Path, chunks: Sequence[list[int]]) -> Answer:
-    """vLLM with kvrag's connector, on the store that the peer `kvrag` has filled."""
+    """vLLM with kvrag's connector, on the store in the folder, which the peer `kvrag` has filled."""
     transfer = {
         "kv_connector": "KvragConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"store": str(folder / "kv"), "controller": "off"},
+        "kv_connector_extra_config": {"store": str(folder / "kv"), **_given(folder)["blend"]},
     }
     return vllm(folder, (), worker_cls="vllm_kvrag.Worker", kv_transfer_config=transfer)
 
@@ -199,8 +208,9 @@ PEERS: dict[str, tuple[str, str, Callable[[Path, Sequence[list[int]]], Answer]]]
 """Name -> (option that names its Python, title, function)."""
 
 
-def _window(folder: Path) -> int:
-    return min(8192, json.loads((folder / "config.json").read_text())["max_position_embeddings"])
+def _given(folder: Path) -> dict[str, Any]:
+    """Return what `running` has written: `chunks`, `window` and `blend`."""
+    return dict(json.loads((folder / "peers.json").read_text()))
 
 
 def write_model(folder: Path, model: Any) -> None:
@@ -249,8 +259,7 @@ def serve(name: str, folder: Path) -> None:
     """Answer the prompts that come as lines, each with a line of seconds."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # peers and their processes print
-    chunks = json.loads((folder / "chunks.json").read_text())
-    answer = PEERS[name][2](folder, chunks)
+    answer = PEERS[name][2](folder, _given(folder)["chunks"])
     print("ready", file=out, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(*json.loads(line))), file=out, flush=True)
@@ -278,11 +287,13 @@ def main() -> None:
     settings = {k: v for k, v in vars(args).items() if v}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the paused peers are ended
     with tempfile.TemporaryDirectory() as name:
-        result = _answers(Path(name), args) if args.questions else _times(Path(name), args)
+        given = {"": sys.executable, "kvboost": args.kvboost, "llama": args.llama, "vllm": args.vllm}
+        pythons = {peer: python for peer, (option, *_) in PEERS.items() if (python := given[option])}
+        result = (_answers if args.questions else _times)(Path(name), args, pythons)
     print(json.dumps({**result, "settings": settings}))
 
 
-def _times(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def _times(folder: Path, args: argparse.Namespace, pythons: Mapping[str, str]) -> dict[str, Any]:
     """Measure prompts of random chunks, and print tables."""
     from kvrag.backend.transformers.shapes import random_model
     from kvrag.bench.ttft import one_token_words
@@ -291,14 +302,15 @@ def _times(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     model = random_model(SHAPE, args.layers)
     write_model(folder, model)
     words = [model.tokenizer.encode(word)[0] for word in one_token_words(model)]
+    window = min(_WINDOW, model.context_window)
     del model
     chunks = [rng.choices(words, k=args.chunk_tokens) for _ in range(max(6, *args.chunks))]
     orders = _orders(len(chunks), rng)
-    with _running(folder, chunks, args) as running:
-        return {"lengths": [_measure(running, chunks, count, orders, words, args, rng) for count in args.chunks]}
+    with running(folder, chunks, pythons, window) as processes:
+        return {"lengths": [_measure(processes, chunks, count, orders, words, args, rng) for count in args.chunks]}
 
 
-def _answers(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def _answers(folder: Path, args: argparse.Namespace, pythons: Mapping[str, str]) -> dict[str, Any]:
     """Ask the bundled reader about its world, passages in random order, and print how the answers compare."""
     from benchmarks.quality.worlds import world_rows
     from kvrag.backend.transformers import Model
@@ -310,14 +322,15 @@ def _answers(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(0)
     rows = world_rows(args.questions, seed=51)
     passages = dict.fromkeys(chain.from_iterable(row.passages for row in rows))
-    with _running(folder, [tokenizer.encode(passage) for passage in passages], args) as running:
-        answers_of: dict[str, list[list[int]]] = {peer: [] for peer in ("full", *running)}
+    window = min(_WINDOW, model.context_window)
+    with running(folder, [tokenizer.encode(passage) for passage in passages], pythons, window) as processes:
+        answers_of: dict[str, list[list[int]]] = {peer: [] for peer in ("full", *processes)}
         for number, row in enumerate(rows):
             print(f"question {number} of {len(rows)}", file=sys.stderr)
             text = "\n\n".join([*rng.sample(row.passages, len(row.passages)), f"Question: {row.question}"])
             ids = tokenizer.render(tokenizer.as_prompt(text))
-            for peer, process in running.items():
-                tokens = _ask(peer, process, ids, 16)[1]
+            for peer, process in processes.items():
+                tokens = ask(peer, process, ids, 16).tokens
                 answers_of[peer].append(list(takewhile(lambda token: token not in model.eos_ids, tokens)))
     print(f"{len(rows)} questions\n\n{'':36}{'right':>8}{'as full prefill':>17}{'where that is right':>21}")
     result, is_right = {}, {}
@@ -345,33 +358,42 @@ def _orders(num: int, rng: random.Random) -> Iterator[list[int]]:
 
 
 @contextmanager
-def _running(
-    folder: Path, chunks: list[list[int]], args: argparse.Namespace
+def running(
+    folder: Path,
+    chunks: list[list[int]],
+    pythons: Mapping[str, str],
+    window: int,
+    blend: Mapping[str, Any] = _BLEND,
 ) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Start the peers and let them process these chunks; stop them at the end."""
-    (folder / "chunks.json").write_text(json.dumps(chunks))
-    pythons = {"": sys.executable, "kvboost": args.kvboost, "llama": args.llama, "vllm": args.vllm}
-    running: dict[str, subprocess.Popen[str]] = {}
+    """Start peers on the model in the folder, and let them process these chunks; stop them at the end.
+
+    Args:
+        pythons: The Python of each peer.
+        window: The longest prompt with its answer, in tokens.
+        blend: BlendConfig of the peers that blend.
+    """
+    (folder / "peers.json").write_text(json.dumps({"chunks": chunks, "window": window, "blend": dict(blend)}))
+    processes: dict[str, subprocess.Popen[str]] = {}
     try:
-        for peer, (option, title, _) in PEERS.items():
-            if python := pythons[option]:
-                print(f"starting {title}", file=sys.stderr)
-                command = [python, __file__, "--peer", peer, str(folder)]
-                pipe = subprocess.PIPE
-                process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
-                running[peer] = process
-                if _line(process) != "ready":
-                    raise SystemExit(f"{title} did not start")
-                os.killpg(process.pid, signal.SIGSTOP)  # some poll while they wait for a prompt
-        yield running
+        for peer, python in pythons.items():
+            title = PEERS[peer][1]
+            print(f"starting {title}", file=sys.stderr)
+            command = [python, __file__, "--peer", peer, str(folder)]
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+            processes[peer] = process
+            if _line(process) != "ready":
+                raise SystemExit(f"{title} did not start")
+            os.killpg(process.pid, signal.SIGSTOP)  # some poll while they wait for a prompt
+        yield processes
     finally:
-        for process in running.values():
+        for process in processes.values():
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
 def _measure(
-    running: dict[str, subprocess.Popen[str]],
+    processes: dict[str, subprocess.Popen[str]],
     chunks: Sequence[list[int]],
     count: int,
     orders: Iterator[list[int]],
@@ -380,15 +402,15 @@ def _measure(
     rng: random.Random,
 ) -> dict[str, Any]:
     """Measure prompts of the first `count` chunks of an order, and print a table."""
-    times: dict[str, list[float]] = {peer: [] for peer in running}
+    times: dict[str, list[float]] = {peer: [] for peer in processes}
     for number in range(args.rounds + 1):
         print(f"{count} chunks, round {number} of {args.rounds}", file=sys.stderr)
         prompt = [
             *chain(*(chunks[number] for number in next(orders)[:count])),
             *rng.choices(words, k=args.question_tokens),
         ]
-        for peer, process in running.items():
-            taken = _ask(peer, process, prompt, 1)[0]
+        for peer, process in processes.items():
+            taken = ask(peer, process, prompt, 1).seconds
             print(f"{PEERS[peer][1]}: {taken:.2f} s", file=sys.stderr)
             if number:  # the first one includes start-up costs
                 times[peer].append(taken)
@@ -401,7 +423,7 @@ def _measure(
     return {"tokens": len(prompt), "medians": medians, "times": times}
 
 
-def _ask(peer: str, process: subprocess.Popen[str], ids: list[int], most: int) -> tuple[float, list[int]]:
+def ask(peer: str, process: subprocess.Popen[str], ids: list[int], most: int) -> Answered:
     """Let only this peer run until it has answered."""
     os.killpg(process.pid, signal.SIGCONT)
     assert process.stdin is not None
@@ -411,8 +433,7 @@ def _ask(peer: str, process: subprocess.Popen[str], ids: list[int], most: int) -
     if not line:
         raise SystemExit(f"{PEERS[peer][1]} ended")
     os.killpg(process.pid, signal.SIGSTOP)
-    seconds, tokens = json.loads(line)
-    return seconds, tokens
+    return Answered(*json.loads(line))
 
 
 def _line(process: subprocess.Popen[str]) -> str:

@@ -12,34 +12,48 @@ The same prompts are answered, one after the other, by an engine that reuses KV 
 that does not (`history="exact"`), and by `model.generate` with its last cache cropped to the longest common prefix, as
 prefix caches do. The text of an answer is given, so that all have the same history: the prompt is sent again with the
 answer's tokens, which takes the place of decoding them and is not timed.
+
+With `--vllm PYTHON`, two engines of vLLM answer them too, both with vLLM's prefix caching: `vllm`, and `vllm_kvrag`,
+which has kvrag's connector. The connector has no KV of earlier prompts besides vLLM's prefix cache: it reuses chunks of
+its store. So the documents of a trace are warmed before it begins, untimed: the tool results of `trimmed` and
+`compacted`, the instructions of `date` and the tools of `tools`, one chunk each; nothing of `thoughts`. Stock vLLM has
+answered them too. So a tool result that comes for the first time is reused by the connector, and by no other. What was
+not warmed (questions, calls, answers, summaries) is computed behind an edit. vLLM's blocks of prefixes are whole: 128
+tokens on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain, takewhile
+from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
+from benchmarks import peers
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.shapes import random_model
-from kvrag.bench.ttft import one_token_words, run_settings
+from kvrag.bench.ttft import PrefixCache, one_token_words, run_settings
 from kvrag.cli.bench import add_shape
 from kvrag.cli.common import add_number
 from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine
 
 BLEND, EXACT, PREFIX = "blend", "exact", "prefix cache"
+VLLM, CONNECTOR = "vllm", "vllm_kvrag"  # names of peers
+PAIRS = {BLEND: PREFIX, CONNECTOR: VLLM}
+"""What each way that reuses KV behind edits is compared with."""
 _SYSTEM = 500  # tokens of a system prompt
 _DATE, _CALL, _TRIMMED, _SUMMARY = 8, 50, 5, 200
 _UNTRIMMED, _UNCOMPACTED = 3, 2  # turns
@@ -47,6 +61,7 @@ _RESULT = 2  # index in the texts of a turn: question, call, result, answer
 
 Text = list[int]
 MakeText = Callable[[int], Text]
+Ask = Callable[[Text], "Cost"]
 
 
 class Step(NamedTuple):
@@ -55,6 +70,7 @@ class Step(NamedTuple):
     turn: int  # of its conversation, from 1 on
     prompt: Text
     answer: Text
+    documents: tuple[Text, ...] = ()  # that come with this prompt, and can have been warmed
 
 
 @dataclass(frozen=True)
@@ -62,14 +78,15 @@ class Cost:
     """How a prompt was prefilled. `computed` tokens are fresh or recomputed.
 
     `cpu_s` is the processor time of all threads, the work after the first token included: on a machine that others use,
-    it varies less than the TTFT. Threads that wait for each other count, so compare it with one thread.
+    it varies less than the TTFT. Threads that wait for each other count, so compare it with one thread. None = not
+    measured: vLLM's processes.
     """
 
     computed: int
     conversation: int
     moved: int
     ttft_s: float
-    cpu_s: float = 0.0
+    cpu_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -84,14 +101,14 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over prompts, by way of answering; the ratios are the prefix cache's sum over that of `blend`."""
+    """Sums over prompts, by way of answering; the ratios are the sum of the other of `PAIRS` over that of the way."""
 
     prompts: int
     computed: dict[str, int]
     ttft_s: dict[str, float]
     cpu_s: dict[str, float]
-    fewer: float | None  # None without prompts
-    sooner: float | None
+    fewer: dict[str, float]
+    sooner: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -128,6 +145,7 @@ class AgentsSetup:
         tools_tokens: Of `tools`.
         ratio: See BlendConfig.
         repeats: Times that each trace is repeated, with other texts; the medians count.
+        vllm: The Python of an environment with vLLM and vllm-kvrag; None = without vLLM.
     """
 
     model: str = "qwen2.5-0.5b"
@@ -143,6 +161,7 @@ class AgentsSetup:
     tools_tokens: int = 8000
     ratio: float = 0.15
     repeats: int = 3
+    vllm: str | None = None
 
 
 def _thoughts(setup: AgentsSetup, text: MakeText) -> Iterator[Step]:
@@ -181,16 +200,17 @@ def _with_a_tool(
     call, result, answer = text(_CALL), text(result_tokens), text(answer_tokens)
     yield Step(turn, _joined(system, turns), call)
     turns[-1] += [call, result]
-    yield Step(turn, _joined(system, turns), answer)
+    yield Step(turn, _joined(system, turns), answer, (result,))
     turns[-1].append(answer)
 
 
 def _date(setup: AgentsSetup, text: MakeText) -> Iterator[Step]:
-    history = text(setup.instruction_tokens)
+    instructions = text(setup.instruction_tokens)
+    history = instructions
     for turn in range(1, setup.turns + 1):
         history = history + text(setup.question_tokens)
         answer = text(setup.answer_tokens)
-        yield Step(turn, text(_DATE) + history, answer)
+        yield Step(turn, text(_DATE) + history, answer, (instructions,))
         history = history + answer
 
 
@@ -201,7 +221,7 @@ def _tools(setup: AgentsSetup, text: MakeText) -> Iterator[Step]:
         for turn in range(1, setup.turns // 2 + 1):
             history = history + text(setup.question_tokens)
             answer = text(setup.answer_tokens)
-            yield Step(turn, history, answer)
+            yield Step(turn, history, answer, (tools,))
             history = history + answer
 
 
@@ -218,44 +238,50 @@ TRACES: dict[str, Callable[[AgentsSetup, MakeText], Iterator[Step]]] = {
 }
 
 
-class _PrefixCache:
-    """`model.generate` with the cache of its last prompt, cropped to the common prefix."""
-
-    def __init__(self, net: Model) -> None:
-        self._net = net
-        self._ids: Text = []
-        self._cache: Any = None
-
-    @torch.inference_mode()
-    def ask(self, ids: Text) -> Cost:
-        """Generate the first token."""
-        started = time.perf_counter()
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids[:-1], self._ids, strict=False)))
-        if common:
-            self._cache.crop(common - len(self._ids))  # number of tokens to remove from the end, negative
-        tensor = torch.tensor([ids], device=self._net.device)
-        output = self._net.hf.generate(
-            tensor,
-            attention_mask=torch.ones_like(tensor),
-            past_key_values=self._cache if common else None,
-            max_new_tokens=1,
-            do_sample=False,
-            return_dict_in_generate=True,
-        )
-        self._ids, self._cache = ids, output.past_key_values
-        return Cost(len(ids) - common, common, 0, time.perf_counter() - started)
-
-
 def _ask(engine: BlendEngine, ids: Text) -> Cost:
     report = engine.generate(ids, max_new_tokens=1, temperature=0).report
     computed = report.fresh_tokens + report.recomputed_tokens
     return Cost(computed, report.conversation_tokens, report.moved_tokens, report.ttft_s)
 
 
-def _with_cpu(ask: Callable[[Text], Cost], ids: Text) -> Cost:
+def _generate(cache: PrefixCache, ids: Text) -> Cost:
+    started = time.perf_counter()
+    kept, _ = cache.generate(ids)
+    return Cost(len(ids) - kept, kept, 0, time.perf_counter() - started)
+
+
+def _with_cpu(ask: Ask, ids: Text) -> Cost:
     started = time.process_time()
     cost = ask(ids)
     return replace(cost, cpu_s=time.process_time() - started)
+
+
+def _ask_peer(peer: str, process: subprocess.Popen[str], ids: Text) -> Cost:
+    answered = peers.ask(peer, process, ids, 1)
+    assert answered.computed is not None
+    assert answered.prefix is not None
+    return Cost(answered.computed, answered.prefix, 0, answered.seconds)
+
+
+@contextmanager
+def _vllm(net: Model, setup: AgentsSetup, steps: list[Step]) -> Iterator[dict[str, Ask]]:
+    """Start vLLM with and without the connector, the documents of these steps in the connector's store."""
+    if setup.vllm is None:
+        yield {}
+        return
+    documents = list(map(list, dict.fromkeys(map(tuple, chain.from_iterable(step.documents for step in steps)))))
+    window = max(len(step.prompt) + len(step.answer) for step in steps) + 1
+    blend = {"controller": "off", "ratio": setup.ratio}
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # then OMP_NUM_THREADS is for all ways
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        peers.write_model(folder, net)
+        # loaded from the folder, as vLLM does: the tokenizer's fingerprint is that of the files
+        with BlendEngine.from_pretrained(folder, store=folder / "kv", ram_bytes=0) as engine:
+            engine.warm([net.tokenizer.decode(document) for document in documents])
+        pythons = dict.fromkeys((VLLM, CONNECTOR), setup.vllm)
+        with peers.running(folder, documents, pythons, window, blend) as processes:
+            yield {peer: partial(_ask_peer, peer, process) for peer, process in processes.items()}
 
 
 def measure(setup: AgentsSetup, progress: Callable[[str], None] = lambda line: None) -> AgentsResult:
@@ -268,16 +294,19 @@ def measure(setup: AgentsSetup, progress: Callable[[str], None] = lambda line: N
     def text(tokens: int) -> Text:
         return rng.choices(ids, k=tokens)
 
-    progress("warm-up")
     short = replace(setup, turns=2, question_tokens=50, answer_tokens=100, thought_tokens=20)
-    _answer(net, setup.ratio, list(_thoughts(short, text)), lambda line: None)
+    warm_up = list(_thoughts(short, text))
+    steps = {name: [list(TRACES[name](setup, text)) for _ in range(setup.repeats)] for name in setup.traces or TRACES}
     traces = []
-    for name in setup.traces or TRACES:
-        repeats = []
-        for repeat in range(1, setup.repeats + 1):
-            steps = list(TRACES[name](setup, text))
-            repeats.append(_answer(net, setup.ratio, steps, partial(_report, progress, name, repeat)))
-        traces.append(_trace(name, [_median_row(rows) for rows in zip(*repeats, strict=True)]))
+    with _vllm(net, setup, [*warm_up, *chain(*chain(*steps.values()))]) as ways:
+        progress("warm-up")
+        _answer(net, setup.ratio, ways, warm_up, lambda line: None)
+        for name, of_repeats in steps.items():
+            repeats = [
+                _answer(net, setup.ratio, ways, of_repeat, partial(_report, progress, name, number))
+                for number, of_repeat in enumerate(of_repeats, 1)
+            ]
+            traces.append(_trace(name, [_median_row(rows) for rows in zip(*repeats, strict=True)]))
     names = [name for name in AgentsSetup.__dataclass_fields__ if name not in ("model", "layers", "traces")]
     return AgentsResult(traces, run_settings(net) | {name: getattr(setup, name) for name in names})
 
@@ -286,8 +315,10 @@ def _report(progress: Callable[[str], None], name: str, repeat: int, line: str) 
     progress(f"{name}, repeat {repeat}, {line}")
 
 
-def _answer(net: Model, ratio: float, steps: list[Step], progress: Callable[[str], None]) -> list[PromptRow]:
-    """Answer the prompts of a trace in turn, each in every way, beginning without any KV."""
+def _answer(
+    net: Model, ratio: float, others: dict[str, Ask], steps: list[Step], progress: Callable[[str], None]
+) -> list[PromptRow]:
+    """Answer the prompts of a trace in turn, each in every way, beginning without any KV of them."""
     rows = []
     before: Text = []
     with (
@@ -295,16 +326,17 @@ def _answer(net: Model, ratio: float, steps: list[Step], progress: Callable[[str
         BlendEngine(net, folder, BlendConfig(ratio=ratio, history="blend"), ram_bytes=0) as blend,
         BlendEngine(net, folder, BlendConfig(ratio=ratio, history="exact"), ram_bytes=0) as exact,
     ):
-        ways: dict[str, Callable[[Text], Cost]] = {
+        here: dict[str, Ask] = {
             BLEND: partial(_ask, blend),
             EXACT: partial(_ask, exact),
-            PREFIX: _PrefixCache(net).ask,
+            PREFIX: partial(_generate, PrefixCache(net, block=1)),
         }
+        ways = {name: partial(_with_cpu, ask) for name, ask in here.items()} | others
         for number, step in enumerate(steps, 1):
             progress(f"prompt {number} of {len(steps)}, {len(step.prompt)} tokens")
             first = number % len(ways)  # in turn: the first answer fills the processor's caches for the others
             order = [*ways, *ways][first : first + len(ways)]
-            measured = {name: _with_cpu(ways[name], step.prompt) for name in order}
+            measured = {name: ways[name](step.prompt) for name in order}
             costs = {name: measured[name] for name in ways}
             is_edited = step.turn > 1 and step.prompt[: len(before)] != before
             rows.append(PromptRow(step.turn, is_edited, len(step.prompt), costs))
@@ -318,9 +350,9 @@ def _median_row(rows: tuple[PromptRow, ...]) -> PromptRow:
     """Return one row of the same prompt in several repeats, with medians of the times."""
     costs = {}
     for name, cost in rows[-1].costs.items():
-        of_all = [row.costs[name] for row in rows]
-        ttft_s, cpu_s = (statistics.median(getattr(one, field) for one in of_all) for field in ("ttft_s", "cpu_s"))
-        costs[name] = replace(cost, ttft_s=ttft_s, cpu_s=cpu_s)
+        ttft_s = statistics.median(row.costs[name].ttft_s for row in rows)
+        cpu_s = [seconds for row in rows if (seconds := row.costs[name].cpu_s) is not None]
+        costs[name] = replace(cost, ttft_s=ttft_s, cpu_s=statistics.median(cpu_s) if cpu_s else None)
     return replace(rows[-1], costs=costs)
 
 
@@ -336,11 +368,13 @@ def _trace(name: str, rows: list[PromptRow]) -> Trace:
 
 
 def _sums(rows: list[PromptRow]) -> Sums:
-    ways = (BLEND, EXACT, PREFIX)
+    ways = list(rows[0].costs) if rows else []
     computed = {way: sum(row.costs[way].computed for row in rows) for way in ways}
     ttft_s = {way: sum(row.costs[way].ttft_s for row in rows) for way in ways}
-    cpu_s = {way: sum(row.costs[way].cpu_s for row in rows) for way in ways}
-    fewer, sooner = (sums[PREFIX] / sums[BLEND] if rows else None for sums in (computed, ttft_s))
+    cpu_s = {way: sum(row.costs[way].cpu_s or 0 for row in rows) for way in ways if rows[0].costs[way].cpu_s}
+    fewer, sooner = (
+        {way: sums[other] / sums[way] for way, other in PAIRS.items() if way in sums} for sums in (computed, ttft_s)
+    )
     return Sums(len(rows), computed, ttft_s, cpu_s, fewer, sooner)
 
 
@@ -357,6 +391,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--instruction-tokens", 2000, "tokens of instructions in `date`")
     add_number(parser, "--tools-tokens", 8000, "tokens of tools in `tools`")
     add_number(parser, "--ratio", 0.15, "recompute ratio", most=1)
+    about = "Python of an environment with vllm and vllm-kvrag: measure vLLM with and without the connector too"
+    parser.add_argument("--vllm", metavar="PYTHON", help=about)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -369,15 +405,17 @@ def run(args: argparse.Namespace) -> int:
     print(", ".join(f"{name} {value}" for name, value in result.settings.items()))
     print("cmp = tokens computed, kept = from the conversation, moved = from behind an edit; * = behind an edit")
     for trace in result.traces:
-        print(f"\n{trace.name}\n{'':15}{BLEND:>35}{EXACT:>28}{PREFIX:>28}")
+        first, *others = trace.rows[0].costs
+        print(f"\n{trace.name}\n{'':15}{first:>35}" + "".join(f"{way:>28}" for way in others))
         columns = f"{'cmp':>8}{'kept':>8}"
-        print(f"{'turn':>4}  {'prompt':>9}{columns}{'moved':>8}{'TTFT':>11}" + f"{columns}{'TTFT':>12}" * 2)
+        print(f"{'turn':>4}  {'prompt':>9}{columns}{'moved':>8}{'TTFT':>11}" + f"{columns}{'TTFT':>12}" * len(others))
         for row in trace.rows:
             print(f"{row.turn:>4}{' *' if row.is_edited else '  '}{row.prompt_tokens:>9}" + _columns(row))
         for what, sums in (("all prompts", trace.all), ("behind an edit", trace.edited)):
-            if sums.fewer and sums.sooner:
-                print(f"{what} ({sums.prompts}):", ", ".join(_sum_of(sums, way) for way in sums.computed), end="; ")
-                print(f"{BLEND} computes {sums.fewer:.2f}x fewer tokens than the {PREFIX}, {sums.sooner:.2f}x sooner")
+            if sums.prompts:
+                print(f"{what} ({sums.prompts}):", ", ".join(_sum_of(sums, way) for way in sums.computed))
+            for way, fewer in sums.fewer.items():
+                print(f"    {way} computes {fewer:.2f}x fewer tokens than {PAIRS[way]}, {sums.sooner[way]:.2f}x sooner")
         if trace.first_to_follow_up:
             ratios = (f"{way} {ratio:.2f}" for way, ratio in trace.first_to_follow_up.items())
             print("first prompt of the second agent / its next ones:", ", ".join(ratios))
@@ -393,4 +431,5 @@ def _columns(row: PromptRow) -> str:
 
 
 def _sum_of(sums: Sums, way: str) -> str:
-    return f"{way} {sums.computed[way]} tokens {sums.ttft_s[way]:.2f} s ({sums.cpu_s[way]:.2f} s of CPU)"
+    cpu = f" ({sums.cpu_s[way]:.2f} s of CPU)" if way in sums.cpu_s else ""
+    return f"{way} {sums.computed[way]} tokens {sums.ttft_s[way]:.2f} s{cpu}"

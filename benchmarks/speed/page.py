@@ -3,7 +3,8 @@
     python -m benchmarks.speed.page --rounds 5
 
 Starts `kvrag chat --web` with a new store, and waits until the sample is ready. The times include retrieval, as on the
-page. The first round is left out.
+page. The first round is left out. Every question has a system message of its own, so that blending reuses chunks only:
+an equal prompt would continue the KV of the round before.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 import urllib.request
 from typing import Any
 
+from benchmarks.speed.serve import begun_anew
 from kvrag import sample
 
 
@@ -27,13 +29,12 @@ def _get(url: str) -> Any:
         return json.load(response)
 
 
-def _ask(url: str, model: str, question: str, policy: str | None) -> tuple[float, str]:
+def _ask(url: str, model: str, question: str, number: int, policy: str | None) -> tuple[float, str]:
     """Return the seconds to the first text, and the answer."""
     body = {"model": model, "messages": [{"role": "user", "content": question}], "stream": True, "max_tokens": 24}
     body |= {"temperature": 0} | ({"policy": policy} if policy else {})
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    data = json.dumps(begun_anew(body, number)).encode()
+    request = urllib.request.Request(f"{url}/v1/chat/completions", data, {"Content-Type": "application/json"})
     started, first, text = time.perf_counter(), 0.0, ""
     with urllib.request.urlopen(request) as lines:
         for line in lines:
@@ -65,13 +66,14 @@ def main() -> None:
                 time.sleep(0.2)
             model = next(entry["id"] for entry in _get(f"{url}/v1/models")["data"] if "rag" in entry["id"])
             blending, full, same = [], [], 0
-            for number in range(args.rounds):
-                for question in sample.of(args.model).questions:
-                    ours, theirs = (_ask(url, model, question, policy) for policy in (None, "full"))
-                    if number:
-                        blending.append(ours[0])
-                        full.append(theirs[0])
-                        same += ours[1] == theirs[1]
+            questions = list(sample.of(args.model).questions)
+            for number in range(args.rounds * len(questions)):
+                question = questions[number % len(questions)]
+                ours, theirs = (_ask(url, model, question, number, policy) for policy in (None, "full"))
+                if number >= len(questions):
+                    blending.append(ours[0])
+                    full.append(theirs[0])
+                    same += ours[1] == theirs[1]
         finally:
             server.terminate()
             server.wait()

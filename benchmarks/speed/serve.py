@@ -1,19 +1,21 @@
 """Load test of a running server: complete streams, time to first token, tokens per second.
 
-Clients beyond the queue get 429, which is not an error, and retry. Some clients disconnect mid-stream.
+Clients beyond the queue get 429, which is not an error, and retry. Some clients disconnect mid-stream. Every prompt
+begins with a system message of its own: the documents are reused from their chunks, and no earlier prompt is continued.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -74,6 +76,11 @@ def requests(model: str, count: int) -> list[dict[str, Any]]:
     return bodies
 
 
+def begun_anew(body: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return a request that begins with a system message of its own: it continues the KV of no earlier prompt."""
+    return body | {"messages": [{"role": "system", "content": f"Request {number}."}, *body["messages"]]}
+
+
 async def load(
     url: str,
     clients: int,
@@ -96,9 +103,10 @@ async def load(
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits) as http:
         model = model or (await http.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
         bodies = requests(model, prompts)
+        numbers = itertools.count(1)
         for body in bodies:
-            await ask(http, body)
-        run = _Load(http, bodies, time.monotonic() + seconds, LoadResult(seconds))
+            await ask(http, begun_anew(body, next(numbers)))
+        run = _Load(http, bodies, numbers, time.monotonic() + seconds, LoadResult(seconds))
         senders = [run.arrivals(rate)] if rate else [run.client(random.Random(number)) for number in range(clients)]
         await asyncio.gather(*senders, run.disconnects(kill))
     return run.result
@@ -110,6 +118,7 @@ class _Load:
 
     http: httpx.AsyncClient
     bodies: list[dict[str, Any]]
+    numbers: Iterator[int]  # of requests
     end: float
     result: LoadResult
 
@@ -150,7 +159,7 @@ class _Load:
     async def _send(self, body: dict[str, Any], num_events: int | None = None) -> bool:
         """Send a request and count its result; return False if the server rejected it with 429."""
         try:
-            answer = await ask(self.http, body, num_events)
+            answer = await ask(self.http, begun_anew(body, next(self.numbers)), num_events)
         except _Rejected:
             self.result.rejected += 1
             return False

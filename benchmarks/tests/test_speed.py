@@ -1,15 +1,20 @@
-"""`python -m benchmarks agents`, `decode`, `chat`, `ttft` and `codec`, on small models."""
+"""`python -m benchmarks agents`, `decode`, `chat`, `serve`, `ttft` and `codec`, on small models or none."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blending import CHUNKS
 
+from benchmarks import peers
 from benchmarks.__main__ import main
+from benchmarks.speed import serve
 from kvrag import Model
 from kvrag.config import CODECS
 
@@ -61,14 +66,14 @@ def test_agents(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
             assert blend["conversation"] >= exact["conversation"]
         for sums in (trace["all"], trace["edited"]):
             if sums["prompts"]:
-                assert sums["fewer"] == sums["computed"]["prefix cache"] / sums["computed"]["blend"]
-                assert sums["sooner"] == sums["ttft_s"]["prefix cache"] / sums["ttft_s"]["blend"]
+                assert sums["fewer"] == {"blend": sums["computed"]["prefix cache"] / sums["computed"]["blend"]}
+                assert sums["sooner"] == {"blend": sums["ttft_s"]["prefix cache"] / sums["ttft_s"]["blend"]}
     thoughts, trimmed, compacted, date, tools = traces
     assert [row["costs"]["prefix cache"]["computed"] for row in thoughts["rows"]] == [70, 60, 60, 60]
-    assert trimmed["edited"]["fewer"] > 2
+    assert trimmed["edited"]["fewer"]["blend"] > 2
     assert compacted["rows"][-2]["prompt_tokens"] == 60 + 200 + 2 * (10 + 50 + 500 // 8 + 50) + 10
-    assert date["edited"]["fewer"] > 3
-    assert date["all"]["fewer"] < date["edited"]["fewer"]
+    assert date["edited"]["fewer"]["blend"] > 3
+    assert date["all"]["fewer"]["blend"] < date["edited"]["fewer"]["blend"]
     second = tools["rows"][2:]
     assert [row["turn"] for row in second] == [1, 2]
     assert [row["costs"]["blend"]["computed"] for row in second] == [10, 10]
@@ -77,6 +82,45 @@ def test_agents(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     out = capsys.readouterr().out
     assert "first prompt of the second agent" in out
     assert "behind an edit (" not in out
+
+
+def test_agents_are_compared_with_engines_of_another_environment(
+    model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With transformers in the place of vLLM: without a cache, and with one like that of `agents` itself."""
+    monkeypatch.setattr("benchmarks.speed.agents.random_model", lambda *_: model)
+    monkeypatch.setattr("benchmarks.speed.agents._SYSTEM", 60)
+    monkeypatch.setattr("benchmarks.speed.agents.VLLM", "full")
+    monkeypatch.setattr("benchmarks.speed.agents.CONNECTOR", "transformers")
+    monkeypatch.setattr("benchmarks.speed.agents.PAIRS", {"blend": "prefix cache", "transformers": "full"})
+    given: dict[str, Any] = {}
+    running = peers.running
+
+    def recorded(folder: Path, chunks: list[list[int]], *more: Any) -> Any:
+        given.update(lengths=list(map(len, chunks)), window=more[1], blend=more[2])
+        given["stored"] = len(list((folder / "kv").rglob("*.safetensors")))
+        return running(folder, chunks, *more)
+
+    monkeypatch.setattr("benchmarks.peers.running", recorded)
+    sizes = ["--turns", "4", "--question-tokens", "10", "--answer-tokens", "50", "--thought-tokens", "20"]
+    sizes += ["--result-tokens", "80", "--instruction-tokens", "200", "--traces", "thoughts", "trimmed", "date"]
+    assert main(["agents", *sizes, "--repeats", "1", "--json", "--vllm", sys.executable]) == 0
+    traces = json.loads(capsys.readouterr().out)["traces"]
+    longest = max(row["prompt_tokens"] for trace in traces for row in trace["rows"])
+    assert given["lengths"] == [80] * 4 + [200]  # the results and the instructions
+    assert given["stored"] == 5
+    assert given["window"] > longest
+    assert given["blend"] == {"controller": "off", "ratio": 0.15}
+    for trace in traces:
+        for row in trace["rows"]:
+            costs = row["costs"]
+            assert costs["full"]["computed"] == row["prompt_tokens"]
+            assert costs["transformers"]["computed"] == costs["prefix cache"]["computed"]
+            assert costs["transformers"]["ttft_s"] > 0
+            assert costs["transformers"]["cpu_s"] is None
+        sums = trace["edited"]
+        assert sums["fewer"]["transformers"] == sums["computed"]["full"] / sums["computed"]["transformers"]
+        assert set(sums["cpu_s"]) == {"blend", "exact", "prefix cache"}
 
 
 @pytest.mark.parametrize("tier", [["--ram-bytes", str(1 << 30)], ["--cold"]], ids=["ram", "cold"])
@@ -114,3 +158,20 @@ def test_codec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 <= native[name] < int8[name] < int4[name], name
     assert main(["codec", str(paths[0]), *settings]) == 1
     assert "1 long enough files are too few for 2 prompts of 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("settings", [{}, {"rate": 500.0}, {"kill": 3}], ids=["clients", "rate", "kill"])
+def test_no_prompt_of_a_load_begins_like_another(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the KV of an earlier prompt would be continued, and no chunk reused."""
+    begins: list[str] = []
+
+    async def ask(http: object, body: dict[str, Any], num_events: int | None = None) -> serve.StreamedAnswer:
+        begins.append(body["messages"][0]["content"])
+        await asyncio.sleep(0.001)
+        return serve.StreamedAnswer("text", 1, 0.001)
+
+    monkeypatch.setattr(serve, "ask", ask)
+    result = asyncio.run(serve.load("http://test", clients=2, seconds=0.1, model="m", prompts=2, **settings))
+    assert result.complete > 4
+    assert len(begins) > 6
+    assert len(set(begins)) == len(begins)

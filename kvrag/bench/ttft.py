@@ -34,7 +34,7 @@ from kvrag.errors import SettingError
 from kvrag.store.chunkfile import SUFFIX
 from kvrag.types import BlendReport, Messages
 
-_PREFIX_BLOCK = 16  # tokens, vLLM's default
+_PREFIX_BLOCK = 16  # tokens, vLLM's default on a GPU
 FULL, PREFIX = "full prefill", "exact prefix"
 
 
@@ -139,15 +139,15 @@ def measure(
     ):
         progress(f"warming {setup.chunks} chunks of {setup.chunk_tokens} tokens")
         engine.warm(corpus)
-        prefix = _PrefixCache(net)
+        prefix = PrefixCache(net)
         for repeat in range(setup.repeats + 1):
             progress(f"round {repeat} of {setup.repeats}" if repeat else "warm-up round")
             rng.shuffle(corpus)
             question = "".join(rng.choices(words, k=setup.question_tokens))
             messages = messages_of(corpus, question)
-            calls: dict[str, Callable[[], object]] = {FULL: partial(_generate, net, messages)}
+            calls: dict[str, Callable[[], object]] = {FULL: partial(_generate, PrefixCache(net), net, messages)}
             if with_prefix:
-                calls[PREFIX] = partial(prefix.generate, messages)
+                calls[PREFIX] = partial(_generate, prefix, net, messages)
             for policy in setup.policies:
                 calls[policy] = partial(ask, engine, policy, list(corpus), question)
             for name, call in calls.items():
@@ -209,27 +209,23 @@ def _timed(call: Callable[[], object]) -> tuple[float, object]:
     return time.perf_counter() - started, result
 
 
-@torch.inference_mode()
-def _generate(net: Model, messages: Messages) -> None:
-    """Run `model.generate` to its first token, as the reference."""
-    ids = torch.tensor([net.tokenizer.render(messages)], device=net.device)
-    net.hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
+def _generate(cache: PrefixCache, net: Model, messages: Messages) -> None:
+    cache.generate(net.tokenizer.render(messages))
 
 
-class _PrefixCache:
-    """Prefix cache like vLLM's: keeps the last prompt's KV, cropped to whole blocks of the common prefix."""
+class PrefixCache:
+    """`model.generate` with the KV of its last prompt, cropped to whole blocks of the common prefix."""
 
-    def __init__(self, net: Model) -> None:
-        self._net = net
+    def __init__(self, net: Model, block: int = _PREFIX_BLOCK) -> None:
+        self._net, self._block = net, block
         self._ids: list[int] = []
         self._cache: Any = None
 
     @torch.inference_mode()
-    def generate(self, messages: Messages) -> None:
-        """Generate the first token, reusing the common prefix with the last prompt."""
-        ids = self._net.tokenizer.render(messages)
+    def generate(self, ids: list[int], max_new_tokens: int = 1) -> tuple[int, list[int]]:
+        """Answer greedily; return how many leading tokens of the prompt were reused, and the answer."""
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids[:-1], self._ids, strict=False)))
-        common -= common % _PREFIX_BLOCK
+        common -= common % self._block
         if common:
             self._cache.crop(common - self._cache.get_seq_length())  # negative: number of tokens to remove from the end
         tensor = torch.tensor([ids], device=self._net.device)
@@ -237,11 +233,12 @@ class _PrefixCache:
             tensor,
             attention_mask=torch.ones_like(tensor),
             past_key_values=self._cache if common else None,
-            max_new_tokens=1,
+            max_new_tokens=max_new_tokens,
             do_sample=False,
             return_dict_in_generate=True,
         )
         self._ids, self._cache = ids, output.past_key_values
+        return common, output.sequences[0, len(ids) :].tolist()
 
 
 def one_token_words(net: Model) -> list[str]:

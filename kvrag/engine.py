@@ -240,10 +240,7 @@ class BlendEngine:
         Their files, their KV in RAM and the conversations that contain it are deleted when this returns. Answers in
         progress complete with the KV that they have read, which is not kept.
         """
-        removed = self._ingestion.forget(document, check_namespace(namespace))
-        self._answering.free(removed)
-        self._lookup.refresh()
-        return len(removed)
+        return self._answering.forget(document, check_namespace(namespace))
 
     def forget_learned(self, *, namespace: str = "") -> int:
         """Delete the chunks that prompts brought, learned or from `documents=`; return how many were deleted.
@@ -541,7 +538,8 @@ class BlendEngine:
         goes_on: bool = False,
     ) -> Prefilled:
         """Prefill prompt ids from stored chunks and, with `goes_on`, from a conversation; see `kvrag.request`."""
-        return self._answering.prefill(ids, config or self.config, notes, namespace, goes_on)
+        begun = self._answering.begin(namespace, ids) if goes_on else None
+        return self._answering.prefill(ids, config or self.config, notes, namespace, begun)
 
     def __deepcopy__(self, memo: object) -> BlendEngine:
         return self  # copies of objects that hold an engine share it

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -258,6 +258,10 @@ class Ingestion(Choosing):
             raise SettingError("forget needs the name of a document")
         check_names(document)
         return self._store.set_document(document, [], namespace)
+
+    def forget_requests(self, text_keys: Collection[str], namespace: str) -> list[str]:
+        """Delete those of these texts that only prompts brought; return the keys of the removed chunks."""
+        return self._store.forget_requests(namespace, lambda requests: [key for key in requests if key in text_keys])
 
     def _hold(self, choices: Sequence[_Piece], documents: Iterable[str], namespace: str, mode: Mode) -> None:
         """Record each document's holdings durably; chunks that no document relies on any more are removed."""

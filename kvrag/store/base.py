@@ -234,12 +234,18 @@ class ManifestStore(ABC):
         self._delete(name for _, name in removed)
         return [key for key, _ in removed]
 
-    def forget_requests(self, namespace: str = "") -> list[str]:
+    def forget_requests(
+        self, namespace: str = "", choose: Callable[[Sequence[str]], Collection[str]] = lambda text_keys: text_keys
+    ) -> list[str]:
         """See KVStore.forget_requests."""
         self._check_open()
-        requests = [request for request in self._manifest.unused_requests(math.inf) if request[0] == namespace]
-        self._changes.change("release", requests=requests)
-        unheld = self._manifest.unheld()
+        texts = [text for space, text in self._manifest.unused_requests(math.inf) if space == namespace]
+        chosen = sorted(choose(texts)) if texts else []
+        if not chosen:
+            return []
+        self._changes.change("release", requests=[(namespace, text) for text in chosen])
+        variants = {key for state in self._manifest.look_up(chosen).values() for key in state.variants}
+        unheld = [key for key in self._manifest.unheld() if key in variants]
         self.remove(unheld)
         return unheld
 

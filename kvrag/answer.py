@@ -14,7 +14,7 @@ import numpy as np
 
 from kvrag.backend.transformers import Model, Tokenizer
 from kvrag.backend.transformers.tokenizer import common_prefix
-from kvrag.config import BlendConfig, Grammar, Sampling, check_namespace, fill_options
+from kvrag.config import BlendConfig, Grammar, Sampling, check_list, check_namespace, check_type, fill_options
 from kvrag.errors import SettingError, StoreError
 from kvrag.fingerprint import text_key
 from kvrag.generate.admission import Admission
@@ -82,12 +82,16 @@ class Question:
         options = fill_options("an answer", ANSWER_DEFAULTS, overrides)
         config = overridden(config, options["ratio"], options["policy"], options["controller"], options["history"])
         tools, choice, grammar = options["tools"], options["tool_choice"], options["grammar"]
+        check_type("grammar", grammar, Grammar | None, "a Grammar")
+        check_type("template", options["template"], Mapping | None, "a dict")
+        check_type("tool_choice", choice, str | Mapping | None, "a name or a dict")
         prepared = prepare(tokenizer, prompt, tools, choice, grammar, options["template"], options["reasoning"])
         if isinstance(options["stop"], str):
             raise SettingError("stop must be a sequence of strings, not one string")
         sampling = Sampling(**{field.name: options[field.name] for field in fields(Sampling)})
         namespace = check_namespace(options["namespace"])
-        return cls(prepared, options["documents"] or (), namespace, config, sampling)
+        documents = () if options["documents"] is None else check_list("documents", options["documents"])
+        return cls(prepared, documents, namespace, config, sampling)
 
 
 class Answering:

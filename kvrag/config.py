@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
@@ -29,6 +30,7 @@ CONTROLLERS = ("auto", "off")
 HISTORIES = ("exact", "blend")
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 _EXTREME = 1e9  # logits can be multiplied or divided by it twice within float32
 
@@ -41,6 +43,7 @@ def _require(condition: bool, message: str) -> None:
 def check_number(name: str, value: Any, least: float = 0, most: float = math.inf, whole: bool = False) -> Any:
     """Return `value` as a Python number if it is one (a whole one) from `least` to `most`, else raise SettingError."""
     is_number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+    is_number = is_number and (whole or abs(value) == math.inf or abs(value) <= sys.float_info.max)  # as a float
     kind, limits = "an integer" if whole else "a number", f"in [{least:g}, {most:g}]"
     limits = f"of at least {least:g}" if most == math.inf else limits
     _require(is_number and least <= value <= most, f"{name} must be {kind} {limits}, got {value!r:.80}")
@@ -49,8 +52,24 @@ def check_number(name: str, value: Any, least: float = 0, most: float = math.inf
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> str:
     """Return `value` if it is one of the choices, else raise SettingError."""
-    _require(value in choices, f"unknown {name} {value!r}; choose one of {', '.join(choices)}")
+    is_known = isinstance(value, str) and value in choices  # an array can be equal to them in part
+    _require(is_known, f"unknown {name} {value!r:.80}; choose one of {', '.join(choices)}")
     return value
+
+
+def check_type(name: str, value: T, kind: Any, form: str) -> T:
+    """Return `value` if it is of this kind, else raise SettingError; `form` says what it must be."""
+    _require(isinstance(value, kind), f"{name} must be {form}, got {value!r:.80}")
+    return value
+
+
+def check_list(name: str, value: Iterable[T]) -> list[T]:
+    """Return the items of an iterable, else raise SettingError, also for a string."""
+    _require(not isinstance(value, str), f"{name} must be a list, not one string")
+    try:
+        return list(value)
+    except TypeError:
+        raise SettingError(f"{name} must be a list, not {value!r:.80}") from None
 
 
 def check_policy(policy: str) -> str:
@@ -77,6 +96,11 @@ check_codec = partial(check_choice, "codec", choices=CODECS)
 check_controller = partial(check_choice, "controller", choices=CONTROLLERS)
 
 
+def check_budget(name: str, value: Any) -> int:
+    """Return the number of bytes of a budget if it is one, else raise SettingError."""
+    return int(check_number(name, value, least=1, most=(1 << 63) - 1024))
+
+
 def without_password(url: str) -> str:
     """Return the URL of a store for messages and names: without user, password and options."""
     parts = urlsplit(url)
@@ -90,10 +114,12 @@ def check_namespace(namespace: str) -> str:
     return namespace
 
 
-def check_timeout(timeout: float | None) -> None:
-    """Raise SettingError unless `timeout` is a positive number of seconds, or None."""
+def check_timeout(timeout: float | None) -> float | None:
+    """Return `timeout` if it is a positive number of seconds, or None, else raise SettingError."""
     ok = timeout is None or (isinstance(timeout, Real) and not isinstance(timeout, bool) and timeout > 0)
-    _require(ok, f"timeout must be a positive number of seconds, got {timeout!r}")
+    ok = ok and (timeout is None or timeout == math.inf or timeout <= sys.float_info.max)
+    _require(ok, f"timeout must be a positive number of seconds, got {timeout!r:.80}")
+    return None if timeout is None else float(timeout)
 
 
 def check_names(*names: str) -> None:
@@ -144,8 +170,9 @@ class BlendConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        low, high = self.band
-        _require(0.0 <= low < high <= 1.0, f"band must be two rising fractions in [0, 1], got {self.band}")
+        band = self.band if isinstance(self.band, tuple | list) else ()
+        ok = len(band) == 2 and all(isinstance(part, Real) for part in band) and 0.0 <= band[0] < band[1] <= 1.0
+        _require(ok, f"band must be two rising fractions in [0, 1], got {self.band!r:.80}")
 
 
 @dataclass(frozen=True, slots=True)

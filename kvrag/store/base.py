@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrag.errors import DamagedChunkError, SettingError, StoreError, StoreFullError, StoreReadOnlyError
+from kvrag.config import check_budget, check_namespace, check_number
+from kvrag.errors import DamagedChunkError, StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.fingerprint import Fingerprint
 from kvrag.store import chunkfile
 from kvrag.store.chunkfile import SUFFIX, PackedChunk
@@ -268,8 +269,8 @@ class ManifestStore(ABC):
 
         Its chunks are evicted beyond it, now and whenever chunks are stored. Returns the number evicted now.
         """
-        if max_bytes is not None and not 0 < max_bytes < 1 << 63:
-            raise SettingError(f"a budget must be positive, got {max_bytes} bytes")
+        max_bytes = None if max_bytes is None else check_budget("a budget", max_bytes)
+        check_namespace(namespace)
         self._check_open()
         self._changes.change("budget", namespace=namespace, bytes=max_bytes)
         return 0 if max_bytes is None else self._evict(max_bytes, namespace)
@@ -344,6 +345,7 @@ class ManifestStore(ABC):
         without a row, and quarantined files. Token ids of deleted texts are deleted from the manifest's log and from
         the catalog, which is rebuilt.
         """
+        check_number("unused_days", unused_days, least=-math.inf)
         with translated(self.path):
             self._record_uses()
             if requests := self._manifest.unused_requests(time.time() - unused_days * 86400):

@@ -53,7 +53,7 @@ class Learner:
         self._learned = self._tokens = self._failed = self._ignored = self._times_forgotten = 0
 
     def observe(self, prompt: str | Messages | TokenIds, begun: Begun) -> None:
-        """Look at a prompt's new texts later, in another thread; errors are logged only."""
+        """Look at a prompt's new texts later, in another thread; the first error is logged, all are counted."""
         if self._closed.is_set() or not self._room.acquire(blocking=False):
             self._ignored += 1
             return
@@ -92,8 +92,9 @@ class Learner:
                 if self._is_known(text, begun.namespace):
                     self._encode(text, begun.namespace, is_forgotten)
         except Exception as error:  # no answer depends on it
+            level = logging.INFO if self._failed else logging.WARNING  # a disk that is full stays so for a while
+            logger.log(level, "a text of a prompt could not be learned: %s (logged once)", error)
             self._failed += 1
-            logger.warning("a text of a prompt could not be learned: %s", error)
         finally:
             self._room.release()
 

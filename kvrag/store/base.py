@@ -66,7 +66,7 @@ class ManifestStore(ABC):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._touched: Counter[str] = Counter()  # under _lock
-        self._bound = ""
+        self._bound, self._has_warned = "", False
 
     @property
     def catalog_folder(self) -> Path:
@@ -198,7 +198,8 @@ class ManifestStore(ABC):
                 keys = counted[i : i + _USES]
                 self._changes.change("used", keys=keys, uses=[uses[key] for key in keys])
         except StoreError as error:  # a full disk must not fail a request; and a remote may only be read
-            logger.warning("uses are not recorded: %s", error)
+            logger.log(logging.INFO if self._has_warned else logging.WARNING, "uses are not recorded: %s", error)
+            self._has_warned = True
 
     def _counted(self, keys: Sequence[str]) -> Collection[str]:
         """Return those of these chunks whose uses matter."""

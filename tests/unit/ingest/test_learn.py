@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from blending import CHUNKS, messages
 
-from kvrag import BlendEngine, FileStore, Model, StoreError
+from kvrag import BlendEngine, FileStore, Model
 from kvrag.ingest import learn
 from kvrag.ingest.learn import Learner, new_texts
 from kvrag.reuse.conversation import Begun
@@ -174,18 +175,24 @@ def test_learning_waits_until_no_answer_is_in_progress(engine: BlendEngine) -> N
     assert engine.store.stats().chunks == 1
 
 
-def test_a_store_that_cannot_be_written_costs_no_answer(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("why", ["is not writable", "disk"])
+def test_a_store_that_cannot_be_written_costs_one_warning_and_no_answer(
+    why: str, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def put(records: Any) -> int:
-        raise StoreError("the disk is full")
-
-    monkeypatch.setattr(engine.store, "put", put)
-    for _ in range(2):
-        _ask(engine, messages(PAGE))
-    assert engine.learned is not None
-    assert (engine.learned.learned, engine.learned.failed) == (0, 1)
-    assert "the disk is full" in caplog.text
+    FileStore(tmp_path).close()
+    if why == "is not writable":
+        access = os.access
+        monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=1 << 60), learn=True) as engine:
+        caplog.clear()
+        for number in range(6):
+            report = _ask(engine, messages(f"{number // 2} {PAGE}"), ratio=0.3)
+            assert report.prompt_tokens > 60
+        assert engine.learned is not None
+        assert (engine.learned.learned, engine.learned.failed) == (0, 3)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1, warnings
+    assert why in warnings[0]
 
 
 def test_memory_for_texts_seen_once_is_bounded(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:

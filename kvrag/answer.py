@@ -14,7 +14,16 @@ import numpy as np
 
 from kvrag.backend.transformers import Model, Tokenizer
 from kvrag.backend.transformers.tokenizer import common_prefix
-from kvrag.config import ANSWER_SETTINGS, BlendConfig, Grammar, Sampling, check_namespace, fill_options
+from kvrag.config import (
+    ANSWER_SETTINGS,
+    BlendConfig,
+    Grammar,
+    Sampling,
+    check_list,
+    check_namespace,
+    check_type,
+    fill_options,
+)
 from kvrag.errors import SettingError, StoreError
 from kvrag.fingerprint import text_key
 from kvrag.generate.admission import Admission
@@ -27,7 +36,7 @@ from kvrag.ingest.ingest import Ingestion
 from kvrag.ingest.learn import Learner
 from kvrag.inspect.explain import why_little
 from kvrag.request import Pipeline
-from kvrag.reuse.conversation import Blended, CachedPrefix, Conversations, Turn
+from kvrag.reuse.conversation import Begun, Blended, CachedPrefix, Conversations, Turn
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.stitch import Prefilled
 from kvrag.types import BlendReport, Delta, Messages, TokenIds
@@ -83,12 +92,16 @@ class Question:
         options = fill_options("an answer", ANSWER_DEFAULTS, overrides)
         config = overridden(config, **{name: options[name] for name in ANSWER_SETTINGS})
         tools, choice, grammar = options["tools"], options["tool_choice"], options["grammar"]
+        check_type("grammar", grammar, Grammar | None, "a Grammar")
+        check_type("template", options["template"], Mapping | None, "a dict")
+        check_type("tool_choice", choice, str | Mapping | None, "a name or a dict")
         prepared = prepare(tokenizer, prompt, tools, choice, grammar, options["template"], options["reasoning"])
         if isinstance(options["stop"], str):
             raise SettingError("stop must be a sequence of strings, not one string")
         sampling = Sampling(**{field.name: options[field.name] for field in fields(Sampling)})
         namespace = check_namespace(options["namespace"])
-        return cls(prepared, options["documents"] or (), namespace, config, sampling)
+        documents = () if options["documents"] is None else check_list("documents", options["documents"])
+        return cls(prepared, documents, namespace, config, sampling)
 
 
 class Answering:
@@ -107,8 +120,10 @@ class Answering:
         self._conversations = Conversations(conversation_bytes, model.stable_length, model.num_layers)
         self._admission = Admission(batch_bytes)
         self._warming = threading.Lock()
-        self.learner = Learner(ingestion, pipeline.lookup, self._admission.is_busy) if learns else None
+        is_busy = self._admission.is_busy
+        self.learner = Learner(ingestion, pipeline.lookup, is_busy, self.notice_removals) if learns else None
         self._removals = pipeline.store.removals()
+        self._dropping = threading.Lock()  # held while the KV of removed texts is dropped
         self._watch = Watch()
         self.history = History()
 
@@ -127,14 +142,17 @@ class Answering:
         if threshold is not None and len(ids) <= threshold < longest:
             longest += threshold  # two caches, see `Row.recompute`
         with self._admission.admit(longest * self._model.bytes_per_token) as admitted:
-            created = self._warm(question.documents, namespace, notes) if question.documents else set()
-            done = self.prefill(ids, question.config, notes, namespace, goes_on=True)
+            begun = self._conversations.begin(namespace, ids)
+            created = self._warm(question.documents, namespace, notes) if question.documents else {}
+            done = self.prefill(ids, question.config, notes, namespace, begun)
+            if created and begun.is_forgotten:
+                self.free(self._ingestion.forget_requests({*created.values()}, namespace))
             # computed now, since a stream may be closed at any point; the answer may change a plain prompt's last token
             generation_prompt = 1 if prepared.is_plain else tokenizer.generation_prompt_length(**prepared.template)
             control_tokens = {token for part in (thoughts, parser) if part for token in part.control_tokens}
             cache, sampling = done.cache, question.sampling
             if self.learner:
-                self.learner.observe(prepared.prompt, namespace)
+                self.learner.observe(prepared.prompt, begun)
             answered: Answered | None = None
             answer: list[int] = []
             num_thought = 0
@@ -159,12 +177,12 @@ class Answering:
                     yield delta
                     admitted.is_working = True
                     if len(answer) == 1 and question.config.reuses_prompts:
-                        self._keep(done, [], 0, namespace)  # for prompts that arrive before the answer is complete
+                        self._keep(begun, done, [], 0)  # for prompts that arrive before the answer is complete
                 is_complete = True
                 self._finish(answered, question)
             if question.config.reuses_prompts:
                 # a step that other answers share may be computing the KV of an abandoned answer's last token
-                self._keep(done, answer if is_complete else answer[:-1], generation_prompt, namespace)
+                self._keep(begun, done, answer if is_complete else answer[:-1], generation_prompt)
 
     def warm_prefix(self, questions: Sequence[Question]) -> int:
         """Compute and keep what the prompts of several questions begin with; see `BlendEngine.warm_prefix`."""
@@ -183,8 +201,9 @@ class Answering:
             )
         if ids:
             with self._admission.admit(size):
-                done = self.prefill(ids, replace(question.config, ratio=1.0), (), question.namespace, goes_on=True)
-                self._keep(done, [], 0, question.namespace)
+                begun = self._conversations.begin(question.namespace, ids)
+                done = self.prefill(ids, replace(question.config, ratio=1.0), (), question.namespace, begun)
+                self._keep(begun, done, [], 0)
         return len(ids)
 
     def try_out(self, prepared: Prepared, config: BlendConfig, namespace: str) -> Answered:
@@ -192,25 +211,25 @@ class Answering:
         ids = prepared.render(self._model.tokenizer)
         self._model.check_window(len(ids))
         started = time.perf_counter()
-        done = self.prefill(ids, config, (), namespace, goes_on=False)
+        done = self.prefill(ids, config, (), namespace)
         return Answered(done.ids, done.selected, replace(done.report, ttft_s=time.perf_counter() - started), namespace)
 
     def prefill(
-        self, ids: list[int], config: BlendConfig, notes: Sequence[str], namespace: str, goes_on: bool
+        self, ids: list[int], config: BlendConfig, notes: Sequence[str], namespace: str, begun: Begun | None = None
     ) -> Prefilled:
-        """See `BlendEngine.prefill`."""
+        """See `BlendEngine.prefill`. Conversations are used for a prompt that has `begun`."""
         plan = self._pipeline.tuning.plan(config)  # final only if it does not depend on the chunks
         pipeline = self._pipeline
         removals = pipeline.store.removals() if config.policy == "full" else pipeline.lookup.update()
         self.notice_removals(removals)
-        is_continued = goes_on and config.reuses_prompts
+        is_continued = begun is not None and config.reuses_prompts
         prefix = self._find_prefix(ids, plan.config, namespace) if is_continued else None
         conversations = self._conversations if is_continued and config.history == "blend" else None
         prompt = Prompt(ids, config, namespace, prefix, notes, conversations=conversations, is_full=plan.is_full)
         try:
             done = self._pipeline.prefill(prompt, matches=() if config.policy == "full" else None)
-            if is_continued:
-                self._conversations.begin(done, frozenset(key for _, key in done.chunks))
+            if begun is not None:
+                begun.keys = frozenset(key for _, key in done.chunks)
             return done
         finally:  # chunks removed in the meantime may have been read after they were freed
             self._free_removed(since=removals)
@@ -235,11 +254,33 @@ class Answering:
             self.learner.close()
         self._conversations.close()
 
-    def notice_removals(self, removals: int) -> None:
+    def begin(self, namespace: str, ids: Sequence[int]) -> Begun:
+        """See `Conversations.begin`."""
+        return self._conversations.begin(namespace, ids)
+
+    def notice_removals(self, removals: int | None = None) -> None:
         """Free KV that was removed from the store, possibly by another process, if its counter has changed."""
+        removals = self._pipeline.store.removals() if removals is None else removals
         if removals != self._removals:
             self._free_removed()
+            self._pipeline.lookup.update()
             self._removals = removals  # not before: other prompts must not find chunks that are about to be freed
+        with self._dropping:
+            if texts := self._pipeline.lookup.take_removed():
+                self._conversations.drop_texts(texts)
+
+    def forget(self, document: str, namespace: str) -> int:
+        """See `BlendEngine.forget`."""
+        lookup, min_run = self._pipeline.lookup, BlendConfig().min_run
+        with lookup.removing() as texts:
+            removed = self._ingestion.forget(document, namespace)
+        self.free(removed)
+        self.notice_removals()
+        if texts:
+            choose = partial(lookup.containing, texts, min_run=min_run)
+            self.free(self._pipeline.store.forget_requests(namespace, choose))
+        lookup.refresh()
+        return len(removed)
 
     def _free_removed(self, since: int | None = None) -> None:
         """Free KV that is no longer stored, unless the store's counter is still `since`.
@@ -256,26 +297,27 @@ class Answering:
     def _kept_keys(self) -> set[str]:
         return {*self._pipeline.memory.keys(), *self._conversations.keys()}
 
-    def _warm(self, documents: Sequence[str], namespace: str, notes: list[str]) -> set[str]:
-        """Encode the documents that are not stored, and return their keys; adds to `notes`."""
+    def _warm(self, documents: Sequence[str], namespace: str, notes: list[str]) -> dict[str, str]:
+        """Encode the documents that are not stored, and return their text keys by key; adds to `notes`."""
         tokenized = self._ingestion.tokenize(documents, namespace)
         text_keys = [text_key(namespace, ids) for ids, _ in tokenized]
 
-        def find_missing() -> dict[str, str]:
+        def find_missing() -> dict[str, tuple[str, str]]:
             usable = self._pipeline.lookup.usable(text_keys)
             chunks = zip(documents, text_keys, tokenized, strict=True)
-            return {key: document for document, text, (_, key) in chunks if key and text not in usable}
+            return {key: (text, document) for document, text, (_, key) in chunks if key and text not in usable}
 
-        missing: dict[str, str] = {}
+        missing: dict[str, tuple[str, str]] = {}
         try:
             if find_missing():
                 with self._warming:  # parallel answers with the same documents encode them once
                     if missing := find_missing():
-                        self._ingestion.warm(list(missing.values()), "", None, namespace, mode="on request")
+                        texts = [document for _, document in missing.values()]
+                        self._ingestion.warm(texts, "", None, namespace, mode="on request")
                         self._pipeline.lookup.refresh()
         except StoreError as error:
             notes.append(f"documents could not be stored: {error}")  # the answer does not depend on it
-        return set(missing)
+        return {key: text for key, (text, _) in missing.items()}
 
     def _finish(self, answered: Answered | None, question: Question) -> None:
         """Do deferred work after a complete answer.
@@ -289,7 +331,7 @@ class Answering:
             explain = partial(why_little, tokenizer, store, find, answered, question.config.min_run)
             self._watch.look(answered, explain)
 
-    def _keep(self, done: Prefilled, answer: list[int], generation_prompt: int, namespace: str) -> None:
+    def _keep(self, begun: Begun, done: Prefilled, answer: list[int], generation_prompt: int) -> None:
         """Keep an answered prompt for the next turn, which contains it without the generation prompt.
 
         Without an answer, keep only what equals full prefill's. What was computed again counts as such only where all
@@ -307,7 +349,7 @@ class Answering:
         )
         replaced = prefix.continued if prefix else None
         ids = ids if answer else ids[:exact]
-        self._conversations.keep(done, namespace, ids, exact, done.cache, done.chunks, blended, replaced)
+        self._conversations.keep(begun, ids, exact, done.cache, done.chunks, blended, replaced)
 
 
 def _final(report: BlendReport, delta: Delta, is_thought: bool) -> BlendReport:

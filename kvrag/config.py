@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
@@ -32,6 +33,7 @@ ANSWER_SETTINGS = ("ratio", "policy", "controller", "history", "deterministic")
 """Names of the settings that every answer can override."""
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 _EXTREME = 1e9  # logits can be multiplied or divided by it twice within float32
 
@@ -44,6 +46,7 @@ def _require(condition: bool, message: str) -> None:
 def check_number(name: str, value: Any, least: float = 0, most: float = math.inf, whole: bool = False) -> Any:
     """Return `value` as a Python number if it is one (a whole one) from `least` to `most`, else raise SettingError."""
     is_number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+    is_number = is_number and (whole or abs(value) == math.inf or abs(value) <= sys.float_info.max)  # as a float
     kind, limits = "an integer" if whole else "a number", f"in [{least:g}, {most:g}]"
     limits = f"of at least {least:g}" if most == math.inf else limits
     _require(is_number and least <= value <= most, f"{name} must be {kind} {limits}, got {value!r:.80}")
@@ -52,14 +55,24 @@ def check_number(name: str, value: Any, least: float = 0, most: float = math.inf
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> str:
     """Return `value` if it is one of the choices, else raise SettingError."""
-    _require(value in choices, f"unknown {name} {value!r}; choose one of {', '.join(choices)}")
+    is_known = isinstance(value, str) and value in choices  # an array can be equal to them in part
+    _require(is_known, f"unknown {name} {value!r:.80}; choose one of {', '.join(choices)}")
     return value
 
 
-def check_bool(name: str, value: Any) -> bool:
-    """Return `value` if it is True or False, else raise SettingError."""
-    _require(isinstance(value, bool), f"{name} must be True or False, got {value!r:.80}")
-    return bool(value)
+def check_type(name: str, value: T, kind: Any, form: str) -> T:
+    """Return `value` if it is of this kind, else raise SettingError; `form` says what it must be."""
+    _require(isinstance(value, kind), f"{name} must be {form}, got {value!r:.80}")
+    return value
+
+
+def check_list(name: str, value: Iterable[T]) -> list[T]:
+    """Return the items of an iterable, else raise SettingError, also for a string."""
+    _require(not isinstance(value, str), f"{name} must be a list, not one string")
+    try:
+        return list(value)
+    except TypeError:
+        raise SettingError(f"{name} must be a list, not {value!r:.80}") from None
 
 
 def check_policy(policy: str) -> str:
@@ -86,6 +99,11 @@ check_codec = partial(check_choice, "codec", choices=CODECS)
 check_controller = partial(check_choice, "controller", choices=CONTROLLERS)
 
 
+def check_budget(name: str, value: Any) -> int:
+    """Return the number of bytes of a budget if it is one, else raise SettingError."""
+    return int(check_number(name, value, least=1, most=(1 << 63) - 1024))
+
+
 def without_password(url: str) -> str:
     """Return the URL of a store for messages and names: without user, password and options."""
     parts = urlsplit(url)
@@ -99,10 +117,12 @@ def check_namespace(namespace: str) -> str:
     return namespace
 
 
-def check_timeout(timeout: float | None) -> None:
-    """Raise SettingError unless `timeout` is a positive number of seconds, or None."""
+def check_timeout(timeout: float | None) -> float | None:
+    """Return `timeout` if it is a positive number of seconds, or None, else raise SettingError."""
     ok = timeout is None or (isinstance(timeout, Real) and not isinstance(timeout, bool) and timeout > 0)
-    _require(ok, f"timeout must be a positive number of seconds, got {timeout!r}")
+    ok = ok and (timeout is None or timeout == math.inf or timeout <= sys.float_info.max)
+    _require(ok, f"timeout must be a positive number of seconds, got {timeout!r:.80}")
+    return None if timeout is None else float(timeout)
 
 
 def check_names(*names: str) -> None:
@@ -147,7 +167,7 @@ class BlendConfig:
     controller: str = _checked("auto", check_choice, choices=CONTROLLERS)
     min_run: int = _checked(16, check_number, least=16, whole=True)  # guaranteed by the matcher
     history: str = _checked("exact", check_choice, choices=HISTORIES)
-    deterministic: bool = _checked(False, lambda name, value: check_bool(name, value))
+    deterministic: bool = _checked(False, check_type, kind=bool, form="True or False")
     context_tokens: int = _checked(DEFAULT_CONTEXT, check_number, whole=True)
     context: str = _checked("text", check_choice, choices=("text", "headings"))
     check_layer: int = _checked(1, check_number, least=1, whole=True)  # layer 0 cannot deviate
@@ -157,8 +177,9 @@ class BlendConfig:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        low, high = self.band
-        _require(0.0 <= low < high <= 1.0, f"band must be two rising fractions in [0, 1], got {self.band}")
+        band = self.band if isinstance(self.band, tuple | list) else ()
+        ok = len(band) == 2 and all(isinstance(part, Real) for part in band) and 0.0 <= band[0] < band[1] <= 1.0
+        _require(ok, f"band must be two rising fractions in [0, 1], got {self.band!r:.80}")
         clash = 'deterministic=True reuses nothing of earlier prompts: leave history at "exact"'
         _require(not self.deterministic or self.history == "exact", clash)
 

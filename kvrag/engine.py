@@ -21,9 +21,12 @@ from kvrag.config import (
     BlendConfig,
     check_bytes,
     check_codec,
+    check_list,
     check_names,
     check_namespace,
+    check_number,
     check_timeout,
+    check_type,
     show_options,
 )
 from kvrag.control import calibrate
@@ -58,8 +61,8 @@ def _shared_key(name_or_path: str | Path, settings: dict[str, Any]) -> str:
     return repr((str(name_or_path), sorted(settings.items(), key=lambda item: item[0])))
 
 
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
+def _check_sizes(*sizes: int) -> None:
+    for name, size in zip(("ram_bytes", "conversation_bytes", "batch_bytes", "device_bytes"), sizes, strict=True):
         check_bytes(name, size)
 
 
@@ -108,9 +111,11 @@ class BlendEngine:
         """
         if isinstance(model, str | Path):
             raise SettingError(f"model must be a Model, not a name: use BlendEngine.from_pretrained({str(model)!r})")
+        check_type("config", config, BlendConfig | None, "a BlendConfig")
+        check_type("learn", learn, bool, "True or False")
         self.model, self.config, self.codec = model, config or BlendConfig(), check_codec(codec)
         self.fingerprint = model.fingerprint.stored_as(codec)
-        _check_sizes(conversation_bytes=conversation_bytes, batch_bytes=batch_bytes, device_bytes=device_bytes)
+        _check_sizes(ram_bytes, conversation_bytes, batch_bytes, device_bytes)
         self.store: KVStore = open_store(default_store(model, codec) if store is None else store, store_cache)
         self.store.bind(self.fingerprint)
         self._catalog, self._tuning = Catalog(self.store), Tuning(model, self.store)
@@ -140,7 +145,7 @@ class BlendEngine:
     ) -> BlendEngine:
         """Load a model (see `Model.from_pretrained` for its settings) and combine it with a store."""
         check_codec(codec)  # before the slow loading
-        _check_sizes(conversation_bytes=conversation_bytes, batch_bytes=batch_bytes, device_bytes=device_bytes)
+        _check_sizes(ram_bytes, conversation_bytes, batch_bytes, device_bytes)
         model = Model.from_pretrained(name_or_path, **model_settings)
         sizes = ram_bytes, codec, conversation_bytes, batch_bytes, store_cache, device_bytes
         return cls(model, store, config, *sizes, learn)
@@ -221,6 +226,7 @@ class BlendEngine:
         """
         self._check_open()
         options: AnswerOptions = {"tools": tools, "namespace": namespace, "template": template}
+        messages = check_list("messages", messages)
         prompts = [[*messages, {"role": "user", "content": text}] for text in ("One.", "two")]
         tokenizer, config = self.model.tokenizer, self.config
         return self._answering.warm_prefix([Question.of(tokenizer, prompt, config, options) for prompt in prompts])
@@ -233,7 +239,7 @@ class BlendEngine:
         reported by the answers themselves.
         """
         check_namespace(namespace)
-        if chunks := [text for text in texts if isinstance(text, str)]:
+        if chunks := [text for text in check_list("texts", texts) if isinstance(text, str)]:
             text_keys = (text_key(namespace, self.encode(text)) for text in chunks)  # in the other thread
             self._prefetcher.start(lambda: self._lookup.usable(text_keys).values())
 
@@ -243,10 +249,7 @@ class BlendEngine:
         Their files, their KV in RAM and the conversations that contain it are deleted when this returns. Answers in
         progress complete with the KV that they have read, which is not kept.
         """
-        removed = self._ingestion.forget(document, check_namespace(namespace))
-        self._answering.free(removed)
-        self._lookup.refresh()
-        return len(removed)
+        return self._answering.forget(document, check_namespace(namespace))
 
     def forget_learned(self, *, namespace: str = "") -> int:
         """Delete the chunks that prompts brought, learned or from `documents=`; return how many were deleted.
@@ -316,7 +319,7 @@ class BlendEngine:
             SettingError: A setting is out of range or unknown, or a grammar is invalid.
         """
         self._check_open()
-        check_timeout(timeout := options.get("timeout"))
+        timeout = check_timeout(options.get("timeout"))
         question = Question.of(self.model.tokenizer, prompt, self.config, options)
         operation = "text_completion" if question.prepared.is_plain else "chat"
         return traced(_within(self._answering.stream(question), timeout), operation, self.model.name)
@@ -346,6 +349,9 @@ class BlendEngine:
         Yields:
             The number of a prompt and the next delta of its answer.
         """
+        check_type("prompts", prompts, list | tuple, "a list of prompts")
+        for options_of_one in [] if each is None else check_type("each", each, list | tuple, "a list of dicts"):
+            check_type("each item of each", options_of_one, Mapping, "a dict")
         if each is not None and len(each) != len(prompts):
             raise SettingError(f"each must have one dict per prompt: got {len(each)} for {len(prompts)} prompts")
         merged = [cast(AnswerOptions, {**options, **overrides}) for overrides in each or [{}] * len(prompts)]
@@ -359,8 +365,9 @@ class BlendEngine:
         **options: Unpack[AnswerOptions],
     ) -> list[Answer]:
         """Return the complete answers to several prompts in their order; arguments as in `stream_batch`."""
+        answers = self.stream_batch(prompts, each, **options)
         deltas: list[list[Delta]] = [[] for _ in prompts]
-        for number, delta in self.stream_batch(prompts, each, **options):
+        for number, delta in answers:
             deltas[number].append(delta)
         return [join(answer) for answer in deltas]
 
@@ -504,8 +511,8 @@ class BlendEngine:
             KvragError: No prompts could be generated, the model completes none of them, or one is too long.
         """
         self._check_open()
-        if count < 1 or chunks < 2:
-            raise SettingError(f"count must be at least 1 and chunks at least 2, got {count} and {chunks}")
+        check_number("count", count, least=1, whole=True)
+        check_number("chunks", chunks, least=2, whole=True)
         config = overridden(self.config, policy=policy)
         words: list[str] | None = None
         if prompts is None:
@@ -544,7 +551,8 @@ class BlendEngine:
         goes_on: bool = False,
     ) -> Prefilled:
         """Prefill prompt ids from stored chunks and, with `goes_on`, from a conversation; see `kvrag.request`."""
-        return self._answering.prefill(ids, config or self.config, notes, namespace, goes_on)
+        begun = self._answering.begin(namespace, ids) if goes_on else None
+        return self._answering.prefill(ids, config or self.config, notes, namespace, begun)
 
     def __deepcopy__(self, memo: object) -> BlendEngine:
         return self  # copies of objects that hold an engine share it

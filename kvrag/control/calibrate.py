@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kvrag.backend.transformers import Model
-from kvrag.config import ANSWER_SETTINGS, BlendConfig, Sampling, check_ratio
+from kvrag.config import ANSWER_SETTINGS, BlendConfig, Sampling, check_list, check_number, check_ratio
 from kvrag.control.agreement import TARGET, Prefill, Record, choose, compare, wilson
 from kvrag.control.prompts import first_word
 from kvrag.errors import PromptError, SettingError, StoreError
@@ -140,11 +140,10 @@ def calibrate(
     """
     if config.policy in ("none", "full"):
         raise SettingError(f"policy {config.policy!r} has no ratio to calibrate")
-    if not 0.0 < target <= 1.0:
+    if not check_number("target", target) or target > 1.0:
         raise SettingError(f"target must be in (0, 1], got {target}: it is a share of first tokens")
-    if tokens < 1:
-        raise SettingError(f"tokens must be at least 1, got {tokens}")
-    ratios = sorted({check_ratio(ratio) for ratio in ratios})
+    check_number("tokens", tokens, least=1, whole=True)
+    ratios = sorted({check_ratio(ratio) for ratio in check_list("ratios", ratios)})
     if not ratios or ratios[-1] >= 1.0:
         raise SettingError("ratios must be one or more numbers below 1 (1 is full prefill)")
     configs = [replace(config, ratio=ratio, controller="off") for ratio in ratios]
@@ -250,9 +249,7 @@ def chunk_texts(model: Model, store: KVStore, namespace: str) -> list[str]:
 
 def render(model: Model, prompts: Sequence[str | Messages]) -> list[list[int]]:
     """Return the token ids of a user's prompts; raises SettingError for one string, ContextWindowError."""
-    if isinstance(prompts, str):
-        raise SettingError("prompts must be a list of prompts, not one string")
-    rendered = [model.tokenizer.render(prompt) for prompt in prompts]
+    rendered = [model.tokenizer.render(prompt) for prompt in check_list("prompts", prompts)]
     for ids in rendered:
         model.check_window(len(ids))
     return rendered

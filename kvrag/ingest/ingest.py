@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
 from kvrag.backend.protocol import Backend, Outline
-from kvrag.config import BlendConfig, check_names
+from kvrag.config import BlendConfig, check_list, check_names
 from kvrag.control.tuning import Tuning
 from kvrag.errors import SettingError, reporting_memory
 from kvrag.fingerprint import Fingerprint, text_key
@@ -72,11 +72,8 @@ class Choosing:
 
     def tokenize(self, texts: Iterable[str], namespace: str = "") -> list[tuple[list[int], str | None]]:
         """Return each text's token ids, and its chunk key if encoded alone: None if it is too short to be matched."""
-        if isinstance(texts, str) or not isinstance(texts, Iterable):
-            value = "one string" if isinstance(texts, str) else repr(texts)
-            raise SettingError(f"texts must be a list of strings, not {value:.80}")
         tokenized: list[tuple[list[int], str | None]] = []
-        for number, text in enumerate(texts):
+        for number, text in enumerate(check_list("texts", texts)):
             if not isinstance(text, str):
                 raise SettingError(f"chunk {number} must be a string, got {type(text).__name__}")
             ids = self._outline.tokenizer.encode(text)
@@ -254,10 +251,14 @@ class Ingestion(Choosing):
 
     def forget(self, document: str, namespace: str = "") -> list[str]:
         """See BlendEngine.forget; returns the keys of the removed chunks."""
+        check_names(document)
         if not document:
             raise SettingError("forget needs the name of a document")
-        check_names(document)
         return self._store.set_document(document, [], namespace)
+
+    def forget_requests(self, text_keys: Collection[str], namespace: str) -> list[str]:
+        """Delete those of these texts that only prompts brought; return the keys of the removed chunks."""
+        return self._store.forget_requests(namespace, lambda requests: [key for key in requests if key in text_keys])
 
     def _hold(self, choices: Sequence[_Piece], documents: Iterable[str], namespace: str, mode: Mode) -> None:
         """Record each document's holdings durably; chunks that no document relies on any more are removed."""
@@ -325,6 +326,7 @@ def _per_text(names: str | Sequence[str], num_texts: int, kind: str) -> Sequence
     """Return one name per text."""
     if isinstance(names, str):
         return [names] * num_texts
+    names = check_list(kind, names)
     if len(names) != num_texts:
         raise SettingError(f"{len(names)} {kind} for {num_texts} texts: give one per text, or a single string")
     return names

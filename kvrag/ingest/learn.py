@@ -15,6 +15,7 @@ from typing import cast
 from kvrag.errors import KvragError
 from kvrag.fingerprint import text_key
 from kvrag.ingest.ingest import Ingestion
+from kvrag.reuse.conversation import Begun
 from kvrag.reuse.lookup import Lookup
 from kvrag.types import LearnStats, Messages, TokenIds
 
@@ -35,22 +36,29 @@ class Learner:
     those of `documents=`, and go with a document that contains the same text.
     """
 
-    def __init__(self, ingestion: Ingestion, lookup: Lookup, is_busy: Callable[[], bool]) -> None:
-        """Start without texts. `is_busy`: returns whether answers are in progress."""
-        self._ingestion, self._lookup, self._is_busy = ingestion, lookup, is_busy
+    def __init__(
+        self, ingestion: Ingestion, lookup: Lookup, is_busy: Callable[[], bool], notice: Callable[[], None]
+    ) -> None:
+        """Start without texts.
+
+        Args:
+            is_busy: Returns whether answers are in progress.
+            notice: Marks prompts of which texts were removed from the store, see `Begun`.
+        """
+        self._ingestion, self._lookup, self._is_busy, self._notice = ingestion, lookup, is_busy, notice
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._pool = ThreadPoolExecutor(1, "kvrag-learn")
         self._room = threading.BoundedSemaphore(_WAITING)
         self._closed = threading.Event()
-        self._learned = self._tokens = self._failed = self._ignored = 0
+        self._learned = self._tokens = self._failed = self._ignored = self._times_forgotten = 0
 
-    def observe(self, prompt: str | Messages | TokenIds, namespace: str) -> None:
-        """Look at a prompt's new texts later, in another thread; errors are logged only."""
+    def observe(self, prompt: str | Messages | TokenIds, begun: Begun) -> None:
+        """Look at a prompt's new texts later, in another thread; the first error is logged, all are counted."""
         if self._closed.is_set() or not self._room.acquire(blocking=False):
             self._ignored += 1
             return
         try:
-            self._pool.submit(self._work, prompt, namespace)
+            self._pool.submit(self._work, prompt, begun, self._times_forgotten)
         except RuntimeError:  # closed in the meantime, or the program ends
             self._room.release()
 
@@ -63,7 +71,8 @@ class Learner:
         self._pool.submit(lambda: None).result()
 
     def forget(self) -> None:
-        """Forget which texts were seen once."""
+        """Forget which texts were seen once, and the prompts that wait."""
+        self._times_forgotten += 1
         self._seen.clear()
 
     def close(self) -> None:
@@ -71,16 +80,21 @@ class Learner:
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _work(self, prompt: str | Messages | TokenIds, namespace: str) -> None:
+    def _work(self, prompt: str | Messages | TokenIds, begun: Begun, times_forgotten: int) -> None:
+        def is_forgotten() -> bool:
+            self._notice()
+            return begun.is_forgotten or times_forgotten != self._times_forgotten
+
         try:
             for text in dict.fromkeys(new_texts(prompt)):
-                if self._closed.is_set():
+                if self._closed.is_set() or is_forgotten():
                     return
-                if self._is_known(text, namespace):
-                    self._encode(text, namespace)
+                if self._is_known(text, begun.namespace):
+                    self._encode(text, begun.namespace, is_forgotten)
         except Exception as error:  # no answer depends on it
+            level = logging.INFO if self._failed else logging.WARNING  # a disk that is full stays so for a while
+            logger.log(level, "a text of a prompt could not be learned: %s (logged once)", error)
             self._failed += 1
-            logger.warning("a text of a prompt could not be learned: %s", error)
         finally:
             self._room.release()
 
@@ -95,7 +109,7 @@ class Learner:
             self._seen.popitem(last=False)
         return False
 
-    def _encode(self, text: str, namespace: str) -> None:
+    def _encode(self, text: str, namespace: str, is_forgotten: Callable[[], bool]) -> None:
         try:
             ((ids, key),) = self._ingestion.tokenize([text], namespace)
         except KvragError:  # longer than the window
@@ -106,8 +120,14 @@ class Learner:
         while self._is_busy():
             if self._closed.wait(_POLL_S):
                 return
+        if is_forgotten():
+            return
         report = self._ingestion.warm([text], "", None, namespace, mode="on request")
         self._lookup.refresh()
+        if is_forgotten():  # while it was encoded
+            self._ingestion.forget_requests([text_id], namespace)
+            self._lookup.refresh()
+            return
         self._learned += report.new
         self._tokens += report.tokens
 

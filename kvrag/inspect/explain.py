@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrag.backend.transformers import Tokenizer
+from kvrag.config import check_list
 from kvrag.errors import SettingError, StoreError
 from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.generate.history import Answered
@@ -62,10 +63,11 @@ def explain(
     Raises:
         SettingError: `retrieved` is not a list of strings.
     """
-    if isinstance(retrieved, str) or not all(isinstance(text, str) for text in retrieved or ()):
+    texts = () if retrieved is None else check_list("retrieved", retrieved)
+    if not all(isinstance(text, str) for text in texts):
         raise SettingError("retrieved must be a list of strings: the texts of the chunks")
     namespace, prompt = answered.namespace, _Prompt(tokenizer, find, answered, min_run)
-    findings = list(prompt.recognised() if retrieved is None else map(prompt.judge, retrieved))
+    findings = list(prompt.recognised() if retrieved is None else map(prompt.judge, texts))
     missing = [finding for finding in findings if finding.reason == "never warmed"]
     for name, segment in _others(store, fingerprint) if missing else ():
         for finding in missing:

@@ -15,9 +15,10 @@ import logging
 import os
 import threading
 import zlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from kvrag.errors import StoreError
 from kvrag.reuse.match import TextRun, match
 from kvrag.reuse.segment import MAX_TOKENS, SUFFIX, DamagedSegmentError, Ids, Segment, join, read, write
 from kvrag.store.durable import write_file
-from kvrag.store.protocol import KVStore
+from kvrag.store.protocol import Entry, KVStore
 
 logger = logging.getLogger("kvrag")
 
@@ -78,6 +79,8 @@ class Catalog:
         self._store = store
         self._folder = store.catalog_folder or Path(os.devnull)
         self._snapshot = _Snapshot()
+        self._removed: deque[Entry] = deque()  # for `take_removed`
+        self._removing: list[Entry] | None = None  # for `removing`, under _refreshing
         self._refreshing = threading.Lock()  # held while building the next snapshot; prompts do not wait for it
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()  # held while starting the thread
@@ -86,6 +89,7 @@ class Catalog:
         self._damaged: set[str] = set()  # files that have been logged
         with self._refreshing:
             is_behind = self._advance(_AT_ONCE)
+        self._removed.clear()
         self._maintain(is_behind)
 
     def update(self) -> int:
@@ -110,6 +114,35 @@ class Catalog:
         """Index everything that has been stored or removed. Call it after ingestion, before the next prompt."""
         self._catch_up()
         self._maintain(False)
+
+    @contextmanager
+    def removing(self) -> Iterator[list[Entry]]:
+        """Yield a list that gets the texts which the body removes from the store."""
+        with self._refreshing:
+            texts = self._removing = []
+            try:
+                yield texts
+                self._advance(0)
+            finally:
+                self._removing = None
+
+    def take_removed(self) -> list[Entry]:
+        """Return the texts that were removed from the store and from the snapshot since the last call."""
+        removed = list[Entry]()
+        with suppress(IndexError):
+            while True:
+                removed.append(self._removed.popleft())
+        return removed
+
+    def containing(self, texts: Sequence[Entry], among: Collection[str], min_run: int) -> list[str]:
+        """Return the keys of those texts, `among` these keys, that have a run in common with one of the texts."""
+        keys, parts = np.array([key.encode() for key in among], np.bytes_), [Segment.of(texts)]
+        return [
+            segment.text_key(row)
+            for segment in self._snapshot.segments
+            for row in np.flatnonzero(segment.alive & np.isin(segment.keys, keys)).tolist()
+            if match(parts, segment.text(row), min_run, segment.namespaces[segment.spaces[row]])
+        ]
 
     def settle(self) -> None:
         """Wait until pending files have been written."""
@@ -177,6 +210,7 @@ class Catalog:
         segments = snapshot.segments
         if removed:
             numbers = np.unique(np.asarray(removed, np.int64))
+            self._note_removed(entry for segment in segments for entry in segment.entries(numbers))
             segments = tuple(segment.without(numbers) for segment in segments)
             segments = tuple(join([s]) if not s.name and 2 * s.num_alive < len(s) else s for s in segments)
         return replace(snapshot, segments=segments, position=position, removals=removals), False
@@ -194,8 +228,16 @@ class Catalog:
                     if segment.text_key(row) != entry.text_key:
                         return _Snapshot(head=snapshot.head)  # another store's numbers: start again
                     mask[row] = True
+        for segment, mask in zip(snapshot.segments, alive, strict=True):
+            self._note_removed(segment.entries(segment.numbers[~mask]))
         segments = tuple(replace(s, alive=s.alive & mask) for s, mask in zip(snapshot.segments, alive, strict=True))
         return replace(snapshot, segments=segments)
+
+    def _note_removed(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            self._removed.append(entry)
+            if self._removing is not None:
+                self._removing.append(entry)
 
     # ---------------------------------------------------------------- files
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -34,6 +34,8 @@ from kvrag.reuse.segment import Segment
 from kvrag.store.protocol import ChunkReader, Entry
 from kvrag.types import Run
 
+_LEAST = 16  # tokens in a row by which a text is recognised: the fewest that the matcher guarantees to find
+_BEFORE = 64  # tokens before a stretch in which a text may begin that is recognised in the stretch
 _SEARCHED = 64  # stretches used last, in which the text of an edited history is looked for
 _QUESTION = 32  # tokens at the end of a prompt that are not reused from elsewhere: they select what is recomputed
 
@@ -155,6 +157,16 @@ class CachedPrefix:
             yield keys[:, :, :length], values[:, :, :length]
 
 
+@dataclass(eq=False)
+class Begun:
+    """A prompt whose answer is in progress."""
+
+    namespace: str
+    ids: Sequence[int]
+    keys: frozenset[str] = frozenset()  # of the chunks on which its KV may depend
+    is_forgotten: bool = False  # a chunk or a text in it was dropped: its KV is not kept
+
+
 @dataclass(frozen=True)
 class Earlier:
     """A stretch of a prompt that stood in another place or context before, with its KV."""
@@ -174,7 +186,7 @@ class Conversations:
     def __init__(self, max_bytes: int, longest: int, num_layers: int) -> None:
         self.max_bytes, self._longest, self._num_layers = max_bytes, longest, num_layers
         self._roots: dict[str, KeptStretch] = {}  # by namespace; a root has no tokens
-        self._begun: weakref.WeakKeyDictionary[object, frozenset[str]] = weakref.WeakKeyDictionary()
+        self._begun: weakref.WeakSet[Begun] = weakref.WeakSet()
         self._clock = 0
         self._lock = threading.Lock()
         # garbage collection can end an abandoned stream, which keeps its conversation, at any point, even in here
@@ -249,15 +261,16 @@ class Conversations:
                     self._touch([by_key[run.text_key]])
         return [Earlier(run, _PartReader(backend, part), keys) for run, part, keys in found]  # waits for the model
 
-    def begin(self, answer: Hashable, keys: frozenset[str]) -> None:
-        """Record the keys of the chunks whose KV an answer in progress contains, for as long as `answer` lives."""
+    def begin(self, namespace: str, ids: Sequence[int]) -> Begun:
+        """Record that the answer to a prompt begins. While the result lives, `drop` and `drop_texts` mark it."""
+        begun = Begun(namespace, ids)
         with self._changing():
-            self._begun[answer] = keys
+            self._begun.add(begun)
+        return begun
 
     def keep(
         self,
-        answer: Hashable,
-        namespace: str,
+        begun: Begun,
         ids: NDArray[np.int64],
         exact: int,
         cache: KVCache,
@@ -265,7 +278,7 @@ class Conversations:
         blended: Blended,
         continued: KeptStretch | None,
     ) -> None:
-        """Keep the KV of an answer that has begun, unless one of its chunks was dropped since; drop what is oldest.
+        """Keep the KV of an answer that has begun, unless a part of it was dropped since; drop what is oldest.
 
         Args:
             ids: (N,) tokens for which `cache` is complete.
@@ -276,7 +289,8 @@ class Conversations:
             return
 
         def keep() -> None:
-            if answer not in self._begun:
+            namespace = begun.namespace
+            if begun.is_forgotten:
                 return
             last = self._grow(namespace, ids[:exact], cache, chunks)
             if exact < len(ids):
@@ -298,26 +312,35 @@ class Conversations:
         """Return the keys of the chunks whose KV is kept or in an answer in progress."""
         with self._changing():
             kept = (key for stretch in self._stretches() for _, key in stretch.chunks)
-            return {*kept, *set[str]().union(*self._begun.values())}
+            return {*kept, *(key for begun in self._begun if not begun.is_forgotten for key in begun.keys)}
 
     def drop(self, keys: Iterable[str]) -> None:
         """Drop all KV of and after these chunks, also that of answers in progress at their end."""
         dropped = set(keys)
         with self._changing():
-            for answer in [answer for answer, reused in self._begun.items() if reused & dropped]:
-                self._begun.pop(answer, None)
+            for begun in self._begun:
+                begun.is_forgotten = begun.is_forgotten or not begun.keys.isdisjoint(dropped)
             for stretch in list(self._stretches()):
                 at = next((position for position, key in stretch.chunks if key in dropped), None)
-                if at is None:
-                    continue
-                if at <= stretch.start or stretch.blended:
-                    _remove(stretch)
-                else:
-                    stretch.children = ()
-                    try:
-                        stretch.cut(at - stretch.start)
-                    except (MemoryError, RuntimeError):  # no memory for a copy of the rest
-                        _remove(stretch)
+                if at is not None:
+                    _drop_from(stretch, at)
+
+    def drop_texts(self, texts: Sequence[Entry]) -> None:
+        """Drop all KV of and after these texts, also that of answers in progress at their end.
+
+        Prompts that were computed before their texts were stored depend on no chunk.
+        """
+        parts = [Segment.of(sorted(texts, key=lambda text: text.number))]
+        with self._changing():
+            for begun in self._begun:
+                found = not begun.is_forgotten and match(parts, begun.ids, _LEAST, begun.namespace)
+                begun.is_forgotten = begun.is_forgotten or bool(found)
+            for stretch in list(self._stretches()):
+                ids, parent = stretch.ids, stretch.parent
+                while parent is not None and len(ids) < len(stretch.ids) + _BEFORE:
+                    ids, parent = np.concatenate([parent.ids[-_BEFORE:], ids]), parent.parent
+                if runs := match(parts, ids.astype(np.uint32), _LEAST, stretch.namespace):
+                    _drop_from(stretch, max(stretch.stop - len(ids) + runs[0].start - runs[0].offset, 0))
 
     @property
     def num_bytes(self) -> int:
@@ -464,6 +487,20 @@ def _keys_before(stretch: KeptStretch, length: int) -> frozenset[str]:
 
 def _add(parent: KeptStretch, child: KeptStretch) -> None:
     child.parent, parent.children = parent, (*parent.children, child)
+
+
+def _drop_from(stretch: KeptStretch, position: int) -> None:
+    """Drop a position and all after it; blended stretches are dropped as a whole."""
+    while stretch.parent is not None and position < stretch.start:
+        stretch = stretch.parent
+    if position <= stretch.start or stretch.blended:
+        _remove(stretch)
+        return
+    stretch.children = ()
+    try:
+        stretch.cut(position - stretch.start)
+    except (MemoryError, RuntimeError):  # no memory for a copy of the rest
+        _remove(stretch)
 
 
 def _remove(stretch: KeptStretch) -> None:

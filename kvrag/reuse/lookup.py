@@ -36,6 +36,7 @@ class Lookup:
         """Combine a catalog and its store. `alone_only`: use only chunks that were encoded without context."""
         self._catalog, self._store, self._alone_only = catalog, store, alone_only
         self.update, self.refresh = catalog.update, catalog.refresh
+        self.removing, self.take_removed, self.containing = catalog.removing, catalog.take_removed, catalog.containing
 
     def find(
         self,

@@ -227,12 +227,23 @@ class Segment:
         """Return the key of a text."""
         return bytes(self.keys[row]).decode()
 
+    def _rows(self, numbers: Numbers) -> Numbers:
+        """Return the rows of the texts with these numbers that it has."""
+        if len(self) == 0:
+            return np.empty(0, np.int64)
+        rows = np.searchsorted(self.numbers, numbers).clip(max=len(self) - 1)
+        return rows[self.numbers[rows] == numbers]
+
+    def entries(self, numbers: Numbers) -> Iterator[Entry]:
+        """Yield those of its live texts that have one of these numbers."""
+        for row in self._rows(numbers):
+            if self.alive[row]:
+                namespace = self.namespaces[self.spaces[row]]
+                yield Entry(int(self.numbers[row]), self.text_key(row), namespace, self.text(row))
+
     def without(self, numbers: Numbers) -> Segment:
         """Return the same segment without some texts."""
-        if len(self) == 0 or len(numbers) == 0:
-            return self
-        rows = np.searchsorted(self.numbers, numbers).clip(max=len(self) - 1)
-        rows = rows[self.numbers[rows] == numbers]
+        rows = self._rows(numbers)
         alive = self.alive.copy()
         alive[rows] = False
         return replace(self, alive=alive) if self.alive[rows].any() else self

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrag.errors import DamagedChunkError, SettingError, StoreError, StoreFullError, StoreReadOnlyError
+from kvrag.config import check_budget, check_namespace, check_number
+from kvrag.errors import DamagedChunkError, StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.fingerprint import Fingerprint
 from kvrag.store import chunkfile
 from kvrag.store.chunkfile import SUFFIX, PackedChunk
@@ -65,7 +66,7 @@ class ManifestStore(ABC):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._touched: Counter[str] = Counter()  # under _lock
-        self._bound = ""
+        self._bound, self._has_warned = "", False
 
     @property
     def catalog_folder(self) -> Path:
@@ -197,7 +198,8 @@ class ManifestStore(ABC):
                 keys = counted[i : i + _USES]
                 self._changes.change("used", keys=keys, uses=[uses[key] for key in keys])
         except StoreError as error:  # a full disk must not fail a request; and a remote may only be read
-            logger.warning("uses are not recorded: %s", error)
+            logger.log(logging.INFO if self._has_warned else logging.WARNING, "uses are not recorded: %s", error)
+            self._has_warned = True
 
     def _counted(self, keys: Sequence[str]) -> Collection[str]:
         """Return those of these chunks whose uses matter."""
@@ -234,12 +236,18 @@ class ManifestStore(ABC):
         self._delete(name for _, name in removed)
         return [key for key, _ in removed]
 
-    def forget_requests(self, namespace: str = "") -> list[str]:
+    def forget_requests(
+        self, namespace: str = "", choose: Callable[[Sequence[str]], Collection[str]] = lambda text_keys: text_keys
+    ) -> list[str]:
         """See KVStore.forget_requests."""
         self._check_open()
-        requests = [request for request in self._manifest.unused_requests(math.inf) if request[0] == namespace]
-        self._changes.change("release", requests=requests)
-        unheld = self._manifest.unheld()
+        texts = [text for space, text in self._manifest.unused_requests(math.inf) if space == namespace]
+        chosen = sorted(choose(texts)) if texts else []
+        if not chosen:
+            return []
+        self._changes.change("release", requests=[(namespace, text) for text in chosen])
+        variants = {key for state in self._manifest.look_up(chosen).values() for key in state.variants}
+        unheld = [key for key in self._manifest.unheld() if key in variants]
         self.remove(unheld)
         return unheld
 
@@ -262,8 +270,8 @@ class ManifestStore(ABC):
 
         Its chunks are evicted beyond it, now and whenever chunks are stored. Returns the number evicted now.
         """
-        if max_bytes is not None and not 0 < max_bytes < 1 << 63:
-            raise SettingError(f"a budget must be positive, got {max_bytes} bytes")
+        max_bytes = None if max_bytes is None else check_budget("a budget", max_bytes)
+        check_namespace(namespace)
         self._check_open()
         self._changes.change("budget", namespace=namespace, bytes=max_bytes)
         return 0 if max_bytes is None else self._evict(max_bytes, namespace)
@@ -338,6 +346,7 @@ class ManifestStore(ABC):
         without a row, and quarantined files. Token ids of deleted texts are deleted from the manifest's log and from
         the catalog, which is rebuilt.
         """
+        check_number("unused_days", unused_days, least=-math.inf)
         with translated(self.path):
             self._record_uses()
             if requests := self._manifest.unused_requests(time.time() - unused_days * 86400):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from kvrag.config import check_budget, check_number, check_type
 from kvrag.errors import DamagedChunkError, SettingError, StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.fingerprint import Fingerprint
 from kvrag.store.base import MANIFEST, ManifestStore, Progress, StoreCheck, no_progress
@@ -49,10 +50,11 @@ class FileStore(ManifestStore):
                 See `set_budget` for budgets of namespaces.
             min_free_bytes: Writing fails if less than this would stay free on the disk.
         """
+        check_type("path", path, str | Path, "a folder")
         if re.match(r"[a-z][a-z0-9]+:/", str(path)):
             raise SettingError(f"{path} is not a folder: a URL needs kvrag.SharedStore, or store= of the engine")
-        if max_bytes is not None and max_bytes <= 0:
-            raise SettingError(f"max_bytes must be positive, got {max_bytes}")
+        max_bytes = None if max_bytes is None else check_budget("max_bytes", max_bytes)
+        check_number("min_free_bytes", min_free_bytes)
         super().__init__()
         self.path = Path(path).expanduser().resolve()
         self.name, self._chunks = str(self.path), self.path / "chunks"

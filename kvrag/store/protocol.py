@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -206,8 +206,10 @@ class KVStore(Protocol):
         Earlier holdings are kept if `replace` is False, or the document is "" or `ON_REQUEST`.
         """
 
-    def forget_requests(self, namespace: str = "") -> list[str]:
-        """Delete the chunks that only prompts brought; return their keys."""
+    def forget_requests(
+        self, namespace: str = "", choose: Callable[[Sequence[str]], Collection[str]] = lambda text_keys: text_keys
+    ) -> list[str]:
+        """Delete the chunks that only prompts brought, of the texts that `choose` returns; return their keys."""
 
     def documents(self, prefix: str = "", namespace: str = "") -> dict[str, list[str]]:
         """Return the namespace's documents with this prefix, sorted, each with the keys that it relies on."""

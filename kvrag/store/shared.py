@@ -25,7 +25,7 @@ from pathlib import Path
 
 from cachetools import TTLCache
 
-from kvrag.config import without_password
+from kvrag.config import check_budget, check_type, without_password
 from kvrag.errors import (
     ChunkUnreadableError,
     DamagedChunkError,
@@ -88,8 +88,8 @@ class SharedStore(ManifestStore):
             always_follow: Follow the log also while there are no prompts, for callers that must never wait for the
                 network.
         """
-        if cache_bytes <= 0:
-            raise SettingError(f"cache_bytes must be positive, got {cache_bytes}")
+        cache_bytes = check_budget("cache_bytes", cache_bytes)
+        check_type("cache", cache, str | Path | None, "a folder")
         super().__init__()
         self._remote = connect(url)
         self.name = self.url = self._remote.url
@@ -486,4 +486,8 @@ def open_store(store: KVStore | str | Path, cache: str | Path | None = None) -> 
         return SharedStore(str(store), cache)
     if cache is not None:
         raise SettingError("store_cache is the folder of local copies of a shared store: leave it out")
-    return FileStore(store) if isinstance(store, (str, Path)) else store
+    if isinstance(store, (str, Path)):
+        return FileStore(store)
+    if not hasattr(store, "look_up"):
+        raise SettingError(f"store must be a store, a folder or a URL, got {store!r:.80}")
+    return store

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from kvrag.config import without_password
+from kvrag.config import check_type, without_password
 from kvrag.errors import SettingError
 from kvrag.store.remote import Remote
 
@@ -31,7 +31,10 @@ def is_shared(store: str | Path) -> bool:
 
 def connect(url: str) -> Remote:
     """Return the remote that a URL names; sends nothing. Raises SettingError if it is wrong or a package is missing."""
-    parts, public = urlsplit(url), without_password(url)
+    try:
+        parts, public = urlsplit(check_type("url", url, str, "a string")), without_password(url)
+    except ValueError as error:
+        raise SettingError(f"{url!r:.80} is not a URL: {error}") from None
     scheme, options = parts.scheme.lower(), dict(parse_qsl(parts.query, keep_blank_values=True))
     if scheme not in _OPTIONS:
         schemes = ", ".join(f"{name}://" for name in _OPTIONS)

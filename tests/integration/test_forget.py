@@ -239,3 +239,50 @@ def test_a_prompt_that_was_never_blended_is_forgotten_too(
     assert (report.policy, report.runs, len(engine._answering._conversations)) == ("full", (), 1)
     forget()
     check(engine)
+
+
+@pytest.mark.parametrize("moment", ["answered", "streaming", "prefilling"])
+def test_a_prompt_that_was_computed_before_its_document_was_warmed_is_forgotten_too(
+    moment: str, engine: BlendEngine, forget: Forget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its KV was computed without a chunk, but of the same text."""
+    engine.forget("a")
+    stream = engine.stream(PROMPT, ratio=0.3, max_new_tokens=8)
+    if moment == "prefilling":
+        method, prefill = type(engine._pipeline).prefill, engine._pipeline.prefill
+
+        def slow(*args: Any, **more: Any) -> Any:
+            done = prefill(*args, **more)
+            monkeypatch.setattr(type(engine._pipeline), "prefill", method)
+            engine.warm(CHUNKS, document="a")
+            forget()
+            return done
+
+        monkeypatch.setattr(type(engine._pipeline), "prefill", lambda self, *args, **more: slow(*args, **more))
+        assert next(stream).token_ids
+    else:
+        if moment == "answered":
+            list(stream)
+        else:
+            next(stream)
+        engine.warm(CHUNKS, document="a")
+        forget()
+    assert len(list(stream)) == (0 if moment == "answered" else 7)
+    check(engine)
+
+
+def test_a_text_that_a_request_in_progress_stores_is_forgotten(
+    engine: BlendEngine, forget: Forget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.forget("a")
+    warm = engine._ingestion.warm
+
+    def late(*args: Any, **more: Any) -> Any:
+        monkeypatch.setattr(engine._ingestion, "warm", warm)
+        engine.warm(CHUNKS, document="a")
+        forget()
+        return warm(*args, **more)
+
+    monkeypatch.setattr(engine._ingestion, "warm", late)
+    engine.generate(PROMPT, documents=CHUNKS, ratio=0.3, max_new_tokens=2)
+    check(engine)

@@ -1,6 +1,8 @@
 """Streams abandoned while other answers decode them ahead, with every type of RoPE, and documents forgotten meanwhile.
 
-Every next turn is compared with the model's own logits. After a forget, no KV of the document is kept anywhere.
+Every next turn is compared with the model's own logits: some prompts begin like another one, and some next turns have
+an edited history, of which stretches are moved. After a forget, nothing of the document is kept anywhere: also not in
+conversations from before it was warmed, nor in learned chunks.
 """
 
 from __future__ import annotations
@@ -8,15 +10,20 @@ from __future__ import annotations
 import functools
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from families import FAMILIES, build
 from transformers import AutoTokenizer
 
 import kvrag
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
+from kvrag.reuse.match import match
+from kvrag.reuse.segment import Segment
+from kvrag.store.protocol import Entry
 from torture import tiny
 from torture.campaign import Campaign
 
@@ -51,8 +58,13 @@ def _abandon(folder: Path, rng: random.Random) -> str:
     """Read some tokens of two to four streams in turn, close them, and check the next turn of each."""
     family = rng.choice(_ROPES)
     model, told = _model(family), list[list[int]]()
-    with BlendEngine(model, FileStore(folder, min_free_bytes=0), _EXACT) as engine:
+    config = replace(_EXACT, history=rng.choice(["exact", "blend"]))
+    with BlendEngine(model, FileStore(folder, min_free_bytes=0), config) as engine:
         prompts = [[rng.randrange(5, 1000) for _ in range(rng.randint(40, 95))] for _ in range(rng.randint(2, 4))]
+        for number in range(1, len(prompts)):
+            if rng.random() < 0.4:
+                shared = rng.randint(1, 90)
+                prompts[number][:shared] = prompts[0][:shared]
         streams = [engine.stream(ids, max_new_tokens=60, temperature=0.0) for ids in prompts]
         told = [[] for _ in prompts]
         for _ in range(rng.randint(2, 60)):
@@ -62,7 +74,10 @@ def _abandon(folder: Path, rng: random.Random) -> str:
         for stream in streams:
             stream.close()
         for ids, said in zip(prompts, told, strict=True):
-            following = [*ids, *said, rng.randrange(5, 1000)]
+            following = [*ids, *said, *(rng.randrange(5, 1000) for _ in range(rng.choice([1, 1, 40])))]
+            if rng.random() < 0.4:  # an edited history
+                start = rng.randrange(len(ids))
+                following[start : start + rng.randrange(20)] = [rng.randrange(5, 1000) for _ in range(rng.randrange(9))]
             done = engine.prefill(following, goes_on=True)
             with torch.inference_mode():
                 wanted = model.hf(torch.tensor([following])).logits[0, -1].float()
@@ -75,8 +90,10 @@ def _abandon(folder: Path, rng: random.Random) -> str:
 def _forget_in_flight(folder: Path, rng: random.Random) -> None:
     """Forget documents, in this engine or in another one, while threads answer prompts with their texts."""
     numbers = list(range(rng.randint(2, 5)))
-    with tiny.engine(folder) as engine, tiny.engine(folder) as other:
-        engine.warm(map(tiny.text, numbers), document="a")
+    learns = rng.random() < 0.5
+    with tiny.engine(folder, learn=learns) as engine, tiny.engine(folder) as other:
+        if rng.random() < 0.5:
+            engine.warm(map(tiny.text, numbers), document="a")
         stops, errors = threading.Event(), list[Exception]()
 
         def answer(seed: int) -> None:
@@ -84,7 +101,9 @@ def _forget_in_flight(folder: Path, rng: random.Random) -> None:
             try:
                 while not stops.is_set():
                     asked = own.sample(numbers, own.randint(1, len(numbers)))
-                    stream = engine.stream(tiny.prompt(asked, own.randrange(3)), max_new_tokens=tiny.TOKENS)
+                    options: dict[str, Any] = {"documents": list(map(tiny.text, asked))} if own.random() < 0.2 else {}
+                    options |= {"history": own.choice(["exact", "blend"]), "max_new_tokens": tiny.TOKENS}
+                    stream = engine.stream(tiny.prompt(asked, own.randrange(3)), **options)
                     for _ in zip(range(own.randint(1, 9)), stream, strict=False):
                         pass
                     stream.close()
@@ -106,11 +125,20 @@ def _forget_in_flight(folder: Path, rng: random.Random) -> None:
                 thread.join()
         assert not errors, errors
         engine._prefetcher.wait()
+        if engine._answering.learner:
+            engine._answering.learner.wait()
+        engine.warm(map(tiny.text, numbers), document="a")  # prompts after the last forget have brought texts again
+        rng.choice([engine, other]).forget("a")
         tiny.check_answer(engine, tiny.prompt([9]))
-        _check_nothing_is_left(engine)
+        _check_nothing_is_left(engine, numbers)
 
 
-def _check_nothing_is_left(engine: Any) -> None:
-    left = {*engine._pipeline.memory.keys(), *engine._answering._conversations.keys()}
+def _check_nothing_is_left(engine: Any, numbers: list[int]) -> None:
+    conversations = engine._answering._conversations
+    left = {*engine._pipeline.memory.keys(), *conversations.keys()}
     assert not left, f"KV of {len(left)} forgotten chunks is kept"
     assert engine.store.stats().chunks == len(engine._catalog) == 0
+    texts = [Entry(i, str(i), "", np.array(engine.encode(tiny.text(i)), np.uint32)) for i in numbers]
+    for stretch in conversations._stretches():
+        found = match([Segment.of(texts)], stretch.ids.astype(np.uint32), 16)
+        assert not found, f"{len(found[0])} tokens of a forgotten text are kept in a conversation"

@@ -76,12 +76,14 @@ def _case(campaign: Campaign, rng: random.Random, folder: Path, truth: Layers) -
         try:
             if not is_open:
                 how.append(_damage(rng, folder, everything=True))
-            with tiny.engine(folder, ram_bytes=ram_bytes) as engine:
+            with tiny.engine(folder, ram_bytes=ram_bytes, learn=rng.random() < 0.3) as engine:
                 if is_open:
                     how.append(_damage(rng, folder, everything=False))
                 for numbers in _PROMPTS[: rng.randint(1, 3)]:
                     tiny.check_answer(engine, tiny.prompt(numbers))
                     tiny.answer(engine, tiny.prompt(numbers), ratio=0.0, policy="none")  # reused layers are compared
+                if rng.random() < 0.3:
+                    tiny.check_edited_talk(engine, _PROMPTS[0], rng)
                 if rng.random() < 0.3:
                     engine.warm(map(tiny.text, _DOCUMENTS["a"]), document="a")
                     tiny.check_answer(engine, tiny.prompt(_PROMPTS[0]))

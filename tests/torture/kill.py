@@ -1,4 +1,4 @@
-"""`kill -9` at any moment while two processes warm, forget and answer on one store.
+"""`kill -9` at any moment while two processes warm, forget, learn, and answer prompts and edited ones on one store.
 
 Each process owns some documents, and the texts of all of them overlap. It reports the beginning and the end of each
 operation through a pipe, so that the parent can check the store after a kill. Half of the kills come at a random time,
@@ -182,17 +182,20 @@ def _kill_one(
 def work(pipe: Connection, store: _Store, name: str, seed: str, deadly: tuple[str | None, int] | None) -> None:
     """Warm, forget and answer until the end; report each operation's beginning and end."""
     rng = random.Random(seed)
-    engine = store.engine(name, ram_bytes=rng.choice([0, 1 << 30]))
+    engine = store.engine(name, ram_bytes=rng.choice([0, 1 << 30]), learn=rng.random() < 0.5)
     pipe.send("ready")
     pipe.recv()
     if deadly and deadly[0]:
         _arm(engine.store, *deadly)
     while not pipe.poll():
         document, numbers = f"{name}{rng.randrange(4)}", rng.sample(range(_TEXTS), rng.randint(1, 5))
-        kind = rng.choice(["warm", "warm", "forget", "answer"])
+        kind = rng.choice(["warm", "warm", "forget", "answer", "talk"])
         try:
             if kind == "answer":
                 tiny.check_answer(engine, tiny.prompt(numbers[:3]))
+                continue
+            if kind == "talk":
+                tiny.check_edited_talk(engine, numbers[:3], rng)
                 continue
             pipe.send(json.dumps({"document": document, "texts": None}))
             if kind == "warm":

@@ -105,7 +105,7 @@ def test_overrides_hold_for_one_answer(model: Model, tmp_path: Path) -> None:
         ({"max_tokens": 5}, "max_tokens"),
         ({"stop": "END"}, "not one string"),
         ({"documents": "one string"}, "not one string"),
-        ({"documents": 5}, "texts must be a list of strings, not 5"),
+        ({"documents": 5}, "documents must be a list, not 5"),
         ({"documents": [3]}, "must be a string"),
     ],
 )

@@ -445,6 +445,8 @@ def _paragraphs(*texts: str | None) -> str:
 
 
 def _check_text(text: str) -> None:
+    if not isinstance(text, str):
+        raise PromptError(f"the text must be a string, got {text!r:.80}")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -112,7 +112,14 @@ def test_a_model_that_is_not_calibrated(page: Any, server: Any, tmp_path: Path) 
 def test_a_thought_is_folded_and_not_sent_back(page: Any, server: Any) -> None:
     """The stream is scripted: the random model does not think."""
     asked: list[dict[str, Any]] = []
-    report = {"prompt_tokens": 5, "reused_tokens": 2, "recomputed_tokens": 1, "policy": "query", "ratio": 0.5, "notes": []}
+    report = {
+        "prompt_tokens": 5,
+        "reused_tokens": 2,
+        "recomputed_tokens": 1,
+        "policy": "query",
+        "ratio": 0.5,
+        "notes": [],
+    }
 
     def answer(route: Any) -> None:
         asked.append(route.request.post_data_json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 from blending import CHUNKS, messages
 
-from kvrag import BlendEngine, FileStore, Model, StoreError
+from kvrag import BlendEngine, FileStore, Model
 from kvrag.ingest import learn
 from kvrag.ingest.learn import Learner, new_texts
+from kvrag.reuse.conversation import Begun
 
 PAGE = " ".join(CHUNKS[:3])  # over 64 tokens
 
@@ -111,6 +113,43 @@ def test_a_text_that_a_prompt_brought_goes_with_its_document_too(model: Model, t
         assert engine.store.stats().chunks == 1
 
 
+def test_a_learned_text_goes_with_a_document_that_has_only_a_part_of_it(engine: BlendEngine) -> None:
+    for _ in range(2):
+        _ask(engine, messages(PAGE, CHUNKS[3] * 4))
+    engine.warm([CHUNKS[1]], document="a")
+    assert engine.store.stats().chunks == 3
+    engine.forget("a")
+    assert engine.store.stats().chunks == 1, "the text without the part stays"
+    assert len(_ask(engine, messages(PAGE, CHUNKS[3] * 4)).runs) == 1
+
+
+@pytest.mark.parametrize("where", ["here", "another engine"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_text_that_was_forgotten_before_its_turn_is_not_learned(
+    where: str, late: bool, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is forgotten while it is being encoded."""
+    _ask(engine, messages(PAGE))
+    stream = engine.stream(messages(PAGE), max_new_tokens=4)
+    next(stream)
+    engine.warm([CHUNKS[1]], document="a")
+    with BlendEngine(engine.model, FileStore(tmp_path, min_free_bytes=0)) as other:
+        forgetting = {"here": engine, "another engine": other}[where]
+        if late:
+            put = engine.store.put
+
+            def putting(records: Any) -> int:
+                forgetting.forget("a")
+                return put(records)
+
+            monkeypatch.setattr(engine.store, "put", putting)
+        else:
+            forgetting.forget("a")
+        list(stream)
+        _learner(engine).wait()
+    assert engine.store.stats().chunks == 0
+
+
 def test_learned_texts_can_be_forgotten(engine: BlendEngine) -> None:
     for _ in range(2):
         _ask(engine, messages(PAGE))
@@ -136,18 +175,24 @@ def test_learning_waits_until_no_answer_is_in_progress(engine: BlendEngine) -> N
     assert engine.store.stats().chunks == 1
 
 
-def test_a_store_that_cannot_be_written_costs_no_answer(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("why", ["is not writable", "disk"])
+def test_a_store_that_cannot_be_written_costs_one_warning_and_no_answer(
+    why: str, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def put(records: Any) -> int:
-        raise StoreError("the disk is full")
-
-    monkeypatch.setattr(engine.store, "put", put)
-    for _ in range(2):
-        _ask(engine, messages(PAGE))
-    assert engine.learned is not None
-    assert (engine.learned.learned, engine.learned.failed) == (0, 1)
-    assert "the disk is full" in caplog.text
+    FileStore(tmp_path).close()
+    if why == "is not writable":
+        access = os.access
+        monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=1 << 60), learn=True) as engine:
+        caplog.clear()
+        for number in range(6):
+            report = _ask(engine, messages(f"{number // 2} {PAGE}"), ratio=0.3)
+            assert report.prompt_tokens > 60
+        assert engine.learned is not None
+        assert (engine.learned.learned, engine.learned.failed) == (0, 3)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1, warnings
+    assert why in warnings[0]
 
 
 def test_memory_for_texts_seen_once_is_bounded(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,8 +205,8 @@ def test_memory_for_texts_seen_once_is_bounded(engine: BlendEngine, monkeypatch:
 
 def test_odd_unicode_is_learned_or_left(engine: BlendEngine) -> None:
     for _ in range(2):
-        _learner(engine).observe("\ud800 lone " * 50, "")
-        _learner(engine).observe("🜁\u200d" * 200, "")
+        _learner(engine).observe("\ud800 lone " * 50, Begun("", []))
+        _learner(engine).observe("🜁\u200d" * 200, Begun("", []))
     _learner(engine).wait()
     assert engine.learned is not None
     assert engine.learned.learned + engine.learned.failed >= 1

@@ -242,7 +242,7 @@ def test_retrieved_texts_that_are_not_in_the_prompt_or_not_in_the_store(engine: 
     assert part.reused >= len(engine.model.tokenizer.encode(CHUNKS[1])) - 2
     assert f"{part.reused} of its tokens are in stored chunks" in part.detail
     for wrong in ("a text", [OTHER, 3]):
-        with pytest.raises(SettingError, match="list of strings"):
+        with pytest.raises(SettingError, match="retrieved must be a list"):
             told(engine, OTHER, retrieved=wrong)
 
 

@@ -436,11 +436,11 @@ def _keep(conversations: Conversations, ids: Sequence[int], exact: int = 0, **ch
     """Keep an answer with four bytes of KV per token; `chunks` are positions by key."""
     cache = BlendCache(1, len(ids))
     cache.update(torch.zeros(1, 1, len(ids), 1), torch.zeros(1, 1, len(ids), 0), 0)
-    answer = copy.copy(cache)
-    conversations.begin(answer, frozenset(chunks))
+    begun = conversations.begin("", ids)
+    begun.keys = frozenset(chunks)
     blended = Blended(BlendConfig(ratio=0.3), (Turn(0, len(ids) - 5, len(ids) - 3),), {})
     placed = [(position, key) for key, position in chunks.items()]
-    conversations.keep(answer, "", np.array(ids), exact, cache, placed, blended, None)
+    conversations.keep(begun, np.array(ids), exact, cache, placed, blended, None)
 
 
 def _find(conversations: Conversations, prompt: Sequence[int]) -> CachedPrefix | None:

@@ -1895,3 +1895,18 @@ def test_only_the_owner_can_read_a_new_store(tmp_path: Path) -> None:
         os.umask(umask)
     modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("deep", "deep/kv", "deep/kv/chunks", "shared")]
     assert modes == [0o755, 0o700, 0o700, 0o750]
+
+
+def test_uses_that_cannot_be_recorded_give_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = FileStore(tmp_path, min_free_bytes=0)
+
+    def fail(op: str, **_: Any) -> None:
+        raise StoreFullError("the disk is full")
+
+    monkeypatch.setattr(store._changes, "change", fail)
+    for _ in range(3):
+        store.touch(["a"])
+        store._record_uses()
+    assert [record.levelname for record in caplog.records if "uses" in record.message].count("WARNING") == 1

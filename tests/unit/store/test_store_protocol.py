@@ -297,7 +297,7 @@ def test_a_portion_beyond_the_budget_is_refused_and_evicts_nothing(budgeted: Bud
         budgeted.put([*of("us", 3, 4, 5, 6), *of("them", 1)])
     assert kept(budgeted, *of("us", 1, 2, 3), *of("them", 1)) == [True, True, False, False]
     for wrong in (0, -1):
-        with pytest.raises(SettingError, match="must be positive"):
+        with pytest.raises(SettingError, match="a budget must be a number in"):
             budgeted.set_budget("us", wrong)
 
 

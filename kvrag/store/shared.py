@@ -146,7 +146,7 @@ class SharedStore(ManifestStore):
             raise StoreReadOnlyError(f"the local folder {self.path} is not writable: choose another store_cache")
         self._local = FileStore(local, **self._settings)
         self._log = self._changes = Log(
-            self._remote, self._manifest, self._local.remove, self._recheck_owner, self._appended
+            self._remote, self._manifest, self._drop_removed, self._recheck_owner, self._appended
         )
         self._fetchers = ThreadPoolExecutor(32, "kvrag-fetch")
         self._openers = ThreadPoolExecutor(16, "kvrag-open")
@@ -162,6 +162,13 @@ class SharedStore(ManifestStore):
         except BaseException:
             self.close()
             raise
+
+    def _drop_removed(self, keys: Sequence[str]) -> None:
+        """Drop what this machine has of removed chunks."""
+        with self._lock:
+            for key in keys:
+                self._opening.pop(key, None)  # they would hold their KV until the next chunk is read ahead
+        self._local.remove(keys)
 
     def _check_open(self) -> None:
         if self._is_closed:

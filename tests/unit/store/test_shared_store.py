@@ -275,6 +275,17 @@ def test_chunks_that_are_read_ahead_are_loaded_once(machine: Machine, monkeypatc
     assert len(opened) == 2, "they are here"
 
 
+def test_a_chunk_that_is_read_ahead_and_removed_is_not_held(machine: Machine) -> None:
+    one, two = machine("one"), machine("two")
+    one.put([A])
+    two.sync()
+    two.read_ahead([A.key])
+    assert two._opening[A.key].result() is not None
+    one.remove([A.key])
+    two.sync()
+    assert not two._opening
+
+
 # ---------------------------------------------------------------- budgets
 
 

@@ -27,6 +27,7 @@ from kvrag.types import Run
 CHUNKS = [[7 + (i * 13 + number * 101) % 900 for i in range(30 + 7 * number)] for number in range(3)]
 CONTEXTS = [[], [11, 12, 13, 14], list(range(300, 340))]
 KINDS = ["llama", "llama-yarn", "mistral-window", "gemma3", "smollm3", "cohere", "phi", "qwen3_moe", "gpt_oss"]
+KINDS += ["gemma4-shared"]
 
 
 def _model(family: str, tokenizer: Any) -> Model:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from kvrag.backend.transformers.loading import auto_class
 
@@ -47,6 +47,12 @@ def _rope(rope_type: str, **more: Any) -> dict[str, Any]:
 
 
 _FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
+_MROPE = _rope("default", mrope_section=[2, 3, 3])
+_SHARED = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+}
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -71,13 +77,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 16}),
     "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 16}),
     "gemma4": ("gemma4_text", {"global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4_unified": ("gemma4_unified_text", {"global_head_dim": 32}),
     "gemma4-shared": (
         "gemma4_text",
-        {
+        _SHARED
+        | {
             "global_head_dim": 32,
-            "num_hidden_layers": 6,
-            "layer_types": ["sliding_attention", "full_attention"] * 3,
-            "num_kv_shared_layers": 2,
             "enable_moe_block": True,
             "num_experts": 4,
             "top_k_experts": 2,
@@ -93,6 +98,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", {"partial_rotary_factor": 0.25, "use_qkv_bias": True, "qk_layernorm": True}),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.25}),
     "exaone4": ("exaone4", {"sliding_window": 48, "layer_types": _ALTERNATING}),
+    "qwen2_vl": ("qwen2_vl", _MROPE),
+    "qwen2_5_vl": ("qwen2_5_vl", _MROPE),
+    "glm4v": ("glm4v", _MROPE),
+    "glm4v_moe": ("glm4v_moe", _rope("default", mrope_section=[1, 1, 2], partial_rotary_factor=0.5)),
+    "mistral4": (
+        "mistral4",
+        _rope(
+            "yarn", factor=4.0, original_max_position_embeddings=64, llama_4_scaling_beta=0.1, partial_rotary_factor=0.5
+        )
+        | {"head_dim": 16},
+    ),
+    "dots1": (
+        "dots1",
+        {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    ),
+    "gemma3n": ("gemma3n_text", _SHARED | {"activation_sparsity_pattern": [0.0] * 6}),
     "glm": ("glm", {"partial_rotary_factor": 0.5}),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2}),
     "ministral": ("ministral", {"sliding_window": 48, "layer_types": _ALTERNATING}),
@@ -100,9 +121,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 # fmt: off
 _PLAIN = (
-    "apertus", "arcee", "cohere2", "cwm", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone_moe", "gemma",
-    "glm4_moe", "gpt_oss", "granitemoe", "helium", "hunyuan_v1_dense", "ministral3", "mixtral", "nemotron", "olmo",
-    "olmo2", "olmo3", "olmoe", "persimmon", "phimoe", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "starcoder2",
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "bitnet", "cohere2", "cohere2_moe", "cwm",
+    "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "gemma", "glm4_moe",
+    "glm4_moe_lite", "gpt_oss", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium",
+    "hunyuan_v1_dense", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "kolibri1", "laguna",
+    "longcat_flash", "mellum", "minicpm3", "minimax_m2", "ministral3", "mixtral", "nemotron", "olmo", "olmo2",
+    "olmo3", "olmoe", "persimmon", "phimoe", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe",
+    "seed_oss", "solar_open", "starcoder2", "vaultgemma", "youtu",
 )
 # fmt: on
 FAMILIES |= {model_type: (model_type, {}) for model_type in _PLAIN}
@@ -128,15 +153,16 @@ def tiny(model_type: str, **changes: Any) -> dict[str, Any]:
     if kinds := sorted(set(own.get("layer_types") or ()), reverse=True):
         known["layer_types"] = [kinds[number % len(kinds)] for number in range(SMALL["num_hidden_layers"])]
     if "qk_rope_head_dim" in known:
-        known["head_dim"] = known["qk_rope_head_dim"]
+        known |= {"head_dim": known["qk_rope_head_dim"], "num_key_value_heads": SMALL["num_attention_heads"]}
     return settings | known | changes
 
 
-def build(model_type: str, **changes: Any) -> Any:
-    """A random float32 model; weights large enough that attention is not uniform."""
+def build(model_type: str, images: bool = False, **changes: Any) -> Any:
+    """A random float32 model; weights large enough that attention is not uniform. `images`: with what reads them."""
     config = AutoConfig.for_model(model_type, **tiny(model_type, **changes))
     torch.manual_seed(0)
-    model = auto_class(config).from_config(config, dtype=torch.float32)
+    kind = AutoModelForImageTextToText if images else auto_class(config)
+    model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:

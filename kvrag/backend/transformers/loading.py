@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
@@ -35,12 +35,16 @@ READER = "reader"
 # fmt: off
 FAMILIES = frozenset(
     (
-        "apertus", "arcee", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe",
-        "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe",
-        "gpt_neox", "gpt_oss", "granite", "granitemoe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama",
-        "llama4_text", "ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe",
-        "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
-        "stablelm", "starcoder2",
+        "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm",
+        "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo",
+        "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm",
+        "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm4v_text", "gpt_neox", "gpt_oss", "granite",
+        "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_dense",
+        "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "kolibri1", "laguna", "llama",
+        "llama4_text", "longcat_flash", "mellum", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral",
+        "mistral4", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe",
+        "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text",
+        "qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
     )
 )
 # fmt: on
@@ -97,6 +101,11 @@ def load(
         )
         if missing := sorted(info["missing_keys"]):  # transformers would use random numbers
             raise ModelLoadError(f"cannot load model {name!r}: its files have no weights for {missing[0]}")
+        if unused := sorted(_left_out(model, info["unexpected_keys"])):
+            raise ModelLoadError(
+                f"cannot load model {name!r}: {type(model).__name__}, which config.json names, does not use "
+                f"{unused[0]} of its files: it is another model's config.json"
+            )
         if device_map is None:
             model = model.to(device or default_device())
     return model, tokenizer
@@ -108,6 +117,16 @@ def auto_class(config: Any) -> Any:
         type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
     )
     return AutoModelForImageTextToText if only_with_images else AutoModelForCausalLM
+
+
+def _left_out(model: Any, unexpected: Iterable[str]) -> Iterator[str]:
+    """Yield those of the unexpected weights that belong to layers of the model: its result would not be the files'."""
+    modules = {name for name, _ in model.named_modules()}
+    for key in unexpected:
+        module, _, kind = key.rpartition(".")
+        place = module if module in modules else module.rpartition(".")[0]
+        if kind in ("weight", "bias") and place in modules and any(part.isdigit() for part in place.split(".")):
+            yield key
 
 
 def load_config(
@@ -196,6 +215,8 @@ def _explaining(name: str) -> Iterator[str]:
 def _explain(name: str, path: str, error: Exception) -> str:
     if out_of_memory(error):
         hint = "it does not fit into memory: use a smaller model, or another dtype or device"
+    elif "ignore_mismatched_sizes" in str(error):
+        hint = "config.json gives other sizes than the weights have"
     elif "accelerate" in str(error):
         hint = "device_map needs accelerate: pip install accelerate"
     elif "gated repo" in str(error):

@@ -121,8 +121,6 @@ class BlendConfig:
         context_tokens: At ingestion, a chunk is encoded with this many preceding tokens of its document as context, or
             more where they are computed anyway, so that its KV resolves pronouns and references. 0 = every chunk is
             encoded alone: its KV, and every chunk that prompts reuse, depends on its own text only.
-        context: "text" = the preceding tokens. "headings" = the source's title, which is its name without folders and
-            suffix, and the Markdown headings above the chunk: at most `context_tokens` of them.
         check_layer: Layer at which `hkvd` measures the KV deviation; costs that many full layers.
         first_tokens: Tokens at the start of every run that `query` recomputes in any case, as far as half of the
             budget allows; 0 = the question's attention alone decides.
@@ -136,7 +134,6 @@ class BlendConfig:
     min_run: int = _checked(16, check_number, least=16, whole=True)  # guaranteed by the matcher
     history: str = _checked("exact", check_choice, choices=HISTORIES)
     context_tokens: int = _checked(DEFAULT_CONTEXT, check_number, whole=True)
-    context: str = _checked("text", check_choice, choices=("text", "headings"))
     check_layer: int = _checked(1, check_number, least=1, whole=True)  # layer 0 cannot deviate
     first_tokens: int = _checked(2, check_number, whole=True)
     band: tuple[float, float] = (0.5, 0.8)

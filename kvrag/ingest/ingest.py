@@ -22,7 +22,6 @@ from kvrag.control.tuning import Tuning
 from kvrag.errors import SettingError, reporting_memory
 from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.ingest.encode import batch_tokens, encode, trees
-from kvrag.ingest.headings import headings_after, title
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore
 from kvrag.store.codec import pack
 from kvrag.types import WarmReport
@@ -103,8 +102,7 @@ class Choosing:
     ) -> list[_Piece]:
         """Return the pieces to store: each text once per document and source, at its first position."""
         pieces: dict[tuple[str, str, str], _Piece] = {}
-        find_contexts = self._headings if self._config.context == "headings" else self._preceding
-        contexts = find_contexts([ids for ids, _ in texts], sources, before)
+        contexts = self._preceding([ids for ids, _ in texts], sources, before)
         for name, source, (ids, chunk_key), context in zip(names, sources, texts, contexts, strict=True):
             if chunk_key:
                 piece = _Piece(name, source, text_key(namespace, ids), ids, context)
@@ -145,19 +143,6 @@ class Choosing:
         grown = len(context) - limit
         least, most = (factor * limit for factor in _GROWTH)
         return grown > most or (grown > least and int(text_key("", ids), 16) % (_CUTS * limit) < len(ids))
-
-    def _headings(
-        self, texts: Sequence[list[int]], sources: Sequence[str], before: dict[str, list[int]]
-    ) -> Iterator[list[int]]:
-        """Yield the title of each text's source and the headings above the text; sets `before` to those at its end."""
-        tokenizer = self._outline.tokenizer
-        for source, ids in zip(sources, texts, strict=True):
-            limit = min(self._config.context_tokens, self._room(ids)) if source else 0
-            path = tokenizer.decode(before[source]).split("\n\n") if before.get(source) else [title(source)]
-            context = tokenizer.encode("\n\n".join([*path, ""]))
-            yield context[max(0, len(context) - limit) :]
-            if limit:
-                before[source] = tokenizer.encode("\n\n".join(headings_after(path, tokenizer.decode(ids))))
 
     def _room(self, ids: Sequence[int]) -> int:
         """Return the number of tokens that the window has for the context of a text."""

@@ -264,7 +264,7 @@ def test_warm_prints_the_needed_space_first(
 
 @pytest.mark.parametrize(
     ("option", "behind"),
-    [((), "# Pay\n\nThe salary"), (("--context-tokens", "headings"), "pay\n\n# Pay"), (("--context-tokens", 0), "")],
+    [((), "# Pay\n\nThe salary"), (("--context-tokens", 0), "")],
 )
 def test_contexts_that_chunks_are_encoded_with(
     option: tuple[object, ...], behind: str, tmp_path: Path, reader: Model, as_json: Json
@@ -283,8 +283,8 @@ def test_contexts_that_chunks_are_encoded_with(
 def test_the_server_encodes_chunks_with_the_same_context() -> None:
     from kvrag.cli import serve
 
-    args = _parser(["serve"]).parse_args(["serve", "--context-tokens", "headings"])
-    assert BlendConfig(**serve.read_config(args)).context == "headings"
+    args = _parser(["serve"]).parse_args(["serve", "--context-tokens", "8"])
+    assert BlendConfig(**serve.read_config(args)).context_tokens == 8
 
 
 def test_documents_whose_files_are_gone_are_reported_and_dropped_on_request(

@@ -18,7 +18,7 @@ from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, Us
 from langchain_core.outputs import ChatGenerationChunk, GenerationChunk
 from pydantic import model_validator
 
-from kvrag import BlendReport, ContextWindowError, Delta, LLMSettings
+from kvrag import Answer, ContextWindowError, Delta, LLMSettings
 from kvrag.llm_fields import LLMFields
 
 _VERSION = version("langchain-kvrag")
@@ -76,18 +76,19 @@ async def achunks(
                 yield chunk
 
 
-def usage(report: BlendReport, num_tokens: int, reasoning_tokens: int) -> UsageMetadata:
-    """Return the usage of an answer of `num_tokens` tokens, of which `reasoning_tokens` belong to a thought."""
+def usage(answer: Answer) -> UsageMetadata:
+    """Return the usage of an answer."""
+    report = answer.report
     counted = UsageMetadata(
         input_tokens=report.prompt_tokens,
-        output_tokens=num_tokens,
-        total_tokens=report.prompt_tokens + num_tokens,
+        output_tokens=answer.num_tokens,
+        total_tokens=report.prompt_tokens + answer.num_tokens,
         input_token_details=InputTokenDetails(
             cache_read=report.reused_tokens - report.created_tokens, cache_creation=report.created_tokens
         ),
     )
-    if reasoning_tokens:
-        counted["output_token_details"] = OutputTokenDetails(reasoning=reasoning_tokens)
+    if answer.reasoning_tokens:
+        counted["output_token_details"] = OutputTokenDetails(reasoning=answer.reasoning_tokens)
     return counted
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import langchain_kvrag
 import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
@@ -201,10 +200,3 @@ def test_a_wrapper_can_be_pickled(settings: dict[str, Any], chunks: list[str]) -
     again = pickle.loads(pickle.dumps(store))
     assert (type(again), again.collection) == (KVWarmVectorStore, "c")
     assert again.warm_existing().reused == 1
-
-
-def test_the_former_vector_store_names_its_replacements() -> None:
-    with pytest.raises(ImportError, match=r"use InMemoryVectorStore from langchain_core\.vectorstores, or .* Chroma"):
-        from langchain_kvrag import FaissVectorStore  # noqa: F401
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        langchain_kvrag.Nothing  # noqa: B018

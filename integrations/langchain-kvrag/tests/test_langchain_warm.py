@@ -479,15 +479,6 @@ async def test_a_store_that_returns_too_few_ids_is_detected(engine: BlendEngine,
     assert kept(engine) == []
 
 
-def test_a_closed_engine_raises_an_error_that_names_it(
-    store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str]
-) -> None:
-    engine.close()
-    with pytest.raises(KvragError, match="closed"):
-        store.add_texts(chunks)
-    assert found(store) == []
-
-
 def test_the_llm_must_be_one_that_can_encode() -> None:
     with pytest.raises(SettingError, match=r"llm must be a ChatBlend, .* or a RemoteEngine, got str"):
         KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), "reader")  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
@@ -94,6 +94,25 @@ def check_timeout(timeout: float | None) -> None:
     """Raise SettingError unless `timeout` is a positive number of seconds, or None."""
     ok = timeout is None or (isinstance(timeout, Real) and not isinstance(timeout, bool) and timeout > 0)
     _require(ok, f"timeout must be a positive number of seconds, got {timeout!r}")
+
+
+def check_texts(texts: Iterable[str]) -> list[str]:
+    """Return the texts as a list; raise SettingError if they are not strings."""
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        value = "one string" if isinstance(texts, str) else repr(texts)
+        raise SettingError(f"texts must be a list of strings, not {value:.80}")
+    listed = list(texts)
+    for number, text in enumerate(listed):
+        _require(isinstance(text, str), f"chunk {number} must be a string, got {type(text).__name__}")
+    return listed
+
+
+def per_text(names: str | Sequence[str], num_texts: int, kind: str) -> list[str]:
+    """Return one name per text; raise SettingError if there are more or fewer."""
+    names = [names] * num_texts if isinstance(names, str) else list(names)
+    wrong = f"{len(names)} {kind} for {num_texts} texts: give one per text, or a single string"
+    _require(len(names) == num_texts, wrong)
+    return names
 
 
 def check_names(*names: str) -> None:

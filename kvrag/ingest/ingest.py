@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from kvrag.backend.protocol import Backend, Outline
-from kvrag.config import BlendConfig, check_names
+from kvrag.config import BlendConfig, check_names, check_texts, per_text
 from kvrag.control.tuning import Tuning
 from kvrag.errors import SettingError, reporting_memory
 from kvrag.fingerprint import Fingerprint, text_key
@@ -71,13 +71,8 @@ class Choosing:
 
     def tokenize(self, texts: Iterable[str], namespace: str = "") -> list[tuple[list[int], str | None]]:
         """Return each text's token ids, and its chunk key if encoded alone: None if it is too short to be matched."""
-        if isinstance(texts, str) or not isinstance(texts, Iterable):
-            value = "one string" if isinstance(texts, str) else repr(texts)
-            raise SettingError(f"texts must be a list of strings, not {value:.80}")
         tokenized: list[tuple[list[int], str | None]] = []
-        for number, text in enumerate(texts):
-            if not isinstance(text, str):
-                raise SettingError(f"chunk {number} must be a string, got {type(text).__name__}")
+        for number, text in enumerate(check_texts(texts)):
             ids = self._outline.tokenizer.encode(text)
             self._outline.check_window(len(ids) + len(self._outline.preamble), f"chunk {number}")
             is_short = len(ids) < self._config.min_run
@@ -192,8 +187,8 @@ class Ingestion(Choosing):
         """
         started = time.perf_counter()
         tokenized = self.tokenize(texts, namespace)
-        names = _per_text(document, len(tokenized), "document names")
-        sources = _per_text(document if sources is None else sources, len(tokenized), "sources")
+        names = per_text(document, len(tokenized), "document names")
+        sources = per_text(document if sources is None else sources, len(tokenized), "sources")
         check_names(*{*names, *sources})
         if mode == "on request":
             document, names = ON_REQUEST, [ON_REQUEST] * len(names)
@@ -304,15 +299,6 @@ class Ingestion(Choosing):
             forest = trees(self._model, chunks, contexts)
             tokens, pairs = sum(tree.num_tokens for tree in forest), sum(tree.num_pairs for tree in forest)
             self._tuning.observe_encoding(tokens, pairs, math.ceil(tokens / batch_tokens(self._model)), seconds)
-
-
-def _per_text(names: str | Sequence[str], num_texts: int, kind: str) -> Sequence[str]:
-    """Return one name per text."""
-    if isinstance(names, str):
-        return [names] * num_texts
-    if len(names) != num_texts:
-        raise SettingError(f"{len(names)} {kind} for {num_texts} texts: give one per text, or a single string")
-    return names
 
 
 def _overlap(before: list[int], ids: list[int]) -> int:

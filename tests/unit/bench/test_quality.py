@@ -256,12 +256,6 @@ def test_no_answer_is_not_an_article() -> None:
         assert quality._table([task], 0, journal)["em"].tolist() == [right]
 
 
-def test_few_prompts_without_a_hit_are_not_certainty(bench: Bench) -> None:
-    (full,) = _cells(bench(*SMALL), "full")
-    assert full["em"]["value"] == full["em"]["low"] == 0
-    assert full["em"]["high"] == pytest.approx(wilson(0, 3)[1])
-
-
 def test_a_killed_run_continues_where_it_stopped(bench: Bench, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     wanted = _timeless(bench(*SMALL, "--out", whole))

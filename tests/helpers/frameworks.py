@@ -163,6 +163,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return calls
 
 
+def kept(engine: BlendEngine) -> list[str]:
+    """The texts whose KV is stored, sorted."""
+    return sorted(engine.model.tokenizer.decode(entry.ids.tolist()) for entry in engine.store.entries(0))
+
+
 def merged(pieces: list[Any]) -> Any:
     """Return the sum of the pieces of a stream."""
     return sum(pieces[1:], start=pieces[0])

@@ -250,7 +250,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
     ) -> Iterator[ChatGenerationChunk]:
         settings, request, one_call = self._chat_request(stop, kwargs)
         deltas = self._lazy.open(settings).stream(template_messages(messages), **request)
-        yield from chunks(deltas, self._builder(settings, one_call), run_manager)
+        yield from chunks(deltas, self._builder(settings, one_call).add, run_manager)
 
     async def _astream(
         self,
@@ -262,7 +262,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         settings, request, one_call = self._chat_request(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
         deltas = engine.astream(template_messages(messages), **request)
-        async with aclosing(achunks(deltas, self._builder(settings, one_call), run_manager)) as stream:
+        async with aclosing(achunks(deltas, self._builder(settings, one_call).add, run_manager)) as stream:
             async for chunk in stream:
                 yield chunk
 

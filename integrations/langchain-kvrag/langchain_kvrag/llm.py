@@ -96,7 +96,7 @@ class BlendLLM(BlendSettings, BaseLLM, extra="forbid"):
         settings, request = self._request(stop, kwargs)
         engine = self._lazy.open(settings)
         deltas = engine.stream(engine.as_prompt(prompt), **request)
-        yield from chunks(deltas, TextChunkBuilder(settings.model_name), run_manager)
+        yield from chunks(deltas, TextChunkBuilder(settings.model_name).add, run_manager)
 
     async def _astream(
         self,
@@ -108,7 +108,7 @@ class BlendLLM(BlendSettings, BaseLLM, extra="forbid"):
         settings, request = self._request(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
         deltas = engine.astream(engine.as_prompt(prompt), **request)
-        async with aclosing(achunks(deltas, TextChunkBuilder(settings.model_name), run_manager)) as stream:
+        async with aclosing(achunks(deltas, TextChunkBuilder(settings.model_name).add, run_manager)) as stream:
             async for chunk in stream:
                 yield chunk
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -24,7 +24,6 @@ from kvrag.llm_fields import LLMFields
 _VERSION = version("langchain-kvrag")
 
 Chunk = TypeVar("Chunk", GenerationChunk, ChatGenerationChunk)
-Chunk_co = TypeVar("Chunk_co", covariant=True)
 
 
 class PromptOverflowError(ContextWindowError, ContextOverflowError):
@@ -40,20 +39,19 @@ def langchain_errors() -> Iterator[None]:
         raise PromptOverflowError(str(error)) from error
 
 
-class ChunkBuilder(Protocol[Chunk_co]):
-    """Builds LangChain's chunks from the deltas of one stream."""
-
-    def add(self, delta: Delta) -> Chunk_co | None:
-        """Return the chunk for the next delta; None if it has none."""
-
-
 def chunks(
-    deltas: Generator[Delta, None, None], builder: ChunkBuilder[Chunk], run_manager: CallbackManagerForLLMRun | None
+    deltas: Generator[Delta, None, None],
+    to_chunk: Callable[[Delta], Chunk | None],
+    run_manager: CallbackManagerForLLMRun | None,
 ) -> Iterator[Chunk]:
-    """Yield the chunks of a stream."""
+    """Yield the chunks of a stream.
+
+    Args:
+        to_chunk: Returns the chunk for the next delta; None if it has none.
+    """
     with langchain_errors(), closing(deltas):
         for delta in deltas:
-            chunk = builder.add(delta)
+            chunk = to_chunk(delta)
             if chunk is None:
                 continue
             if run_manager:
@@ -62,13 +60,15 @@ def chunks(
 
 
 async def achunks(
-    deltas: AsyncGenerator[Delta, None], builder: ChunkBuilder[Chunk], run_manager: AsyncCallbackManagerForLLMRun | None
+    deltas: AsyncGenerator[Delta, None],
+    to_chunk: Callable[[Delta], Chunk | None],
+    run_manager: AsyncCallbackManagerForLLMRun | None,
 ) -> AsyncGenerator[Chunk, None]:
     """Like `chunks`, off the event loop."""
     with langchain_errors():
         async with aclosing(deltas):
             async for delta in deltas:
-                chunk = builder.add(delta)
+                chunk = to_chunk(delta)
                 if chunk is None:
                     continue
                 if run_manager:

@@ -1,24 +1,28 @@
-"""The fixtures of both frameworks, and texts about invented people."""
+"""The fixtures of both frameworks, and one object of each class."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from blending import CHUNKS
 from frameworks import *  # noqa: F403
 from langchain_kvrag import BlendLLM, ChatBlend
 
-CHUNKS = [
-    "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",
-    "Tran Works was founded by Mira Brel. The company sells chairs. Its logo is blue. It employs Kan Dror.",
-    "Kan Dror was born in Stelburg. He plays the banjo. He owns a goat and a cat. He studied geology.",
-    "Zel Vinford lives in Stinmouth. She studied music. She likes to eat curry and apples. She owns a snake.",
-]
+from kvrag import BlendEngine, Model
 
 
 @pytest.fixture
 def chunks() -> list[str]:
     return list(CHUNKS)
+
+
+@pytest.fixture
+def engine(model: Model, tmp_path: Path) -> Iterator[BlendEngine]:
+    with BlendEngine(model, tmp_path / "kv") as engine:
+        yield engine
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pickle
 from typing import Any, Literal
 
 import pytest
+from blending import CHUNKS as PEOPLE
 from frameworks import TIMES
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
@@ -24,11 +25,7 @@ from kvrag.server.settings import ApiKey
 
 pytestmark = pytest.mark.slow  # starts servers
 
-CHUNKS = [
-    "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",
-    "Tran Works was founded by Mira Brel. The company sells chairs. Its logo is blue. It employs Kan Dror.",
-    "Kan Dror was born in Stelburg. He plays the banjo. He owns a goat and a cat. He studied geology.",
-]
+CHUNKS = PEOPLE[:3]
 QUESTION = "\n\n".join([CHUNKS[2], CHUNKS[0], "Question: Who plays the harp?"])
 FIXED = {"temperature": 0, "max_tokens": 16}
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from families import build
 from frameworks import *  # noqa: F403
 from llama_index.llms.kvrag import BlendLLM
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvrag import Model
 
@@ -23,19 +23,8 @@ def tiny(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    hf = LlamaForCausalLM(config)
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    hf = build("llama", vocab_size=len(tokenizer), max_position_embeddings=2048, **ids)
     with torch.no_grad():
         hf.lm_head.weight[tokenizer.all_special_ids] = 0  # some other token's logit is above
     folder = tmp_path_factory.mktemp("tiny")

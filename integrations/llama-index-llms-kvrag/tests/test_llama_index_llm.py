@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blending import CHUNKS
 from llama_index.core.base.llms.types import (
     CacheControl,
     CachePoint,
@@ -33,7 +34,7 @@ AFTER_THIS = CachePoint(cache_control=CacheControl(type="ephemeral"))  # for ser
 
 @pytest.mark.usefixtures("endless")
 async def test_every_response_reports_its_usage_and_reuse(llm: BlendLLM) -> None:
-    chunk = "Zel Vinford lives in Stinmouth. She studied music. She likes to eat curry and apples. She owns a snake."
+    chunk = CHUNKS[3]
     llm.warm([chunk])
     prompt = f"{chunk}\n\n{QUESTION}"
     responses: list[Any] = [
@@ -54,7 +55,7 @@ async def test_every_response_reports_its_usage_and_reuse(llm: BlendLLM) -> None
 
 @pytest.mark.usefixtures("endless")
 def test_the_next_turn_continues_from_the_last(llm: BlendLLM) -> None:
-    chunk = "Zel Vinford lives in Stinmouth. She studied music. She likes to eat curry and apples. She owns a snake."
+    chunk = CHUNKS[3]
     llm.warm([chunk])
     history = [ChatMessage(content=f"{chunk}\n\n{QUESTION}")]
     first: Any = llm.chat(history)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from blending import CHUNKS
 from llama_index.core.schema import TextNode
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.llms.kvrag import BlendLLM
@@ -13,7 +14,7 @@ from llama_index.vector_stores.kvrag import KVWarmVectorStore
 from kvrag import SettingError
 
 QUESTION = "Question: Who likes curry?"
-TEXT = "Zel Vinford lives in Stinmouth. She studied music. She likes to eat curry and apples. She owns a snake."
+TEXT = CHUNKS[3]
 
 
 async def test_the_field_and_the_call_reach_the_engine(settings: dict[str, Any], seen: list[tuple[str, str]]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import llama_index.core
 import pytest
+from blending import CHUNKS
 from llama_index.core import MockEmbedding, Settings
 
 import kvrag
@@ -14,11 +15,6 @@ import kvrag
 pytestmark = pytest.mark.usefixtures("endless")
 
 QUESTION = "Who likes curry?"
-TEXTS = [
-    "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",
-    "Tran Works was founded by Mira Brel. The company sells chairs. Its logo is blue. It employs Kan Dror.",
-    "Kan Dror was born in Stelburg. He plays the banjo. He owns a goat and a cat. He studied geology.",
-]
 
 
 def test_the_example_in_the_docs_runs(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,11 +32,11 @@ def test_the_example_in_the_docs_runs(tmp_path: Path, tiny: Path, monkeypatch: p
         assert theirs in code
         code = code.replace(theirs, ours)
     (tmp_path / "docs").mkdir()
-    for number, text in enumerate(TEXTS):
+    for number, text in enumerate(CHUNKS):
         (tmp_path / "docs" / f"{number}.txt").write_text(text)
     for name in ("_llm", "_tokenizer", "_prompt_helper", "_embed_model"):
         monkeypatch.setattr(Settings, name, None)
     monkeypatch.setattr(llama_index.core, "global_tokenizer", None)
     names: dict[str, Any] = {"MockEmbedding": MockEmbedding}
     exec(code, names)
-    assert names["llm"]._open().store.stats().chunks == len(TEXTS)
+    assert names["llm"]._open().store.stats().chunks == len(CHUNKS)

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from blending import CHUNKS as PEOPLE
 from frameworks import TIMES
 from llama_index.core.base.llms.types import ChatMessage, ToolCallBlock
 from llama_index.core.prompts import PromptTemplate
@@ -23,11 +24,7 @@ from kvrag.server.settings import ApiKey
 
 pytestmark = pytest.mark.slow  # starts servers
 
-CHUNKS = [
-    "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",
-    "Tran Works was founded by Mira Brel. The company sells chairs. Its logo is blue. It employs Kan Dror.",
-    "Kan Dror was born in Stelburg. He plays the banjo. He owns a goat and a cat. He studied geology.",
-]
+CHUNKS = PEOPLE[:3]
 QUESTION = "\n\n".join([CHUNKS[2], CHUNKS[0], "Question: Who plays the harp?"])
 USER = [ChatMessage(role="user", content=QUESTION)]
 FIXED: dict[str, Any] = {"temperature": 0, "max_tokens": 16}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blending import CHUNKS
 from llama_index.core import Document, MockEmbedding, StorageContext, VectorStoreIndex, load_index_from_storage
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
@@ -31,10 +32,7 @@ from kvrag.fingerprint import text_key
 from kvrag.ingest import ingest
 from kvrag.store import visible_variant
 
-MIRA = "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day."
-TRAN = "Tran Works was founded by Mira Brel. The company sells chairs. Its logo is blue. It employs Kan Dror."
-KAN = "Kan Dror was born in Stelburg. He plays the banjo. He owns a goat and a cat. He studied geology."
-ZEL = "Zel Vinford lives in Stinmouth. She studied music. She likes to eat curry and apples. She owns a snake."
+MIRA, TRAN, KAN, ZEL = CHUNKS
 EMBEDDING = MockEmbedding(embed_dim=4)
 
 

@@ -169,14 +169,10 @@ def lora(model: Path, folder: Path) -> LoRARequest:
     """A random adapter."""
     hidden = json.loads((model / "config.json").read_text())["hidden_size"]
     folder.mkdir()
-    generator = torch.Generator().manual_seed(1)
-    weights = {
-        f"base_model.model.model.layers.{layer}.mlp.down_proj.lora_{part}.weight": torch.randn(
-            shape, generator=generator
-        )
-        for layer in range(4)
-        for part, shape in (("A", (8, 2 * hidden)), ("B", (hidden, 8)))
-    }
+    torch.manual_seed(1)
+    shapes = {"A": (8, 2 * hidden), "B": (hidden, 8)}
+    name = "base_model.model.model.layers.{}.mlp.down_proj.lora_{}.weight"
+    weights = {name.format(layer, part): torch.randn(shapes[part]) for layer in range(4) for part in shapes}
     save_file(weights, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["down_proj"], "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -26,7 +26,7 @@ logger = logging.getLogger("vllm.kvrag")  # below vLLM's own logger, which has t
 
 _MAX_REPORTS = 1000  # kept for clients that stream
 _MAX_VARIANTS = 200_000  # remembered
-_NOT_CHECKED = "this version of vLLM does not report the workers' check at start-up"
+_UNDECIDED = "the workers' check at start-up is not done"
 _LEAST_SHARE = 4  # blending gets at least 1/4 of a step's rows, so that prefill cannot starve it
 
 
@@ -65,7 +65,7 @@ class RequestTracker:
         self._model_config = vllm_config.model_config
         scheduler = vllm_config.scheduler_config
         self._rows = settings.rows_per_step or scheduler.max_num_batched_tokens
-        self._refusal = _NOT_CHECKED
+        self._refusal = _UNDECIDED
         self._requests: dict[str, _Request] = {}
         self._tasks: dict[str, Task] = {}
         self._cancelled: list[str] = []
@@ -76,7 +76,7 @@ class RequestTracker:
 
     def refuse(self, reason: str) -> None:
         """Turn blending off, and log why unless it is off for another reason."""
-        if self._refusal in ("", _NOT_CHECKED):
+        if self._refusal in ("", _UNDECIDED):
             logger.warning("blending is off, vLLM serves as usual: %s", reason)
             self._refusal = reason
 
@@ -89,7 +89,7 @@ class RequestTracker:
         """
         if refusal:
             self.refuse("; ".join(filter(None, [refusal, untested])))
-        elif self._refusal == _NOT_CHECKED:
+        elif self._refusal == _UNDECIDED:
             self._refusal = ""
             if untested:
                 logger.warning("%s; blending is on, because the check at start-up passed", untested)
@@ -98,8 +98,8 @@ class RequestTracker:
 
     def add(self, request: Any) -> None:
         """Register a new request, and match its prompt if it is to be blended."""
-        if self._refusal == _NOT_CHECKED:
-            self.refuse(_NOT_CHECKED)
+        if self._refusal == _UNDECIDED:
+            self.refuse("this version of vLLM does not report the workers' check at start-up")
         params = read_params(request.kv_transfer_params, self._settings.config)
         entry = _Request(params, list(request.prompt_token_ids or ()), request)
         self._requests[request.request_id] = entry

@@ -109,6 +109,7 @@ class BlendCache(Cache):  # type: ignore[misc]
         self.rows: Tensor | None = None
         self.stop = 0
         self.observer: Observer | None = None
+        self.last: int | None = None
         self.pause: Callable[[], None] | None = None
 
     def update(
@@ -119,7 +120,9 @@ class BlendCache(Cache):  # type: ignore[misc]
             key_states, value_states = value_states, key_states
         if self.pause is not None:
             self.pause()
-        if self.observer is not None and self.observer(layer_idx, key_states, value_states):
+        if self.observer is not None:
+            self.observer(layer_idx, key_states, value_states)
+        if layer_idx == self.last:
             raise StopForward
         layer: BlendLayer = self.layers[layer_idx]
         if self.rows is None:

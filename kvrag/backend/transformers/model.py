@@ -295,20 +295,21 @@ class Model(Backend):
 
     def forward_until(
         self,
-        observe: Observer,
+        last: int,
         ids: Tensor,
         cache: KVCache,
         rows: Tensor | None = None,
         branches: Sequence[Branch] = (),
+        observe: Observer | None = None,
     ) -> None:
         """See `Backend.forward_until`."""
         assert isinstance(cache, BlendCache)
-        cache.observer = observe
+        cache.observer, cache.last = observe, last
         try:
             with suppress(StopForward):
                 self._forward(ids, cache, rows, branches=branches)
         finally:
-            cache.observer = None
+            cache.observer = cache.last = None
 
     def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
         """See `Backend.attention_received`."""

@@ -452,7 +452,7 @@ def test_a_tokenizers_own_response_template_is_used(tokenizer: Any, hf: Any) -> 
         assert not any(delta.text or delta.tool_calls for delta in deltas)
         assert [len(delta.invalid_calls) for delta in deltas] == [0] * len(cut) + [1]
     forced = prepare(model.tokenizer, HELLO, TOOLS, "look")
-    assert forced.template == {}
+    assert forced.template == prepared.template
     assert isinstance(forced.parser(model.tokenizer, []), AnswerParser)
 
 

@@ -8,7 +8,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, thread
 from itertools import takewhile
 from typing import cast
 
@@ -71,14 +71,21 @@ class Learner:
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    @property
+    def _is_over(self) -> bool:
+        # at its end, the interpreter sets `_shutdown` and waits for this thread; an open stream is never closed then
+        return self._closed.is_set() or thread._shutdown
+
     def _work(self, prompt: str | Messages | TokenIds, namespace: str) -> None:
         try:
             for text in dict.fromkeys(new_texts(prompt)):
-                if self._closed.is_set():
+                if self._is_over:
                     return
                 if self._is_known(text, namespace):
                     self._encode(text, namespace)
         except Exception as error:  # no answer depends on it
+            if self._is_over:
+                return
             self._failed += 1
             logger.warning("a text of a prompt could not be learned: %s", error)
         finally:
@@ -104,7 +111,8 @@ class Learner:
         if key is None or len(ids) < LEAST_TOKENS or self._lookup.usable([text_id]):
             return
         while self._is_busy():
-            if self._closed.wait(_POLL_S):
+            self._closed.wait(_POLL_S)
+            if self._is_over:
                 return
         report = self._ingestion.warm([text], "", None, namespace, mode="on request")
         self._lookup.refresh()

@@ -136,6 +136,35 @@ def test_learning_waits_until_no_answer_is_in_progress(engine: BlendEngine) -> N
     assert engine.store.stats().chunks == 1
 
 
+def test_an_answer_in_progress_does_not_keep_the_program_from_ending(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _ask(engine, messages(PAGE))
+    stream = engine.stream(messages(PAGE), max_new_tokens=4, temperature=0)
+    next(stream)
+    done = threading.Thread(target=_learner(engine).wait)
+    done.start()
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)  # the interpreter waits for all threads
+    done.join(30)
+    assert not done.is_alive()
+    assert engine.store.stats().chunks == 0
+
+
+def test_a_text_that_is_encoded_while_the_engine_is_closed_is_no_error(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _ask(engine, messages(PAGE))
+
+    def put(records: Any) -> int:
+        engine.close()
+        raise StoreError("the store is closed")
+
+    monkeypatch.setattr(engine.store, "put", put)
+    engine.generate(messages(PAGE), max_new_tokens=1)
+    _learner(engine)._pool.shutdown()
+    assert not caplog.text
+
+
 def test_a_store_that_cannot_be_written_costs_no_answer(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,8 +6,8 @@ import hashlib
 import logging
 import re
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, thread
 from itertools import takewhile
 from typing import cast
@@ -16,7 +16,7 @@ from kvrag.errors import KvragError
 from kvrag.fingerprint import text_key
 from kvrag.ingest.ingest import Ingestion
 from kvrag.reuse.lookup import Lookup
-from kvrag.types import LearnStats, Messages, TokenIds
+from kvrag.types import LearnStats, Messages, Run, TokenIds
 
 logger = logging.getLogger("kvrag")
 
@@ -38,25 +38,35 @@ class Learner:
     def __init__(self, ingestion: Ingestion, lookup: Lookup, is_busy: Callable[[], bool]) -> None:
         """Start without texts. `is_busy`: returns whether answers are in progress."""
         self._ingestion, self._lookup, self._is_busy = ingestion, lookup, is_busy
-        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._seen: OrderedDict[bytes, str] = OrderedDict()  # namespaces by digest
         self._pool = ThreadPoolExecutor(1, "kvrag-learn")
         self._room = threading.BoundedSemaphore(_WAITING)
         self._closed = threading.Event()
-        self._learned = self._tokens = self._failed = self._ignored = 0
+        self._keys: set[str] = set()  # of the chunks learned
+        self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by namespace
+        self._counting = threading.Lock()
 
-    def observe(self, prompt: str | Messages | TokenIds, namespace: str) -> None:
-        """Look at a prompt's new texts later, in another thread; errors are logged only."""
+    def observe(self, prompt: str | Messages | TokenIds, namespace: str, runs: Iterable[Run] = ()) -> None:
+        """Count what a prompt reused, and look at its new texts later, in another thread; errors are logged only."""
+        self._count(namespace, reused=sum(len(run) for run in runs if run.key in self._keys))
         if self._closed.is_set() or not self._room.acquire(blocking=False):
-            self._ignored += 1
+            self._count(namespace, ignored=1)
             return
         try:
             self._pool.submit(self._work, prompt, namespace)
         except RuntimeError:  # closed in the meantime, or the program ends
             self._room.release()
 
-    def stats(self) -> LearnStats:
-        """Return the counters."""
-        return LearnStats(len(self._seen), self._learned, self._tokens, self._failed, self._ignored)
+    def stats(self, namespace: str | None = None) -> LearnStats:
+        """Return the counters of a namespace; None = of all."""
+        with self._counting:
+            seen = Counter(self._seen.values())
+            if namespace is None:
+                counts, num_seen = sum(self._counts.values(), Counter[str]()), seen.total()
+            else:
+                counts, num_seen = self._counts.get(namespace, Counter[str]()), seen[namespace]
+            names = ("learned", "tokens", "failed", "ignored", "reused")
+            return LearnStats(num_seen, **{name: counts[name] for name in names})
 
     def wait(self) -> None:
         """Wait until the prompts so far were looked at; for tests and benchmarks."""
@@ -64,12 +74,17 @@ class Learner:
 
     def forget(self) -> None:
         """Forget which texts were seen once."""
-        self._seen.clear()
+        with self._counting:
+            self._seen.clear()
 
     def close(self) -> None:
         """End after the text that is being encoded."""
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _count(self, namespace: str, **more: int) -> None:
+        with self._counting:
+            self._counts[namespace].update(more)
 
     @property
     def _is_over(self) -> bool:
@@ -86,7 +101,7 @@ class Learner:
         except Exception as error:  # no answer depends on it
             if self._is_over:
                 return
-            self._failed += 1
+            self._count(namespace, failed=1)
             logger.warning("a text of a prompt could not be learned: %s", error)
         finally:
             self._room.release()
@@ -94,13 +109,13 @@ class Learner:
     def _is_known(self, text: str, namespace: str) -> bool:
         """Return whether the text was seen before; remember it."""
         digest = hashlib.blake2b(f"{namespace}\0{text}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        if digest in self._seen:
-            del self._seen[digest]
-            return True
-        self._seen[digest] = None
-        while len(self._seen) > _SEEN:
-            self._seen.popitem(last=False)
-        return False
+        with self._counting:
+            if self._seen.pop(digest, None) is not None:
+                return True
+            self._seen[digest] = namespace
+            if len(self._seen) > _SEEN:
+                self._seen.popitem(last=False)
+            return False
 
     def _encode(self, text: str, namespace: str) -> None:
         try:
@@ -116,8 +131,8 @@ class Learner:
                 return
         report = self._ingestion.warm([text], "", None, namespace, mode="on request")
         self._lookup.refresh()
-        self._learned += report.new
-        self._tokens += report.tokens
+        self._keys.add(key)
+        self._count(namespace, learned=report.new, tokens=report.tokens)
 
 
 def new_texts(prompt: str | Messages | TokenIds) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from blending import CHUNKS, messages
 from kvrag import BlendEngine, FileStore, Model, StoreError
 from kvrag.ingest import learn
 from kvrag.ingest.learn import Learner, new_texts
+from kvrag.types import LearnStats
 
 PAGE = " ".join(CHUNKS[:3])  # over 64 tokens
 
@@ -79,6 +81,19 @@ def test_namespaces_learn_apart(engine: BlendEngine) -> None:
     _ask(engine, messages(PAGE), namespace="two")
     assert [share.namespace for share in engine.store.stats().namespaces] == ["two"]
     assert _ask(engine, messages(PAGE), namespace="one").runs == ()
+
+
+def test_the_counters_of_a_namespace(engine: BlendEngine) -> None:
+    for _ in range(2):
+        _ask(engine, messages(PAGE), namespace="one")
+    run = max(_ask(engine, messages(PAGE), namespace="one").runs, key=len)
+    _ask(engine, messages(PAGE), namespace="two")
+    one, two, none = map(engine.learned_in, ("one", "two", ""))
+    assert one is not None
+    assert (one.learned, one.reused) == (1, len(run))
+    assert two == LearnStats(seen=1, learned=0, tokens=0, failed=0, ignored=0, reused=0)
+    assert none == LearnStats(seen=0, learned=0, tokens=0, failed=0, ignored=0, reused=0)
+    assert engine.learned == replace(one, seen=one.seen + 1)
 
 
 def test_texts_that_are_stored_or_short_are_not_learned(engine: BlendEngine) -> None:

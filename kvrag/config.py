@@ -127,10 +127,7 @@ def check_timeout(timeout: float | None) -> float | None:
 
 def check_texts(texts: Iterable[str]) -> list[str]:
     """Return the texts as a list; raise SettingError if they are not strings."""
-    if isinstance(texts, str) or not isinstance(texts, Iterable):
-        value = "one string" if isinstance(texts, str) else repr(texts)
-        raise SettingError(f"texts must be a list of strings, not {value:.80}")
-    listed = list(texts)
+    listed = check_list("texts", texts)
     for number, text in enumerate(listed):
         _require(isinstance(text, str), f"chunk {number} must be a string, got {type(text).__name__}")
     return listed

@@ -498,10 +498,16 @@ def _new_id() -> str:
 
 
 def _arguments(value: Any) -> dict[str, Any] | None:
-    """Return arguments, given as a dict or JSON, as a dict; None if they are neither."""
-    if isinstance(value, str):
-        try:
+    """Return arguments, given as a dict or JSON, as a dict of plain JSON types; None if they are neither.
+
+    Lone surrogates, which models may write as escapes and tokenizers reject, become U+FFFD.
+    """
+    try:
+        if isinstance(value, str):
             value = json.loads(value, strict=False) if value.strip() else {}
-        except (ValueError, RecursionError):
+        if value is not None and not isinstance(value, Mapping):
             return None
-    return {} if value is None else dict(value) if isinstance(value, Mapping) else None
+        text = json.dumps(dict(value or {}), ensure_ascii=False)
+        return dict(json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")))
+    except (TypeError, ValueError, RecursionError):
+        return None

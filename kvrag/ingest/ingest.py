@@ -17,11 +17,7 @@ from typing import Literal
 import numpy as np
 
 from kvrag.backend.protocol import Backend, Outline
-<<<<<<< HEAD
-from kvrag.config import BlendConfig, check_list, check_names
-=======
 from kvrag.config import BlendConfig, check_names, check_texts, per_text
->>>>>>> less
 from kvrag.control.tuning import Tuning
 from kvrag.errors import SettingError, reporting_memory
 from kvrag.fingerprint import Fingerprint, text_key
@@ -76,13 +72,7 @@ class Choosing:
     def tokenize(self, texts: Iterable[str], namespace: str = "") -> list[tuple[list[int], str | None]]:
         """Return each text's token ids, and its chunk key if encoded alone: None if it is too short to be matched."""
         tokenized: list[tuple[list[int], str | None]] = []
-<<<<<<< HEAD
-        for number, text in enumerate(check_list("texts", texts)):
-            if not isinstance(text, str):
-                raise SettingError(f"chunk {number} must be a string, got {type(text).__name__}")
-=======
         for number, text in enumerate(check_texts(texts)):
->>>>>>> less
             ids = self._outline.tokenizer.encode(text)
             self._outline.check_window(len(ids) + len(self._outline.preamble), f"chunk {number}")
             is_short = len(ids) < self._config.min_run
@@ -315,19 +305,6 @@ class Ingestion(Choosing):
             self._tuning.observe_encoding(tokens, pairs, math.ceil(tokens / batch_tokens(self._model)), seconds)
 
 
-<<<<<<< HEAD
-def _per_text(names: str | Sequence[str], num_texts: int, kind: str) -> Sequence[str]:
-    """Return one name per text."""
-    if isinstance(names, str):
-        return [names] * num_texts
-    names = check_list(kind, names)
-    if len(names) != num_texts:
-        raise SettingError(f"{len(names)} {kind} for {num_texts} texts: give one per text, or a single string")
-    return names
-
-
-=======
->>>>>>> less
 def _overlap(before: list[int], ids: list[int]) -> int:
     """Return the number of tokens at the end of a text that a splitter repeated at the beginning of the next one.
 

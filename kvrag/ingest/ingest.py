@@ -282,14 +282,14 @@ class Ingestion(Choosing):
     def _encode(self, choices: Sequence[_Piece], namespace: str) -> Iterator[tuple[list[_Piece], list[ChunkRecord]]]:
         """Encode chunks; yield them in batches to store."""
         chunks, contexts = [choice.ids for choice in choices], [choice.context for choice in choices]
-        encoded, seconds, waits = encode(self._model, chunks, contexts), 0.0, self._model.waits
+        encoded, seconds, cpu, waits = encode(self._model, chunks, contexts), 0.0, 0.0, self._model.waits
         done: list[_Piece] = []
         records: list[ChunkRecord] = []
         size, stored = 0, time.perf_counter()
         for left in range(len(choices) - 1, -1, -1):
-            started = time.perf_counter()
+            started, cpu_started = time.perf_counter(), time.thread_time()
             number, layers = next(encoded)
-            seconds += time.perf_counter() - started
+            seconds, cpu = seconds + time.perf_counter() - started, cpu + time.thread_time() - cpu_started
             ids = np.asarray(chunks[number], np.uint32)
             packed = pack(layers, self._codec, f"{self._model.tokenizer.decode(chunks[number][:12])}...")
             context = np.asarray(contexts[number], np.uint32)
@@ -302,7 +302,7 @@ class Ingestion(Choosing):
         if choices and self._model.waits == waits:  # otherwise the duration would include other threads' work
             forest = trees(self._model, chunks, contexts)
             tokens, pairs = sum(tree.num_tokens for tree in forest), sum(tree.num_pairs for tree in forest)
-            self._tuning.observe_encoding(tokens, pairs, math.ceil(tokens / batch_tokens(self._model)), seconds)
+            self._tuning.observe_encoding(tokens, pairs, math.ceil(tokens / batch_tokens(self._model)), seconds, cpu)
 
 
 def _overlap(before: list[int], ids: list[int]) -> int:

@@ -16,7 +16,7 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import cycle, islice
@@ -61,7 +61,7 @@ _CALL = Grammar(
 )
 _ANSWER = Grammar(regex=r"Thought: I can answer without using any more tools\.\nAnswer: [A-Za-z0-9 ,.'-]{1,400}")
 
-Ask = Callable[[str], Awaitable[list[dict[str, Any]]]]
+Ask = Callable[[str], Coroutine[Any, Any, list[dict[str, Any]]]]
 """From a question to the reports of the answers that the agent needed."""
 
 
@@ -111,7 +111,8 @@ def langgraph(engine: BlendEngine, handbook: Handbook, max_tokens: int) -> Ask:
 
     async def ask(question: str) -> list[dict[str, Any]]:
         thread: Any = {"configurable": {"thread_id": "1"}}
-        messages = (await agent.ainvoke({"messages": [("user", question)]}, thread))["messages"]
+        asked: Any = {"messages": [("user", question)]}
+        messages = (await agent.ainvoke(asked, thread))["messages"]
         last = max(number for number, message in enumerate(messages) if message.type == "human")
         return [said.response_metadata["kvrag"] for said in messages[last:] if isinstance(said, AIMessage)]
 
@@ -149,9 +150,9 @@ def _llama_index(agent: FunctionAgent | ReActAgent) -> Ask:
 
     async def ask(question: str) -> list[dict[str, Any]]:
         run = agent.run(question, memory=memory)
-        reports = [event.raw["kvrag"] async for event in run.stream_events() if isinstance(event, AgentOutput)]
+        answers: list[Any] = [event.raw async for event in run.stream_events() if isinstance(event, AgentOutput)]
         await run
-        return reports
+        return [raw["kvrag"] for raw in answers]
 
     return ask
 

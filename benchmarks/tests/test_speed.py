@@ -1,4 +1,4 @@
-"""`python -m benchmarks agents`, `frameworks`, `decode`, `chat`, `serve`, `ttft` and `codec`, on small models or none."""
+"""`python -m benchmarks agents`, `frameworks`, `decode`, `chat`, `serve`, `ttft` and `codec`, on small models."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, thread
+from functools import partial
 from itertools import takewhile
 from typing import cast
 
@@ -24,7 +25,7 @@ logger = logging.getLogger("kvrag")
 LEAST_TOKENS = 64  # shorter texts save too little
 _LEAST_LETTERS = 2 * LEAST_TOKENS  # a text with fewer is not tokenised
 _SEEN = 1 << 16  # texts seen once that are remembered, by their digests
-_WAITING = 256  # prompts to look at; more are ignored
+_WAITING = 256  # prompts to look at, and texts to encode; more are ignored
 _POLL_S = 0.1
 
 
@@ -47,7 +48,8 @@ class Learner:
         """
         self._ingestion, self._lookup, self._is_busy, self._notice = ingestion, lookup, is_busy, notice
         self._seen: OrderedDict[bytes, str] = OrderedDict()  # namespaces by digest
-        self._pool = ThreadPoolExecutor(1, "kvrag-learn")
+        self._looking = ThreadPoolExecutor(1, "kvrag-learn-look")
+        self._encoding = ThreadPoolExecutor(1, "kvrag-learn")  # waits while answers are in progress
         self._room = threading.BoundedSemaphore(_WAITING)
         self._closed = threading.Event()
         self._keys: set[str] = set()  # of the chunks learned
@@ -62,12 +64,30 @@ class Learner:
         The first error is logged as a warning, all are counted.
         """
         self._count(begun.namespace, reused=sum(len(run) for run in runs if run.key in self._keys))
+        is_forgotten = partial(self._is_forgotten, begun, self._times_forgotten)
+        self._later(self._looking, begun.namespace, partial(self._look, prompt, begun.namespace, is_forgotten))
+
+    def _later(self, pool: ThreadPoolExecutor, namespace: str, work: Callable[[], None]) -> None:
+        """Run this in a pool, unless too much is waiting."""
         if self._closed.is_set() or not self._room.acquire(blocking=False):
-            self._count(begun.namespace, ignored=1)
+            self._count(namespace, ignored=1)
             return
         try:
-            self._pool.submit(self._work, prompt, begun, self._times_forgotten)
+            pool.submit(self._run, namespace, work)
         except RuntimeError:  # closed in the meantime, or the program ends
+            self._room.release()
+
+    def _run(self, namespace: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # no answer depends on it
+            if self._is_over:
+                return
+            self._count(namespace, failed=1)
+            level = logging.INFO if self._has_warned else logging.WARNING  # a disk that is full stays so for a while
+            logger.log(level, "a text of a prompt could not be learned: %s (logged once)", error)
+            self._has_warned = True
+        finally:
             self._room.release()
 
     def stats(self, namespace: str | None = None) -> LearnStats:
@@ -83,7 +103,8 @@ class Learner:
 
     def wait(self) -> None:
         """Wait until the prompts so far were looked at; for tests and benchmarks."""
-        self._pool.submit(lambda: None).result()
+        for pool in (self._looking, self._encoding):
+            pool.submit(lambda: None).result()
 
     def forget(self) -> None:
         """Forget which texts were seen once, and the prompts that wait."""
@@ -94,7 +115,8 @@ class Learner:
     def close(self) -> None:
         """End after the text that is being encoded."""
         self._closed.set()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._looking, self._encoding):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _count(self, namespace: str, **more: int) -> None:
         with self._counting:
@@ -105,26 +127,16 @@ class Learner:
         # at its end, the interpreter sets `_shutdown` and waits for this thread; an open stream is never closed then
         return self._closed.is_set() or thread._shutdown
 
-    def _work(self, prompt: str | Messages | TokenIds, begun: Begun, times_forgotten: int) -> None:
-        def is_forgotten() -> bool:
-            self._notice()
-            return begun.is_forgotten or times_forgotten != self._times_forgotten
+    def _is_forgotten(self, begun: Begun, times_forgotten: int) -> bool:
+        self._notice()
+        return begun.is_forgotten or times_forgotten != self._times_forgotten
 
-        try:
-            for text in dict.fromkeys(new_texts(prompt)):
-                if self._is_over or is_forgotten():
-                    return
-                if self._is_known(text, begun.namespace):
-                    self._encode(text, begun.namespace, is_forgotten)
-        except Exception as error:  # no answer depends on it
-            if self._is_over:
+    def _look(self, prompt: str | Messages | TokenIds, namespace: str, is_forgotten: Callable[[], bool]) -> None:
+        for text in dict.fromkeys(new_texts(prompt)):
+            if self._is_over or is_forgotten():
                 return
-            self._count(begun.namespace, failed=1)
-            level = logging.INFO if self._has_warned else logging.WARNING  # a disk that is full stays so for a while
-            logger.log(level, "a text of a prompt could not be learned: %s (logged once)", error)
-            self._has_warned = True
-        finally:
-            self._room.release()
+            if self._is_known(text, namespace):
+                self._later(self._encoding, namespace, partial(self._encode, text, namespace, is_forgotten))
 
     def _is_known(self, text: str, namespace: str) -> bool:
         """Return whether the text was seen before; remember it."""

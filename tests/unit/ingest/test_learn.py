@@ -191,17 +191,29 @@ def test_learning_waits_until_no_answer_is_in_progress(engine: BlendEngine) -> N
     assert engine.store.stats().chunks == 1
 
 
+def test_texts_are_noted_while_others_wait_for_an_idle_moment(engine: BlendEngine) -> None:
+    _ask(engine, messages(PAGE))
+    stream = engine.stream(messages(PAGE), max_new_tokens=4, temperature=0)
+    next(stream)
+    engine.generate(messages(" ".join(CHUNKS[1:])), max_new_tokens=1)  # of a server that is never idle
+    _learner(engine)._looking.submit(lambda: None).result(30)
+    assert engine.learned is not None
+    assert (engine.learned.seen, engine.learned.learned) == (1, 0)
+    list(stream)
+    _learner(engine).wait()
+    assert engine.learned.learned == 1
+
+
 def test_an_answer_in_progress_does_not_keep_the_program_from_ending(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _ask(engine, messages(PAGE))
     stream = engine.stream(messages(PAGE), max_new_tokens=4, temperature=0)
     next(stream)
-    done = threading.Thread(target=_learner(engine).wait)
-    done.start()
+    _learner(engine)._looking.submit(lambda: None).result(30)
+    done = _learner(engine)._encoding.submit(lambda: None)
     monkeypatch.setattr("concurrent.futures.thread._shutdown", True)  # the interpreter waits for all threads
-    done.join(30)
-    assert not done.is_alive()
+    done.result(30)
     assert engine.store.stats().chunks == 0
 
 
@@ -216,7 +228,7 @@ def test_a_text_that_is_encoded_while_the_engine_is_closed_is_no_error(
 
     monkeypatch.setattr(engine.store, "put", put)
     engine.generate(messages(PAGE), max_new_tokens=1)
-    _learner(engine)._pool.shutdown()
+    _learner(engine)._encoding.shutdown()
     assert not caplog.text
 
 

@@ -38,11 +38,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "gemma3": ("gemma3_text", {"sliding_window": 256, "layer_types": ["sliding_attention", "full_attention"] * 2}),
     "mistral-window": ("mistral", {"sliding_window": 256}),
-    # vLLM reads names that the configuration of LFM2 does not have by default
-    "lfm2": (
-        "lfm2",
-        {"layer_types": ["conv", "full_attention"] * 2, "conv_dim": 128, "conv_dim_out": 128, "block_dim": 128},
-    ),
     "qwen3_next": (
         "qwen3_next",
         {

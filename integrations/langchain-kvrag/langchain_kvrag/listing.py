@@ -12,12 +12,24 @@ from langchain_core.vectorstores import VectorStore
 _PAGE = 1000  # ids per request
 _BATCH = 256  # documents per request
 _CHROMA = "langchain_chroma.Chroma"
+_PLACES = ("page", "page_number", "row", "seq_num", "chunk_number", "chunk_index", "chunk_id", "chunk", "start_index")
 
 
 def listed_ids(store: VectorStore) -> list[Any] | None:
     """Return the ids of all documents, as `get_by_ids` takes them; None = this store cannot be listed."""
     list_ids = next((_LISTERS[name] for name in _names(store) if name in _LISTERS), None)
     return None if list_ids is None else list(list_ids(store))
+
+
+def lists_in_order(store: VectorStore) -> bool:
+    """Return whether `listed_ids` returns the ids in the order in which the documents were added."""
+    return any(name in _IN_ORDER for name in _names(store))
+
+
+def place(document: Document) -> tuple[float, ...]:
+    """Return the place of a chunk in its source, from the metadata that loaders and splitters write."""
+    values = (document.metadata.get(name) for name in _PLACES)
+    return tuple(value if isinstance(value, (int, float)) else -1 for value in values)
 
 
 def documents_by_id(store: VectorStore, ids: Sequence[Any]) -> list[Document]:
@@ -86,3 +98,7 @@ _LISTERS: dict[str, Callable[[Any], Any]] = {
     "langchain_postgres.PGVector": _pgvector,
     "langchain_postgres.PGVectorStore": _by_get,
 }
+_IN_ORDER = (
+    *("langchain_core.InMemoryVectorStore", "langchain_community.FAISS"),
+    *(_CHROMA, "langchain_community.Chroma"),
+)

@@ -14,8 +14,8 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from kvrag import BlendEngine, KvragError, RemoteEngine, SettingError, WarmReport
-from kvrag.vectorstore import Adding, VectorStoreKV, uncancelled
-from langchain_kvrag.listing import adocuments_by_id, documents_by_id, listed_ids
+from kvrag.vectorstore import Adding, Existing, VectorStoreKV, uncancelled
+from langchain_kvrag.listing import adocuments_by_id, documents_by_id, listed_ids, lists_in_order, place
 from langchain_kvrag.settings import BlendSettings, source_name
 
 logger = logging.getLogger("kvrag")
@@ -260,7 +260,11 @@ class KVWarmVectorStore(VectorStore):
     # ---------------------------------------------------------------- existing documents
 
     def warm_existing(self, ids: Iterable[str] | None = None, *, whole: bool = False) -> WarmReport:
-        """Encode the documents that are already in the wrapped store.
+        """Encode the documents that are already in the wrapped store and have no KV.
+
+        They are encoded in the order of their metadata: `page`, `row`, `chunk` and the like, then `start_index`. Among
+        equals, the order of adding counts, where the store lists in it. The chunks of a source whose order is still
+        unknown are encoded without context, with a warning.
 
         Without `ids`, or with `whole`, the KV of all other documents is dropped, for example after a killed program.
 
@@ -273,20 +277,24 @@ class KVWarmVectorStore(VectorStore):
         """
         targets = self._existing(ids)
         documents = documents_by_id(self.vectorstore, targets)
-        return self._replace(documents, None if ids is None or whole else targets)
+        return self._replace(documents, targets, ids is None, whole)
 
     async def awarm_existing(self, ids: Iterable[str] | None = None, *, whole: bool = False) -> WarmReport:
         """Like `warm_existing`, off the event loop."""
         targets = await asyncio.to_thread(self._existing, ids)
         documents = await adocuments_by_id(self.vectorstore, targets)
-        return await uncancelled(asyncio.to_thread(self._replace, documents, None if ids is None or whole else targets))
+        return await uncancelled(asyncio.to_thread(self._replace, documents, targets, ids is None, whole))
 
-    def _replace(self, documents: Sequence[Document], ids: Sequence[str] | None) -> WarmReport:
-        """Replace the KV of these ids (None = all ids) by that of these documents."""
-        pieces = {
-            _id(document): (document.page_content, source_name(document, self.collection)) for document in documents
-        }
-        return self._kv.replace(pieces, self._kv.names() if ids is None else self._kv.names_of(ids))
+    def _replace(self, documents: Sequence[Document], ids: Sequence[str], is_listed: bool, whole: bool) -> WarmReport:
+        """Replace the KV of these ids by that of these documents."""
+        numbers: dict[str, int] = {}
+        if is_listed and lists_in_order(self.vectorstore):
+            numbers = {str(listed_id): number for number, listed_id in enumerate(ids)}
+        texts: dict[Any, Existing] = {}
+        for document in documents:
+            at, source = _id(document), source_name(document, self.collection)
+            texts[at] = Existing(document.page_content, source, (*place(document), numbers.get(at, 0)))
+        return self._kv.warm_existing(texts, self._kv.names() if is_listed or whole else self._kv.names_of(ids))
 
     def _existing(self, ids: Iterable[str] | None) -> list[str]:
         name = type(self.vectorstore).__name__

@@ -183,6 +183,8 @@ def test_a_vector_store_warms_the_server(remote: ChatBlend, there: BlendEngine, 
         store.delete(["0"])
         assert len(there.documents("langchain/default/")) == 2
         asyncio.run(store.aadd_documents(documents[:1]))
+        found = store.warm_existing()
+        assert (found.new, found.reused) == (0, 3)
         assert remote.invoke(QUESTION).usage_metadata["input_token_details"]["cache_read"] > 40  # type: ignore[index]
         store.delete(["0", "1", "2"])
         assert there.documents() == []

@@ -19,6 +19,8 @@ from langchain_kvrag import ChatBlend, KVWarmVectorStore
 from langchain_kvrag.listing import listed_ids
 
 from kvrag import BlendEngine
+from kvrag.fingerprint import text_key
+from kvrag.store import visible_variant
 
 EMBEDDING = DeterministicFakeEmbedding(size=16)
 IDS = [str(uuid.UUID(int=number)) for number in range(4)]
@@ -38,7 +40,9 @@ def qdrant() -> VectorStore:
 
 def faiss() -> VectorStore:
     module = pytest.importorskip("langchain_community.vectorstores")
-    return module.FAISS.from_documents([Document("to be deleted", id="x")], EMBEDDING)  # type: ignore[no-any-return]
+    made = module.FAISS.from_documents([Document("to be deleted", id="x")], EMBEDDING)
+    made.delete(["x"])
+    return made  # type: ignore[no-any-return]
 
 
 STORES: dict[str, Callable[[], VectorStore]] = {
@@ -54,8 +58,6 @@ def existing(request: pytest.FixtureRequest, chunks: list[str]) -> VectorStore:
     """A vector store with the chunks, without KV."""
     store = STORES[request.param]()
     store.add_texts(chunks, [{"n": i} for i in range(4)], ids=IDS)
-    if request.param == "FAISS":
-        store.delete(["x"])
     return store
 
 
@@ -71,6 +73,93 @@ async def test_existing_documents_of_a_store_are_listed_and_warmed(
     assert kept(engine) == sorted(chunks[1:])
     store.delete(IDS[1:])
     assert kept(engine) == []
+
+
+# ---------------------------------------------------------------- sources, and the order of their chunks
+
+SHUFFLED = [str(uuid.UUID(int=number)) for number in (6, 5, 0, 4, 2, 1, 3, 7)]  # Qdrant lists by id
+
+
+def report(**places: list[int]) -> list[Document]:
+    """The chunks of one source, in reading order, with these places in their metadata."""
+    texts = [f"Part {number} of the report. She was born in Florton, and lives in Grelville." for number in range(8)]
+    metadatas = [{"source": "report.txt"} | {name: places[name][i] for name in places} for i in range(8)]
+    return [
+        Document(text, id=one, metadata=metadata)
+        for text, one, metadata in zip(texts, SHUFFLED, metadatas, strict=True)
+    ]
+
+
+def contexts(engine: BlendEngine, documents: list[Document]) -> list[str]:
+    """The context that each text was encoded with, as prompts get it."""
+    keys = [text_key("", engine.encode(document.page_content)) for document in documents]
+    states = engine.store.look_up(keys)
+    served = [visible_variant(states[key], alone_only=False) or "" for key in keys]
+    return [engine.model.tokenizer.decode(engine.store.open(key).context.tolist()) for key in served]
+
+
+@pytest.mark.parametrize("kind", STORES)
+async def test_stored_kv_is_kept_in_any_order(kind: str, engine: BlendEngine) -> None:
+    store, documents = KVWarmVectorStore(STORES[kind](), engine), report()
+    store.add_documents(documents)
+    before = contexts(engine, documents)
+    assert len(set(before)) == 8, "each has its own context"
+    for found in (store.warm_existing(), await store.awarm_existing(), store.warm_existing(SHUFFLED[2:5])):
+        assert (found.new, found.reused) == (0, found.chunks)
+    assert found.chunks == 3
+    assert contexts(engine, documents) == before
+    assert len(engine.documents()) == 8
+
+
+@pytest.mark.parametrize(
+    "places",
+    [{"start_index": [*range(0, 800, 100)]}, {"page": [1, 1, 1, 2, 2, 2, 3, 3], "chunk": [1, 2, 3] * 2 + [1, 2]}],
+)
+@pytest.mark.parametrize("kind", STORES)
+def test_existing_chunks_are_encoded_in_the_order_of_their_places(
+    kind: str, places: dict[str, list[int]], engine: BlendEngine
+) -> None:
+    documents = report(**places)
+    engine.warm([document.page_content for document in documents], document="in order")
+    expected = contexts(engine, documents)
+    engine.forget("in order")
+    store = KVWarmVectorStore(STORES[kind](), engine)
+    store.vectorstore.add_documents([documents[i] for i in (3, 1, 0, 7, 5, 4, 6, 2)])
+    found = store.warm_existing()
+    assert (found.new, found.warnings) == (8, ())
+    assert contexts(engine, documents) == expected
+    one = next(name for name in engine.documents() if SHUFFLED[4] in name)
+    engine.forget(one)
+    assert (store.warm_existing().new, contexts(engine, documents)) == (1, expected)
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_existing_chunks_in_an_unknown_order_are_encoded_alone(
+    kind: str, engine: BlendEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, documents = KVWarmVectorStore(STORES[kind](), engine), report()
+    store.vectorstore.add_documents(documents)
+    found = store.warm_existing(SHUFFLED)  # ids in any order
+    assert found.new == 8
+    assert contexts(engine, documents) == [""] * 8
+    assert found.warnings == (caplog.messages[-1],)
+    assert "1 sources (such as langchain/default/report.txt) have chunks in an unknown order" in caplog.text
+    again = store.warm_existing()
+    assert (again.new, again.warnings) == (0, ())
+    other = KVWarmVectorStore(store.vectorstore, engine, namespace="other")
+    assert len(other.warm_existing().warnings) == (kind == "Qdrant"), "others list in the order of adding"
+
+
+def test_evicted_kv_and_changed_sources_are_encoded_again(engine: BlendEngine) -> None:
+    store, documents = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine), report()
+    store.add_documents(documents)
+    before = contexts(engine, documents)
+    state = engine.store.look_up([text_key("", engine.encode(documents[3].page_content))])
+    engine.store.remove(*[[*one.variants] for one in state.values()])
+    assert (store.warm_existing().new, contexts(engine, documents)) == (1, before)
+    documents[7].metadata["source"] = "letter.txt"
+    store.vectorstore.add_documents(documents[7:])
+    assert (store.warm_existing().new, contexts(engine, documents)) == (1, [*before[:7], ""])
 
 
 @pytest.mark.parametrize("way", ["listed", "whole"])

@@ -288,6 +288,32 @@ def test_nodes_that_a_vector_store_has_already_can_be_encoded(llm: BlendLLM, vec
     assert stored(llm) == 0
 
 
+@pytest.mark.parametrize("has_places", [True, False])
+def test_existing_nodes_keep_their_kv_and_are_encoded_in_reading_order(has_places: bool, llm: BlendLLM) -> None:
+    texts = [f"Part {number} of the report. {MIRA}" for number in range(6)]
+    nodes = [node(str(number), text) for number, text in enumerate(texts)]
+    for number, one in enumerate(nodes):
+        one.start_char_idx = number * 200 if has_places else None
+    shuffled, engine = [nodes[number] for number in (3, 1, 0, 5, 4, 2)], llm._open()
+
+    def num_with_context(namespace: str) -> int:
+        keys = [text_key(namespace, engine.encode(text)) for text in texts]
+        states = engine.store.look_up(keys)
+        return sum(states[key].variants[visible_variant(states[key], alone_only=False) or ""] > 0 for key in keys)
+
+    vector_store = KVWarmVectorStore(SimpleVectorStore(), llm)
+    vector_store.add(nodes)
+    assert (vector_store.warm(shuffled).new, num_with_context("")) == (0, 5)
+    expected = sorted(tuple(entry) for entry in engine.store.documents().values())
+    other = KVWarmVectorStore(SimpleVectorStore(), llm, namespace="other")
+    report = other.warm(shuffled)
+    assert (report.new, len(report.warnings), num_with_context("other")) == (6, not has_places, 5 * has_places)
+    assert other.warm(shuffled).warnings == ()
+    vector_store.clear()
+    vector_store.warm(shuffled)
+    assert (sorted(tuple(entry) for entry in engine.store.documents().values()) == expected) is has_places
+
+
 def test_kv_of_earlier_vector_stores_in_memory_can_be_dropped(llm: BlendLLM) -> None:
     KVWarmVectorStore(SimpleVectorStore(), llm, collection="other").add([node("9", ZEL)])
     KVWarmVectorStore(SimpleVectorStore(), llm).add([node("1", MIRA), node("2", TRAN)])

@@ -18,7 +18,7 @@ from llama_index.core.vector_stores.types import (
 from llama_index.llms.kvrag.base import BlendLLM, source_name
 
 from kvrag import SettingError, WarmReport
-from kvrag.vectorstore import Adding, Id, Present, VectorStoreKV
+from kvrag.vectorstore import Adding, Existing, Id, Present, VectorStoreKV
 
 
 class KVWarmVectorStore(BasePydanticVectorStore):
@@ -82,7 +82,9 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         return self.vector_store.client
 
     def warm(self, nodes: Sequence[BaseNode], *, whole: bool = False) -> WarmReport:
-        """Encode nodes that are already in the vector store.
+        """Encode nodes that are already in the vector store and have no KV, in the order of their `start_char_idx`.
+
+        The nodes of a document in which several lack it are encoded without context, with a warning.
 
         Args:
             whole: True = these are all nodes: the KV of all others is dropped. Needed with in-memory vector stores,
@@ -90,8 +92,10 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         """
         adding = self._plan(nodes)
         before = self._kv.names() if whole else adding.before
-        pieces = zip(adding.texts, adding.sources, strict=True)
-        return self._kv.replace(dict(zip(adding.ids, pieces, strict=True)), before)
+        starts = [getattr(node, "start_char_idx", None) for node in nodes]
+        places = [(-1 if start is None else start,) for start in starts]
+        texts = map(Existing, adding.texts, adding.sources, places)
+        return self._kv.warm_existing(dict(zip(adding.ids, texts, strict=True)), before)
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Encode the nodes, then add them."""

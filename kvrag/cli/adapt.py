@@ -18,6 +18,7 @@ from kvrag.cli.common import (
     DTYPES,
     add_number,
     add_setting,
+    check_model,
     duration,
     existing_path,
     progress,
@@ -74,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     require_extra()
     documents.find(args.paths)  # report mistakes before loading the model
+    check_model(args.model)
     questions = read_questions(args.questions) if args.questions else []
     from kvrag.adapt.files import save, write
     from kvrag.adapt.measure import measure, verdict

@@ -17,7 +17,7 @@ from kvrag.cli.common import (
     stream,
     summary,
 )
-from kvrag.cli.prompt import as_prompt, stuff
+from kvrag.cli.prompt import as_prompt, retrieve
 from kvrag.errors import PromptError
 
 
@@ -35,9 +35,8 @@ def run(args: argparse.Namespace) -> int:
     require_extra()
     with open_engine(args, is_warmed=True) as engine, open_index(engine, args.namespace) as index:
         require_chunks(index)
-        hits = index.search(args.question, args.top_k, args.around)
-        prompt = as_prompt(engine, [{"role": "user", "content": stuff(engine, args.question, hits)}])
-        text, report = stream(engine, prompt, args)
+        hits, message = retrieve(engine, index, args.question, args)
+        text, report = stream(engine, as_prompt(engine, [message]), args)
     if args.json:
         context = [asdict(hit) for hit in hits]
         print(json.dumps({"answer": text, "context": context, "report": report.to_dict()}))

@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 
 from kvrag.cli.common import (
-    DTYPES,
+    add_model_arguments,
     add_number,
-    add_setting,
     at_least,
     checked,
     comma_separated,
@@ -48,10 +47,7 @@ def ttft(parser: argparse.ArgumentParser) -> None:
 
 def quality(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag bench quality`."""
-    add_setting(parser, "model", default="reader")
-    add_setting(parser, "dtype", choices=DTYPES)
-    add_setting(parser, "device")
-    add_setting(parser, "adapter", metavar="FOLDER")
+    add_model_arguments(parser)
     data = "JSON lines with passages, question, answers"
     parser.add_argument("--data", type=existing_path, metavar="FILE", help=data)
     docs = "documents to make prompts from, without questions: sentences that break off, for the model to complete"

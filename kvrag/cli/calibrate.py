@@ -21,7 +21,7 @@ from kvrag.cli.common import (
     require_chunks,
     say,
 )
-from kvrag.cli.prompt import as_prompt, stuff, text_search
+from kvrag.cli.prompt import as_prompt, retrieve, text_search
 from kvrag.config import DEFAULT_CONTEXT, DEFAULT_RATIO, POLICIES
 from kvrag.errors import KvragError
 from kvrag.types import Messages
@@ -144,13 +144,9 @@ def _reset(args: argparse.Namespace) -> int:
 
 def _retrieve(engine: BlendEngine, args: argparse.Namespace) -> Sequence[str | Messages]:
     questions = read_questions(args.questions)[: args.prompts]
-    prompts: list[str | Messages] = []
     with open_index(engine, args.namespace) as index:
         require_chunks(index)
-        for question in questions:
-            hits = index.search(question, args.top_k, args.around)
-            prompts.append(as_prompt(engine, [{"role": "user", "content": stuff(engine, question, hits)}]))
-    return prompts
+        return [as_prompt(engine, [retrieve(engine, index, question, args)[1]]) for question in questions]
 
 
 def _print(calibration: Calibration) -> None:

@@ -23,7 +23,7 @@ from kvrag.cli.common import (
     stream,
     summary,
 )
-from kvrag.cli.prompt import as_prompt, stuff
+from kvrag.cli.prompt import as_prompt, retrieve
 from kvrag.errors import ContextWindowError, PromptError
 from kvrag.types import BlendReport, Messages
 
@@ -65,8 +65,7 @@ def run(args: argparse.Namespace) -> int:
             if question == "/report":
                 say(json.dumps(last.to_dict(), indent=1) if last else "there is no answer yet")
                 continue
-            hits = index.search(question, args.top_k, args.around)
-            message = {"role": "user", "content": stuff(engine, question, hits)}
+            hits, message = retrieve(engine, index, question, args)
             try:
                 text, last = _answer(engine, history, message, args)
             except PromptError as error:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from difflib import get_close_matches
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,16 +18,18 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvrag.config import (
+    DEFAULT_CONTEXT,
     DEFAULT_POLICY,
     BlendConfig,
     Sampling,
     check_namespace,
     check_ratio,
 )
-from kvrag.errors import KvragError, SettingError, StoreError
+from kvrag.errors import FingerprintMismatchError, KvragError, ModelLoadError, SettingError, StoreError
 from kvrag.llm import SETTINGS
 from kvrag.retrieval import documents
 from kvrag.retrieval.documents import Content, Problem
+from kvrag.sample import READER
 from kvrag.types import BlendReport, Messages
 
 if TYPE_CHECKING:
@@ -36,6 +41,7 @@ T = TypeVar("T")
 
 _REDRAW_S, _LINE_S = 0.1, 10.0  # seconds between lines of progress, on a terminal and without one
 _CLEAR = "\r\x1b[K"  # removes a line of progress from a terminal
+BUNDLED = (READER, "smollm2")  # models that come with a package
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -69,11 +75,32 @@ def at_least(least: float, kind: Callable[[str], Any] = int, most: float = math.
 
 
 def add_number(
-    parser: argparse._ActionsContainer, name: str, default: float, what: str, least: float = 0, most: float = math.inf
+    parser: argparse._ActionsContainer,
+    name: str,
+    default: Any,
+    what: str,
+    least: float = 0,
+    most: float = math.inf,
+    **options: Any,
 ) -> None:
-    """Add an option for a number of the default's type, with the default in its help."""
-    kind = at_least(least, type(default), most)
-    parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{what} (default: {default})")
+    """Add an option for a number of the default's type, with the default in its help.
+
+    Args:
+        options: Further arguments of `add_argument`; with a `type`, the bounds and the default's type do not count.
+    """
+    options.setdefault("type", at_least(least, type(default), most))
+    options.setdefault("metavar", "N")
+    parser.add_argument(name, default=default, help=f"{what} (default: {default})", **options)
+
+
+def add_corpus_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the options of splitting documents, encoding their chunks, and retrieval."""
+    # shorter chunks would be stored, but never reused
+    add_number(parser, "--chunk-tokens", 256, "maximum tokens per chunk", least=BlendConfig().min_run)
+    add_number(parser, "--chunk-overlap", 0, "overlap of adjacent chunks in tokens")
+    context = "encode chunks with N preceding tokens as context, to resolve pronouns and references; 0 = alone"
+    add_number(parser, "--context-tokens", DEFAULT_CONTEXT, context)
+    parser.add_argument("--embedder", help="sentence-transformers model for retrieval (default: the one in kvrag[cli])")
 
 
 def comma_separated(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
@@ -96,14 +123,7 @@ def existing_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def _check_model(name: str) -> None:
-    """Raise SettingError if this is a path without a folder; names on the hub are not looked up."""
-    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
-        raise SettingError(f"the folder {name} does not exist: check the path, or give a name on the hub")
-
-
 _CHECKS: dict[str, Callable[[Any], object]] = {
-    "model": _check_model,
     "namespace": check_namespace,
     "ratio": check_ratio,
     "max_tokens": lambda value: Sampling(max_new_tokens=value),
@@ -125,15 +145,20 @@ def add_setting(parser: argparse.ArgumentParser, name: str, about: str | None = 
     parser.add_argument(f"--{name.replace('_', '-')}", help=f"{about or setting.about}{default}", **options)
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the model, the store and the namespace."""
-    add_setting(parser, "model", default="reader")
-    add_setting(parser, "store", metavar="STORE")
-    add_setting(parser, "store_cache", metavar="FOLDER")
-    add_setting(parser, "codec")
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the model."""
+    add_setting(parser, "model", default=READER)
     add_setting(parser, "dtype", choices=DTYPES)
     add_setting(parser, "device")
     add_setting(parser, "adapter", metavar="FOLDER")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the model, the store and the namespace."""
+    add_model_arguments(parser)
+    add_setting(parser, "store", metavar="STORE")
+    add_setting(parser, "store_cache", metavar="FOLDER")
+    add_setting(parser, "codec")
     add_setting(
         parser, "namespace", "namespace of the documents and chunks; other namespaces never see them", metavar="NAME"
     )
@@ -191,8 +216,11 @@ def open_engine(
     Raises:
         StoreError: There is no store, with `is_warmed`.
     """
-    if is_warmed and args.store is not None:
-        existing_store(args.store)  # before the slow imports
+    check_model(args.model)
+    if args.store is not None:  # before the slow imports
+        if is_warmed:
+            existing_store(args.store)
+        _check_owner(args.store, args.model)
     settings = BlendConfig(**config)
     from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine, default_store
@@ -205,6 +233,36 @@ def open_engine(
         raise _nothing_warmed(store)
     learn = getattr(args, "learn", False)
     return BlendEngine(model, store, settings, codec=args.codec, store_cache=args.store_cache, learn=learn, **sizes)
+
+
+def check_model(name: str) -> None:
+    """Raise ModelLoadError at once if a model cannot be loaded; transformers would ask the hub for half a minute."""
+    cache = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(cache, "hub"))
+    if name in BUNDLED or any(map(os.path.isdir, (name, f"{cache}/models--{name.replace('/', '--')}"))):
+        return
+    if name.startswith((".", "/", "~")):
+        hint = "there is no such folder"
+    elif "/" not in name:
+        near = get_close_matches(name, BUNDLED, 1)
+        hint = f"did you mean {near[0]}?" if near else f"pass {', '.join(BUNDLED)}, OWNER/NAME on the hub, or a folder"
+    elif os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
+        hint = "it is not in the local cache and HF_HUB_OFFLINE is set: unset it, or pass a folder"
+    else:
+        return
+    raise ModelLoadError(f"cannot load model {name!r}: {hint}")
+
+
+def _check_owner(store: str, model: str) -> None:
+    """Raise FingerprintMismatchError if a store is certainly another model's; the engine compares the weights."""
+    try:
+        theirs = str(json.loads(json.loads((Path(store).expanduser() / "fingerprint.json").read_bytes())["model"]))
+    except (OSError, ValueError, KeyError, TypeError):  # none yet, in a bucket, or damaged
+        return
+    # other names may be of the same weights, and a folder may hold those of a bundled model
+    if theirs != model and {theirs, model} & set(BUNDLED) and not os.path.isdir(model) and theirs[:1] not in "./~":
+        message = f"the store {store} holds KV of {theirs}, not of {model}: pass --model {theirs}, or another --store"
+        raise FingerprintMismatchError(message)
 
 
 class HasStore(Protocol):

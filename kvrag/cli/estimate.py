@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from kvrag.cli.common import DTYPES, add_number, add_setting, at_least, human_bytes, read_files
+from kvrag.cli.common import DTYPES, add_number, add_setting, at_least, check_model, human_bytes, read_files
 from kvrag.config import CODECS
 from kvrag.errors import SettingError
 from kvrag.retrieval import documents
@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
         raise SettingError("PATH and --tokens exclude each other: pass one of them")
     if args.paths:
         documents.find(args.paths)  # report mistakes before the slow imports
+    check_model(args.model)
     import torch
 
     from kvrag.backend.transformers.loading import bytes_per_token, head_dim, kv_dtype, load_config

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvrag.cli.common import say
 from kvrag.types import Messages
 
 if TYPE_CHECKING:
@@ -22,6 +24,23 @@ def stuff(engine: BlendEngine, question: str, hits: Sequence[Hit]) -> str:
     # the reader was trained on bare context and would read an instruction as part of it
     head = [] if engine.model.name == READER else [_INSTRUCTION]
     return "\n\n".join([*head, *(hit.text for hit in hits), f"Question: {question}"])
+
+
+def retrieve(
+    engine: BlendEngine, index: ChunkIndex, question: str, args: argparse.Namespace
+) -> tuple[list[Hit], dict[str, str]]:
+    """Return the chunks for a question that fit into the window, and the message with them."""
+    from kvrag.retrieval.index import fitting
+
+    def message(hits: Sequence[Hit]) -> dict[str, str]:
+        return {"role": "user", "content": stuff(engine, question, hits)}
+
+    found, tokenizer = index.search(question, args.top_k, args.around), engine.model.tokenizer
+    used = len(tokenizer.render(as_prompt(engine, [message([])])))
+    hits = fitting(found, engine.context_window, used, tokenizer.lengths)
+    if len(hits) < len(found):
+        say(f"{len(hits)} of {len(found)} chunks fit into the window of {engine.context_window} tokens")
+    return hits, message(hits)
 
 
 def as_prompt(engine: BlendEngine, messages: Messages) -> str | Messages:

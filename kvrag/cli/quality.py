@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
-from kvrag.cli.common import progress, require_extra, say
+from kvrag.cli.common import check_model, progress, require_extra, say
 from kvrag.cli.prompt import text_search
 from kvrag.config import DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES, BlendConfig, Sampling
 from kvrag.control.prompts import make_prompts
@@ -116,6 +116,7 @@ def chunk_config(rows: Sequence[QuestionRow], context_tokens: int | None) -> Ble
 
 def load_model(args: argparse.Namespace) -> Model:
     """Load the model that the options name."""
+    check_model(args.model)
     from kvrag.backend.transformers import Model  # slow to import: mistakes are reported before
 
     model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device, adapter=args.adapter)

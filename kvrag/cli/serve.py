@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import webbrowser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from importlib.util import find_spec
@@ -20,9 +20,10 @@ from kvrag import sample
 from kvrag.cli.cluster import add_ray_argument, ray_command
 from kvrag.cli.common import (
     add_answer_arguments,
+    add_corpus_arguments,
     add_engine_arguments,
+    add_number,
     add_setting,
-    at_least,
     folder,
     open_engine,
     open_index,
@@ -32,7 +33,7 @@ from kvrag.cli.common import (
     say,
 )
 from kvrag.cli.prompt import stuff
-from kvrag.config import ANSWER_SETTINGS, DEFAULT_CONTEXT, BlendConfig
+from kvrag.config import ANSWER_SETTINGS, BlendConfig
 from kvrag.errors import KvragError, SettingError
 from kvrag.llm import SETTINGS
 from kvrag.retrieval import documents
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
     from kvrag.retrieval.index import ChunkIndex
     from kvrag.server.corpus import Corpus
+    from kvrag.server.state import State
 
 _KEYS = "KVRAG_API_KEY"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -54,8 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile-decode", action="store_true", help=SETTINGS["compile_decode"].about)
     add_answer_arguments(parser)
     where = parser.add_argument_group("address and access")
-    _add(where, "--host", str, "127.0.0.1", "address to listen on; the default is for this machine only", "HOST")
-    _add(where, "--port", at_least(0, int, 65535), 8000, "0 = any free port", "PORT")
+    host = "address to listen on (default: 127.0.0.1, for this machine only)"
+    where.add_argument("--host", default="127.0.0.1", help=host)
+    add_number(where, "--port", 8000, "0 = any free port", most=65535, metavar="PORT")
     keys = "require an API key; repeatable with a NAME each, the namespace of its documents, conversations and metrics "
     keys += f"(default: --namespace). Also read from the environment variable {_KEYS}, comma-separated"
     where.add_argument("--api-key", action="append", default=[], metavar="[NAME:]KEY", help=keys)
@@ -66,14 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--served-model-name", metavar="NAME", help="model name in requests (default: --model)")
     cluster = parser.add_argument_group("on many machines")
     add_ray_argument(cluster, "serve with Ray Serve on a cluster")
-    _add(cluster, "--replicas", _replicas, "1", "number of engines with --ray, or its bounds", "N|MIN-MAX")
+    replicas = "number of engines with --ray, or its bounds"
+    add_number(cluster, "--replicas", "1", replicas, type=_replicas, metavar="N|MIN-MAX")
     corpus = parser.add_argument_group("corpus")
     corpus.add_argument("--no-corpus", action="store_true", help="disable retrieval, embeddings and /v1/corpus")
     corpus.add_argument("--prompt-template", metavar="FILE", help="prompt template with {context} and {question}")
-    _add(corpus, "--chunk-tokens", at_least(1), 256, "maximum tokens per chunk")
-    _add(corpus, "--chunk-overlap", at_least(0), 0, "overlap of adjacent chunks in tokens")
-    _add(corpus, "--context-tokens", at_least(0), DEFAULT_CONTEXT, "as in `kvrag warm`")
-    corpus.add_argument("--embedder", help="sentence-transformers model for retrieval (default: the one in kvrag[cli])")
+    add_corpus_arguments(corpus)
     budget = "evict the chunks that save least beyond this size; see also kvrag store budget"
     corpus.add_argument("--store-gib", type=_size(30), dest="store_bytes", metavar="N", help=budget)
     add_setting(parser, "history")
@@ -81,27 +82,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--learn", action="store_true", help=SETTINGS["learn"].about)
     limits = parser.add_argument_group("limits")
     gib, mib, size_or_0 = _size(30), _size(20), _size(30, may_be_zero=True)
-    _add(limits, "--ram-gib", size_or_0, "2", "stored KV kept in RAM", dest="ram_bytes")
-    _add(limits, "--device-gib", size_or_0, "0", "stored KV kept on the GPU", dest="device_bytes")
+    add_number(limits, "--ram-gib", "2", "stored KV kept in RAM", type=size_or_0, dest="ram_bytes")
+    add_number(limits, "--device-gib", "0", "stored KV kept on the GPU", type=size_or_0, dest="device_bytes")
     kept = "KV of recent conversations, kept for their next turns"
-    _add(limits, "--conversation-gib", size_or_0, "1", kept, dest="conversation_bytes")
-    _add(limits, "--batch-gib", gib, "4", "KV of the answers in progress", dest="batch_bytes")
-    _add(limits, "--token-limit", int, 4096, "maximum answer length of a request")
-    _add(limits, "--concurrency", int, 16, "concurrent requests")
-    _add(limits, "--queue", int, 32, "maximum waiting requests per namespace")
-    _add(limits, "--timeout", float, 600, "time limit of a request in seconds", "S")
-    _add(limits, "--max-body-mib", mib, "8", "maximum size of a request", dest="max_body")
-    _add(limits, "--max-upload-mib", mib, "64", "maximum size of a document", dest="max_upload")
+    add_number(limits, "--conversation-gib", "1", kept, type=size_or_0, dest="conversation_bytes")
+    add_number(limits, "--batch-gib", "4", "KV of the answers in progress", type=gib, dest="batch_bytes")
+    add_number(limits, "--token-limit", 4096, "maximum answer length; longer requests are cut to it", least=1)
+    add_number(limits, "--concurrency", 16, "concurrent requests", least=1)
+    add_number(limits, "--queue", 32, "maximum waiting requests per namespace")
+    add_number(limits, "--timeout", 600.0, "time limit of a request in seconds", metavar="S")
+    add_number(limits, "--max-body-mib", "8", "maximum size of a request", type=mib, dest="max_body")
+    add_number(limits, "--max-upload-mib", "64", "maximum size of a document", type=mib, dest="max_upload")
     shutdown = "seconds for pending answers to finish at shutdown"
-    _add(limits, "--shutdown-timeout", at_least(0, float), 60, shutdown, "S")
-
-
-def _add(
-    group: argparse._ArgumentGroup, option: str, kind: Any, default: Any, about: str, metavar: str = "N", **more: Any
-) -> None:
-    """Add an option with its default; a default that is a string is converted by `kind`."""
-    about += f" (default: {default})"
-    group.add_argument(option, type=kind, default=default, metavar=metavar, help=about, **more)
+    add_number(limits, "--shutdown-timeout", 60.0, shutdown, metavar="S")
 
 
 def _size(bits: int, may_be_zero: bool = False) -> Callable[[str], int]:
@@ -152,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
         taken = stack.enter_context(bind(args.host, args.port))
         app = build(args, settings, config, stack)
         taken.listen()  # whoever reads the announcement may connect at once
-        _announce(args, settings, url(taken), app.state.kvrag.corpora)
+        _announce(args, settings, url(taken), app.state.kvrag)
         make_server(app, args.shutdown_timeout).run([taken])
     return 0
 
@@ -243,8 +236,8 @@ def _corpus(
     raise AssertionError
 
 
-def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, corpora: Sequence[Corpus]) -> None:
-    is_chat = "web" in args  # an option of `kvrag chat`
+def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, state: State) -> None:
+    is_chat, corpora = "web" in args, state.corpora  # an option of `kvrag chat`
     for corpus in corpora if is_chat else ():
         if not corpus.statuses():
             for name, text in sample.of(args.model).documents().items():
@@ -260,5 +253,9 @@ def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, corp
         say(f"serving {settings.name} on {url}/v1, a chat page on {url}/; stop with Ctrl-C")
     if corpora and not chunks and not any(corpus.count_pending() for corpus in corpora):
         say(f"the corpus is empty: add documents before using the model {settings.rag_name!r}")
+    shares = {share.namespace: share.documents for share in state.engine.store.stats().namespaces}
+    if shares.get(args.namespace) and args.namespace not in settings.namespaces:
+        name = args.namespace or "(default)"
+        say(f"no API key reads the {shares[args.namespace]} documents in the namespace {name}: pass a key without NAME")
     if args.host not in _LOCAL and not settings.api_keys:
         say(f"anyone who can reach {url} can use the server: require a key with --api-key")

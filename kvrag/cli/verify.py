@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from functools import partial
 
-from kvrag.cli.common import DTYPES, add_setting, at_least, say
+from kvrag.cli.common import DTYPES, add_setting, at_least, check_model, say
 from kvrag.llm import SETTINGS
 
 
@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the checks; return 1 if one failed."""
+    check_model(args.model)
     from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine
     from kvrag.inspect.verify import verify

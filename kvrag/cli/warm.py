@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from kvrag.cli.calibrate import calibrate_after_warming
 from kvrag.cli.cluster import add_ray_argument, ray_command
 from kvrag.cli.common import (
+    add_corpus_arguments,
     add_engine_arguments,
-    add_number,
     at_least,
     folder,
     human_bytes,
@@ -27,8 +29,7 @@ from kvrag.cli.common import (
     say,
 )
 from kvrag.client.connection import KEY_VARIABLE
-from kvrag.config import DEFAULT_CONTEXT
-from kvrag.errors import KvragError, SettingError
+from kvrag.errors import ContextWindowError, KvragError, SettingError
 from kvrag.retrieval import documents
 from kvrag.retrieval.documents import Problem
 
@@ -52,14 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_engine_arguments(parser)
     parser.set_defaults(model=None)  # with --server, the server's
-    add_number(parser, "--chunk-tokens", 256, "maximum tokens per chunk", least=1)
-    add_number(parser, "--chunk-overlap", 0, "overlap of adjacent chunks in tokens")
-    context = "encode chunks with N preceding tokens as context, to resolve pronouns and references; 0 = alone"
-    add_number(parser, "--context-tokens", DEFAULT_CONTEXT, context)
+    add_corpus_arguments(parser)
     parser.add_argument(
         "--text-field", default="text", metavar="NAME", help="text field of the objects in .jsonl files"
     )
-    parser.add_argument("--embedder", help="sentence-transformers model for retrieval (default: the one in kvrag[cli])")
     prune = "drop documents whose files no longer exist in the folders in PATH; what cannot be read is kept"
     parser.add_argument("--prune", action="store_true", help=prune)
     alone = "do not calibrate at the end: a model without a calibration answers by full prefill unless a ratio is given"
@@ -145,7 +142,7 @@ def warm_here(args: argparse.Namespace) -> dict[str, Any]:
         def add(name: str) -> int:
             return index.add(chunks[name], document=name, pages=pages[name])
 
-        result = _encode(engine, chunks, args, add, new)
+        result = _encode(engine, chunks, args, problems, add, new)
         result |= {"gone": gone, "dropped": dropped, "problems": problems}
         calibration, outcome = (None, "") if args.no_calibration else calibrate_after_warming(engine, index, args)
         result |= {"calibration": asdict(calibration) if calibration else None, "calibrated": outcome}
@@ -159,45 +156,64 @@ def warm_on_server(args: argparse.Namespace) -> dict[str, Any]:
     for option in _LOCAL:
         if getattr(args, option) != args.parser.get_default(option):
             raise SettingError(f"--{option.replace('_', '-')} is for a local store: leave it out with --server")
-    with RemoteEngine(args.server, args.model, api_key=args.api_key) as engine:
+    with _naming_options(), RemoteEngine(args.server, args.model, api_key=args.api_key) as engine:
         gone = find_gone(args.paths, lambda prefix: engine.documents(prefix, namespace=args.namespace))
         dropped = sum(engine.forget(name, namespace=args.namespace) for name in gone) if args.prune else 0
         chunks, _, problems = read_chunks(args, _tokenizer(args.tokenizer or engine.model_name, engine))
         say(f"{len(chunks)} documents, for {engine.model_name} on {args.server}")
-        result = _encode(engine, chunks, args) | {"gone": gone, "dropped": dropped, "problems": problems}
+        result = _encode(engine, chunks, args, problems) | {"gone": gone, "dropped": dropped, "problems": problems}
         return result | {"server": args.server, "model": engine.model_name}
+
+
+@contextmanager
+def _naming_options() -> Iterator[None]:
+    """Name this command's options, not the client's arguments, in errors."""
+    try:
+        yield
+    except KvragError as error:
+        error.args = (re.sub("base_url=?", "--server", str(error)).replace("api_key=", "--api-key"),)
+        raise
 
 
 def _encode(
     engine: BlendEngine | RemoteEngine,
     chunks: dict[str, list[str]],
     args: argparse.Namespace,
+    problems: list[Problem],
     add_to_index: Callable[[str], int] = lambda name: 0,
     new_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Encode documents one by one; the old chunks of each are dropped once its new ones are stored.
 
     Args:
+        problems: Gets those that have a chunk which exceeds the model's window.
         new_tokens: Number of tokens to encode, which progress counts; None = it counts chunks.
     """
     totals: dict[str, Any] = dict.fromkeys((*TOTALS, "indexed"), 0)
     warnings: dict[str, None] = {}
     before, number = 0, sum(map(len, chunks.values())) if new_tokens is None else new_tokens
+    num_files = 0
     with progress("encoding", args.json, "chunks" if new_tokens is None else "tokens") as report:
         for name, texts in chunks.items():
 
             def moved(done: int, total: int, before: int = before, here: int = len(texts)) -> None:
                 report(before + (done if new_tokens is not None else here * done // max(total, 1)), number)
 
-            warmed = engine.warm(texts, document=name, namespace=args.namespace, progress=moved)
+            try:
+                warmed = engine.warm(texts, document=name, namespace=args.namespace, progress=moved)
+            except ContextWindowError as error:
+                problems.append(Problem(name, f"skipped: {error}", is_unreadable=True))
+                say(str(problems[-1]))
+                continue
             for field in TOTALS:
                 totals[field] += getattr(warmed, field)
             totals["indexed"] += add_to_index(name)
             # those about short chunks differ in their number only, which is summed up
             warnings |= dict.fromkeys(warmed.warnings if not warmed.skipped else ())
+            num_files += 1
             before += len(texts) if new_tokens is None else warmed.tokens
             report(before, number)
-    return totals | {"files": len(chunks), "warnings": list(warnings)}
+    return totals | {"files": num_files, "warnings": list(warnings)}
 
 
 def _tokenizer(name: str, engine: RemoteEngine) -> Callable[[str], list[int]]:

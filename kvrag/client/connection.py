@@ -72,6 +72,8 @@ class Connection:
         self._openai = openai
         # the SDK would otherwise send the key of OpenAI's own service
         key = api_key or os.environ.get(KEY_VARIABLE) or "none"
+        if not key.isascii():  # it is sent in a header
+            raise SettingError("an API key must be non-empty ASCII without white space")
         options = {"timeout": timeout, "max_retries": max_retries}
         self._settings: Body = {name: value for name, value in options.items() if value is not None}
         self._settings |= {"base_url": f"{self.root}/v1", "api_key": key}

@@ -69,12 +69,21 @@ class Choosing:
     def __init__(self, model: Outline, store: KVStore, config: BlendConfig, fingerprint: Fingerprint) -> None:
         self._outline, self._store, self._config, self._fingerprint = model, store, config, fingerprint
 
-    def tokenize(self, texts: Iterable[str], namespace: str = "") -> list[tuple[list[int], str | None]]:
-        """Return each text's token ids, and its chunk key if encoded alone: None if it is too short to be matched."""
+    def tokenize(
+        self,
+        texts: Iterable[str],
+        namespace: str = "",
+        document: str | Sequence[str] = "",
+        sources: str | Sequence[str] | None = None,
+    ) -> list[tuple[list[int], str | None]]:
+        """Return each text's token ids, and its chunk key if encoded alone: None if it is too short to be matched.
+
+        Errors name the document and the source, which are as for `warm`.
+        """
         tokenized: list[tuple[list[int], str | None]] = []
         for number, text in enumerate(check_texts(texts)):
             ids = self._outline.tokenizer.encode(text)
-            self._outline.check_window(len(ids) + len(self._outline.preamble), f"chunk {number}")
+            self._outline.check_window(len(ids) + len(self._outline.preamble), _chunk(number, document, sources))
             is_short = len(ids) < self._config.min_run
             tokenized.append((ids, None if is_short else self._fingerprint.chunk_key(ids, (), namespace)))
         return tokenized
@@ -186,7 +195,7 @@ class Ingestion(Choosing):
         `before` are the token ids that precede the texts, by source, from an earlier call; changed for the next one.
         """
         started = time.perf_counter()
-        tokenized = self.tokenize(texts, namespace)
+        tokenized = self.tokenize(texts, namespace, document, sources)
         names = per_text(document, len(tokenized), "document names")
         sources = per_text(document if sources is None else sources, len(tokenized), "sources")
         check_names(*{*names, *sources})
@@ -303,6 +312,13 @@ class Ingestion(Choosing):
             forest = trees(self._model, chunks, contexts)
             tokens, pairs = sum(tree.num_tokens for tree in forest), sum(tree.num_pairs for tree in forest)
             self._tuning.observe_encoding(tokens, pairs, math.ceil(tokens / batch_tokens(self._model)), seconds, cpu)
+
+
+def _chunk(number: int, document: str | Sequence[str], sources: str | Sequence[str] | None) -> str:
+    """Return what an error calls the text with this number; the lists of names may be too short."""
+    columns = (document, document if sources is None else sources)
+    name, source = (names if isinstance(names, str) else "".join(names[number : number + 1]) for names in columns)
+    return f"chunk {number}" + f" of document {name!r}" * bool(name) + f" from {source!r}" * (source not in ("", name))
 
 
 def _overlap(before: list[int], ids: list[int]) -> int:

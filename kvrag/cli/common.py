@@ -20,6 +20,7 @@ from kvrag.config import (
     BlendConfig,
     Sampling,
     check_namespace,
+    check_number,
     check_ratio,
 )
 from kvrag.errors import KvragError, SettingError, StoreError
@@ -128,7 +129,7 @@ _CHECKS: dict[str, Callable[[Any], object]] = {
     "model": _check_model,
     "namespace": check_namespace,
     "ratio": check_ratio,
-    "max_tokens": lambda value: Sampling(max_new_tokens=value),
+    "max_tokens": lambda value: check_number("max_tokens", value, least=1, whole=True),
     "temperature": lambda value: Sampling(temperature=value),
 }
 

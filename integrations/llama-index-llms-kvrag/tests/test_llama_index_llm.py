@@ -228,6 +228,22 @@ def test_no_max_tokens_is_the_default(settings: dict[str, Any]) -> None:
     assert BlendLLM(**{**settings, "max_tokens": None}).max_tokens == 256
 
 
+async def test_a_wrong_length_is_reported_under_the_name_that_was_given(llm: BlendLLM) -> None:
+    with pytest.raises(ValueError, match=r"\bmax_tokens must be an integer of at least 1, got 0"):
+        BlendLLM(model="reader", max_tokens=0)
+    with pytest.raises(SettingError, match=r"^max_tokens must be an integer of at least 1, got 0"):
+        llm.complete(QUESTION, max_tokens=0)
+    with pytest.raises(SettingError, match="unknown setting max_new_tokens"):
+        await llm.acomplete(QUESTION, max_new_tokens=0)
+
+
+async def test_warming_and_forgetting_have_async_methods(llm: BlendLLM) -> None:
+    texts = ["Mira Brel was born in Florton. She lives in Grelville, and plays the harp every day of the year."]
+    assert (await llm.awarm(texts, document="d")).new == 1
+    assert await llm.adocuments() == llm.documents() == ["d"]
+    assert await llm.aforget("d") == 1
+
+
 def test_an_engine_already_built_excludes_settings_of_the_model(tmp_path: Path) -> None:
     engine = BlendEngine.from_pretrained("reader", store=tmp_path, dtype="float32")
     assert BlendLLM(engine=engine, max_tokens=4).complete(QUESTION).raw["kvrag"]["prompt_tokens"] > 4  # type: ignore[index]

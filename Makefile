@@ -3,7 +3,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 0
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
-.PHONY: setup demo test test-all test-slow test-ray test-oldest setup-vllm test-vllm lint check torture release-check bench gpu-check docs pictures clean
+.PHONY: setup demo test test-all test-slow test-ray test-oldest setup-vllm test-vllm test-vllm-oldest lint check torture release-check bench gpu-check docs pictures clean
 
 setup: .venv/.done
 
@@ -66,10 +66,17 @@ test-oldest: .venv-oldest/.done
 test-vllm: setup-vllm
 	if [ -e .venv-vllm/.done ]; then .venv-vllm/bin/python -m pytest integrations/vllm-kvrag; fi
 
+# the same tests on the oldest vLLM that is supported, in another venv
+test-vllm-oldest: .venv-vllm-oldest/.done
+	if [ -e .venv-vllm-oldest/.done ]; then .venv-vllm-oldest/bin/python -m pytest integrations/vllm-kvrag; fi
+
 setup-vllm: .venv-vllm/.done
 
 .venv-vllm/.done: scripts/setup_vllm.py pyproject.toml integrations/vllm-kvrag/pyproject.toml
 	$(PYTHON) scripts/setup_vllm.py
+
+.venv-vllm-oldest/.done: scripts/setup_vllm.py pyproject.toml integrations/vllm-kvrag/pyproject.toml
+	$(PYTHON) scripts/setup_vllm.py 0.31.0 .venv-vllm-oldest
 
 lint: setup
 	$(BIN)/ruff check .
@@ -110,4 +117,4 @@ gpu-check:
 	PYTHONPATH=. HF_HUB_OFFLINE=1 $(PYTHON) -m benchmarks gpu --out gpu-check.json
 
 clean:
-	rm -rf .venv .venv-oldest .venv-vllm build dist docs/_build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-vllm .venv-vllm-oldest build dist docs/_build .pytest_cache .mypy_cache .ruff_cache

@@ -9,6 +9,10 @@ from kvrag.cli.main import Parser, add_command, execute
 
 _COMMANDS: dict[str, tuple[str, str]] = {
     "agents": ("benchmarks.speed.agents", "measure the time to first token where agents edit their history"),
+    "frameworks": (
+        "benchmarks.speed.agent_frameworks",
+        "measure reuse over conversations with the frameworks' agents",
+    ),
     "chat": ("benchmarks.speed.chat", "measure the time to first token over the turns of a conversation"),
     "codec": ("benchmarks.speed.codec", "measure size and error of the 8- and 4-bit codecs"),
     "decode": ("benchmarks.speed.decode", "measure decoding: several answers together, and one"),

@@ -152,7 +152,7 @@ class Answering:
             control_tokens = {token for part in (thoughts, parser) if part for token in part.control_tokens}
             cache, sampling = done.cache, question.sampling
             if self.learner:
-                self.learner.observe(prepared.prompt, begun)
+                self.learner.observe(prepared.prompt, begun, done.report.runs)
             answered: Answered | None = None
             answer: list[int] = []
             num_thought = 0

@@ -125,6 +125,22 @@ def check_timeout(timeout: float | None) -> float | None:
     return None if timeout is None else float(timeout)
 
 
+def check_texts(texts: Iterable[str]) -> list[str]:
+    """Return the texts as a list; raise SettingError if they are not strings."""
+    listed = check_list("texts", texts)
+    for number, text in enumerate(listed):
+        _require(isinstance(text, str), f"chunk {number} must be a string, got {type(text).__name__}")
+    return listed
+
+
+def per_text(names: str | Sequence[str], num_texts: int, kind: str) -> list[str]:
+    """Return one name per text; raise SettingError if there are more or fewer."""
+    names = [names] * num_texts if isinstance(names, str) else list(names)
+    wrong = f"{len(names)} {kind} for {num_texts} texts: give one per text, or a single string"
+    _require(len(names) == num_texts, wrong)
+    return names
+
+
 def check_names(*names: str) -> None:
     """Raise SettingError unless all of them can name a document or a source."""
     for name in names:
@@ -153,8 +169,6 @@ class BlendConfig:
         context_tokens: At ingestion, a chunk is encoded with this many preceding tokens of its document as context, or
             more where they are computed anyway, so that its KV resolves pronouns and references. 0 = every chunk is
             encoded alone: its KV, and every chunk that prompts reuse, depends on its own text only.
-        context: "text" = the preceding tokens. "headings" = the source's title, which is its name without folders and
-            suffix, and the Markdown headings above the chunk: at most `context_tokens` of them.
         check_layer: Layer at which `hkvd` measures the KV deviation; costs that many full layers.
         first_tokens: Tokens at the start of every run that `query` recomputes in any case, as far as half of the
             budget allows; 0 = the question's attention alone decides.
@@ -169,7 +183,6 @@ class BlendConfig:
     history: str = _checked("exact", check_choice, choices=HISTORIES)
     deterministic: bool = _checked(False, check_type, kind=bool, form="True or False")
     context_tokens: int = _checked(DEFAULT_CONTEXT, check_number, whole=True)
-    context: str = _checked("text", check_choice, choices=("text", "headings"))
     check_layer: int = _checked(1, check_number, least=1, whole=True)  # layer 0 cannot deviate
     first_tokens: int = _checked(2, check_number, whole=True)
     band: tuple[float, float] = (0.5, 0.8)

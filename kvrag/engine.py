@@ -266,7 +266,11 @@ class BlendEngine:
     @property
     def learned(self) -> LearnStats | None:
         """Counters of learning from prompts; None = it is off."""
-        return self._answering.learner.stats() if self._answering.learner else None
+        return self.learned_in(None)
+
+    def learned_in(self, namespace: str | None) -> LearnStats | None:
+        """Return the counters of learning in a namespace, None = in all; None if it is off."""
+        return self._answering.learner.stats(namespace) if self._answering.learner else None
 
     def documents(self, prefix: str = "", *, namespace: str = "") -> list[str]:
         """Return the names of the namespace's documents that start with `prefix` and have chunks, sorted."""

@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import scrypt
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
@@ -37,6 +38,11 @@ LONGER = "raise max_tokens, or limit the length of strings and lists in the sche
 _ONLY_PER_CALL = ("documents", "tools", "tool_choice", "grammar", "response_format", "template", "timeout")
 # arguments of other LLM classes: usage is always sent, and forced calls and schemas are always strict
 _WITHOUT_EFFECT = ("stream_usage", "stream_options", "strict", "user")
+
+
+def template_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
+    """Return a tool call in the form of chat templates."""
+    return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
 
 
 def _row(default: T, about: str, choices: Sequence[str] = ()) -> T:
@@ -228,25 +234,18 @@ class LLMSettings(EngineSettings, AnswerSettings):
         engine = self.open()
         return engine.context_window, engine.as_prompt("") != ""
 
-    def window_on_disk(self) -> int | None:
-        """Return the context window, or None if the model's configuration is not available locally."""
+    def on_disk(self) -> tuple[int | None, bool | None]:
+        """Return the context window, and whether the model can think; None = not available locally."""
         if self.engine is not None:
-            return self.engine.context_window
-        try:
-            source = str(self.model), self.revision, self.trust_remote_code
-            return _window(*source, local_files_only=True) if self.base_url is None else None
-        except KvragError:
-            return None
-
-    def thinks_on_disk(self) -> bool | None:
-        """Return whether the model can think, or None if its tokenizer is not available locally."""
-        if self.engine is not None:
-            return self.engine.model.tokenizer.thinks
-        try:
-            source = str(self.model), self.revision, self.trust_remote_code
-            return _template(*source, local_files_only=True)[1] if self.base_url is None else None
-        except KvragError:
-            return None
+            return self.engine.context_window, self.engine.model.tokenizer.thinks
+        window = thinks = None
+        source = str(self.model), self.revision, self.trust_remote_code, True
+        if self.base_url is None:
+            with suppress(KvragError):
+                window = _window(*source)
+            with suppress(KvragError):
+                thinks = _template(*source)[1]
+        return window, thinks
 
     def identity(self) -> dict[str, Any]:
         """Return everything that affects an answer, in plain types, as the key for an answer cache."""

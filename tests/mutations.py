@@ -53,7 +53,7 @@ MUTATIONS = [
     Mutation("scaled tables", "backend/rope.py", "-sin / scale, pairs)", "-sin, pairs)", "backend/test_rope.py"),
     Mutation("mask", "backend/attention.py", "hidden = keys > rows", "hidden = keys >= rows",
              "backend/test_attention.py"),
-    Mutation("window", "backend/attention.py", "hidden |= keys <= rows - window", "hidden |= keys < rows - window",
+    Mutation("window", "backend/attention.py", "hidden |= keys < first_key(", "hidden |= keys <= first_key(",
              "backend/test_attention.py ../integration/test_families.py"),
     Mutation("chunk key without context", "fingerprint.py", "_tokens(context), _tokens(ids))", "_tokens(ids))",
              "ingest/test_ingest.py"),

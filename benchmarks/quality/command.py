@@ -20,7 +20,7 @@ from kvrag.backend.transformers import Model
 from kvrag.bench.datasets import QuestionRow
 from kvrag.bench.quality import make_cells
 from kvrag.cli import bench, quality
-from kvrag.cli.common import at_least, checked, comma_separated, context_settings, progress, require_extra
+from kvrag.cli.common import at_least, checked, comma_separated, progress, require_extra
 from kvrag.config import CODECS, BlendConfig, check_codec
 from kvrag.errors import SettingError
 
@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     study.add_argument(
         "--context-tokens",
         nargs="+",
-        type=comma_separated(checked(str, context_settings)),
+        type=comma_separated(at_least(0)),
         default=[],
-        metavar="N|headings",
+        metavar="N",
         help="contexts that passages are encoded with, as in `kvrag bench quality`",
     )
     study.add_argument(
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     _check(args)
     lengths, preambles, codecs = (_flat(values) for values in (args.chunk_tokens, args.preamble, args.codec))
-    contexts: list[dict[str, Any] | None] = [context_settings(text) for text in _flat(args.context_tokens)]
+    contexts: list[int | None] = _flat(args.context_tokens)
     if args.docs is not None:
         if len(lengths) > 1 or 0 in lengths:
             raise SettingError("--chunk-tokens with --docs must be one number of at least 16")
@@ -139,9 +139,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         args.chunk_tokens = None  # applied here
     if any(lengths):
-        if any(context and context["context_tokens"] for context in contexts):
+        if any(contexts):
             raise SettingError("--context-tokens and --chunk-tokens exclude each other: leave out one of them")
-        contexts = [context_settings("0")]
+        contexts = [0]
     quality.fill(args)
     rows: Sequence[QuestionRow]
     rows, data = quality.read_rows(args) if args.docs or args.data else _rows(args)
@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
         tables = results.tables(evaluation.tasks, cells, evaluation.journal)
         for cell in results.summarise(evaluation.tasks, cells, tables, args.seed[0], args.against):
             settings = {"chunk_tokens": length, "preamble": preamble == "on", "codec": codec}
-            settings |= {"context_tokens": config.context_tokens, "context": config.context}
+            settings["context_tokens"] = config.context_tokens
             measured.append(cell | settings | {"setup": _setup(length, preamble, codec, config)})
         if evaluation.is_interrupted:
             break
@@ -178,8 +178,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _setup(length: int, preamble: str, codec: str, config: BlendConfig) -> str:
     passages = f"chunks of {length} tokens" if length else "passages as they are"
-    context = "title and headings" if config.context == "headings" else f"{config.context_tokens} tokens"
-    encoded = f"context: {context}" if config.context_tokens else "no context"
+    encoded = f"context: {config.context_tokens} tokens" if config.context_tokens else "no context"
     return f"{passages}, preamble {preamble}, codec {codec}, {encoded}"
 
 

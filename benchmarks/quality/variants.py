@@ -16,7 +16,7 @@ from kvrag.bench.datasets import QuestionRow
 from kvrag.config import BlendConfig, check_policy
 from kvrag.errors import SettingError
 
-_GRID = ("policy", "ratio", "controller", "context_tokens", "context")  # fields of BlendConfig that the grid sets
+_GRID = ("policy", "ratio", "controller", "context_tokens")  # fields of BlendConfig that the grid sets
 _CODE = ("backend", "control", "reuse", "ingest", "store", "generate", "request.py", "answer.py", "config.py")
 
 

@@ -168,11 +168,6 @@ def test_neighbours_are_warmed_as_context_but_not_in_the_prompt(model: Model, tm
     assert behind == ["", f"{CHUNKS[0]}\n\n", f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n"]
 
 
-def test_title_and_headings_are_context_instead_of_text(model: Model, tmp_path: Path) -> None:
-    contexts = _contexts(model, tmp_path, BlendConfig(context_tokens=256, context="headings"))
-    assert contexts == ["Mira\n\n", "Mira\n\n# Mira\n\n", "Mira\n\n# Mira\n\n## Travels\n\n"]
-
-
 # -------------------------------------------------------------------- answers from what was not retrieved
 
 
@@ -242,18 +237,14 @@ def run(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 def test_the_command(run: Callable[..., str], tmp_path: Path) -> None:
-    argv = (*SMALL, "--context-tokens", "0,256,headings", "--out", tmp_path)
+    argv = (*SMALL, "--context-tokens", "0,256", "--out", tmp_path)
     text = run(*argv)
-    for part in ("top 3 of", "context: 256 tokens", "context: title and headings", "answer not retrieved ("):
+    for part in ("top 3 of", "context: 256 tokens", "answer not retrieved ("):
         assert part in text
     result = json.loads((tmp_path / "results.json").read_text())
     none = [cell for cell in result["cells"] if cell["policy"] == "none"]
-    assert [(cell["context_tokens"], cell["context"]) for cell in none] == [
-        (0, "text"),
-        (256, "text"),
-        (256, "headings"),
-    ]
-    assert len({cell["kl"]["value"] for cell in none}) == 3, "contexts make a difference"
+    assert [cell["context_tokens"] for cell in none] == [0, 256]
+    assert len({cell["kl"]["value"] for cell in none}) == 2, "contexts make a difference"
     embedded = [path.name for path in tmp_path.glob("index-*.sqlite")]
     assert len(embedded) == 1
     assert run(*argv) == text, "the second run has nothing left to do"
@@ -274,9 +265,8 @@ def test_a_second_world(run: Callable[..., str]) -> None:
         (["--around", "1"], "--articles and --around need --top-k K"),
         (["--top-k", "3", "--articles", "5", "--around", "-1"], "--around: must be at least 0, got -1"),
         (["--data", "{rows}", "--top-k", "3"], "--data has its own passages: leave out --top-k"),
-        (["--data", "{rows}", "--context-tokens", "headings"], "--context-tokens needs rows with `documents`"),
-        (["--context-tokens", "headings"], "--context-tokens headings needs documents with titles"),
-        (["--context-tokens", "many"], "--context-tokens: must be a number of tokens or headings, got 'many'"),
+        (["--data", "{rows}", "--context-tokens", "8"], "--context-tokens needs rows with `documents`"),
+        (["--context-tokens", "many"], "--context-tokens: invalid int value: 'many'"),
         (["--context-tokens", "-1"], "--context-tokens: must be at least 0, got -1"),
         (["--top-k", "3", "--articles", "5", "--samples", "9000"], "questions of kind"),
     ],

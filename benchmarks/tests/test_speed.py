@@ -1,4 +1,4 @@
-"""`python -m benchmarks agents`, `decode`, `chat`, `serve`, `ttft` and `codec`, on small models or none."""
+"""`python -m benchmarks agents`, `frameworks`, `decode`, `chat`, `serve`, `ttft` and `codec`, on small models."""
 
 from __future__ import annotations
 
@@ -121,6 +121,20 @@ def test_agents_are_compared_with_engines_of_another_environment(
         sums = trace["edited"]
         assert sums["fewer"]["transformers"] == sums["computed"]["full"] / sums["computed"]["transformers"]
         assert set(sums["cpu_s"]) == {"blend", "exact", "prefix cache"}
+
+
+def test_frameworks(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("benchmarks.speed.agent_frameworks._load", lambda *_: model)
+    argv = ["frameworks", "--frameworks", "langgraph", "--turns", "1", "--max-tokens", "100"]
+    assert main([*argv, "--json"]) == 0
+    [conversation] = json.loads(capsys.readouterr().out)["conversations"]
+    assert conversation["calls"] == {"off": 1, "exact": 1, "blend": 1}
+    off, exact, blend = (turns[0] for turns in conversation["turns"].values())
+    assert off["kept"] == exact["moved"] == 0
+    assert exact["kept"] > 100
+    assert blend["computed"] <= exact["computed"] < off["prompt"]
+    assert main(argv) == 0
+    assert "langgraph, tool calls: {'off': 1, 'exact': 1, 'blend': 1}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("tier", [["--ram-bytes", str(1 << 30)], ["--cold"]], ids=["ram", "cold"])

@@ -101,7 +101,7 @@ def _run(model: Model, ids: Tensor, rows: Tensor, keys: Tensor, cache: GraphCach
 def decoder_layers(model: Model) -> list[nn.Module]:
     """Return the model's decoder layers."""
     owners = [module for module in model.hf.modules() if isinstance(module, nn.ModuleList)]
-    return list(next(owner for owner in owners if len(owner) == model.num_layers))
+    return list(next(owner for owner in owners if len(owner) == model.config.num_hidden_layers))
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

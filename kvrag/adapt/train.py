@@ -18,6 +18,7 @@ from kvrag.adapt.differentiable import checkpointed, decoder_layers
 from kvrag.adapt.distill import loss_of, teach
 from kvrag.adapt.files import new_layers, read_tensors, write_tensors
 from kvrag.adapt.lessons import Lessons
+from kvrag.backend.attention import Chunked
 from kvrag.backend.transformers.adapter import Adapter, LowRank
 from kvrag.backend.transformers.model import Model
 from kvrag.config import BlendConfig
@@ -148,6 +149,8 @@ def _check(model: Model) -> None:
         )
     if model.rope_follows_length:
         raise SettingError(f"{model.name} cannot be adapted: its RoPE frequencies depend on the prompt length")
+    if model.is_latent or any(isinstance(window, Chunked) for window in model.windows):
+        raise SettingError(f"{model.name} cannot be adapted: it has latents (MLA) or chunked attention")
 
 
 def _tensors(layers: Mapping[str, LowRank], optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:

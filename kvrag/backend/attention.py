@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ CPU_ROWS = 128
 
 ROWS = 1024
 """Rows per block elsewhere."""
+
+T = TypeVar("T", int, Tensor)
 
 _KEPT_MASKS = 64 << 20  # bytes of masks kept between layers
 
@@ -28,6 +30,17 @@ class Block(NamedTuple):
     stop: int
 
 
+class Chunked(int):
+    """Window of chunked attention: a token attends to its own stretch of this many positions, counted from 0."""
+
+
+def first_key(window: int | None, row: T) -> T:
+    """Return the first position that a row attends to, or those of several rows."""
+    if window is None:
+        return row - row
+    return row - row % window if isinstance(window, Chunked) else row + 1 - window
+
+
 @dataclass
 class Rows:
     """The rows of a forward pass: (S,) ascending positions, and the window of each layer (None = all keys)."""
@@ -35,7 +48,7 @@ class Rows:
     rows: Tensor
     positions: list[int]
     windows: Sequence[int | None]
-    masks: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)
+    masks: dict[tuple[str, int | None, int, int], Tensor] = field(default_factory=dict)
     masks_bytes: int = 0
 
     def blocks(self, layer: int, size: int) -> Iterator[Block]:
@@ -44,23 +57,24 @@ class Rows:
         for start in range(0, len(self.positions), size):
             end = min(start + size, len(self.positions))
             first, stop = self.positions[start], self.positions[end - 1] + 1
-            low = 0 if window is None else max(0, first + 1 - window)
+            low = max(0, first_key(window, first))
             yield Block(start, end, low, first + 1 if window is None else low, stop)
 
     def mask(self, layer: int, block: Block, low: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the (R, K) additive mask of a block's rows over the keys from `low` to `block.stop`."""
         window = self.windows[layer]
-        mask = self.masks.get((window, block.start, low))
+        key = (str(type(window)), window, block.start, low)
+        mask = self.masks.get(key)
         if mask is not None and mask.device == device and mask.shape[0] == block.end - block.start:
             return mask
         rows = self.rows[block.start : block.end, None].to(device)
         keys = torch.arange(low, block.stop, device=device)[None]
         hidden = keys > rows
         if window is not None:
-            hidden |= keys <= rows - window
+            hidden |= keys < first_key(window, rows)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)
         if self.masks_bytes + mask.nbytes <= _KEPT_MASKS:
-            self.masks[window, block.start, low] = mask
+            self.masks[key] = mask
             self.masks_bytes += mask.nbytes
         return mask
 

@@ -30,9 +30,9 @@ LayerSource = Callable[[int], tuple[Tensor, Tensor]]
 Branch = tuple[int, int]
 """Tokens that follow a prefix of a row in place of the row's own: length of the prefix, and number of tokens."""
 
-Observer = Callable[[int, Tensor, Tensor], bool]
-"""Callback with a layer's number and its fresh keys and values, each (B, H, S, D), before they are written. If it
-returns True, the forward pass ends there and the layer is not written."""
+Observer = Callable[[int, Tensor, Tensor], None]
+"""Callback with a layer's number and its fresh keys and values, each (B, H, S, D), before they are written. It uses no
+collective: it may fail in one process only."""
 
 
 class CachedKV(Protocol):
@@ -171,15 +171,17 @@ class Backend(Outline, Protocol):
 
     def forward_until(
         self,
-        observe: Observer,
+        last: int,
         ids: Tensor,
         cache: KVCache,
         rows: Tensor | None = None,
         branches: Sequence[Branch] = (),
+        observe: Observer | None = None,
     ) -> None:
-        """Like `forward`, but end the pass when `observe` returns True: earlier layers are written, that one is not.
+        """Like `forward`, but end the pass at layer `last`: earlier layers are written, that one is not.
 
         Args:
+            observe: Called for every layer up to and including `last`.
             branches: They do not attend to each other. Their tokens and KV follow those of `rows`, which are all
                 positions from the first one on.
         """

@@ -12,7 +12,6 @@ from kvrag.cli.common import (
     at_least,
     checked,
     comma_separated,
-    context_settings,
     existing_path,
 )
 from kvrag.config import CODECS, DEFAULT_POLICY, POLICIES, check_policy, check_ratio
@@ -80,10 +79,10 @@ def quality(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codec", choices=CODECS, default="native", help="codec of stored chunks (default: native)")
     parser.add_argument(
         "--context-tokens",
-        type=context_settings,
-        metavar="N|headings",
-        help="encode passages with N tokens of their document as context, or with its title and headings; 0 = alone "
-        "(default: as `kvrag warm` if rows name documents, else 0)",
+        type=at_least(0),
+        metavar="N",
+        help="encode passages with N tokens of their document as context; 0 = alone (default: as `kvrag warm` if rows "
+        "name documents, else 0)",
     )
     parser.add_argument(
         "--chunk-tokens", type=at_least(16), metavar="N", help="with --docs: maximum tokens per chunk (default: 256)"

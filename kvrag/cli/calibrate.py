@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvrag.cli.common import (
-    add_context_argument,
     add_engine_arguments,
     add_number,
     at_least,
@@ -23,7 +22,7 @@ from kvrag.cli.common import (
     say,
 )
 from kvrag.cli.prompt import as_prompt, stuff, text_search
-from kvrag.config import DEFAULT_RATIO, POLICIES
+from kvrag.config import DEFAULT_CONTEXT, DEFAULT_RATIO, POLICIES
 from kvrag.errors import KvragError
 from kvrag.types import Messages
 
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     questions = "one question per line; chunks are retrieved as in `kvrag ask` (default: prompts made from the chunks)"
     parser.add_argument("--questions", type=existing_path, metavar="FILE", help=questions)
     parser.add_argument("--policy", choices=POLICIES, help="which tokens to recompute (default: as in `kvrag ask`)")
-    add_context_argument(parser, "for engines and servers with this setting")
+    add_number(parser, "--context-tokens", DEFAULT_CONTEXT, "for engines and servers with this setting")
     add_number(parser, "--target", 0.99, "share of first tokens that must match full prefill", most=1)
     sure = "require the lower end of the confidence interval to reach the target; takes hundreds of prompts"
     parser.add_argument("--sure", action="store_true", help=sure)
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if args.reset:
         return _reset(args)
     ratios = tuple(dict.fromkeys(args.ratios or GRID))
-    with open_engine(args, is_warmed=True, **args.context_tokens) as engine, ExitStack() as stack:
+    with open_engine(args, is_warmed=True, context_tokens=args.context_tokens) as engine, ExitStack() as stack:
         prompts = _retrieve(engine, args) if args.questions else None
         search = None
         if prompts is None:

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvrag.config import (
-    DEFAULT_CONTEXT,
     DEFAULT_POLICY,
     BlendConfig,
     Sampling,
@@ -70,33 +69,12 @@ def at_least(least: float, kind: Callable[[str], Any] = int, most: float = math.
     return checked(kind, check)
 
 
-def context_settings(text: str) -> dict[str, Any]:
-    """Type for argparse, `N|headings`: the fields of `BlendConfig` for the context that chunks are encoded with."""
-    if text == "headings":
-        return {"context_tokens": DEFAULT_CONTEXT, "context": "headings"}
-    try:
-        return {"context_tokens": at_least(0)(text), "context": "text"}
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number of tokens or headings, got {text!r}") from None
-
-
 def add_number(
     parser: argparse._ActionsContainer, name: str, default: float, what: str, least: float = 0, most: float = math.inf
 ) -> None:
     """Add an option for a number of the default's type, with the default in its help."""
     kind = at_least(least, type(default), most)
     parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{what} (default: {default})")
-
-
-def add_context_argument(parser: argparse._ActionsContainer, about: str) -> None:
-    """Add `--context-tokens`, the context that chunks are encoded with."""
-    parser.add_argument(
-        "--context-tokens",
-        type=context_settings,
-        default=context_settings(str(DEFAULT_CONTEXT)),
-        metavar="N|headings",
-        help=f"{about} (default: {DEFAULT_CONTEXT})",
-    )
 
 
 def comma_separated(kind: Callable[[str], T]) -> Callable[[str], list[T]]:

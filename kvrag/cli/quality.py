@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
-from kvrag.cli.common import context_settings, progress, require_extra, say
+from kvrag.cli.common import progress, require_extra, say
 from kvrag.cli.prompt import text_search
 from kvrag.config import DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES, BlendConfig, Sampling
 from kvrag.control.prompts import make_prompts
@@ -100,19 +100,18 @@ def read_rows(args: argparse.Namespace) -> tuple[list[QuestionRow], dict[str, An
     return file_rows(args.data, args.samples), {"file": args.data.name, "digest": digest}
 
 
-def chunk_config(rows: Sequence[QuestionRow], context: dict[str, Any] | None) -> BlendConfig:
+def chunk_config(rows: Sequence[QuestionRow], context_tokens: int | None) -> BlendConfig:
     """Return the settings that chunks are encoded with.
 
     Args:
-        context: Of --context-tokens; None = as `kvrag warm`, if all rows name documents.
+        context_tokens: None = as `kvrag warm`, if all rows name documents.
     """
     has_documents = all(row.documents for row in rows)
-    context = context or context_settings(str(DEFAULT_CONTEXT if has_documents else 0))
-    if context["context_tokens"] and not has_documents:
+    if context_tokens is None:
+        context_tokens = DEFAULT_CONTEXT if has_documents else 0
+    if context_tokens and not has_documents:
         raise SettingError("--context-tokens needs rows with `documents`")
-    if context["context"] == "headings" and not all(row.library for row in rows):
-        raise SettingError("--context-tokens headings needs documents with titles: --docs, or rows with `library`")
-    return BlendConfig(**context)
+    return BlendConfig(context_tokens=context_tokens)
 
 
 def load_model(args: argparse.Namespace) -> Model:

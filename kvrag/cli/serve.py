@@ -20,7 +20,6 @@ from kvrag import sample
 from kvrag.cli.cluster import add_ray_argument, ray_command
 from kvrag.cli.common import (
     add_answer_arguments,
-    add_context_argument,
     add_engine_arguments,
     add_setting,
     at_least,
@@ -33,7 +32,7 @@ from kvrag.cli.common import (
     say,
 )
 from kvrag.cli.prompt import stuff
-from kvrag.config import ANSWER_SETTINGS, BlendConfig
+from kvrag.config import ANSWER_SETTINGS, DEFAULT_CONTEXT, BlendConfig
 from kvrag.errors import KvragError, SettingError
 from kvrag.llm import SETTINGS
 from kvrag.retrieval import documents
@@ -73,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     corpus.add_argument("--prompt-template", metavar="FILE", help="prompt template with {context} and {question}")
     _add(corpus, "--chunk-tokens", at_least(1), 256, "maximum tokens per chunk")
     _add(corpus, "--chunk-overlap", at_least(0), 0, "overlap of adjacent chunks in tokens")
-    add_context_argument(corpus, "as in `kvrag warm`")
+    _add(corpus, "--context-tokens", at_least(0), DEFAULT_CONTEXT, "as in `kvrag warm`")
     corpus.add_argument("--embedder", help="sentence-transformers model for retrieval (default: the one in kvrag[cli])")
     budget = "evict the chunks that save least beyond this size; see also kvrag store budget"
     corpus.add_argument("--store-gib", type=_size(30), dest="store_bytes", metavar="N", help=budget)
@@ -221,7 +220,7 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
     config = {name: value for name in ANSWER_SETTINGS if (value := getattr(args, name)) is not None}
     if args.policy is not None:
         config = {"controller": "off", **config}  # as in requests that name a policy
-    config |= args.context_tokens
+    config["context_tokens"] = args.context_tokens
     BlendConfig(**config)
     return config
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from kvrag.cli.calibrate import calibrate_after_warming
 from kvrag.cli.cluster import add_ray_argument, ray_command
 from kvrag.cli.common import (
-    add_context_argument,
     add_engine_arguments,
     add_number,
     at_least,
@@ -28,6 +27,7 @@ from kvrag.cli.common import (
     say,
 )
 from kvrag.client.connection import KEY_VARIABLE
+from kvrag.config import DEFAULT_CONTEXT
 from kvrag.errors import KvragError, SettingError
 from kvrag.retrieval import documents
 from kvrag.retrieval.documents import Problem
@@ -54,11 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(model=None)  # with --server, the server's
     add_number(parser, "--chunk-tokens", 256, "maximum tokens per chunk", least=1)
     add_number(parser, "--chunk-overlap", 0, "overlap of adjacent chunks in tokens")
-    add_context_argument(
-        parser,
-        "encode chunks with N preceding tokens as context, to resolve pronouns and references, or with the document's "
-        "title and the headings above them; 0 = alone",
-    )
+    context = "encode chunks with N preceding tokens as context, to resolve pronouns and references; 0 = alone"
+    add_number(parser, "--context-tokens", DEFAULT_CONTEXT, context)
     parser.add_argument(
         "--text-field", default="text", metavar="NAME", help="text field of the objects in .jsonl files"
     )
@@ -131,7 +128,10 @@ def run(args: argparse.Namespace) -> int:
 
 def warm_here(args: argparse.Namespace) -> dict[str, Any]:
     """Encode the files' chunks in this process, and add them to the chunk index."""
-    with open_engine(args, **args.context_tokens) as engine, open_index(engine, args.namespace, args.embedder) as index:
+    with (
+        open_engine(args, context_tokens=args.context_tokens) as engine,
+        open_index(engine, args.namespace, args.embedder) as index,
+    ):
         store, place = engine.store, folder(engine).stats().path
         gone = find_gone(args.paths, lambda prefix: [*index.documents(), *store.documents(prefix, args.namespace)])
         # first: otherwise a chunk moved to another file would temporarily belong to two documents

@@ -14,8 +14,10 @@ from kvrag.config import (
     Sampling,
     check_names,
     check_namespace,
+    check_texts,
     check_timeout,
     fill_options,
+    per_text,
 )
 from kvrag.errors import PromptError, SettingError
 from kvrag.types import Messages
@@ -39,20 +41,11 @@ def named_texts(
     texts: Iterable[str], document: str | Sequence[str], sources: str | Sequence[str] | None
 ) -> list[NamedText]:
     """Return the arguments of `BlendEngine.warm`, text by text; raise SettingError if they do not fit together."""
-    if isinstance(texts, str) or not isinstance(texts, Iterable):
-        shown = "one string" if isinstance(texts, str) else repr(texts)
-        raise SettingError(f"texts must be a list of strings, not {shown:.80}")
-    listed = list(texts)
-    for number, text in enumerate(listed):
-        if not isinstance(text, str):
-            raise SettingError(f"chunk {number} must be a string, got {type(text).__name__}")
-    sources = document if sources is None else sources
-    columns = [[names] * len(listed) if isinstance(names, str) else list(names) for names in (document, sources)]
-    for what, names in zip(("document names", "sources"), columns, strict=True):
-        if len(names) != len(listed):
-            raise SettingError(f"{len(names)} {what} for {len(listed)} texts: give one per text, or a single string")
-    check_names(*{*columns[0], *columns[1]}, *([document] if isinstance(document, str) else ()))
-    return list(map(NamedText, listed, *columns))
+    listed = check_texts(texts)
+    documents = per_text(document, len(listed), "document names")
+    sources = per_text(document if sources is None else sources, len(listed), "sources")
+    check_names(*{*documents, *sources}, *([document] if isinstance(document, str) else ()))
+    return list(map(NamedText, listed, documents, sources))
 
 
 def checked(options: Mapping[str, Any]) -> Body:

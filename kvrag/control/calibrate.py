@@ -29,7 +29,7 @@ CANDIDATES = 3  # generated prompts for each that is used: full prefill guesses 
 _TRIAL = 0.25  # of the time limit, before the duration is estimated
 _CHUNKS = 1000  # stored chunks that prompts are generated from
 # earlier settings, at the values that now always hold: calibrations in existing stores name them
-_REMOVED = {"deviation_of": "kv", "metric": "l2", "min_deviation": 0.0, "smoothing": 1}
+_REMOVED = {"deviation_of": "kv", "metric": "l2", "min_deviation": 0.0, "smoothing": 1, "context": "text"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,9 @@ NOTICEABLE_S = 0.01
 STEP = 0.05
 """A ratio hidden by loading is rounded down to a multiple of this, so that it does not vary with every answer."""
 
+CPU_SHARE = 2 / 3
+"""Timings of a thread that had a processor for a smaller share of the time are not used: the machine was busy."""
+
 _LONGER = 2  # times the longest calibrated prompt is noted
 
 _KEEP_S = 60.0  # seconds between writes of the measurements, and between probes of a slow disk
@@ -238,13 +241,19 @@ class Tuning:
         share = tokens_of(keys) * (number + 1) / reader.num_layers
         self._costs.observe_load(reader.bytes_read - before, share, time.perf_counter() - started)
 
-    def observe_encoding(self, tokens: int, pairs: float, passes: int, seconds: float) -> None:
+    def observe_encoding(self, tokens: int, pairs: float, passes: int, seconds: float, cpu: float) -> None:
         """Observe the encoding of chunks in `passes` forward passes.
 
         Args:
             pairs: Number of pairs of a token and a key that it attends to.
+            cpu: Processor time of the thread in these seconds.
         """
-        self._costs.observe_pass("encode", tokens, pairs, seconds, passes)
+        if not self._waited(seconds, cpu):
+            self._costs.observe_pass("encode", tokens, pairs, seconds, passes)
+
+    def _waited(self, seconds: float, cpu: float) -> bool:
+        """Return whether a thread that computes waited for processors; one that uses a GPU waits for the GPU."""
+        return self._backend.device.type == "cpu" and cpu < CPU_SHARE * seconds
 
     def observe(self, prompt: Prompt, stitched: Stitched, rows: int, trace: Trace) -> None:
         """Observe the prefill of a prompt.
@@ -252,10 +261,10 @@ class Tuning:
         Args:
             rows: Number of computed positions.
         """
-        if trace.is_contended:
+        pass_s = trace.own_seconds["blend"]  # without waiting for the store, and without layout
+        if trace.is_contended or self._waited(pass_s, trace.cpu_seconds["blend"]):
             return
         length, reused = len(prompt.ids), int(stitched.reused.sum())
-        pass_s = trace.own_seconds["blend"]  # without waiting for the store, and without layout
         if not reused:
             self._costs.observe_pass("full", length, length**2 / 2, pass_s)
             return

@@ -55,7 +55,7 @@ class Prepared:
 
     Attributes:
         template: Variables for the chat template.
-        is_native: The chat template renders the tools.
+        is_native: Calls have the format of the chat template, which renders the tools.
         forced: Names of the tools of which one must be called.
         dialect: Format of the calls.
     """
@@ -130,16 +130,15 @@ def prepare(
         return Prepared(cast(str | TokenIds, prompt), variables, grammar)
     messages = [_with_parsed_arguments(checked_message(message)) for message in cast(Messages, prompt)]
     source = tokenizer.template_text(known or None)
-    dialect = next((form for form in DIALECTS if form.has in source and form.lacks not in source), None)
-    if dialect and not dialect.call and known and (forced or grammar is not None):
-        dialect = None
-    # a call in an unknown format cannot be forced
-    is_known = dialect is not None or (tokenizer.response_template is not None and not forced)
-    is_native = is_known and tokenizer.renders_tools()
-    dialect = dialect if dialect and is_native else HERMES
-    if not is_native:
+    form = next((form for form in DIALECTS if form.has in source and form.lacks not in source), None)
+    is_rendered = (form is not None or tokenizer.response_template is not None) and tokenizer.renders_tools()
+    # a prompt is the same with and without a forced call, so that they share KV, even if that call has another format
+    is_free = not known or not (forced or grammar is not None)
+    is_native = is_rendered and (is_free or (form is not None and form.call != ""))
+    dialect = form if form and is_native else HERMES
+    if not is_rendered:
         messages = _as_text(messages, known)
-    elif dialect.keeps_json:
+    elif form and form.keeps_json:
         messages = [_with_json_arguments(message) for message in messages]
     if not known:
         return Prepared(messages, variables, grammar)
@@ -150,7 +149,7 @@ def prepare(
         grammar = _call_grammar(tokenizer, dialect, allowed)
     elif grammar is not None:
         grammar = _call_grammar(tokenizer, dialect, known, grammar)
-    variables = {"tools": list(known), **variables} if is_native else variables
+    variables = {"tools": list(known), **variables} if is_rendered else variables
     return Prepared(messages, variables, grammar, known, is_native, forced, dialect)
 
 
@@ -219,7 +218,13 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
     calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
         for call in message.get("tool_calls") or ()
     ]
     return {**message, "tool_calls": calls} if calls else message
@@ -493,10 +498,16 @@ def _new_id() -> str:
 
 
 def _arguments(value: Any) -> dict[str, Any] | None:
-    """Return arguments, given as a dict or JSON, as a dict; None if they are neither."""
-    if isinstance(value, str):
-        try:
+    """Return arguments, given as a dict or JSON, as a dict of plain JSON types; None if they are neither.
+
+    Lone surrogates, which models may write as escapes and tokenizers reject, become U+FFFD.
+    """
+    try:
+        if isinstance(value, str):
             value = json.loads(value, strict=False) if value.strip() else {}
-        except (ValueError, RecursionError):
+        if value is not None and not isinstance(value, Mapping):
             return None
-    return {} if value is None else dict(value) if isinstance(value, Mapping) else None
+        text = json.dumps(dict(value or {}), ensure_ascii=False)
+        return dict(json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")))
+    except (TypeError, ValueError, RecursionError):
+        return None

@@ -160,10 +160,9 @@ def _encode_batch(model: Backend, batch: Sequence[Tree]) -> Iterator[dict[int, l
     rows = [tree.ids + tree.ids[-1:] * (longest - len(tree.ids)) for tree in batch]
     cache, last_layer = model.new_cache(max(longest, batch[0].num_tokens)), list[LayerKV]()  # of each pass
 
-    def observe(number: int, keys: Tensor, values: Tensor) -> bool:
+    def observe(number: int, keys: Tensor, values: Tensor) -> None:
         if number == last:
             last_layer.append((keys, values))
-        return number == last
 
     for start in range(0, longest, size):
         stop = min(start + size, longest)
@@ -174,9 +173,10 @@ def _encode_batch(model: Backend, batch: Sequence[Tree]) -> Iterator[dict[int, l
         block = torch.tensor([row[start:stop] for row in rows])  # (B, T)
         if branches:
             ids = torch.cat([block, torch.tensor([[token for branch in branches for token in branch.ids]])], dim=1)
-            model.forward_until(observe, ids, cache, torch.arange(start, stop), lengths)
+            model.forward_until(last, ids, cache, torch.arange(start, stop), lengths, observe)
         else:
-            model.forward_until(observe, block, cache, torch.arange(start, stop) if len(batch) == 1 else None)
+            positions_of_row = torch.arange(start, stop) if len(batch) == 1 else None
+            model.forward_until(last, block, cache, positions_of_row, observe=observe)
         places = [(row, *place) for row, tree in enumerate(batch) for place in _complete(tree, branches, start, stop)]
         first = min((where[0].start for _, _, where in places), default=len(positions))
         encoded: dict[int, list[LayerKV]] = {chunk: [] for _, chunk, _ in places}

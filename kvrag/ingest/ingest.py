@@ -17,12 +17,11 @@ from typing import Literal
 import numpy as np
 
 from kvrag.backend.protocol import Backend, Outline
-from kvrag.config import BlendConfig, check_list, check_names
+from kvrag.config import BlendConfig, check_names, check_texts, per_text
 from kvrag.control.tuning import Tuning
 from kvrag.errors import SettingError, reporting_memory
 from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.ingest.encode import batch_tokens, encode, trees
-from kvrag.ingest.headings import headings_after, title
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore
 from kvrag.store.codec import pack
 from kvrag.types import WarmReport
@@ -73,9 +72,7 @@ class Choosing:
     def tokenize(self, texts: Iterable[str], namespace: str = "") -> list[tuple[list[int], str | None]]:
         """Return each text's token ids, and its chunk key if encoded alone: None if it is too short to be matched."""
         tokenized: list[tuple[list[int], str | None]] = []
-        for number, text in enumerate(check_list("texts", texts)):
-            if not isinstance(text, str):
-                raise SettingError(f"chunk {number} must be a string, got {type(text).__name__}")
+        for number, text in enumerate(check_texts(texts)):
             ids = self._outline.tokenizer.encode(text)
             self._outline.check_window(len(ids) + len(self._outline.preamble), f"chunk {number}")
             is_short = len(ids) < self._config.min_run
@@ -100,8 +97,7 @@ class Choosing:
     ) -> list[_Piece]:
         """Return the pieces to store: each text once per document and source, at its first position."""
         pieces: dict[tuple[str, str, str], _Piece] = {}
-        find_contexts = self._headings if self._config.context == "headings" else self._preceding
-        contexts = find_contexts([ids for ids, _ in texts], sources, before)
+        contexts = self._preceding([ids for ids, _ in texts], sources, before)
         for name, source, (ids, chunk_key), context in zip(names, sources, texts, contexts, strict=True):
             if chunk_key:
                 piece = _Piece(name, source, text_key(namespace, ids), ids, context)
@@ -142,19 +138,6 @@ class Choosing:
         grown = len(context) - limit
         least, most = (factor * limit for factor in _GROWTH)
         return grown > most or (grown > least and int(text_key("", ids), 16) % (_CUTS * limit) < len(ids))
-
-    def _headings(
-        self, texts: Sequence[list[int]], sources: Sequence[str], before: dict[str, list[int]]
-    ) -> Iterator[list[int]]:
-        """Yield the title of each text's source and the headings above the text; sets `before` to those at its end."""
-        tokenizer = self._outline.tokenizer
-        for source, ids in zip(sources, texts, strict=True):
-            limit = min(self._config.context_tokens, self._room(ids)) if source else 0
-            path = tokenizer.decode(before[source]).split("\n\n") if before.get(source) else [title(source)]
-            context = tokenizer.encode("\n\n".join([*path, ""]))
-            yield context[max(0, len(context) - limit) :]
-            if limit:
-                before[source] = tokenizer.encode("\n\n".join(headings_after(path, tokenizer.decode(ids))))
 
     def _room(self, ids: Sequence[int]) -> int:
         """Return the number of tokens that the window has for the context of a text."""
@@ -204,8 +187,8 @@ class Ingestion(Choosing):
         """
         started = time.perf_counter()
         tokenized = self.tokenize(texts, namespace)
-        names = _per_text(document, len(tokenized), "document names")
-        sources = _per_text(document if sources is None else sources, len(tokenized), "sources")
+        names = per_text(document, len(tokenized), "document names")
+        sources = per_text(document if sources is None else sources, len(tokenized), "sources")
         check_names(*{*names, *sources})
         if mode == "on request":
             document, names = ON_REQUEST, [ON_REQUEST] * len(names)
@@ -299,14 +282,14 @@ class Ingestion(Choosing):
     def _encode(self, choices: Sequence[_Piece], namespace: str) -> Iterator[tuple[list[_Piece], list[ChunkRecord]]]:
         """Encode chunks; yield them in batches to store."""
         chunks, contexts = [choice.ids for choice in choices], [choice.context for choice in choices]
-        encoded, seconds, waits = encode(self._model, chunks, contexts), 0.0, self._model.waits
+        encoded, seconds, cpu, waits = encode(self._model, chunks, contexts), 0.0, 0.0, self._model.waits
         done: list[_Piece] = []
         records: list[ChunkRecord] = []
         size, stored = 0, time.perf_counter()
         for left in range(len(choices) - 1, -1, -1):
-            started = time.perf_counter()
+            started, cpu_started = time.perf_counter(), time.thread_time()
             number, layers = next(encoded)
-            seconds += time.perf_counter() - started
+            seconds, cpu = seconds + time.perf_counter() - started, cpu + time.thread_time() - cpu_started
             ids = np.asarray(chunks[number], np.uint32)
             packed = pack(layers, self._codec, f"{self._model.tokenizer.decode(chunks[number][:12])}...")
             context = np.asarray(contexts[number], np.uint32)
@@ -319,17 +302,7 @@ class Ingestion(Choosing):
         if choices and self._model.waits == waits:  # otherwise the duration would include other threads' work
             forest = trees(self._model, chunks, contexts)
             tokens, pairs = sum(tree.num_tokens for tree in forest), sum(tree.num_pairs for tree in forest)
-            self._tuning.observe_encoding(tokens, pairs, math.ceil(tokens / batch_tokens(self._model)), seconds)
-
-
-def _per_text(names: str | Sequence[str], num_texts: int, kind: str) -> Sequence[str]:
-    """Return one name per text."""
-    if isinstance(names, str):
-        return [names] * num_texts
-    names = check_list(kind, names)
-    if len(names) != num_texts:
-        raise SettingError(f"{len(names)} {kind} for {num_texts} texts: give one per text, or a single string")
-    return names
+            self._tuning.observe_encoding(tokens, pairs, math.ceil(tokens / batch_tokens(self._model)), seconds, cpu)
 
 
 def _overlap(before: list[int], ids: list[int]) -> int:

@@ -6,9 +6,10 @@ import hashlib
 import logging
 import re
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, thread
+from functools import partial
 from itertools import takewhile
 from typing import cast
 
@@ -17,14 +18,14 @@ from kvrag.fingerprint import text_key
 from kvrag.ingest.ingest import Ingestion
 from kvrag.reuse.conversation import Begun
 from kvrag.reuse.lookup import Lookup
-from kvrag.types import LearnStats, Messages, TokenIds
+from kvrag.types import LearnStats, Messages, Run, TokenIds
 
 logger = logging.getLogger("kvrag")
 
 LEAST_TOKENS = 64  # shorter texts save too little
 _LEAST_LETTERS = 2 * LEAST_TOKENS  # a text with fewer is not tokenised
 _SEEN = 1 << 16  # texts seen once that are remembered, by their digests
-_WAITING = 256  # prompts to look at; more are ignored
+_WAITING = 256  # prompts to look at, and texts to encode; more are ignored
 _POLL_S = 0.1
 
 
@@ -46,68 +47,107 @@ class Learner:
             notice: Marks prompts of which texts were removed from the store, see `Begun`.
         """
         self._ingestion, self._lookup, self._is_busy, self._notice = ingestion, lookup, is_busy, notice
-        self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self._pool = ThreadPoolExecutor(1, "kvrag-learn")
+        self._seen: OrderedDict[bytes, str] = OrderedDict()  # namespaces by digest
+        self._looking = ThreadPoolExecutor(1, "kvrag-learn-look")
+        self._encoding = ThreadPoolExecutor(1, "kvrag-learn")  # waits while answers are in progress
         self._room = threading.BoundedSemaphore(_WAITING)
         self._closed = threading.Event()
-        self._learned = self._tokens = self._failed = self._ignored = self._times_forgotten = 0
+        self._keys: set[str] = set()  # of the chunks learned
+        self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by namespace
+        self._counting = threading.Lock()
+        self._has_warned = False
+        self._times_forgotten = 0
 
-    def observe(self, prompt: str | Messages | TokenIds, begun: Begun) -> None:
-        """Look at a prompt's new texts later, in another thread; the first error is logged, all are counted."""
+    def observe(self, prompt: str | Messages | TokenIds, begun: Begun, runs: Iterable[Run] = ()) -> None:
+        """Count what a prompt reused, and look at its new texts later, in another thread.
+
+        The first error is logged as a warning, all are counted.
+        """
+        self._count(begun.namespace, reused=sum(len(run) for run in runs if run.key in self._keys))
+        is_forgotten = partial(self._is_forgotten, begun, self._times_forgotten)
+        self._later(self._looking, begun.namespace, partial(self._look, prompt, begun.namespace, is_forgotten))
+
+    def _later(self, pool: ThreadPoolExecutor, namespace: str, work: Callable[[], None]) -> None:
+        """Run this in a pool, unless too much is waiting."""
         if self._closed.is_set() or not self._room.acquire(blocking=False):
-            self._ignored += 1
+            self._count(namespace, ignored=1)
             return
         try:
-            self._pool.submit(self._work, prompt, begun, self._times_forgotten)
+            pool.submit(self._run, namespace, work)
         except RuntimeError:  # closed in the meantime, or the program ends
             self._room.release()
 
-    def stats(self) -> LearnStats:
-        """Return the counters."""
-        return LearnStats(len(self._seen), self._learned, self._tokens, self._failed, self._ignored)
+    def _run(self, namespace: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # no answer depends on it
+            if self._is_over:
+                return
+            self._count(namespace, failed=1)
+            level = logging.INFO if self._has_warned else logging.WARNING  # a disk that is full stays so for a while
+            logger.log(level, "a text of a prompt could not be learned: %s (logged once)", error)
+            self._has_warned = True
+        finally:
+            self._room.release()
+
+    def stats(self, namespace: str | None = None) -> LearnStats:
+        """Return the counters of a namespace; None = of all."""
+        with self._counting:
+            seen = Counter(self._seen.values())
+            if namespace is None:
+                counts, num_seen = sum(self._counts.values(), Counter[str]()), seen.total()
+            else:
+                counts, num_seen = self._counts.get(namespace, Counter[str]()), seen[namespace]
+            names = ("learned", "tokens", "failed", "ignored", "reused")
+            return LearnStats(num_seen, **{name: counts[name] for name in names})
 
     def wait(self) -> None:
         """Wait until the prompts so far were looked at; for tests and benchmarks."""
-        self._pool.submit(lambda: None).result()
+        for pool in (self._looking, self._encoding):
+            pool.submit(lambda: None).result()
 
     def forget(self) -> None:
         """Forget which texts were seen once, and the prompts that wait."""
-        self._times_forgotten += 1
-        self._seen.clear()
+        with self._counting:
+            self._times_forgotten += 1
+            self._seen.clear()
 
     def close(self) -> None:
         """End after the text that is being encoded."""
         self._closed.set()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._looking, self._encoding):
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    def _work(self, prompt: str | Messages | TokenIds, begun: Begun, times_forgotten: int) -> None:
-        def is_forgotten() -> bool:
-            self._notice()
-            return begun.is_forgotten or times_forgotten != self._times_forgotten
+    def _count(self, namespace: str, **more: int) -> None:
+        with self._counting:
+            self._counts[namespace].update(more)
 
-        try:
-            for text in dict.fromkeys(new_texts(prompt)):
-                if self._closed.is_set() or is_forgotten():
-                    return
-                if self._is_known(text, begun.namespace):
-                    self._encode(text, begun.namespace, is_forgotten)
-        except Exception as error:  # no answer depends on it
-            level = logging.INFO if self._failed else logging.WARNING  # a disk that is full stays so for a while
-            logger.log(level, "a text of a prompt could not be learned: %s (logged once)", error)
-            self._failed += 1
-        finally:
-            self._room.release()
+    @property
+    def _is_over(self) -> bool:
+        # at its end, the interpreter sets `_shutdown` and waits for this thread; an open stream is never closed then
+        return self._closed.is_set() or thread._shutdown
+
+    def _is_forgotten(self, begun: Begun, times_forgotten: int) -> bool:
+        self._notice()
+        return begun.is_forgotten or times_forgotten != self._times_forgotten
+
+    def _look(self, prompt: str | Messages | TokenIds, namespace: str, is_forgotten: Callable[[], bool]) -> None:
+        for text in dict.fromkeys(new_texts(prompt)):
+            if self._is_over or is_forgotten():
+                return
+            if self._is_known(text, namespace):
+                self._later(self._encoding, namespace, partial(self._encode, text, namespace, is_forgotten))
 
     def _is_known(self, text: str, namespace: str) -> bool:
         """Return whether the text was seen before; remember it."""
         digest = hashlib.blake2b(f"{namespace}\0{text}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        if digest in self._seen:
-            del self._seen[digest]
-            return True
-        self._seen[digest] = None
-        while len(self._seen) > _SEEN:
-            self._seen.popitem(last=False)
-        return False
+        with self._counting:
+            if self._seen.pop(digest, None) is not None:
+                return True
+            self._seen[digest] = namespace
+            if len(self._seen) > _SEEN:
+                self._seen.popitem(last=False)
+            return False
 
     def _encode(self, text: str, namespace: str, is_forgotten: Callable[[], bool]) -> None:
         try:
@@ -118,7 +158,8 @@ class Learner:
         if key is None or len(ids) < LEAST_TOKENS or self._lookup.usable([text_id]):
             return
         while self._is_busy():
-            if self._closed.wait(_POLL_S):
+            self._closed.wait(_POLL_S)
+            if self._is_over:
                 return
         if is_forgotten():
             return
@@ -128,8 +169,8 @@ class Learner:
             self._ingestion.forget_requests([text_id], namespace)
             self._lookup.refresh()
             return
-        self._learned += report.new
-        self._tokens += report.tokens
+        self._keys.add(key)
+        self._count(namespace, learned=report.new, tokens=report.tokens)
 
 
 def new_texts(prompt: str | Messages | TokenIds) -> Iterator[str]:

@@ -141,7 +141,7 @@ def _step_of_two(model: Model, ids: list[int]) -> tuple[Tensor, Tensor]:
 
 def _layer0_keys(model: Model, ids: list[int]) -> Tensor:
     cache = model.new_cache(len(ids))
-    model.forward_until(lambda number, *_: number == 1, torch.tensor([ids]), cache)
+    model.forward_until(1, torch.tensor([ids]), cache)
     return cache.layer(0)[0]
 
 

@@ -18,14 +18,15 @@ class Trace:
     Steps: `match`, `select`, `blend` in this order; within `select` and `blend`, as layers are loaded while others are
     computed, `load_stall` (waiting for chunks) and `stitch` (rotation, and layout where the reading threads did not do
     it); `load` while at least one thread was reading chunks, mostly beside the others. `times` are the first start and
-    the last end of each step that has run, on the clock of `time.perf_counter`.
+    the last end of each step that has run, on the clock of `time.perf_counter`. `cpu_seconds` = processor time of this
+    thread, without nested steps.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.seconds = dict.fromkeys(("match", "load", "load_stall", "stitch", "select", "blend"), 0.0)
-        self.own_seconds = dict(self.seconds)
+        self.own_seconds, self.cpu_seconds = dict(self.seconds), dict(self.seconds)
         self.times: dict[str, tuple[float, float]] = {}
-        self._inside = 0.0  # seconds of the steps inside of the current one
+        self._inside = 0.0, 0.0  # seconds and processor time of the steps inside of the current one
         self._backend, self._waits = backend, backend.waits
         self._mutex = threading.Lock()
         self._readers, self._reading_since = 0, 0.0
@@ -33,16 +34,17 @@ class Trace:
     @contextmanager
     def step(self, name: str, synchronise: bool = True) -> Iterator[None]:
         """Add the duration of the block, including the device's work, to a step."""
-        before, self._inside = self._inside, 0.0
-        started = time.perf_counter()
+        before, self._inside = self._inside, (0.0, 0.0)
+        started, cpu_started = time.perf_counter(), time.thread_time()
         try:
             yield
         finally:
             if synchronise and self._backend.device.type == "cuda":
                 torch.cuda.synchronize(self._backend.device)
-            duration = self._add(name, started)
-            self.own_seconds[name] += duration - self._inside
-            self._inside = before + duration
+            duration, cpu = self._add(name, started), time.thread_time() - cpu_started
+            self.own_seconds[name] += duration - self._inside[0]
+            self.cpu_seconds[name] += cpu - self._inside[1]
+            self._inside = before[0] + duration, before[1] + cpu
 
     @contextmanager
     def reading(self) -> Iterator[None]:

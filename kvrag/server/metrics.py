@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from kvrag.types import BlendReport
+from kvrag.types import BlendReport, LearnStats
 
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 _BETWEEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -42,6 +44,10 @@ class Metrics:
         """Add a gauge whose value is read at every scrape."""
         Gauge(f"kvrag_{name}", about, registry=self._registry).set_function(value)
 
+    def watch_learning(self, stats: Callable[[], LearnStats | None]) -> None:
+        """Add the counters of learning, which are read at every scrape."""
+        self._registry.register(_Learning(stats))
+
     def token(self, seconds: float, count: int, is_first: bool) -> None:
         """Count tokens with the time since the request (first token) or since the previous tokens."""
         (self._first if is_first else self._between).observe(seconds)
@@ -62,3 +68,24 @@ class Metrics:
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
+
+
+class _Learning(Collector):
+    """Counters of learning; none where it is off."""
+
+    def __init__(self, stats: Callable[[], LearnStats | None]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        if stats is None:
+            return
+        yield GaugeMetricFamily("kvrag_learn_remembered_texts", "Texts seen once", stats.seen)
+        for name, about, value in (
+            ("chunks", "Chunks learned", stats.learned),
+            ("tokens", "Tokens of the chunks learned", stats.tokens),
+            ("reused_tokens", "Prompt tokens that learned chunks brought, since the start", stats.reused),
+            ("failure", "Prompts with an error in learning", stats.failed),
+            ("ignored", "Prompts that were not looked at because too many waited", stats.ignored),
+        ):
+            yield CounterMetricFamily(f"kvrag_learn_{name}", about, value)

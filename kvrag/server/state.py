@@ -21,12 +21,14 @@ _READERS = 2  # concurrent file readers
 class Tenant:
     """One namespace of a server: its corpus and metrics. Requests never see another namespace's."""
 
-    def __init__(self, namespace: str, corpus: Corpus | None, queue: AdmissionQueue, is_shared: bool) -> None:
+    def __init__(self, namespace: str, corpus: Corpus | None, state: State) -> None:
+        queue = state.answering
         self.namespace, self.corpus = namespace, corpus
         # the process's load would reveal the activity of other namespaces
-        self.metrics = Metrics(with_process=not is_shared)
+        self.metrics = Metrics(with_process=not state.is_shared)
         self.metrics.watch("num_requests_running", "Admitted requests", lambda: queue.running(namespace))
         self.metrics.watch("num_requests_waiting", "Waiting requests", lambda: queue.waiting(namespace))
+        self.metrics.watch_learning(lambda: state.engine.learned_in(namespace))
         if corpus is not None:
             self.metrics.watch("corpus_pending", "Documents waiting to be encoded or dropped", corpus.count_pending)
 
@@ -50,7 +52,7 @@ class State:
         if found and set(found) != set(names):
             raise SettingError(f"the corpora must match the namespaces {', '.join(map(repr, names))}")
         self.is_shared = len(names) > 1
-        self.tenants = {name: Tenant(name, found.get(name), self.answering, self.is_shared) for name in names}
+        self.tenants = {name: Tenant(name, found.get(name), self) for name in names}
 
     @property
     def corpora(self) -> list[Corpus]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from kvrag import BlendEngine, FileStore, Model, ModelLoadError, OutOfMemoryError, UnsupportedModelError
 from kvrag.backend.transformers import loading
+from kvrag.errors import ModelError, PromptError
 from kvrag.generate.decode import AHEAD
+from kvrag.inspect.verify import verify
 from kvrag.types import Messages
 
 TOLERANCE = 1e-5
 
 
 def test_the_families_claimed_are_the_families_tested() -> None:
-    assert {model_type for model_type, _ in FAMILIES.values()} == loading.FAMILIES
+    configs = [AutoConfig.for_model(model_type) for model_type, _ in FAMILIES.values()]
+    assert {config.get_text_config().model_type for config in configs} == loading.FAMILIES
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -30,6 +35,7 @@ def test_gate(family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.M
     hf = build(model_type, **changes)
     model = Model(hf, tokenizer, family)
     monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
+    assert model.bytes_per_token == loading.bytes_per_token(hf.config, torch.float32)
     with BlendEngine(model, tmp_path) as engine:
         engine.warm(CHUNKS)
         prompt = messages(*(CHUNKS[number] for number in (2, 0, 3, 1)))
@@ -107,6 +113,22 @@ def _single_chunk_behind_its_preamble_is_exact(engine: BlendEngine, hf: Any) -> 
     assert report.recomputed_tokens == 0
     assert report.reused_tokens == len(tokenizer.encode(CHUNKS[1]))
     assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "kimi_k25", "llama4", "mistral3", "qwen2_5_vl"])
+def test_the_text_part_of_a_checkpoint_that_also_reads_images_loads(
+    model_type: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    hf = build(model_type, images=True, **FAMILIES.get(model_type, (model_type, {}))[1])
+    hf.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    model = Model.from_pretrained(tmp_path / "model")
+    ids = model.tokenizer.encode(CHUNKS[0])
+    assert relative(model.forward_all(torch.tensor([ids]), model.new_cache(len(ids)))[0], plain_logits(hf, ids)) <= 1e-5
+    assert all(check.passed for check in verify(partial(BlendEngine, model)))
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+    with pytest.raises(PromptError, match="only text is supported, got message content of type 'image_url'"):
+        model.tokenizer.render(image)
 
 
 @pytest.mark.parametrize("family", ["llama-dynamic", "llama-longrope"])
@@ -211,44 +233,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "mpt": ("mpt", {}, "no layer applies rotary"),
     "gptj": ("gptj", {"rotary_dim": 8}, "not by a rotary table"),
     "rwkv": ("rwkv", {}, "does not write its keys into the cache"),
-    "mamba": ("mamba", {"state_size": 4, "expand": 2, "time_step_rank": 4}, "which keep no KV per token"),
-    "jamba": (
-        "jamba",
-        {"num_experts": 2, "mamba_d_state": 4, "mamba_expand": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False},
-        "which keep no KV per token",
-    ),
-    "qwen3_next": (
-        "qwen3_next",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "shared_expert_intermediate_size": 48,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-        },
-        "which keep no KV per token",
-    ),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 48,
-            "first_k_dense_replace": 1,
-            "kv_lora_rank": 16,
-            "q_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 16,
-        },
-        "multi-head latent attention",
-    ),
+    "mamba": ("mamba", {"state_size": 4, "time_step_rank": 4}, "linear_attention are neither full"),
+    "jamba": ("jamba", {"use_mamba_kernels": False}, "linear_attention are neither full"),
+    "qwen3_next": ("qwen3_next", {}, "linear_attention are neither full"),
+    "deepseek_v32": ("deepseek_v32", {}, "indexed_attention are neither full, sliding nor chunked attention"),
     "doge": ("doge", {}, "a trial forward pass with a cache and a mask failed"),
+    "jetmoe": ("jetmoe", {}, "it attends to other keys than those in its cache"),
     "gpt_neox_japanese": ("gpt_neox_japanese", {}, "do not use transformers' attention interface"),
     "xlstm": ("xlstm", {}, "a trial forward pass with a cache and a mask failed"),
     "t5": ("t5", {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}, "encoder-decoder"),
@@ -261,12 +251,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def _random(model_type: str, changes: dict[str, Any]) -> Any:
-    seq2seq = model_type in ("t5", "bart")
-    base = {"vocab_size": 1536} if seq2seq else SMALL
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **(base | changes))
-    kind = AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM
-    return kind.from_config(config, dtype=torch.float32)
+    if model_type not in ("t5", "bart"):
+        return build(model_type, **changes)
+    config = AutoConfig.for_model(model_type, **({"vocab_size": 1536} | changes))
+    return AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -290,6 +278,11 @@ def test_an_untested_family_needs_allow_unverified(tokenizer: Any) -> None:
     with pytest.raises(UnsupportedModelError, match=r"untested.*allow-unverified"):
         Model(hf, tokenizer)
     assert Model(hf, tokenizer, allow_unverified=True).num_layers == 4
+
+
+def test_latents_cannot_be_compiled(tokenizer: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"cannot be compiled \(MLA\): load it without compile_decode"):
+        Model(build("deepseek_v3"), tokenizer, compile_decode=True)
 
 
 def test_memory_that_is_full_is_not_blamed_on_the_architecture(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +325,27 @@ def test_device_map_spreads_a_model_but_does_not_offload_it(
         Model.from_pretrained(tmp_path / "model", device_map=device_map)
 
 
+@pytest.mark.parametrize(
+    ("weights", "config", "reason"),
+    [
+        ("llama", "qwen3", r"no weights for model.layers.0.self_attn.k_norm.weight"),
+        ("qwen3", "llama", r"LlamaForCausalLM.*does not use model.layers.0.self_attn.k_norm.weight.*another model's"),
+        ("qwen2", "llama", r"does not use model.layers.0.self_attn.k_proj.bias"),
+        ("deepseek_v3", "llama", "config.json gives other sizes than the weights have"),
+        ("qwen3_next", "qwen3_next", "linear_attention are neither full, sliding nor chunked attention"),
+    ],
+)
+def test_weights_of_another_family_than_the_configuration_says_are_refused(
+    weights: str, config: str, reason: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    build(weights).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": config}))
+    with pytest.raises(ModelError, match=reason):
+        Model.from_pretrained(tmp_path, allow_unverified=True)
+
+
 @pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
 def test_attention_that_takes_no_mask_is_refused(name: str, tokenizer: Any) -> None:
     hf = build("llama")
@@ -351,8 +365,10 @@ def test_attention_that_takes_no_mask_is_refused_before_anything_is_loaded(name:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_both_attentions_give_full_prefill(attention: str, tokenizer: Any, tmp_path: Path) -> None:
-    hf = build("qwen2", attn_implementation=attention)
+@pytest.mark.parametrize("family", ["qwen2", "gemma4-shared", "deepseek_v3", "llama4"])
+def test_both_attentions_give_full_prefill(attention: str, family: str, tokenizer: Any, tmp_path: Path) -> None:
+    model_type, changes = FAMILIES[family]
+    hf = build(model_type, attn_implementation=attention, **changes)
     model = Model(hf, tokenizer)
     assert model.config._attn_implementation == attention
     with BlendEngine(model, tmp_path) as engine:

@@ -45,6 +45,7 @@ from llama_index.core.schema import BaseNode
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from pydantic import Field
+from scan_models import gated
 from sphinx.cmd.build import main as sphinx_build
 
 import kvrag.answer
@@ -52,6 +53,7 @@ import kvrag.engine
 from benchmarks.__main__ import _parser as benchmarks_parser
 from kvrag import Model
 from kvrag.backend.lock import Shared
+from kvrag.backend.transformers.loading import FAMILIES
 from kvrag.cli.main import _COMMANDS, _parser
 from kvrag.config import POLICIES
 
@@ -432,3 +434,9 @@ def test_there_are_few_pages() -> None:
     pages = [page for page in PAGES if re.fullmatch(r"docs/[^/]+\.md", page)]
     assert len(pages) <= 15, "merge, or extend a page"
     assert sum(len((ROOT / page).read_text().split()) for page in [*pages, "README.md"]) <= 25_000
+
+
+def test_the_model_families_named_are_those_that_are_tested() -> None:
+    page = " ".join((DOCS / "when-it-wins.md").read_text(encoding="utf-8").split())
+    assert gated() in page, "python tests/helpers/scan_models.py --gated prints the sentence"
+    assert f"{len(FAMILIES)} model families are tested" in page

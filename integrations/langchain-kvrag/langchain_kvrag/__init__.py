@@ -15,12 +15,3 @@ __all__ = [
     "SQLiteRecordManager",
     "SentenceTransformerEmbeddings",
 ]
-
-
-def __getattr__(name: str) -> object:
-    if name == "FaissVectorStore":
-        raise ImportError(
-            "langchain_kvrag no longer has FaissVectorStore: use InMemoryVectorStore from "
-            "langchain_core.vectorstores, or a store on disk such as Chroma from langchain_chroma"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

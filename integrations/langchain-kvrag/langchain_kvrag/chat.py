@@ -28,7 +28,6 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from kvrag import (
     Answer,
     BlendEngine,
-    BlendReport,
     Delta,
     LLMSettings,
     PromptError,
@@ -36,6 +35,7 @@ from kvrag import (
     SettingError,
 )
 from kvrag.llm import LONGER
+from kvrag.types import join
 from langchain_kvrag.messages import template_messages
 from langchain_kvrag.settings import BlendSettings, achunks, chunks, langchain_errors, usage
 
@@ -91,8 +91,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
             structured_output=True,
             max_output_tokens=self.max_tokens,
         )
-        settings = LLMSettings.of(self)
-        window, thinks = settings.window_on_disk(), settings.thinks_on_disk()
+        window, thinks = LLMSettings.of(self).on_disk()
         if window is not None:
             profile["max_input_tokens"] = window
         if thinks is not None:
@@ -251,7 +250,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
     ) -> Iterator[ChatGenerationChunk]:
         settings, request, one_call = self._chat_request(stop, kwargs)
         deltas = self._lazy.open(settings).stream(template_messages(messages), **request)
-        yield from chunks(deltas, self._builder(settings, one_call), run_manager)
+        yield from chunks(deltas, self._builder(settings, one_call).add, run_manager)
 
     async def _astream(
         self,
@@ -263,7 +262,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         settings, request, one_call = self._chat_request(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
         deltas = engine.astream(template_messages(messages), **request)
-        async with aclosing(achunks(deltas, self._builder(settings, one_call), run_manager)) as stream:
+        async with aclosing(achunks(deltas, self._builder(settings, one_call).add, run_manager)) as stream:
             async for chunk in stream:
                 yield chunk
 
@@ -276,9 +275,8 @@ class ChatChunkBuilder:
 
     def __init__(self, model_name: str, one_call: bool, as_blocks: bool) -> None:
         self._model_name, self._one_call, self._as_blocks = model_name, one_call, as_blocks
-        self._num_tokens = self._num_calls = self._reasoning_tokens = self._num_blocks = 0
-        self._last_block = ""  # its type
-        self._is_empty = True  # so far
+        self._deltas: list[Delta] = []
+        self._num_blocks, self._last_block = 0, ""  # the type of the last one
         self._ids: dict[str, int] = {}  # index of each call
 
     def add(self, delta: Delta) -> ChatGenerationChunk | None:
@@ -288,12 +286,9 @@ class ChatChunkBuilder:
         """
         if self._one_call:
             delta = _without_later_calls(delta, self._ids)
-        self._num_tokens += delta.num_tokens
-        self._reasoning_tokens += delta.reasoning_tokens
-        self._is_empty &= not (delta.text or delta.reasoning or delta.call_pieces or delta.report)
-        if self._is_empty:
+        self._deltas.append(delta)
+        if not any(one.text or one.reasoning or one.call_pieces or one.report for one in self._deltas):
             return None
-        self._num_calls += len(delta.tool_calls)
         pieces = {
             piece.index: tool_call_chunk(
                 name=piece.name or None, args=piece.arguments, id=piece.id or None, index=piece.index
@@ -308,10 +303,9 @@ class ChatChunkBuilder:
         message = AIMessageChunk(content=self._content(delta), tool_call_chunks=list(pieces.values()))
         if delta.report is not None:
             # on the last chunk only: LangChain adds up the usage of chunks and concatenates names
-            message.usage_metadata = usage(delta.report, self._num_tokens, self._reasoning_tokens)
-            message.response_metadata = _metadata(
-                delta.report, self._model_name, _finish_reason(delta, self._num_calls)
-            )
+            answer = join(self._deltas)
+            message.usage_metadata = usage(answer)
+            message.response_metadata = _metadata(answer, self._model_name)
             message.chunk_position = "last"
         return ChatGenerationChunk(message=message)
 
@@ -385,8 +379,8 @@ def _result(answer: Answer, model_name: str, one_call: bool) -> ChatResult:
             )
             for call in answer.invalid_calls
         ],
-        usage_metadata=usage(answer.report, answer.num_tokens, answer.reasoning_tokens),
-        response_metadata=_metadata(answer.report, model_name, _finish_reason(answer, len(answer.tool_calls))),
+        usage_metadata=usage(answer),
+        response_metadata=_metadata(answer, model_name),
     )
     return ChatResult(generations=[ChatGeneration(message=message)])
 
@@ -413,17 +407,13 @@ def _is_repairable(arguments: str) -> bool:
         return False
 
 
-def _metadata(report: BlendReport, model_name: str, finish_reason: str | None) -> dict[str, Any]:
+def _metadata(answer: Answer, model_name: str) -> dict[str, Any]:
     return {
-        "kvrag": report.to_dict(),
+        "kvrag": answer.report.to_dict(),
         "model_name": model_name,
         "model_provider": "kvrag",
-        "finish_reason": finish_reason,
+        "finish_reason": "tool_calls" if answer.tool_calls and answer.finish_reason == "stop" else answer.finish_reason,
     }
-
-
-def _finish_reason(end: Answer | Delta, num_calls: int) -> str | None:
-    return "tool_calls" if num_calls and end.finish_reason == "stop" else end.finish_reason
 
 
 def _complete(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:

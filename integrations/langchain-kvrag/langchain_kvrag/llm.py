@@ -9,11 +9,11 @@ from typing import Any, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseLLM
-from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from pydantic import PrivateAttr
 
-from kvrag import Answer, BlendReport, Delta, LLMSettings, SettingError
+from kvrag import Answer, Delta, LLMSettings, SettingError
+from kvrag.types import join
 from langchain_kvrag.settings import BlendSettings, achunks, chunks, langchain_errors, usage
 
 _RUN_ARGUMENTS = ("callbacks", "tags", "metadata", "run_name", "run_id")
@@ -96,7 +96,7 @@ class BlendLLM(BlendSettings, BaseLLM, extra="forbid"):
         settings, request = self._request(stop, kwargs)
         engine = self._lazy.open(settings)
         deltas = engine.stream(engine.as_prompt(prompt), **request)
-        yield from chunks(deltas, TextChunkBuilder(settings.model_name), run_manager)
+        yield from chunks(deltas, TextChunkBuilder(settings.model_name).add, run_manager)
 
     async def _astream(
         self,
@@ -108,7 +108,7 @@ class BlendLLM(BlendSettings, BaseLLM, extra="forbid"):
         settings, request = self._request(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
         deltas = engine.astream(engine.as_prompt(prompt), **request)
-        async with aclosing(achunks(deltas, TextChunkBuilder(settings.model_name), run_manager)) as stream:
+        async with aclosing(achunks(deltas, TextChunkBuilder(settings.model_name).add, run_manager)) as stream:
             async for chunk in stream:
                 yield chunk
 
@@ -118,35 +118,29 @@ class TextChunkBuilder:
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
-        self._num_tokens = self._reasoning_tokens = 0
+        self._deltas: list[Delta] = []
 
     def add(self, delta: Delta) -> GenerationChunk:
         """Return the chunk for the next delta."""
-        self._num_tokens += delta.num_tokens
-        self._reasoning_tokens += delta.reasoning_tokens
-        if delta.report is None:
-            info = {"reasoning": delta.reasoning} if delta.reasoning else None
-        else:
-            counts = usage(delta.report, self._num_tokens, self._reasoning_tokens)
-            info = _info(delta, delta.report, counts, self._model_name)
-        return GenerationChunk(text=delta.text, generation_info=info)
+        self._deltas.append(delta)
+        info = {"reasoning": delta.reasoning} if delta.reasoning else {}
+        if delta.report is not None:
+            info |= _info(join(self._deltas), self._model_name)
+        return GenerationChunk(text=delta.text, generation_info=info or None)
 
 
-def _info(end: Answer | Delta, report: BlendReport, counts: UsageMetadata, model_name: str) -> dict[str, Any]:
-    info = {
-        "kvrag": report.to_dict(),
-        "usage_metadata": counts,
-        "finish_reason": end.finish_reason,
+def _info(answer: Answer, model_name: str) -> dict[str, Any]:
+    return {
+        "kvrag": answer.report.to_dict(),
+        "usage_metadata": usage(answer),
+        "finish_reason": answer.finish_reason,
         "model_name": model_name,
     }
-    return info | ({"reasoning": end.reasoning} if end.reasoning else {})
 
 
 def _result(answers: Sequence[Answer], model_name: str) -> LLMResult:
-    infos = [
-        _info(answer, answer.report, usage(answer.report, answer.num_tokens, answer.reasoning_tokens), model_name)
-        for answer in answers
-    ]
+    thoughts = [{"reasoning": answer.reasoning} if answer.reasoning else {} for answer in answers]
+    infos = [_info(answer, model_name) | thought for answer, thought in zip(answers, thoughts, strict=True)]
     pairs = zip(answers, infos, strict=True)
     prompt, completion = (
         sum(info["usage_metadata"][name] for info in infos) for name in ("input_tokens", "output_tokens")

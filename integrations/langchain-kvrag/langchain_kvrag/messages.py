@@ -8,6 +8,7 @@ from typing import Any, cast
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, FunctionMessage, ToolMessage
 
 from kvrag import PromptError
+from kvrag.llm import template_call
 
 # not LangChain's convert_to_openai_messages: it keeps reasoning in prompts, and joins parts with line breaks
 _ROLES = {"system": "system", "human": "user", "ai": "assistant", "tool": "tool", "function": "tool"}
@@ -43,10 +44,7 @@ def _template_message(message: BaseMessage) -> dict[str, Any]:
     if isinstance(message, AIMessage) and (thought := _thought(message)):
         fields["reasoning_content"] = thought
     if isinstance(message, AIMessage) and message.tool_calls:
-        fields["tool_calls"] = [
-            {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
-            for call in message.tool_calls
-        ]
+        fields["tool_calls"] = [template_call(call["id"], call["name"], call["args"]) for call in message.tool_calls]
     if isinstance(message, ToolMessage):
         fields["tool_call_id"] = message.tool_call_id
     if isinstance(message, (ToolMessage, FunctionMessage)) and message.name:

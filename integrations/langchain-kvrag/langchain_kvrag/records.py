@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from langchain_core.indexing import RecordManager
 
@@ -31,6 +32,16 @@ _UPSERT = """
 INSERT INTO records (namespace, key, group_id, updated_at) VALUES (?, ?, ?, ?)
 ON CONFLICT (namespace, key) DO UPDATE SET updated_at = excluded.updated_at
 """
+
+
+def _off_the_loop(name: str) -> Any:
+    """Return an async method that calls the method of this name in a thread."""
+
+    async def method(self: RecordManager, *args: Any, **kwargs: Any) -> Any:
+        return await asyncio.to_thread(getattr(self, name), *args, **kwargs)
+
+    method.__doc__ = f"Like `{name}`, off the event loop."
+    return method
 
 
 class SQLiteRecordManager(RecordManager):
@@ -120,42 +131,12 @@ class SQLiteRecordManager(RecordManager):
         with self._transaction() as db:
             db.executemany("DELETE FROM records WHERE namespace = ? AND key = ?", [(self.namespace, k) for k in keys])
 
-    async def acreate_schema(self) -> None:
-        """Like `create_schema`."""
-        await asyncio.to_thread(self.create_schema)
-
-    async def aget_time(self) -> float:
-        """Like `get_time`."""
-        return await asyncio.to_thread(self.get_time)
-
-    async def aupdate(
-        self,
-        keys: Sequence[str],
-        *,
-        group_ids: Sequence[str | None] | None = None,
-        time_at_least: float | None = None,
-    ) -> None:
-        """Like `update`."""
-        await asyncio.to_thread(self.update, keys, group_ids=group_ids, time_at_least=time_at_least)
-
-    async def aexists(self, keys: Sequence[str]) -> list[bool]:
-        """Like `exists`."""
-        return await asyncio.to_thread(self.exists, keys)
-
-    async def alist_keys(
-        self,
-        *,
-        before: float | None = None,
-        after: float | None = None,
-        group_ids: Sequence[str] | None = None,
-        limit: int | None = None,
-    ) -> list[str]:
-        """Like `list_keys`."""
-        return await asyncio.to_thread(self.list_keys, before=before, after=after, group_ids=group_ids, limit=limit)
-
-    async def adelete_keys(self, keys: Sequence[str]) -> None:
-        """Like `delete_keys`."""
-        await asyncio.to_thread(self.delete_keys, keys)
+    acreate_schema = _off_the_loop("create_schema")
+    aget_time = _off_the_loop("get_time")
+    aupdate = _off_the_loop("update")
+    aexists = _off_the_loop("exists")
+    alist_keys = _off_the_loop("list_keys")
+    adelete_keys = _off_the_loop("delete_keys")
 
     def close(self) -> None:
         """Close the file."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -18,13 +18,12 @@ from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, Us
 from langchain_core.outputs import ChatGenerationChunk, GenerationChunk
 from pydantic import model_validator
 
-from kvrag import BlendReport, ContextWindowError, Delta, LLMSettings
+from kvrag import Answer, ContextWindowError, Delta, LLMSettings
 from kvrag.llm_fields import LLMFields
 
 _VERSION = version("langchain-kvrag")
 
 Chunk = TypeVar("Chunk", GenerationChunk, ChatGenerationChunk)
-Chunk_co = TypeVar("Chunk_co", covariant=True)
 
 
 class PromptOverflowError(ContextWindowError, ContextOverflowError):
@@ -40,20 +39,19 @@ def langchain_errors() -> Iterator[None]:
         raise PromptOverflowError(str(error)) from error
 
 
-class ChunkBuilder(Protocol[Chunk_co]):
-    """Builds LangChain's chunks from the deltas of one stream."""
-
-    def add(self, delta: Delta) -> Chunk_co | None:
-        """Return the chunk for the next delta; None if it has none."""
-
-
 def chunks(
-    deltas: Generator[Delta, None, None], builder: ChunkBuilder[Chunk], run_manager: CallbackManagerForLLMRun | None
+    deltas: Generator[Delta, None, None],
+    to_chunk: Callable[[Delta], Chunk | None],
+    run_manager: CallbackManagerForLLMRun | None,
 ) -> Iterator[Chunk]:
-    """Yield the chunks of a stream."""
+    """Yield the chunks of a stream.
+
+    Args:
+        to_chunk: Returns the chunk for the next delta; None if it has none.
+    """
     with langchain_errors(), closing(deltas):
         for delta in deltas:
-            chunk = builder.add(delta)
+            chunk = to_chunk(delta)
             if chunk is None:
                 continue
             if run_manager:
@@ -62,13 +60,15 @@ def chunks(
 
 
 async def achunks(
-    deltas: AsyncGenerator[Delta, None], builder: ChunkBuilder[Chunk], run_manager: AsyncCallbackManagerForLLMRun | None
+    deltas: AsyncGenerator[Delta, None],
+    to_chunk: Callable[[Delta], Chunk | None],
+    run_manager: AsyncCallbackManagerForLLMRun | None,
 ) -> AsyncGenerator[Chunk, None]:
     """Like `chunks`, off the event loop."""
     with langchain_errors():
         async with aclosing(deltas):
             async for delta in deltas:
-                chunk = builder.add(delta)
+                chunk = to_chunk(delta)
                 if chunk is None:
                     continue
                 if run_manager:
@@ -76,18 +76,19 @@ async def achunks(
                 yield chunk
 
 
-def usage(report: BlendReport, num_tokens: int, reasoning_tokens: int) -> UsageMetadata:
-    """Return the usage of an answer of `num_tokens` tokens, of which `reasoning_tokens` belong to a thought."""
+def usage(answer: Answer) -> UsageMetadata:
+    """Return the usage of an answer."""
+    report = answer.report
     counted = UsageMetadata(
         input_tokens=report.prompt_tokens,
-        output_tokens=num_tokens,
-        total_tokens=report.prompt_tokens + num_tokens,
+        output_tokens=answer.num_tokens,
+        total_tokens=report.prompt_tokens + answer.num_tokens,
         input_token_details=InputTokenDetails(
             cache_read=report.reused_tokens - report.created_tokens, cache_creation=report.created_tokens
         ),
     )
-    if reasoning_tokens:
-        counted["output_token_details"] = OutputTokenDetails(reasoning=reasoning_tokens)
+    if answer.reasoning_tokens:
+        counted["output_token_details"] = OutputTokenDetails(reasoning=answer.reasoning_tokens)
     return counted
 
 

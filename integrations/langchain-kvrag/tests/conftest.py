@@ -1,69 +1,28 @@
-"""The small reader on a store of its own, offline."""
+"""The fixtures of both frameworks, and one object of each class."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import pytest
-import torch
+from blending import CHUNKS
+from frameworks import *  # noqa: F403
 from langchain_kvrag import BlendLLM, ChatBlend
 
-from kvrag import Model
-from kvrag.answer import Answering
-
-CHUNKS = [
-    "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",
-    "Tran Works was founded by Mira Brel. The company sells chairs. Its logo is blue. It employs Kan Dror.",
-    "Kan Dror was born in Stelburg. He plays the banjo. He owns a goat and a cat. He studied geology.",
-    "Zel Vinford lives in Stinmouth. She studied music. She likes to eat curry and apples. She owns a snake.",
-]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _is_measured() -> Iterator[None]:
-    """Make the default ratio that of the bundled model for all: no calibration of random models finds one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvrag.fingerprint.Fingerprint.is_bundled", True)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def model() -> Model:
-    """Stays loaded between tests."""
-    return Model.from_pretrained("reader", dtype="float32")
-
-
-@pytest.fixture(autouse=True)
-def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make tests independent of how busy the machine is: nothing is ever noticeably faster."""
-    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("inf"))
-    monkeypatch.setattr("kvrag.control.tuning.STEP", 1.0)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The reader is small: threads would wait for each other longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> dict[str, Any]:
-    # float32: blending in full must not meet a tie of two tokens
-    return {"model": "reader", "store": tmp_path, "dtype": "float32", "temperature": 0, "max_tokens": 16}
+from kvrag import BlendEngine, Model
 
 
 @pytest.fixture
 def chunks() -> list[str]:
     return list(CHUNKS)
+
+
+@pytest.fixture
+def engine(model: Model, tmp_path: Path) -> Iterator[BlendEngine]:
+    with BlendEngine(model, tmp_path / "kv") as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -74,41 +33,3 @@ def chat(settings: dict[str, Any]) -> ChatBlend:
 @pytest.fixture
 def llm(settings: dict[str, Any]) -> BlendLLM:
     return BlendLLM(**settings)
-
-
-@pytest.fixture
-def endless(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers end at max_tokens only, so that there is something to compare."""
-    monkeypatch.setitem(vars(model), "eos_ids", frozenset())
-
-
-@pytest.fixture
-def thinking(endless: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every answer is a thought between two marks without text, and a name."""
-    inner = Answering.stream
-    said = [*(("", part) for part in ("", "Who ", "eats ", "it?", "")), ("Zel ", ""), ("Vinford.", "")]
-
-    def stream(*args: Any) -> Any:
-        for (text, thought), delta in zip(said + [("", "")] * 9, inner(*args), strict=True):
-            yield replace(delta, text=text, reasoning=thought, reasoning_tokens=1 if thought else 0)
-
-    monkeypatch.setattr(Answering, "stream", stream)
-
-
-@pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry per forward pass."""
-    passes: list[int] = []
-    forward, step = Model._forward, Model.forward_each
-
-    def counting(self: Model, ids: Any, *args: Any, **options: Any) -> Any:
-        passes.append(ids.shape[1])
-        return forward(self, ids, *args, **options)
-
-    def counting_steps(self: Model, tokens: Any, *args: Any) -> Any:
-        passes.append(1)
-        return step(self, tokens, *args)
-
-    monkeypatch.setattr(Model, "_forward", counting)
-    monkeypatch.setattr(Model, "forward_each", counting_steps)
-    return passes

@@ -43,11 +43,15 @@ HISTORY = [HumanMessage("Who lives in Stinmouth?"), AIMessage("Zel Vinford.")]
 
 
 class Heard(BaseCallbackHandler):
-    """Messages of the model in one run of an application, and the reports."""
+    """Messages and prompts of the model in one run of an application, and the reports."""
 
     def __init__(self) -> None:
+        self.prompts: list[list[Any]] = []
         self.said: list[Any] = []
         self.reports: list[dict[str, Any]] = []
+
+    def on_chat_model_start(self, _: Any, messages: list[list[Any]], **__: Any) -> None:
+        self.prompts.append(messages[0])
 
     def on_llm_end(self, response: LLMResult, **_: Any) -> None:
         message = response.generations[0][0].message  # type: ignore[union-attr]
@@ -229,20 +233,6 @@ def test_an_agents_structured_response_is_guaranteed(engine: BlendEngine, strate
 # ---------------------------------------------------------------- an agent about a long document
 
 
-class Follows(BaseCallbackHandler):
-    """The messages of each prompt, and the report of each answer."""
-
-    def __init__(self) -> None:
-        self.prompts: list[list[Any]] = []
-        self.reports: list[dict[str, Any]] = []
-
-    def on_chat_model_start(self, _: Any, messages: list[list[Any]], **__: Any) -> None:
-        self.prompts.append(messages[0])
-
-    def on_llm_end(self, response: LLMResult, **_: Any) -> None:
-        self.reports.append(response.generations[0][0].message.response_metadata["kvrag"])  # type: ignore[union-attr]
-
-
 def test_an_agent_converses_about_a_long_document(
     engine: BlendEngine, vectors: InMemoryVectorStore, documents: list[str]
 ) -> None:
@@ -267,7 +257,7 @@ def test_an_agent_converses_about_a_long_document(
         middleware=[read_first],
         checkpointer=InMemorySaver(),
     )
-    follows = Follows()
+    follows = Heard()
     config: Any = {"configurable": {"thread_id": "1"}, "callbacks": [follows]}
     for turn, question in enumerate([QUESTION, "And who plays the harp?"], 1):
         messages = agent.invoke(as_messages(question), config)["messages"]

@@ -10,29 +10,9 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_kvrag import BlendLLM, ChatBlend, KVWarmVectorStore
 from pydantic import ValidationError
 
-from kvrag import BlendEngine, SettingError
+from kvrag import SettingError
 
 QUESTION = "Question: Who likes curry?"
-METHODS = ("warm", "forget", "documents", "stream", "explain")
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The engine's methods and the namespaces they were called with."""
-    calls: list[tuple[str, str]] = []
-
-    def watched(name: str) -> Any:
-        inner = getattr(BlendEngine, name)
-
-        def call(self: BlendEngine, *args: Any, **settings: Any) -> Any:
-            calls.append((name, settings.get("namespace", "")))
-            return inner(self, *args, **settings)
-
-        return call
-
-    for name in METHODS:
-        monkeypatch.setattr(BlendEngine, name, watched(name))
-    return calls
 
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from frameworks import merged
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.outputs import ChatGenerationChunk
@@ -20,10 +21,6 @@ from kvrag.backend.transformers import Tokenizer
 QUESTION = "Question: Who likes curry?"
 THOUGHT, TEXT = "Who eats it?", "Zel Vinford."  # of the fixture `thinking`
 HIDDEN = ("index", "id")  # of blocks: only for merging chunks
-
-
-def merged(pieces: list[Any]) -> Any:
-    return sum(pieces[1:], start=pieces[0])
 
 
 def blocks(message: AIMessage) -> list[dict[str, Any]]:

@@ -6,44 +6,28 @@ import asyncio
 import copy
 import json
 import pickle
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from langchain_core.caches import InMemoryCache
+from blending import CHUNKS as PEOPLE
+from frameworks import TIMES
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
-from langchain_core.exceptions import ContextOverflowError
-from langchain_core.globals import set_llm_cache
 from langchain_core.load import dumps
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_kvrag import BlendLLM, ChatBlend, KVWarmVectorStore
 from langchain_tests.integration_tests.vectorstores import EMBEDDING_SIZE
-from pydantic import BaseModel
 from serving import NAME, Served, serving
 
-from kvrag import BlendConfig, BlendEngine, FileStore, Model, PromptError, RemoteEngine, ServerError, SettingError
+from kvrag import BlendEngine, RemoteEngine, ServerError, SettingError
 from kvrag.server.settings import ApiKey
 
 pytestmark = pytest.mark.slow  # starts servers
 
-CHUNKS = [
-    "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",
-    "Tran Works was founded by Mira Brel. The company sells chairs. Its logo is blue. It employs Kan Dror.",
-    "Kan Dror was born in Stelburg. He plays the banjo. He owns a goat and a cat. He studied geology.",
-]
+CHUNKS = PEOPLE[:3]
 QUESTION = "\n\n".join([CHUNKS[2], CHUNKS[0], "Question: Who plays the harp?"])
 FIXED = {"temperature": 0, "max_tokens": 16}
-TIMES = ("match_s", "load_s", "load_stall_s", "stitch_s", "select_s", "blend_s", "ttft_s", "tier", "bytes_loaded")
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: Literal["Mira", "Kan"]
-    is_tall: bool
 
 
 def look_up(name: Literal["Mira", "Kan"]) -> str:
@@ -53,28 +37,6 @@ def look_up(name: Literal["Mira", "Kan"]) -> str:
 
 WRITTEN = {"type": "object", "properties": {"text": {"type": "string", "maxLength": 20}}, "required": ["text"]}
 write = {"type": "function", "function": {"name": "write", "parameters": WRITTEN}}
-
-
-def an_engine(model: Model, folder: Path) -> BlendEngine:
-    return BlendEngine(model, FileStore(folder, min_free_bytes=0), BlendConfig(controller="off"))
-
-
-@pytest.fixture
-def here(model: Model, tmp_path: Path) -> Iterator[BlendEngine]:
-    with an_engine(model, tmp_path / "here") as engine:
-        yield engine
-
-
-@pytest.fixture
-def there(model: Model, tmp_path: Path) -> Iterator[BlendEngine]:
-    with an_engine(model, tmp_path / "there") as engine:
-        yield engine
-
-
-@pytest.fixture
-def served(there: BlendEngine) -> Iterator[Served]:
-    with serving(there) as served:
-        yield served
 
 
 @pytest.fixture
@@ -129,18 +91,6 @@ async def test_answers_and_reports_are_the_same(local: ChatBlend, remote: ChatBl
     assert len(pieces) > 2
     assert told(whole(pieces)) == told(whole([piece async for piece in local.astream(QUESTION)]))
     assert remote.forget("d") == local.forget("d") == 3
-
-
-async def test_many_at_once(remote: ChatBlend) -> None:
-    prompts = [f"{chunk} Question: Who?" for chunk in CHUNKS]
-    expected = [remote.invoke(prompt).content for prompt in prompts]
-    assert [said.content for said in remote.batch(prompts)] == expected
-    assert [said.content for said in await remote.abatch(prompts)] == expected
-
-
-def test_event_loops_come_and_go(remote: ChatBlend) -> None:
-    first, second = (asyncio.run(remote.ainvoke(QUESTION)).content for _ in range(2))
-    assert first == second
 
 
 def test_settings_of_a_call_reach_the_server(local: ChatBlend, remote: ChatBlend) -> None:
@@ -215,20 +165,6 @@ def test_tools_are_called(local: ChatBlend, remote: ChatBlend) -> None:
     assert counts[0] == counts[1] > 20
 
 
-def test_objects_of_a_class(remote: ChatBlend, local: ChatBlend) -> None:
-    for method in ("json_schema", "function_calling", "json_mode"):
-        schema = Person if method != "json_mode" else None
-        found = []
-        for llm in (local, remote):
-            bound = llm.model_copy(update={"max_tokens": 120})
-            made = bound.with_structured_output(schema, method=method, include_raw=True)  # type: ignore[arg-type]
-            answer: Any = made.invoke("Describe Mira.")
-            found.append((answer["raw"].content, answer["parsed"]))
-        assert found[0] == found[1]
-        if schema:
-            assert isinstance(found[0][1], Person)
-
-
 def test_a_text_llm(served: Served, here: BlendEngine) -> None:
     ours, theirs = BlendLLM(engine=here, **FIXED), BlendLLM(base_url=f"{served.url}/v1/", model=NAME, **FIXED)
     wanted = ours.invoke(QUESTION)
@@ -264,17 +200,7 @@ def test_a_call_can_have_a_timeout(remote: ChatBlend, served: Served) -> None:
         assert llm.invoke(QUESTION, timeout=60, max_tokens=1) is not None
 
 
-def test_a_prompt_that_is_too_long(remote: ChatBlend) -> None:
-    for ask in (remote.invoke, lambda text: list(remote.stream(text)), lambda text: asyncio.run(remote.ainvoke(text))):
-        with pytest.raises(ContextOverflowError, match="too many"):
-            ask("word " * 5000)  # type: ignore[operator]
-    with pytest.raises(PromptError):
-        remote.invoke("")
-
-
-def test_methods_that_need_the_model_are_refused(remote: ChatBlend) -> None:
-    with pytest.raises(SettingError, match="run it where they are"):
-        remote.explain("Who?")
+def test_the_namespace_is_the_keys(remote: ChatBlend) -> None:
     with pytest.raises(SettingError, match="takes the namespace from the API key"):
         remote.invoke("Who?", namespace="tenant")
     with pytest.raises(SettingError, match="takes the namespace from the API key"):
@@ -299,11 +225,6 @@ def test_wrong_settings_are_refused_at_once(wrong: dict[str, Any], reason: str) 
     for kind in (ChatBlend, BlendLLM):
         with pytest.raises(ValueError, match=reason):
             kind(**{"base_url": "http://localhost:1", "model": NAME, **wrong})
-
-
-def test_a_server_excludes_an_engine(here: BlendEngine) -> None:
-    with pytest.raises(ValueError, match="leave out base_url="):
-        ChatBlend(engine=here, base_url="http://localhost:1")
 
 
 def test_creating_sends_nothing_and_a_missing_server_is_named() -> None:
@@ -340,20 +261,9 @@ def test_keys_are_needed_and_kept_secret(there: BlendEngine, monkeypatch: pytest
 
 
 def test_an_unknown_model_is_named(served: Served) -> None:
-    llm = ChatBlend(base_url=served.url, model="gpt", max_retries=0)
-    with pytest.raises(ServerError, match=rf"unknown model 'gpt': {served.url} has '{NAME}'"):
-        llm.invoke("Who?")
     assert ChatBlend(base_url=served.url, model=NAME).invoke("Who?", model=NAME, max_tokens=1)
     with pytest.raises(ServerError, match="unknown model 'gpt'"):
         ChatBlend(base_url=served.url, model=NAME).invoke("Who?", model="gpt")
-
-
-def test_a_cache_of_answers(remote: ChatBlend) -> None:
-    set_llm_cache(InMemoryCache())
-    try:
-        assert remote.invoke("Who?").content == remote.invoke("Who?").content
-    finally:
-        set_llm_cache(None)
 
 
 def test_an_abandoned_stream_ends_on_the_server(remote: ChatBlend, served: Served, endless: None) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from blending import CHUNKS
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage
 from langchain_kvrag import ChatBlend
@@ -57,7 +58,7 @@ WITH_TOOLS = {
         "unicode_customer", **GREETED
     ),
 }
-DOCUMENT = "Zel Vinford lives in Stinmouth. She studied music. She likes to eat curry and apples. She owns a snake."
+DOCUMENT = CHUNKS[3]
 
 
 @torch.inference_mode()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import langchain_kvrag
 import pytest
+from frameworks import kept
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.runnables import RunnableLambda
@@ -19,7 +18,7 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from langchain_kvrag import ChatBlend, KVWarmVectorStore
 from langchain_kvrag.listing import listed_ids
 
-from kvrag import BlendEngine, Model
+from kvrag import BlendEngine
 from kvrag.fingerprint import text_key
 from kvrag.store import visible_variant
 
@@ -54,22 +53,12 @@ STORES: dict[str, Callable[[], VectorStore]] = {
 }
 
 
-@pytest.fixture
-def engine(model: Model, tmp_path: Path) -> Iterator[BlendEngine]:
-    with BlendEngine(model, tmp_path / "kv") as engine:
-        yield engine
-
-
 @pytest.fixture(params=STORES)
 def existing(request: pytest.FixtureRequest, chunks: list[str]) -> VectorStore:
     """A vector store with the chunks, without KV."""
     store = STORES[request.param]()
     store.add_texts(chunks, [{"n": i} for i in range(4)], ids=IDS)
     return store
-
-
-def kept(engine: BlendEngine) -> list[str]:
-    return sorted(engine.model.tokenizer.decode(entry.ids.tolist()) for entry in engine.store.entries(0))
 
 
 async def test_existing_documents_of_a_store_are_listed_and_warmed(
@@ -290,10 +279,3 @@ def test_a_wrapper_can_be_pickled(settings: dict[str, Any], chunks: list[str]) -
     again = pickle.loads(pickle.dumps(store))
     assert (type(again), again.collection) == (KVWarmVectorStore, "c")
     assert again.warm_existing().reused == 1
-
-
-def test_the_former_vector_store_names_its_replacements() -> None:
-    with pytest.raises(ImportError, match=r"use InMemoryVectorStore from langchain_core\.vectorstores, or .* Chroma"):
-        from langchain_kvrag import FaissVectorStore  # noqa: F401
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        langchain_kvrag.Nothing  # noqa: B018

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import pytest
+from frameworks import merged
 from langchain_core.caches import InMemoryCache
 from langchain_core.exceptions import OutputParserException
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage, convert_to_openai_messages
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage, convert_to_openai_messages
 from langchain_core.tools import tool
 from langchain_kvrag import BlendLLM, ChatBlend
 from langchain_kvrag.messages import template_messages
@@ -69,13 +70,6 @@ SCHEMA = {
 @pytest.fixture
 def chat(settings: dict[str, Any]) -> ChatBlend:
     return ChatBlend(**{**settings, "max_tokens": 120})
-
-
-def merged(pieces: list[Any]) -> AIMessageChunk:
-    whole = pieces[0]
-    for piece in pieces[1:]:
-        whole += piece
-    return whole  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------- tools
@@ -264,6 +258,7 @@ def test_arguments_of_a_call_are_in_the_cache_key(settings: dict[str, Any], forw
         chat.bind(grammar=Grammar(regex="[ab]{3}")),
         chat.bind(grammar=Grammar(regex="[ab]{4}")),
         chat.bind(documents=["a"]),
+        chat.bind(ratio=0.3),
     ]
     for one in asked:
         done = len(forwards)

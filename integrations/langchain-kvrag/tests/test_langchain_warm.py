@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from frameworks import kept
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.indexing import aindex, index
@@ -23,9 +24,9 @@ from langchain_kvrag import (
     PrefetchHandler,
     SQLiteRecordManager,
 )
-from langchain_tests.integration_tests import RetrieversIntegrationTests, VectorStoreIntegrationTests
+from langchain_tests.integration_tests import VectorStoreIntegrationTests
 
-from kvrag import BlendEngine, KvragError, LLMSettings, Model, SettingError, StoreFullError
+from kvrag import BlendEngine, KvragError, LLMSettings, SettingError, StoreFullError
 from kvrag.fingerprint import text_key
 from kvrag.store import visible_variant
 
@@ -52,12 +53,6 @@ class DeletesAll(InMemoryVectorStore):
 
 
 @pytest.fixture
-def engine(model: Model, tmp_path: Path) -> Iterator[BlendEngine]:
-    with BlendEngine(model, tmp_path / "kv") as engine:
-        yield engine
-
-
-@pytest.fixture
 def store(engine: BlendEngine) -> KVWarmVectorStore:
     return KVWarmVectorStore(DeletesAll(EMBEDDING), engine)
 
@@ -67,11 +62,6 @@ def records(tmp_path: Path) -> Iterator[SQLiteRecordManager]:
     records = SQLiteRecordManager("here", tmp_path / "records.sqlite")
     yield records
     records.close()
-
-
-def kept(engine: BlendEngine) -> list[str]:
-    """The texts whose KV is stored, sorted."""
-    return sorted(engine.model.tokenizer.decode(entry.ids.tolist()) for entry in engine.store.entries(0))
 
 
 def found(store: VectorStore) -> list[str]:
@@ -92,21 +82,6 @@ class TestVectorStore(VectorStoreIntegrationTests):
     @pytest.fixture
     def vectorstore(self, engine: BlendEngine) -> VectorStore:
         return KVWarmVectorStore(DeletesAll(self.get_embeddings()), engine)
-
-
-class TestRetriever(RetrieversIntegrationTests):
-    @pytest.fixture(autouse=True)
-    def _filled(self, store: KVWarmVectorStore, chunks: list[str]) -> None:
-        store.add_texts(chunks)
-        self.store = store
-
-    @property
-    def retriever_constructor(self) -> Any:
-        return lambda k=4: self.store.as_retriever(search_kwargs={"k": k})
-
-    @property
-    def retriever_query_example(self) -> str:
-        return "Who likes curry?"
 
 
 # ---------------------------------------------------------------- indexing
@@ -477,15 +452,6 @@ async def test_a_store_that_returns_too_few_ids_is_detected(engine: BlendEngine,
     with pytest.raises(KvragError, match="Losing returned 1 ids for 2 documents"):
         await add(KVWarmVectorStore(Losing(EMBEDDING), engine), chunks[:2])
     assert kept(engine) == []
-
-
-def test_a_closed_engine_raises_an_error_that_names_it(
-    store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str]
-) -> None:
-    engine.close()
-    with pytest.raises(KvragError, match="closed"):
-        store.add_texts(chunks)
-    assert found(store) == []
 
 
 def test_the_llm_must_be_one_that_can_encode() -> None:

@@ -5,34 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from blending import CHUNKS
 from llama_index.core.schema import TextNode
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.llms.kvrag import BlendLLM
 from llama_index.vector_stores.kvrag import KVWarmVectorStore
 
-from kvrag import BlendEngine, SettingError
+from kvrag import SettingError
 
 QUESTION = "Question: Who likes curry?"
-TEXT = "Zel Vinford lives in Stinmouth. She studied music. She likes to eat curry and apples. She owns a snake."
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The engine's methods and the namespaces they were called with."""
-    calls: list[tuple[str, str]] = []
-
-    def watched(name: str) -> Any:
-        inner = getattr(BlendEngine, name)
-
-        def call(self: BlendEngine, *args: Any, **settings: Any) -> Any:
-            calls.append((name, settings.get("namespace", "")))
-            return inner(self, *args, **settings)
-
-        return call
-
-    for name in ("warm", "forget", "documents", "stream", "explain"):
-        monkeypatch.setattr(BlendEngine, name, watched(name))
-    return calls
+TEXT = CHUNKS[3]
 
 
 async def test_the_field_and_the_call_reach_the_engine(settings: dict[str, Any], seen: list[tuple[str, str]]) -> None:

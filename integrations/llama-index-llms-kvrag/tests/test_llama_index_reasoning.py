@@ -10,8 +10,6 @@ from llama_index.core.base.llms.types import ChatMessage, TextBlock, ThinkingBlo
 from llama_index.llms.kvrag import BlendLLM
 from llama_index.llms.kvrag.messages import assistant_message, template_messages
 
-from kvrag import SettingError
-
 QUESTION = "Question: Who likes curry?"
 THOUGHT, TEXT = "Who eats it?", "Zel Vinford."  # of the fixture `thinking`
 USER = [ChatMessage(role="user", content=QUESTION)]
@@ -79,19 +77,3 @@ def test_a_dropped_second_call_does_not_drop_the_thought(llm: BlendLLM) -> None:
     response: Any = llm.chat(USER, max_tokens=2)
     response.message = assistant_message("", calls, [thought])
     assert llm._validate_chat_with_tools_response(response, []).message.blocks == [thought, calls[0]]
-
-
-def test_the_switch_is_a_setting_and_an_argument(settings: dict[str, Any]) -> None:
-    llm = BlendLLM(**settings, reasoning=False)
-    assert llm._request({})["reasoning"] is False
-    assert llm._request({"reasoning": True})["reasoning"] is True
-    with pytest.raises(SettingError, match="reasoning must be True, False or None, got 'high'"):
-        llm.chat(USER, reasoning="high")
-
-
-def test_arguments_of_other_llms_are_accepted(llm: BlendLLM) -> None:
-    expected = llm.chat(USER, max_tokens=2).message
-    call: dict[str, Any] = {"stream_options": {"include_usage": True}, "n": 1, "strict": True, "user": "me"}
-    assert llm.chat(USER, max_tokens=2, **call).message == expected
-    with pytest.raises(SettingError, match="n must be 1"):
-        llm.chat(USER, n=2)

@@ -5,49 +5,29 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
-from llama_index.core import StorageContext, VectorStoreIndex
+from blending import CHUNKS as PEOPLE
+from frameworks import TIMES
 from llama_index.core.base.llms.types import ChatMessage, ToolCallBlock
-from llama_index.core.embeddings import MockEmbedding
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import TextNode
 from llama_index.core.tools import FunctionTool
-from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.llms.kvrag import BlendLLM
-from llama_index.vector_stores.kvrag import KVWarmVectorStore
 from pydantic import BaseModel, Field
 from serving import NAME, Served, serving
 
-from kvrag import BlendConfig, BlendEngine, ContextWindowError, FileStore, Model, ServerError, SettingError
+from kvrag import BlendEngine
 from kvrag.server.settings import ApiKey
 
 pytestmark = pytest.mark.slow  # starts servers
 
-CHUNKS = [
-    "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",
-    "Tran Works was founded by Mira Brel. The company sells chairs. Its logo is blue. It employs Kan Dror.",
-    "Kan Dror was born in Stelburg. He plays the banjo. He owns a goat and a cat. He studied geology.",
-]
+CHUNKS = PEOPLE[:3]
 QUESTION = "\n\n".join([CHUNKS[2], CHUNKS[0], "Question: Who plays the harp?"])
 USER = [ChatMessage(role="user", content=QUESTION)]
 FIXED: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
-TIMES = ("match_s", "load_s", "load_stall_s", "stitch_s", "select_s", "blend_s", "ttft_s", "tier", "bytes_loaded")
-
-
-class Wanted(BaseModel):
-    """A person."""
-
-    name: Literal["Mira", "Kan"]
-
-
-def look_up(name: str) -> str:
-    """Look somebody up."""
-    return f"{name} plays."
 
 
 class Note(BaseModel):
@@ -62,29 +42,11 @@ def take_note(text: str) -> str:
 
 
 NOTE = FunctionTool.from_defaults(take_note, fn_schema=Note)
-TOOL = FunctionTool.from_defaults(look_up, fn_schema=Wanted)
-
-
-def an_engine(model: Model, folder: Path) -> BlendEngine:
-    return BlendEngine(model, FileStore(folder, min_free_bytes=0), BlendConfig(controller="off"))
 
 
 @pytest.fixture
-def there(model: Model, tmp_path: Path) -> Iterator[BlendEngine]:
-    with an_engine(model, tmp_path / "there") as engine:
-        yield engine
-
-
-@pytest.fixture
-def served(there: BlendEngine) -> Iterator[Served]:
-    with serving(there) as served:
-        yield served
-
-
-@pytest.fixture
-def local(model: Model, tmp_path: Path) -> Iterator[BlendLLM]:
-    with an_engine(model, tmp_path / "here") as engine:
-        yield BlendLLM(engine=engine, **FIXED)
+def local(here: BlendEngine) -> BlendLLM:
+    return BlendLLM(engine=here, **FIXED)
 
 
 @pytest.fixture
@@ -105,6 +67,7 @@ async def test_answers_and_reports_are_the_same(local: BlendLLM, remote: BlendLL
     ours, theirs = (llm.warm(nodes, document="d") for llm in (local, remote))
     assert (theirs.chunks, theirs.new, theirs.tokens) == (ours.chunks, ours.new, ours.tokens)
     assert remote.documents() == ["d"]
+    assert remote.encode("One two") == local.encode("One two")
     ways: list[Any] = [
         lambda llm: llm.complete(QUESTION),
         lambda llm: llm.complete(QUESTION, formatted=True),
@@ -125,15 +88,6 @@ async def test_answers_and_reports_are_the_same(local: BlendLLM, remote: BlendLL
     assert told(streamed[1][-1]) == told(streamed[0][-1])
     assert len(streamed[1]) > 2
     assert remote.forget("d") == local.forget("d") == 3
-
-
-def test_the_metadata_is_the_servers(local: BlendLLM, remote: BlendLLM) -> None:
-    theirs = remote.metadata
-    assert theirs.context_window == local.metadata.context_window
-    assert theirs.is_chat_model
-    assert theirs.is_function_calling_model
-    assert theirs.model_name == NAME
-    assert remote.encode("One two") == local.encode("One two")
 
 
 @pytest.mark.parametrize("length", [1, 20])
@@ -178,56 +132,6 @@ async def test_arguments_are_streamed_in_pieces(local: BlendLLM, remote: BlendLL
         texts = [piece for piece in pieces if isinstance(piece, str)]
         assert len(set(texts)) > 3
         assert all(after.startswith(before) for before, after in pairwise(texts))
-
-
-def test_tools_are_called(local: BlendLLM, remote: BlendLLM) -> None:
-    answers = []
-    for llm in (local, remote):
-        call: dict[str, Any] = {"user_msg": "Who is Mira?", "tool_required": True, "max_tokens": 80}
-        whole = llm.chat_with_tools([TOOL], **call)
-        last = list(llm.stream_chat_with_tools([TOOL], **call))[-1]
-        answers += [llm.get_tool_calls_from_response(response)[0] for response in (whole, last)]
-    assert [each.tool_name for each in answers] == ["look_up"] * 4
-    assert all(each.tool_kwargs == answers[0].tool_kwargs for each in answers)
-    assert len({each.tool_id for each in answers}) == 4
-    history = [*USER, remote.chat_with_tools([TOOL], user_msg="Who?", tool_required=True, max_tokens=80).message]
-    history.append(ChatMessage(role="tool", content="Mira plays.", additional_kwargs={"tool_call_id": "a"}))
-    assert remote.chat(history).message.content == local.chat(history).message.content
-
-
-def test_objects_of_a_class(local: BlendLLM, remote: BlendLLM) -> None:
-    prompt = PromptTemplate("Describe {name}.")
-    ours, theirs = (llm.structured_predict(Wanted, prompt, {"max_tokens": 80}, name="Mira") for llm in (local, remote))
-    assert theirs == ours
-    assert isinstance(theirs, Wanted)
-    last = list(remote.stream_structured_predict(Wanted, prompt, {"max_tokens": 80}, name="Mira"))[-1]
-    assert last == ours
-
-
-def test_a_query_engine_on_a_server(remote: BlendLLM, there: BlendEngine) -> None:
-    vectors = KVWarmVectorStore(SimpleVectorStore(), remote)
-    context = StorageContext.from_defaults(vector_store=vectors)
-    nodes = [TextNode(text=text, id_=str(number)) for number, text in enumerate(CHUNKS)]
-    index = VectorStoreIndex(nodes, storage_context=context, embed_model=MockEmbedding(embed_dim=4))
-    assert len(there.documents("llama_index/default/")) == 3
-    response = index.as_query_engine(llm=remote, similarity_top_k=2).query("Who plays the harp?")
-    assert str(response)
-    vectors.delete_nodes(["0", "1", "2"])
-    assert there.documents() == []
-
-
-def test_wrong_settings_are_refused(remote: BlendLLM) -> None:
-    for wrong, reason in (({"store": "kv"}, "leave out store="), ({"base_url": "nowhere"}, "must be the URL")):
-        with pytest.raises(ValueError, match=reason):
-            BlendLLM(**{"base_url": "http://localhost:1", "model": NAME, **wrong})
-    with pytest.raises(SettingError, match="API key"):
-        remote.complete("Who?", namespace="tenant")
-    with pytest.raises(ContextWindowError):
-        remote.complete("word " * 5000)
-    with pytest.raises(SettingError, match="run it where they are"):
-        remote.explain("Who?")
-    with pytest.raises(ServerError, match="cannot reach"):
-        BlendLLM(base_url="http://127.0.0.1:9", model=NAME, max_retries=0).complete("Who?")
 
 
 def test_keys_are_kept_secret(there: BlendEngine) -> None:

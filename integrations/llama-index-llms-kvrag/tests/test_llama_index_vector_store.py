@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blending import CHUNKS
 from llama_index.core import Document, MockEmbedding, StorageContext, VectorStoreIndex, load_index_from_storage
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
@@ -26,15 +27,12 @@ from llama_index.core.vector_stores.types import (
 from llama_index.llms.kvrag import BlendLLM, PrefetchHandler
 from llama_index.vector_stores.kvrag import KVWarmVectorStore
 
-from kvrag import FileStore, PromptError, SettingError, StoreFullError
+from kvrag import FileStore, SettingError
 from kvrag.fingerprint import text_key
 from kvrag.ingest import ingest
 from kvrag.store import visible_variant
 
-MIRA = "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day."
-TRAN = "Tran Works was founded by Mira Brel. The company sells chairs. Its logo is blue. It employs Kan Dror."
-KAN = "Kan Dror was born in Stelburg. He plays the banjo. He owns a goat and a cat. He studied geology."
-ZEL = "Zel Vinford lives in Stinmouth. She studied music. She likes to eat curry and apples. She owns a snake."
+MIRA, TRAN, KAN, ZEL = CHUNKS
 EMBEDDING = MockEmbedding(embed_dim=4)
 
 
@@ -164,18 +162,6 @@ def test_documents_come_and_change_and_go(llm: BlendLLM, vector_store: KVWarmVec
     assert llm.documents() == []
 
 
-async def test_documents_come_and_change_and_go_off_the_loop(
-    llm: BlendLLM, vector_store: KVWarmVectorStore, encoded: list[int]
-) -> None:
-    index = index_of(vector_store)
-    await index.ainsert(document("a", MIRA, TRAN, KAN))
-    encoded.clear()
-    await index.arefresh_ref_docs([document("a", MIRA, TRAN + " It grows.", KAN)])
-    assert (stored(llm), encoded) == (3, [3])
-    await index.adelete_ref_doc("a")
-    assert stored(llm) == 0
-
-
 @pytest.mark.parametrize("strategy", [DocstoreStrategy.UPSERTS, DocstoreStrategy.UPSERTS_AND_DELETE])
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_pipelines_encode_new_nodes_and_drop_deleted_ones(
@@ -282,17 +268,6 @@ async def test_an_add_lists_the_kv_of_its_own_nodes_only(
     assert len(llm.documents()) == 13
 
 
-def test_nodes_of_different_vector_stores_do_not_drop_each_others_kv(llm: BlendLLM) -> None:
-    one = KVWarmVectorStore(SimpleVectorStore(), llm, collection="one")
-    other = KVWarmVectorStore(SimpleVectorStore(), llm, collection="other")
-    one.add([node("1", MIRA)])
-    other.add([node("1", MIRA)])
-    one.clear()
-    assert stored(llm) == 1
-    other.delete("d")
-    assert stored(llm) == 0
-
-
 def test_the_replacement_of_a_nodes_text_can_be_encoded(llm: BlendLLM) -> None:
     vector_store = KVWarmVectorStore(SimpleVectorStore(), llm, target_metadata_key="window")
     sentence = node("1", "She lives in Grelville.", window=MIRA)
@@ -354,12 +329,6 @@ def test_kv_of_earlier_vector_stores_in_memory_can_be_dropped(llm: BlendLLM) -> 
 # ---------------------------------------------------------------- when the vector store fails
 
 
-def test_text_that_cannot_be_encoded_is_not_added(llm: BlendLLM, vector_store: KVWarmVectorStore) -> None:
-    with pytest.raises(PromptError, match="lone surrogate"):
-        vector_store.add([node("1", MIRA), node("2", "half a \ud83d smile")])
-    assert (stored(llm), vector_store.vector_store.to_dict()["embedding_dict"]) == (0, {})
-
-
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_an_add_that_fails_leaves_the_earlier_kv(is_async: bool, llm: BlendLLM) -> None:
     failing = Failing()
@@ -410,29 +379,6 @@ async def test_an_add_that_fails_midway_leaves_the_kv_of_added_nodes(is_async: b
         assert stored(llm) == 2
     texts = {llm._open().model.tokenizer.decode(entry.ids.tolist()) for entry in llm._open().store.entries(0)}
     assert texts == {KAN, ZEL}
-
-
-def test_an_add_that_cannot_store_its_kv_leaves_none(llm: BlendLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = FileStore.put
-
-    def full(self: FileStore, records: Any) -> int:
-        put(self, records[:1])
-        raise StoreFullError("the disk is full")
-
-    monkeypatch.setattr(FileStore, "put", full)
-    vector_store = KVWarmVectorStore(SimpleVectorStore(), llm)
-    with pytest.raises(StoreFullError):
-        vector_store.add([node("1", MIRA), node("2", TRAN)])
-    assert llm.documents() == []
-    assert vector_store.vector_store.to_dict()["embedding_dict"] == {}
-
-
-def test_its_former_import_path_works() -> None:
-    import llama_index.llms.kvrag as former
-
-    assert former.KVWarmVectorStore is KVWarmVectorStore
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        former.Nothing  # noqa: B018
 
 
 def test_kv_is_written_before_the_vectors_and_dropped_after_them(llm: BlendLLM) -> None:

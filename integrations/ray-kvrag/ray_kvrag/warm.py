@@ -64,7 +64,7 @@ class EncodingWorker:
 
     def _open(self) -> tuple[BlendEngine, ChunkIndex]:
         if self._opened is None:
-            engine = open_engine(self._args, **self._args.context_tokens)
+            engine = open_engine(self._args, context_tokens=self._args.context_tokens)
             self._opened = engine, open_index(engine, self._args.namespace, self._args.embedder)
         return self._opened
 
@@ -338,7 +338,7 @@ def _make_plan(args: argparse.Namespace, facts: Facts, store: KVStore, index: Ch
     tokenizer = Tokenizer(load_tokenizer(args.model), args.model)
     if tokenizer.digest != facts.fingerprint.tokenizer:
         raise SettingError(f"the cluster has another tokenizer for {args.model!r}: install the same model everywhere")
-    config = BlendConfig(**args.context_tokens)
+    config = BlendConfig(context_tokens=args.context_tokens)
     choosing = Choosing(_ModelOutline(facts, tokenizer), store, config, facts.fingerprint)
     chunks, pages, problems = read_chunks(args, tokenizer.encode)
     texts: dict[str, dict[str, int]] = {}

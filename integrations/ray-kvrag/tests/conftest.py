@@ -11,6 +11,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from frameworks import is_measured, not_by_the_clock  # noqa: F401
 from places import Bucket, run_s3
 
 torch.set_num_threads(1)  # the models are too small for more
@@ -21,19 +22,6 @@ if find_spec("ray") is None:
     def pytest_terminal_summary(terminalreporter: Any) -> None:
         """Report skipped tests."""
         terminalreporter.write_line("integrations/ray-kvrag/tests left out: ray is not installed here")
-
-
-@pytest.fixture(autouse=True)
-def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make results independent of how busy the machine is: no option is ever noticeably faster."""
-    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("inf"))
-    monkeypatch.setattr("kvrag.control.tuning.STEP", 1.0)
-
-
-@pytest.fixture(autouse=True)
-def _is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the default ratio that of the bundled model for all: no calibration of random models finds one."""
-    monkeypatch.setattr("kvrag.fingerprint.Fingerprint.is_bundled", True)
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_kvrag import compat
-from vllm_kvrag.backend import refuse_unsupported
 from vllm_kvrag.params import _CHECKS, MODES, ConnectorSettings, RequestParams, read_params
+from vllm_kvrag.support import unsupported_caches, unsupported_layers, unsupported_setting
 
 from kvrag import BlendConfig
-from kvrag.errors import SettingError, UnsupportedModelError
+from kvrag.errors import SettingError
 
 DEFAULT = BlendConfig()
 
@@ -146,12 +146,23 @@ def test_wrong_settings_stop_the_start(extra: dict[str, Any], message: str) -> N
         ConnectorSettings.of(extra)
 
 
-def test_an_unknown_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    compat.check_version()
-    for found in ("0.31.4", "0.320.0", "1.0.0"):
-        monkeypatch.setattr(compat, "version", lambda name, found=found: found)
-        with pytest.raises(SettingError, match="was tested with"):
-            compat.check_version()
+@pytest.mark.parametrize(
+    ("found", "is_too_old", "is_untested"),
+    [
+        ("0.31.0", False, False),
+        ("0.32.4", False, False),
+        ("0.30.9", True, False),
+        ("0.9.2", True, False),
+        ("0.33.0", False, True),
+        ("0.320.0", False, True),
+        ("1.0.0rc1.dev3+gabc", False, True),
+        ("dev", False, True),
+    ],
+)
+def test_versions(found: str, is_too_old: bool, is_untested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "version", lambda name: found)
+    assert bool(compat.too_old()) == is_too_old
+    assert bool(compat.untested()) == is_untested
 
 
 class FullAttentionSpec:
@@ -162,14 +173,19 @@ class SlidingWindowSpec:
     pass
 
 
+class MambaSpec:
+    pass
+
+
 def _config(dtype: str = "auto", **changes: Any) -> Any:
     parallel = SimpleNamespace(
         pipeline_parallel_size=changes.get("pipeline", 1), decode_context_parallel_size=changes.get("context", 1)
     )
+    method = changes.get("speculative")
     return SimpleNamespace(
         parallel_config=parallel,
         cache_config=SimpleNamespace(cache_dtype=dtype),
-        speculative_config=changes.get("speculative"),
+        speculative_config=SimpleNamespace(method=method) if method else None,
         lora_config=changes.get("lora"),
     )
 
@@ -181,35 +197,51 @@ def _layer(number: int, **changes: Any) -> Any:
     return SimpleNamespace(layer_name=f"l{number}", num_kv_heads=heads, head_size=32, attn_backend=backend, impl=impl)
 
 
-def _groups(*specs: Any, names: tuple[str, ...] = ("l0", "l1")) -> Any:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=s, layer_names=list(names)) for s in specs])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (_config(pipeline=2), "pipeline"),
+        (_config(context=2), "context parallelism"),
+        (_config(speculative="eagle"), "draft model"),
+        (_config(lora=object()), "LoRA"),
+        (_config("fp8"), "fp8"),
+        (_config(speculative="ngram"), ""),
+        (_config(), ""),
+    ],
+)
+def test_unsupported_settings(config: Any, message: str) -> None:
+    reason = unsupported_setting(config)
+    assert message in reason
+    assert bool(reason) == bool(message)
 
 
 @pytest.mark.parametrize(
-    ("config", "groups", "layers", "message"),
+    ("specs", "message"),
     [
-        (_config(pipeline=2), None, None, "pipeline"),
-        (_config(context=2), None, None, "context parallelism"),
-        (_config(speculative=object()), None, None, "speculative"),
-        (_config(lora=object()), None, None, "LoRA"),
-        (_config("fp8"), None, None, "fp8"),
-        (_config(), _groups(FullAttentionSpec(), FullAttentionSpec()), None, "several kinds"),
-        (_config(), None, [], "ordinary attention"),
-        (_config(), _groups(SlidingWindowSpec()), None, "window only"),
-        (_config(), _groups(FullAttentionSpec(), names=("l0",)), None, "not all of its layers"),
-        (_config(), None, [_layer(0), _layer(1, heads=4)], "different shapes"),
-        (_config(), None, [_layer(0), _layer(1, sinks=object())], "sinks"),
+        ([FullAttentionSpec(), FullAttentionSpec()], ""),
+        ([FullAttentionSpec(), MambaSpec()], "FullAttention, Mamba"),
+        ([FullAttentionSpec(), SlidingWindowSpec()], "FullAttention, SlidingWindow"),
+        ([SlidingWindowSpec()], "window only"),
+        ([], "none"),
     ],
 )
-def test_unsupported_models_are_refused(config: Any, groups: Any, layers: Any, message: str) -> None:
-    layers = [_layer(0), _layer(1)] if layers is None else layers
-    with pytest.raises(UnsupportedModelError, match=message):
-        refuse_unsupported(config, groups or _groups(FullAttentionSpec()), layers)
+def test_unsupported_caches(specs: list[Any], message: str) -> None:
+    reason = unsupported_caches({f"l{number}": spec for number, spec in enumerate(specs)})
+    assert message in reason
+    assert bool(reason) == bool(message)
 
 
-def test_only_layers_of_different_shapes_are_refused() -> None:
-    groups = _groups(FullAttentionSpec())
-    refuse_unsupported(_config(), groups, layers := [_layer(0), _layer(1)])
-    layers[1].num_kv_heads += 1
-    with pytest.raises(UnsupportedModelError):
-        refuse_unsupported(_config(), groups, layers)
+@pytest.mark.parametrize(
+    ("layers", "names", "message"),
+    [
+        ([_layer(0), _layer(1)], "l0 l1", ""),
+        ([], "l0 l1", "not all of its layers"),
+        ([_layer(0)], "l0 l1", "not all of its layers"),
+        ([_layer(0), _layer(1, heads=4)], "l0 l1", "different shapes"),
+        ([_layer(0), _layer(1, sinks=object())], "l0 l1", "sinks"),
+    ],
+)
+def test_unsupported_layers(layers: list[Any], names: str, message: str) -> None:
+    reason = unsupported_layers(layers, dict.fromkeys(names.split()))
+    assert message in reason
+    assert bool(reason) == bool(message)

@@ -41,6 +41,22 @@ def test_two_processes_blend_as_one_does(folder: Path, tmp_path: Path) -> None:
     assert seen["forgotten"] == 1
 
 
+def test_a_process_that_fails_ends_the_request_in_both(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one would wait in a collective forever; vLLM computes the prompt."""
+    monkeypatch.setenv("KVRAG_FAIL", str(tmp_path / "fail"))
+    script = [sys.executable, str(HERE / "run_failures.py"), str(checkpoint("llama", folder)), str(tmp_path / "kv")]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers = lines(done.stdout)
+    assert [line["point"] for line in answers] == [each for each in ("stitch", "prepare", "pack", "") for _ in (0, 1)]
+    for line in answers:
+        assert line["difference"] < NEAR, line
+        assert ("error" in line["report"]) == bool(line["point"]), line
+        assert line["point"] or line["report"]["reused_tokens"] > 100
+
+
 def test_reported_chunks_survive_a_kill(folder: Path, tmp_path: Path) -> None:
     model = checkpoint("llama", folder)
     script = [sys.executable, str(HERE / "run_warm.py"), str(model), str(tmp_path)]

@@ -38,6 +38,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "gemma3": ("gemma3_text", {"sliding_window": 256, "layer_types": ["sliding_attention", "full_attention"] * 2}),
     "mistral-window": ("mistral", {"sliding_window": 256}),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
 }
 
 _WORDS = ("Mira", "Brel", "lives", "plays", "harp", "company", "sells", "chairs", "goat", "studied", "banjo", "river")
@@ -134,7 +146,9 @@ class Engine:
         """Number of pages that no request holds."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def submit(self, prompt: str | list[int], num_tokens: int = 1, given: Any = None, **settings: Any) -> str:
+    def submit(
+        self, prompt: str | list[int], num_tokens: int = 1, given: Any = None, lora_request: Any = None, **settings: Any
+    ) -> str:
         """Add a request without waiting for it."""
         self.number += 1
         name = f"r{self.number}"
@@ -142,7 +156,10 @@ class Engine:
         sampling = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "logprobs": -1}
         parameters = SamplingParams(**(sampling | extra | settings))
         self.llm.llm_engine.add_request(
-            name, {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt, parameters
+            name,
+            {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt,
+            parameters,
+            lora_request=lora_request,
         )
         return name
 

@@ -8,8 +8,9 @@ length is the mask by true position, and every attention backend that serves chu
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -31,13 +32,31 @@ from kvrag.errors import ContextWindowError, SettingError, UnsupportedModelError
 from kvrag.fingerprint import Fingerprint
 from vllm_kvrag import pages
 from vllm_kvrag.pages import PageMap
-from vllm_kvrag.runner import Job
+from vllm_kvrag.runner import CancelledError, Job
+from vllm_kvrag.support import caches_of, unsupported_layers
 
 T = TypeVar("T")
 
 
 class _StopForward(Exception):
     """Raised inside a forward pass to end it early."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Kind of a forward pass.
+
+    Attributes:
+        last: Layer at which it ends: before it, or after its attention with `attended`.
+        observe: Called with the fresh keys and values of every layer.
+        attended: Called with the queries of every layer after its attention.
+        shift: Added to the positions for which keys are rotated.
+    """
+
+    last: int
+    observe: Observer | None = None
+    attended: Callable[[int, Tensor], None] | None = None
+    shift: int = 0
 
 
 @dataclass
@@ -145,7 +164,8 @@ class VllmBackend(Backend):
         by_name = get_layers_from_vllm_config(vllm_config, Attention)
         self.layers: list[Any] = [by_name[name] for name in sorted(by_name, key=extract_layer_index)]
         self.num_layers = len(self.layers)
-        refuse_unsupported(vllm_config, kv_cache_config, self.layers)
+        if reason := unsupported_layers(self.layers, caches_of(kv_cache_config)):
+            raise UnsupportedModelError(reason)
         self.hidden_size, self.vocab_size = int(config.get_hidden_size()), int(config.get_vocab_size())
         self.windows = tuple(layer.sliding_window for layer in self.layers)
         num_heads, local_heads = config.get_total_num_kv_heads(), self.layers[0].num_kv_heads
@@ -206,20 +226,29 @@ class VllmBackend(Backend):
 
     def gather(self, value: T) -> Sequence[T]:
         """Return the values of all processes, in order of rank."""
-        return (value,) if self.num_processes == 1 else self.call(lambda: exchange(value))
+        if self.num_processes == 1:
+            return (value,)
+        packed = pickle.dumps(value)  # may fail, so not while the others wait
+        return [pickle.loads(each) for each in self.call(lambda: exchange(packed))]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which uses no collective; if it fails in one process, raise in all."""
+        return together(work, self.gather if self.num_processes > 1 else None)
 
     def all_heads(self, tensor: Tensor) -> Tensor:
         """Return the (B, H, T, D) tensors of all processes as one, with the model's heads in order."""
         if self.num_processes == 1:
             return tensor
-        gathered = self.call(lambda: get_tp_group().all_gather(tensor.contiguous(), dim=1))
+        part = tensor.contiguous()
+        gathered = self.call(lambda: get_tp_group().all_gather(part, dim=1))
         return gathered[:, :: self._copies]
 
     def sum_over_processes(self, tensor: Tensor) -> Tensor:
         """Return the sum of the processes' tensors."""
         if self.num_processes == 1:
             return tensor
-        return self.call(lambda: get_tp_group().all_reduce(tensor.to(self.device).contiguous()))
+        part = tensor.to(self.device).contiguous()
+        return self.call(lambda: get_tp_group().all_reduce(part))
 
     # ---------------------------------------------------------------- rotary
 
@@ -281,18 +310,19 @@ class VllmBackend(Backend):
             assert isinstance(cache, PagedCache)
             self.call(cache.lay_out_all)
             return torch.empty(1, 0)
-        return self._forward(ids, cache, rows)
+        return self._forward(ids, cache, rows, _Pass(self.num_layers))
 
     def forward_until(
         self,
-        observe: Observer,
+        last: int,
         ids: Tensor,
         cache: KVCache,
         rows: Tensor | None = None,
         branches: Sequence[Branch] = (),
+        observe: Observer | None = None,
         shift: int = 0,
     ) -> None:
-        """Like `forward`, but end the pass when `observe` returns True; see the protocol.
+        """Like `forward`, but end the pass at layer `last`; see the protocol.
 
         A branch is computed in the pages of the positions that it replaces, whose KV is restored afterwards.
 
@@ -305,11 +335,11 @@ class VllmBackend(Backend):
         if branches:
             assert rows is not None
             cache.capacity = int(rows[-1]) + 1
-        self._forward(row, cache, rows, observe=observe, shift=shift)
+        self._forward(row, cache, rows, _Pass(last, observe, shift=shift))
         for (branch_start, length), branch_ids in zip(branches, others, strict=True):
             rows = torch.arange(branch_start, branch_start + length)
             replaced = self.call(partial(self._read, rows))
-            self.forward_until(observe, branch_ids, cache, rows)
+            self.forward_until(last, branch_ids, cache, rows, observe=observe)
             cache.branches.append(self.call(partial(self._read, rows)))
             self.call(partial(self._write, rows, replaced))
 
@@ -326,16 +356,15 @@ class VllmBackend(Backend):
         total = torch.zeros(int(rows[-1]) + 1, device=self.device)
         row_set = Rows(rows, rows.tolist(), self.windows)
 
-        def attended(number: int, query: Tensor) -> bool:
+        def attended(number: int, query: Tensor) -> None:
             if number in layers:
                 layer = self.layers[number]
                 keys = self.page_map.read_keys(layer, self.slots[: len(total)])
                 query = query.reshape(-1, layer.num_heads, layer.head_size).transpose(0, 1)[None]
                 softcap = getattr(layer.impl, "logits_soft_cap", None) or None
                 total.add_(attention_received(query, keys, row_set, number, num_queries, layer.impl.scale, softcap))
-            return number == layers[-1]
 
-        self._forward(ids, cache, rows, attended=attended)
+        self._forward(ids, cache, rows, _Pass(layers[-1], attended=attended))
         return self.sum_over_processes(total).cpu() / (len(layers) * self.num_processes)
 
     def _forward(
@@ -343,9 +372,7 @@ class VllmBackend(Backend):
         ids: Tensor,
         cache: KVCache,
         rows: Tensor | None,
-        observe: Observer | None = None,
-        attended: Callable[[int, Tensor], bool] | None = None,
-        shift: int = 0,
+        kind: _Pass,
     ) -> Tensor:
         assert isinstance(cache, PagedCache)
         if rows is None:
@@ -358,23 +385,27 @@ class VllmBackend(Backend):
             )
         logits = torch.empty(1, 0)
         for part in torch.split(torch.arange(len(rows)), self.rows_per_pass or len(rows)):
-            forward_pass = partial(self._pass, ids[0, part], rows[part], cache, observe, attended, shift)
+            forward_pass = partial(self._pass, ids[0, part], rows[part], cache, kind)
             logits = self.call(forward_pass, len(part))
         return logits
 
     @torch.inference_mode()
-    def _pass(
-        self,
-        ids: Tensor,
-        rows: Tensor,
-        cache: PagedCache,
-        observe: Observer | None,
-        attended: Callable[[int, Tensor], bool] | None,
-        shift: int,
-    ) -> Tensor:
+    def _pass(self, ids: Tensor, rows: Tensor, cache: PagedCache, kind: _Pass) -> Tensor:
+        # a process that failed inside the pass would leave the others waiting in its collectives
+        context, inputs = self.together(lambda: self._prepare(ids, rows, kind.shift))
+        hidden, failures = None, list[Exception]()
+        with self._hooks(cache, kind, failures), context, suppress(_StopForward):
+            hidden = self._model(**inputs)
+        self.together(lambda: _raise_first(failures))
+        if hidden is None or not self.with_logits:
+            return torch.empty(1, 0)
+        logits = self._model.compute_logits(hidden[-1:])  # None on other ranks than 0
+        return torch.empty(1, 0) if logits is None else logits.float()
+
+    def _prepare(self, ids: Tensor, rows: Tensor, shift: int) -> tuple[AbstractContextManager[None], dict[str, Tensor]]:
+        """Return vLLM's context of a pass and the model's inputs."""
         ids, rows = ids.to(self.device), rows.to(self.device)
-        metadata = self._builder.build(0, self._metadata(rows))
-        slots = self.slots[rows]
+        metadata, slots = self._builder.build(0, self._metadata(rows)), self.slots[rows]
         names = [layer.layer_name for layer in self.layers]
         context = set_forward_context(
             dict.fromkeys(names, metadata),
@@ -383,13 +414,7 @@ class VllmBackend(Backend):
             slot_mapping=dict.fromkeys(names, slots),
             skip_compiled=True,
         )
-        with self._hooks(cache, observe, attended), context:
-            try:
-                hidden = self._model(input_ids=ids, positions=rows + shift)
-            except _StopForward:
-                return torch.empty(1, 0)
-        logits = self._model.compute_logits(hidden[-1:]) if self.with_logits else None  # None on other ranks than 0
-        return torch.empty(1, 0) if logits is None else logits.float()
+        return context, {"input_ids": ids, "positions": rows + shift}
 
     def _metadata(self, rows: Tensor) -> CommonAttentionMetadata:
         """Return metadata of (S,) rows, with one request per stretch of neighbouring rows."""
@@ -413,27 +438,42 @@ class VllmBackend(Backend):
         )
 
     @contextmanager
-    def _hooks(
-        self, cache: PagedCache, observe: Observer | None, attended: Callable[[int, Tensor], bool] | None
-    ) -> Iterator[None]:
-        """Hook the attention layers for one pass: stitch each layer, and call the observers."""
+    def _hooks(self, cache: PagedCache, kind: _Pass, failures: list[Exception]) -> Iterator[None]:
+        """Hook the attention layers for one pass: stitch each layer, and call the observers.
+
+        If one of them fails, the pass goes on without them, because other processes wait in its collectives.
+        """
+
+        def guarded(work: Callable[..., None], *args: Any) -> None:
+            if failures:
+                return
+            try:
+                work(*args)
+            except Exception as error:
+                if self.num_processes == 1:
+                    raise
+                failures.append(error)
+
+        def observed(number: int, layer: Any, parts: tuple[Tensor, ...]) -> None:
+            if kind.observe is not None:
+                keys, values = (
+                    part.reshape(-1, layer.num_kv_heads, layer.head_size).transpose(0, 1)[None] for part in parts
+                )
+                kind.observe(number, keys, values)
 
         def before(number: int, layer: Any) -> Callable[..., None]:
             def hook(_: Any, args: tuple[Tensor, ...]) -> None:
-                cache.lay_out(number)
-                if observe is None:
-                    return
-                keys, values = (
-                    part.reshape(-1, layer.num_kv_heads, layer.head_size).transpose(0, 1)[None] for part in args[1:3]
-                )
-                if observe(number, keys, values):
+                guarded(cache.lay_out, number)
+                guarded(observed, number, layer, args[1:3])
+                if number == kind.last and kind.attended is None:
                     raise _StopForward
 
             return hook
 
-        def after(number: int) -> Callable[..., None]:
+        def after(number: int, attended: Callable[[int, Tensor], None]) -> Callable[..., None]:
             def hook(_: Any, args: tuple[Tensor, ...], output: Any) -> None:
-                if attended is not None and attended(number, args[0]):
+                guarded(attended, number, args[0])
+                if number == kind.last:
                     raise _StopForward
 
             return hook
@@ -441,13 +481,39 @@ class VllmBackend(Backend):
         hooks = []
         for number, layer in enumerate(self.layers):
             hooks.append(layer.register_forward_pre_hook(before(number, layer)))
-            if attended is not None:
-                hooks.append(layer.register_forward_hook(after(number)))
+            if kind.attended is not None:
+                hooks.append(layer.register_forward_hook(after(number, kind.attended)))
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def together(work: Callable[[], T], gather: Callable[[bool], Sequence[bool]] | None) -> T:
+    """Return the result of `work`. If it fails in one process, raise in all.
+
+    Args:
+        gather: Returns the values of all processes; None = there is one.
+
+    Raises:
+        CancelledError: It failed in another process.
+    """
+    if gather is None:
+        return work()
+    try:
+        result = work()
+    except Exception:
+        gather(True)
+        raise
+    if any(gather(False)):
+        raise CancelledError("it failed in another process")
+    return result
+
+
+def _raise_first(failures: Sequence[Exception]) -> None:
+    if failures:
+        raise failures[0]
 
 
 def exchange(value: T) -> list[T]:
@@ -456,39 +522,6 @@ def exchange(value: T) -> list[T]:
     values: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(values, value, group=group.cpu_group)
     return values
-
-
-def refuse_unsupported(vllm_config: Any, kv_cache_config: Any, layers: Sequence[Any]) -> None:
-    """Raise UnsupportedModelError with the reason if the model or vLLM's settings do not support blending."""
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    groups = kv_cache_config.kv_cache_groups
-    reasons = {
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1,
-        "speculative decoding": vllm_config.speculative_config is not None,
-        # the layers use the adapters of vLLM's last batch
-        "LoRA adapters": vllm_config.lora_config is not None,
-        f"a KV cache of {cache.cache_dtype}": cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
-        "a model without ordinary attention layers": not layers,
-        "several kinds of KV cache": len(groups) != 1,
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise UnsupportedModelError(f"kvrag does not support {reason} in vLLM")
-    if "FullAttention" not in type(groups[0].kv_cache_spec).__name__:
-        raise UnsupportedModelError(
-            "kvrag does not support this model in vLLM: its layers attend to a window only, and vLLM keeps no pages "
-            "before the window"
-        )
-    names = {name for group in groups for name in group.layer_names}
-    if names != {layer.layer_name for layer in layers}:
-        raise UnsupportedModelError(
-            "kvrag does not support this model in vLLM: not all of its layers keep keys and values"
-        )
-    if len({(layer.num_kv_heads, layer.head_size, layer.attn_backend.get_name()) for layer in layers}) != 1:
-        raise UnsupportedModelError("kvrag does not support layers of different shapes in vLLM")
-    if any(getattr(layer.impl, "sinks", None) is not None for layer in layers):
-        raise UnsupportedModelError("kvrag does not support attention sinks in vLLM yet")
 
 
 def _rotary(model: Any, layer: Any) -> Any:

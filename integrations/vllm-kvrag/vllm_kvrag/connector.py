@@ -17,20 +17,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from kvrag.backend.transformers.adapter import digest, read
-from kvrag.errors import KvragError, UnsupportedModelError
+from kvrag.errors import KvragError, ModelLoadError, UnsupportedModelError
 from kvrag.store import FileStore, KVStore, SharedStore, is_shared
 from kvrag.store.shared import CACHE_BYTES
-from vllm_kvrag import gate
-from vllm_kvrag.backend import VllmBackend, exchange
-from vllm_kvrag.compat import check_version
+from vllm_kvrag import compat
 from vllm_kvrag.fingerprint import fingerprint_of, tokenizer_of
 from vllm_kvrag.params import ConnectorSettings
 from vllm_kvrag.runner import JobRunner
 from vllm_kvrag.scheduler import RequestTracker
 from vllm_kvrag.stats import KvragPromMetrics, KvragStats
+from vllm_kvrag.support import caches_of, unsupported_caches, unsupported_setting
 from vllm_kvrag.tasks import Task, TaskHandler, TaskOutcome
 
 logger = logging.getLogger("vllm.kvrag")  # below vLLM's own logger, which has the handlers
@@ -77,20 +77,55 @@ class Readiness(KVConnectorHandshakeMetadata):
     refusal: str = ""
 
 
-class KvragConnector(KVConnectorBase_V1):
-    """CacheBlend as a vLLM connector; see `docs/vllm.md`."""
+class KvragConnector(KVConnectorBase_V1, SupportsHMA):
+    """CacheBlend as a vLLM connector; see `docs/vllm.md`.
+
+    `SupportsHMA` leaves vLLM's hybrid cache manager on, without which models with recurrent layers do not start.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
-        """Open the store.
+        """Open the store, unless this vLLM or model cannot be blended: vLLM then serves as usual.
 
         Raises:
-            KvragError: Invalid settings, an unsupported version of vLLM, or a store of another model.
+            KvragError: Invalid settings, or a store of another model.
         """
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        check_version()
         self._vllm_config, self._cache_config = vllm_config, kv_cache_config
         self._settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config)
-        self._fingerprint = fingerprint_of(vllm_config.model_config)
+        self._store: KVStore | None = None
+        self._refusal = self._unsupported()
+        if not self._refusal:
+            self._open_store()
+        self._tracker: RequestTracker | None = None
+        self._runner: JobRunner | None = None
+        self._handler: TaskHandler | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            # compute prompts whose load failed, regardless of the configured policy
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            self._tracker = RequestTracker(self._store, self._settings, vllm_config)
+            if self._refusal:
+                self._tracker.decide(self._refusal, compat.untested())
+        self._finished: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._blocks: dict[str, list[int]] = {}  # to fill, by task
+        self._outcomes: dict[str, TaskOutcome] = {}
+        self._stats = KvragStats.empty()
+
+    def _unsupported(self) -> str:
+        """Return why blending is off, as far as the settings and the checkpoint show; "" = they do not."""
+        try:
+            reason = compat.too_old() or unsupported_setting(self._vllm_config)
+            if reason := reason or unsupported_caches(caches_of(self._cache_config)):
+                return reason
+            self._fingerprint = fingerprint_of(self._vllm_config.model_config)
+        except (ModelLoadError, UnsupportedModelError) as error:
+            return str(error)
+        except AttributeError as error:  # the settings have other names in this version
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _open_store(self) -> None:
+        """Open the store and compare its fingerprint."""
         try:
             if self._settings.adapter:
                 adapter = digest(read(self._settings.adapter)[0])
@@ -100,26 +135,18 @@ class KvragConnector(KVConnectorBase_V1):
         except KvragError as error:
             logger.error("vLLM cannot start: %s", error)  # vLLM adds tracebacks of several processes
             raise error from None  # the message has the cause
-        self._tracker: RequestTracker | None = None
-        self._runner: JobRunner | None = None
-        self._handler: TaskHandler | None = None
-        self._refusal = ""
-        if role == KVConnectorRole.SCHEDULER:
-            # compute prompts whose load failed, regardless of the configured policy
-            self._kv_transfer_config.kv_load_failure_policy = "recompute"
-            self._tracker = RequestTracker(self._store, self._settings, vllm_config)
-        self._finished: set[str] = set()
-        self._failed_blocks: set[int] = set()
-        self._blocks: dict[str, list[int]] = {}  # to fill, by task
-        self._outcomes: dict[str, TaskOutcome] = {}
-        self._stats = KvragStats.empty()
 
     # ---------------------------------------------------------------- scheduler
 
     def on_new_request(self, request: Any) -> None:
         """Find stored chunks in a new prompt, and separate its pages from those of exact requests."""
         assert self._tracker is not None
-        self._tracker.add(request)
+        try:
+            self._tracker.add(request)
+        except AttributeError as error:
+            if not compat.untested():
+                raise
+            self._tracker.refuse(f"{type(error).__name__}: {error}; {compat.untested()}")
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Return the number of tokens after the computed ones to be blended, and whether that is asynchronous."""
@@ -149,43 +176,54 @@ class KvragConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Return the report for the response."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return the report for the response, with any number of kinds of KV cache."""
         assert self._tracker is not None
         report = self._tracker.finish(request)
         return False, None if report is None else {"kvrag": report}
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Turn blending off if a worker cannot blend."""
+        """Turn blending on if all workers can blend."""
         assert self._tracker is not None
-        for readiness in metadata.values():
-            if isinstance(readiness, Readiness) and readiness.refusal:
-                self._tracker.refuse(readiness.refusal)
+        refusals = dict.fromkeys(each.refusal for each in metadata.values() if isinstance(each, Readiness))
+        self._tracker.decide("; ".join(filter(None, refusals)), compat.untested())
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, KVConnectorHandshakeMetadata]) -> None:
+        """Like `set_xfer_handshake_metadata`, for all stages of a pipeline."""
+        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
 
     # ---------------------------------------------------------------- worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Prepare blending, and check that it is exact. Model and pages exist now."""
-        from vllm_kvrag.worker import loaded  # vLLM must import its platform's worker first
-
-        config = self._vllm_config
-        parallel = config.parallel_config.tensor_parallel_size > 1
-        self._runner = JobRunner(exchange if parallel else None)
+        if self._store is None:
+            return
+        config, settings = self._vllm_config, self._settings
         try:
+            # here because vLLM must import its platform's worker first, and because they use vLLM's internals
+            from vllm_kvrag import gate
+            from vllm_kvrag.backend import VllmBackend, exchange, together
+            from vllm_kvrag.worker import loaded
+
             if not loaded:
                 raise UnsupportedModelError("kvrag needs --worker-cls vllm_kvrag.Worker")
-            tokenizer = tokenizer_of(config.model_config)
-            backend = VllmBackend(config, self._cache_config, loaded[-1], tokenizer, self._fingerprint)
+            model, tokenizer = loaded[-1], tokenizer_of(config.model_config)
+            everywhere = exchange if config.parallel_config.tensor_parallel_size > 1 else None
+            backend = together(
+                lambda: VllmBackend(config, self._cache_config, model, tokenizer, self._fingerprint), everywhere
+            )
             gate.check(backend, self._cache_config.num_blocks)
-            settings = self._settings
             self._handler = TaskHandler(backend, self._store, settings.config, settings.codec, settings.ram_bytes)
+            self._runner = JobRunner(everywhere)
         except KvragError as error:
             self._refusal = str(error)
-        except Exception as error:  # an untested model or attention backend: vLLM must still serve it
-            logger.exception("kvrag's check at start-up failed")
+        except Exception as error:  # an untested model, attention backend or version: vLLM must still serve it
+            logger.info("kvrag's check at start-up failed", exc_info=True)
             self._refusal = f"{type(error).__name__}: {error}"
-        if self._refusal:
-            logger.warning("blending is off, vLLM serves as usual: %s", self._refusal)
-        else:
-            logger.info("blending is exact on this model and attention backend")
 
     def get_handshake_metadata(self) -> Readiness:
         """Return whether this worker can blend."""
@@ -260,7 +298,8 @@ class KvragConnector(KVConnectorBase_V1):
         """End all tasks and close the store."""
         if self._runner is not None:
             self._runner.close()
-        self._store.close()
+        if self._store is not None:
+            self._store.close()
 
 
 def open_store(settings: ConnectorSettings) -> KVStore:

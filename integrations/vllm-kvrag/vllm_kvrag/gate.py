@@ -31,7 +31,7 @@ def check(backend: VllmBackend, num_blocks: int) -> None:
     reference = bound.forward(ids[None], bound.new_cache(_TOKENS), everything)
     here = [bound.page_map.read(layer, bound.slots[:_TOKENS]) for layer in bound.layers]
 
-    _check_pages(bound, here)
+    bound.together(lambda: _check_pages(bound, here))
     _check_rotary(bound, ids, here)
 
     # instead of stored chunks: the KV of the full pass, unrotated and rotated again
@@ -72,19 +72,22 @@ def _check_rotary(backend: VllmBackend, ids: Tensor, here: list[tuple[Tensor, Te
     cache = backend.new_cache(_TOKENS)
     there: dict[int, Tensor] = {}
 
-    def observe(number: int, keys: Tensor, _: Tensor) -> bool:
+    def observe(number: int, keys: Tensor, _: Tensor) -> None:
         there[number] = keys
-        return False
 
     rows = torch.arange(_TOKENS)
-    backend.forward_until(observe, ids[None], cache, rows, shift=_SHIFT)
+    backend.forward_until(backend.num_layers, ids[None], cache, rows, observe=observe, shift=_SHIFT)
     first, second = backend.tables(rows), backend.tables(rows + _SHIFT)
-    for number, (keys, _) in enumerate(here):
-        a = backend.unrotate(number, keys, first[number]).float()
-        b = backend.unrotate(number, there[number], second[number]).float()
-        error = ((a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-12)).median()
-        if error > (1e-3 if keys.dtype == torch.float32 else 0.1):
-            raise UnsupportedModelError(f"the keys of layer {number} are not position-free after removing RoPE")
+
+    def compare() -> None:
+        for number, (keys, _) in enumerate(here):
+            a = backend.unrotate(number, keys, first[number]).float()
+            b = backend.unrotate(number, there[number], second[number]).float()
+            error = ((a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-12)).median()
+            if error > (1e-3 if keys.dtype == torch.float32 else 0.1):
+                raise UnsupportedModelError(f"the keys of layer {number} are not position-free after removing RoPE")
+
+    backend.together(compare)
     for layer, (keys, values) in zip(backend.layers, here, strict=True):  # restore what the shifted pass overwrote
         pages.write(layer, keys, values, backend.slots[:_TOKENS])
 

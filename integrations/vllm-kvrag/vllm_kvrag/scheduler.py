@@ -26,6 +26,7 @@ logger = logging.getLogger("vllm.kvrag")  # below vLLM's own logger, which has t
 
 _MAX_REPORTS = 1000  # kept for clients that stream
 _MAX_VARIANTS = 200_000  # remembered
+_UNDECIDED = "the workers' check at start-up is not done"
 _LEAST_SHARE = 4  # blending gets at least 1/4 of a step's rows, so that prefill cannot starve it
 
 
@@ -55,13 +56,16 @@ class _Request:
 class RequestTracker:
     """Tracks requests from arrival to report, on the scheduler side."""
 
-    def __init__(self, store: KVStore, settings: ConnectorSettings, vllm_config: Any) -> None:
-        self._store, self._settings = store, settings
-        self._lookup = Lookup(Catalog(store), store, alone_only=not settings.config.context_tokens)
+    def __init__(self, store: KVStore | None, settings: ConnectorSettings, vllm_config: Any) -> None:
+        """Track requests; blending is off until `decide` turns it on, which needs a store."""
+        self._settings = settings
+        if store is not None:
+            self._store = store
+            self._lookup = Lookup(Catalog(store), store, alone_only=not settings.config.context_tokens)
         self._model_config = vllm_config.model_config
         scheduler = vllm_config.scheduler_config
         self._rows = settings.rows_per_step or scheduler.max_num_batched_tokens
-        self._refusal = ""
+        self._refusal = _UNDECIDED
         self._requests: dict[str, _Request] = {}
         self._tasks: dict[str, Task] = {}
         self._cancelled: list[str] = []
@@ -71,13 +75,31 @@ class RequestTracker:
         self._changes = 0  # of variants
 
     def refuse(self, reason: str) -> None:
-        """Turn blending off."""
-        if not self._refusal:
+        """Turn blending off, and log why unless it is off for another reason."""
+        if self._refusal in ("", _UNDECIDED):
             logger.warning("blending is off, vLLM serves as usual: %s", reason)
-        self._refusal = reason
+            self._refusal = reason
+
+    def decide(self, refusal: str, untested: str) -> None:
+        """Turn blending on or off after the workers' check.
+
+        Args:
+            refusal: Why one of them cannot blend; "" = all can.
+            untested: Note on a version of vLLM that was not tested; "" = it was tested.
+        """
+        if refusal:
+            self.refuse("; ".join(filter(None, [refusal, untested])))
+        elif self._refusal == _UNDECIDED:
+            self._refusal = ""
+            if untested:
+                logger.warning("%s; blending is on, because the check at start-up passed", untested)
+            else:
+                logger.info("blending is exact on this model and attention backend")
 
     def add(self, request: Any) -> None:
         """Register a new request, and match its prompt if it is to be blended."""
+        if self._refusal == _UNDECIDED:
+            self.refuse("this version of vLLM does not report the workers' check at start-up")
         params = read_params(request.kv_transfer_params, self._settings.config)
         entry = _Request(params, list(request.prompt_token_ids or ()), request)
         self._requests[request.request_id] = entry

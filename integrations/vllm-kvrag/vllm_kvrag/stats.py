@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.metrics.utils import create_metric_per_engine
 
 _COUNTERS = {
     "prompts": "Prompts that were blended.",
@@ -64,6 +63,8 @@ class KvragPromMetrics(KVConnectorPromMetrics):
     """The counts as `vllm:kvrag_*_total`."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+        from vllm.v1.metrics.utils import create_metric_per_engine
+
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {
             name: create_metric_per_engine(

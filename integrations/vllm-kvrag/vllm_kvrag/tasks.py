@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvrag.config import BlendConfig
 from kvrag.control.tuning import Tuning
@@ -17,8 +17,10 @@ from kvrag.reuse.conversation import CachedPrefix
 from kvrag.reuse.lookup import Lookup, Match
 from kvrag.reuse.prompt import Prompt
 from kvrag.store import KVStore, MemoryTier
-from vllm_kvrag.backend import VllmBackend
 from vllm_kvrag.runner import Job
+
+if TYPE_CHECKING:  # the scheduler's process creates tasks without it
+    from vllm_kvrag.backend import VllmBackend
 
 
 @dataclass(frozen=True)

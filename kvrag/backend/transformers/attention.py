@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvrag.backend.attention import CPU_ROWS, ROWS, Rows, attention_received
+from kvrag.backend.attention import CPU_ROWS, ROWS, Rows, attention_received, first_key
 from kvrag.backend.protocol import Branch
 from kvrag.backend.transformers.cache import StepCache
 
@@ -71,8 +71,16 @@ class Step:
     calls: Calls
 
 
-Calls = dict[int, tuple[nn.Module, dict[str, Any]]]
-"""Layer -> its attention module and the keyword arguments that this passes to the attention interface."""
+class Call(NamedTuple):
+    """A call of the attention interface: by which module, with which keyword arguments, on the KV of which layer."""
+
+    module: nn.Module
+    settings: dict[str, Any]
+    source: int
+
+
+Calls = dict[int, Call]
+"""Layer -> its call."""
 
 _current = threading.local()
 _usual: dict[int, str] = {}
@@ -150,12 +158,18 @@ def _attend(
     if attention_mask is None or attention_mask.numel() != 1:
         raise ValueError("its attention uses custom masks")  # rejected when the model is loaded
     if isinstance(now, Step):
-        if module.layer_idx not in now.calls:
+        layer = cast(int, module.layer_idx)
+        if layer not in now.calls:
             # of other steps, too: parameters, but no tensors
             settings = {k: v for k, v in kwargs.items() if isinstance(v, nn.Parameter) or not isinstance(v, Tensor)}
-            now.calls[cast(int, module.layer_idx)] = module, settings
+            now.calls[layer] = Call(module, settings, _source(layer, key, hasattr(module, "expand_kv"), now.cache))
         return _in_rows(attend, module, query, now, usual, **kwargs), None
+    positions = torch.cat([now.rows, *(branch.rows for _, branch in now.branches[1:])])
+    query = _with_temperature(module, query, positions)
     if not now.branches:
+        if query.shape[2] < len(now.positions):  # layers that use other layers' KV may compute the last rows only
+            last = slice(-query.shape[2], None)
+            now = replace(now, rows=now.rows[last], positions=now.positions[last], masks={}, masks_bytes=0)
         return _at_rows(attend, module, query, key, value, now, usual, **kwargs), None
     attended, start = [], now.positions[0]
     for rows, branch in now.branches:
@@ -174,15 +188,39 @@ def _attend(
 def _attend_in_step(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
     """Append one token per row and attend, inside of a compiled step: (B, HG, 1, D) queries -> (B, 1, HG, D)."""
     now: Step = _current.state
-    module, settings = now.calls[layer]
+    module, settings, source = now.calls[layer]
     usual = _usual[id(module.config)]
-    now.cache.update(key, value, layer)
+    if source == layer:
+        now.cache.update(key, value, layer)
     return _in_rows(_usual_attention(module, usual), module, query, now, usual, **settings).contiguous()
 
 
 @_attend_in_step.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
     return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])
+
+
+def _source(layer: int, key: Tensor, is_latent: bool, cache: StepCache) -> int:
+    """Return the layer whose KV a layer attends to: its own, or an earlier one's if it has none."""
+    for number, fresh in cache.fresh.items():
+        if fresh is key or (number == layer and is_latent):
+            return number
+    raise ValueError("it attends to other keys than those in its cache")  # rejected when the model is loaded
+
+
+def _with_temperature(module: Any, query: Tensor, positions: Tensor) -> Tensor:
+    """Scale queries by their positions where a layer (Llama 4's without RoPE) did so by their numbers in the pass.
+
+    Takes (B, HG, S, D) queries and (S,) positions, or (B, 1).
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return query
+
+    def scale(places: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((places.float() + 1) / module.floor_scale)) * module.attn_scale + 1
+
+    change = scale(positions) / scale(torch.arange(query.shape[2]))
+    return (query * change.view(-1, 1, query.shape[2], 1).to(query.device)).to(query.dtype)
 
 
 def _usual_attention(module: nn.Module, usual: str) -> Any:
@@ -228,13 +266,16 @@ def _at_rows(
 def _in_rows(attend: Any, module: nn.Module, query: Tensor, now: Step, usual: str, **kwargs: Any) -> Tensor:
     """Attend row by row: (B, HG, 1, D) queries, each to the keys of its own row within the window -> (B, 1, HG, D)."""
     layer = cast(int, module.layer_idx)
-    if layer != now.cache.number:
-        raise ValueError("its layers share keys")  # rejected when the model is loaded
     window, on_cpu = now.windows[layer], usual == "sdpa" and query.device.type == "cpu"
+    states = now.cache.states[now.calls[layer].source]
+    query = _with_temperature(module, query, torch.tensor([[key.shape[2] - 1] for key, _ in states]))
+    expand = getattr(module, "expand_kv", None)  # from latents (MLA)
     attended = []
-    for row, (key, value) in zip(query.unbind(), now.cache.states, strict=True):
-        if window is not None and key.shape[2] > window:
-            key, value = key[:, :, -window:], value[:, :, -window:]
+    for row, (key, value) in zip(query.unbind(), states, strict=True):
+        if (low := first_key(window, key.shape[2] - 1)) > 0:
+            key, value = key[:, :, low:], value[:, :, low:]
+        if expand is not None:
+            key, value = expand(key, value)
         if on_cpu:
             # the query heads of a KV head are rows of one product: many times faster than enable_gqa on a CPU
             packed = row.reshape(1, key.shape[1], -1, row.shape[2])  # (1, H, G, D)

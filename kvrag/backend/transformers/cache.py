@@ -92,6 +92,8 @@ class BlendCache(Cache):  # type: ignore[misc]
         stop: With `rows`: keys from `stop` on are hidden.
         observer: Called with every layer's fresh keys and values; can end the pass.
         pause: Called in every layer of a pass, for other threads to use the model.
+        is_latent: The model (MLA) writes latents, which have no position, and one rotated key for all heads. Here, that
+            key is the key, and the latents are the values.
     """
 
     def __init__(
@@ -100,25 +102,34 @@ class BlendCache(Cache):  # type: ignore[misc]
         capacity: int,
         source: LayerSource | None = None,
         prefix: CachedKV | None = None,
+        is_latent: bool = False,
     ) -> None:
         super().__init__(layers=[BlendLayer(number, capacity, source, prefix) for number in range(num_layers)])
+        self.is_latent = is_latent
         self.rows: Tensor | None = None
         self.stop = 0
         self.observer: Observer | None = None
+        self.last: int | None = None
         self.pause: Callable[[], None] | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Write one layer's new keys and values; return everything that the new tokens may attend to."""
+        if self.is_latent:
+            key_states, value_states = value_states, key_states
         if self.pause is not None:
             self.pause()
-        if self.observer is not None and self.observer(layer_idx, key_states, value_states):
+        if self.observer is not None:
+            self.observer(layer_idx, key_states, value_states)
+        if layer_idx == self.last:
             raise StopForward
         layer: BlendLayer = self.layers[layer_idx]
         if self.rows is None:
-            return layer.update(key_states, value_states)
-        return layer.write(key_states, value_states, self.rows, self.stop)
+            keys, values = layer.update(key_states, value_states)
+        else:
+            keys, values = layer.write(key_states, value_states, self.rows, self.stop)
+        return (values, keys) if self.is_latent else (keys, values)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of one layer at full capacity; stitch them if no pass has reached the layer yet."""
@@ -147,8 +158,8 @@ class StepCache(Cache):  # type: ignore[misc]
     """One decode step of several caches of different lengths: row b of the new keys and values is appended to cache b.
 
     Attributes:
-        number: Layer that was updated last.
-        states: Keys and values of that layer by row, each (1, H, K, D).
+        fresh: Layer -> its new keys, as the model passed them.
+        states: Layer -> its keys and values by row, each (1, H, K, D).
     """
 
     def __init__(self, caches: Sequence[BlendCache]) -> None:
@@ -157,14 +168,18 @@ class StepCache(Cache):  # type: ignore[misc]
         self._caches = caches
         for cache in caches:
             cache.rows = cache.pause = None
-        self.number = -1
-        self.states: list[tuple[Tensor, Tensor]] = []
+        self.fresh: dict[int, Tensor] = {}
+        self.states: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Append one token per row; return the new keys and values."""
         rows = zip(self._caches, key_states.unbind(), value_states.unbind(), strict=True)
-        self.states = [cache.update(key[None], value[None], layer_idx) for cache, key, value in rows]
-        self.number = layer_idx
+        self.states[layer_idx] = [cache.update(key[None], value[None], layer_idx) for cache, key, value in rows]
+        self.fresh[layer_idx] = key_states
         return key_states, value_states
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Return 0: a step gets its positions."""
+        return 0

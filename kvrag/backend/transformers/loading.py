@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 
+from kvrag.backend.attention import Chunked
 from kvrag.backend.transformers.smollm2 import SMOLLM2, smollm2_path
 from kvrag.errors import (
     KvragError,
@@ -27,18 +35,23 @@ READER = "reader"
 # fmt: off
 FAMILIES = frozenset(
     (
-        "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
-        "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granitemoe",
-        "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "ministral", "ministral3", "mistral", "mixtral",
-        "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe",
-        "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+        "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm",
+        "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo",
+        "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm",
+        "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm4v_text", "gpt_neox", "gpt_oss", "granite",
+        "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_dense",
+        "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "kolibri1", "laguna", "llama",
+        "llama4_text", "longcat_flash", "mellum", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral",
+        "mistral4", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe",
+        "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text",
+        "qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
     )
 )
 # fmt: on
 """Model types whose blending is tested to equal full prefill (tests/integration/test_families.py)."""
 
-ATTENTION_KINDS = {"full_attention": False, "sliding_attention": True}
-"""Layer types that can be blended -> has a window."""
+ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Layer types that can be blended."""
 
 
 def default_device() -> str:
@@ -78,19 +91,42 @@ def load(
     _check_settings(dtype, device)
     if attn_implementation is not None:
         refuse_attention(attn_implementation)
-    load_config(name, allow_unverified=allow_unverified, **where)
+    config = load_config(name, allow_unverified=allow_unverified, **where)
     tokenizer = load_tokenizer(name, **where)
     if attn_implementation is not None:
         where["attn_implementation"] = attn_implementation
     with _explaining(name) as path:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = auto_class(config).from_pretrained(
             path, dtype=dtype, device_map=device_map, output_loading_info=True, **where
         )
         if missing := sorted(info["missing_keys"]):  # transformers would use random numbers
             raise ModelLoadError(f"cannot load model {name!r}: its files have no weights for {missing[0]}")
+        if unused := sorted(_left_out(model, info["unexpected_keys"])):
+            raise ModelLoadError(
+                f"cannot load model {name!r}: {type(model).__name__}, which config.json names, does not use "
+                f"{unused[0]} of its files: it is another model's config.json"
+            )
         if device_map is None:
             model = model.to(device or default_device())
     return model, tokenizer
+
+
+def auto_class(config: Any) -> Any:
+    """Return the auto class that loads models of this configuration with their text part."""
+    only_with_images = (
+        type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    return AutoModelForImageTextToText if only_with_images else AutoModelForCausalLM
+
+
+def _left_out(model: Any, unexpected: Iterable[str]) -> Iterator[str]:
+    """Yield those of the unexpected weights that belong to layers of the model: its result would not be the files'."""
+    modules = {name for name, _ in model.named_modules()}
+    for key in unexpected:
+        module, _, kind = key.rpartition(".")
+        place = module if module in modules else module.rpartition(".")[0]
+        if kind in ("weight", "bias") and place in modules and any(part.isdigit() for part in place.split(".")):
+            yield key
 
 
 def load_config(
@@ -121,15 +157,28 @@ def load_tokenizer(
 
 def bytes_per_token(config: Any, dtype: torch.dtype | None = None) -> int:
     """Return the KV bytes per token, all layers; `dtype` defaults to the configuration's own, else to bfloat16."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return int(2 * text.num_hidden_layers * heads * head_dim(config) * (dtype or kv_dtype(config)).itemsize)
+    return sum(map(_numbers_per_token, _layers(config))) * (dtype or kv_dtype(config)).itemsize
 
 
 def head_dim(config: Any) -> int:
-    """Return the head dimension."""
+    """Return the head dimension, of the first layer where they differ."""
+    layer = _layers(config)[0]
+    return int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+
+
+def _layers(config: Any) -> list[Any]:
+    """Return the configurations of the layers that have KV of their own."""
     text = config.get_text_config()
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    return list(text.per_layer_config)[: text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", None) or 0)]
+
+
+def _numbers_per_token(layer: Any) -> int:
+    """Return how many numbers a layer keeps per token."""
+    if latents := getattr(layer, "kv_lora_rank", None):
+        return int(latents + layer.qk_rope_head_dim)
+    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    keys = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    return int(heads * (keys + (getattr(layer, "v_head_dim", None) or keys)))
 
 
 def kv_dtype(config: Any) -> torch.dtype:
@@ -166,6 +215,8 @@ def _explaining(name: str) -> Iterator[str]:
 def _explain(name: str, path: str, error: Exception) -> str:
     if out_of_memory(error):
         hint = "it does not fit into memory: use a smaller model, or another dtype or device"
+    elif "ignore_mismatched_sizes" in str(error):
+        hint = "config.json gives other sizes than the weights have"
     elif "accelerate" in str(error):
         hint = "device_map needs accelerate: pip install accelerate"
     elif "gated repo" in str(error):
@@ -189,15 +240,11 @@ def refuse_unsupported(config: Any, allow_unverified: bool = False) -> None:
     if config.is_encoder_decoder:
         reason = "it is an encoder-decoder model; only causal language models are supported"
     elif other := kinds - set(ATTENTION_KINDS):
-        reason = f"it has {', '.join(sorted(other))} layers, which keep no KV per token"
-    elif getattr(text, "kv_lora_rank", None):
-        reason = "it uses multi-head latent attention (MLA), which is not supported yet"
+        reason = f"of its layers, {', '.join(sorted(other))} are neither full, sliding nor chunked attention"
     elif getattr(text, "alibi", False) or getattr(text, "position_embedding_type", "") == "alibi":
         reason = "it uses ALiBi instead of RoPE"
-    elif getattr(text, "use_bidirectional_attention", False):
+    elif getattr(text, "use_bidirectional_attention", None) in (True, "all"):  # "vision": for images only
         reason = "its attention is bidirectional"
-    elif getattr(text, "num_kv_shared_layers", 0):
-        reason = "its layers share KV"
     elif text.model_type not in FAMILIES and not allow_unverified:
         reason = "this family is untested; test your model with `kvrag verify --allow-unverified`"
     if reason:
@@ -244,7 +291,9 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return (window,) * config.num_hidden_layers
-    return tuple(window if ATTENTION_KINDS[kind] else None for kind in kinds)
+    chunk = getattr(config, "attention_chunk_size", None)
+    windows = {"sliding_attention": window, "chunked_attention": chunk and Chunked(chunk)}
+    return tuple(windows.get(kind) for kind in kinds)
 
 
 def rope_parameters(config: Any) -> list[dict[str, Any]]:

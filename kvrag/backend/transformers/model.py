@@ -80,6 +80,7 @@ class Model(Backend):
     Attributes:
         recompute_threshold: Length at which `model.generate` recomputes all KV; None = never.
         lock: Held during a forward pass.
+        is_latent: See `BlendCache`.
     """
 
     def __init__(
@@ -102,7 +103,6 @@ class Model(Backend):
         self.lock = FairLock()
         self.dtype: torch.dtype = hf.dtype
         self.device: torch.device = hf.get_input_embeddings().weight.device
-        self.num_layers: int = self.config.num_hidden_layers
         self.vocab_size: int = self.config.vocab_size
         self.context_window = loading.context_window(self.config)
         rope = loading.rope_parameters(self.config)
@@ -114,10 +114,11 @@ class Model(Backend):
         self._calls: Calls = {}
         self._compiled: CompiledForward | None = None
         with loading.refuse_failures(hf.config):
-            self._rotary, self._devices = probe(hf, self.num_layers, shift=min(37, self.stable_length // 4))
+            layers = probe(hf, self.config.num_hidden_layers, shift=min(37, self.stable_length // 4))
+            self._rotary, self._devices, self.is_latent = layers.rotary, layers.devices, layers.is_latent
+            self.num_layers, self.bytes_per_token = len(layers.rotary), layers.bytes_per_token
             self._check_attention()
         self.hidden_size: int = self.config.hidden_size
-        self.bytes_per_token = loading.bytes_per_token(self.config, self.dtype)
         self.adapter = adapter if isinstance(adapter, Adapter | None) else load_adapter(adapter, hf, self.name)
         if compile_decode:
             self._compile()
@@ -161,10 +162,11 @@ class Model(Backend):
     def _check_attention(self) -> None:
         """Raise UnsupportedModelError unless all layers use transformers' attention interface."""
         ids, seen = torch.arange(_TRIAL_TOKENS) % self.vocab_size, set[int]()
-        observer = AttentionObserver(1, range(self.num_layers), lambda number, received: seen.add(number))
+        layers = range(self.config.num_hidden_layers)  # also those that use the KV of earlier ones
+        observer = AttentionObserver(1, layers, lambda number, received: seen.add(number))
         self._forward(ids[None], self.new_cache(len(ids)), torch.arange(len(ids)), observer)
         self._step(ids[:2, None], [self.new_cache(1), self.new_cache(1)])
-        if len(seen) < self.num_layers:
+        if len(seen) < len(layers):
             raise UnsupportedModelError(
                 f"{self.config.model_type} models cannot be blended: their layers do not use transformers' attention "
                 "interface, so rows cannot be masked by their true positions"
@@ -172,6 +174,10 @@ class Model(Backend):
 
     def _compile(self) -> None:
         """Compile the decode steps of one row and of several; raise UnsupportedModelError if that is impossible."""
+        if self.is_latent:
+            raise UnsupportedModelError(
+                f"the decode steps of {self.name} cannot be compiled (MLA): load it without compile_decode"
+            )
         self._compiled = CompiledForward(self.hf, self.device)
         try:
             for num_rows in (1, 2):
@@ -247,7 +253,7 @@ class Model(Backend):
         prefix: CachedKV | None = None,
     ) -> BlendCache:
         """See `Backend.new_cache`."""
-        return BlendCache(self.num_layers, capacity, source, prefix)
+        return BlendCache(self.num_layers, capacity, source, prefix, self.is_latent)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -289,20 +295,21 @@ class Model(Backend):
 
     def forward_until(
         self,
-        observe: Observer,
+        last: int,
         ids: Tensor,
         cache: KVCache,
         rows: Tensor | None = None,
         branches: Sequence[Branch] = (),
+        observe: Observer | None = None,
     ) -> None:
         """See `Backend.forward_until`."""
         assert isinstance(cache, BlendCache)
-        cache.observer = observe
+        cache.observer, cache.last = observe, last
         try:
             with suppress(StopForward):
                 self._forward(ids, cache, rows, branches=branches)
         finally:
-            cache.observer = None
+            cache.observer = cache.last = None
 
     def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
         """See `Backend.attention_received`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,15 @@ class LayerRotary:
     def tables(self, positions: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the model's own cos and sin for (T,) positions, each (T, R) float32, one entry per pair."""
         like = torch.empty(0, dtype=dtype, device=device)  # the module takes dtype and device from it
-        cos, sin = self.module(like, positions[None].to(device), *self.extra)
+        cos, sin = cast(tuple[Tensor, Tensor], _cos_sin(self.module(like, positions[None].to(device), *self.extra)))
         return _once(cos, self.form), _once(sin, self.form)
+
+
+def _cos_sin(tables: Any) -> tuple[Tensor, Tensor] | None:
+    """Return cos and sin of what a rotary module returned, which may be one complex tensor; None if it is neither."""
+    if isinstance(tables, Tensor) and tables.is_complex():
+        return tables.real, tables.imag
+    return tables if isinstance(tables, tuple) and len(tables) == 2 else None
 
 
 def _once(table: Tensor, form: Form) -> Tensor:
@@ -51,20 +58,49 @@ def _once(table: Tensor, form: Form) -> Tensor:
     return table.contiguous()
 
 
-def probe(hf: Any, num_layers: int, shift: int) -> tuple[list[LayerRotary | None], list[torch.device]]:
-    """Return the rotation of each layer's keys (None = not rotated) and its device, or raise UnsupportedModelError."""
-    first, second = (_observe(hf, num_layers, start) for start in (0, shift))
-    layers = [_detect(number, *passes) for number, passes in enumerate(zip(first, second, strict=True))]
-    if not any(layers):
+@dataclass(frozen=True)
+class Layers:
+    """Findings about the layers that have KV of their own.
+
+    Attributes:
+        rotary: Rotation of each layer's keys; None = not rotated.
+        devices: Device of each layer.
+        bytes_per_token: KV bytes per token, all layers.
+        is_latent: See `BlendCache`.
+    """
+
+    rotary: list[LayerRotary | None]
+    devices: list[torch.device]
+    bytes_per_token: int
+    is_latent: bool
+
+
+def probe(hf: Any, num_layers: int, shift: int) -> Layers:
+    """Observe a model of `num_layers` layers, the last of which may use the KV of earlier ones.
+
+    Raises:
+        UnsupportedModelError: A layer has no KV, or its keys are rotated in an unknown way.
+    """
+    passes = [_observe(hf, num_layers, start) for start in (0, shift)]
+    pairs = list(zip(*passes, strict=True))
+    keys_rotate = any(_rotated(a.keys, b.keys) for a, b in pairs)
+    is_latent = not keys_rotate and any(_rotated(a.values, b.values) for a, b in pairs)
+    if is_latent:
+        for layer in itertools.chain(*passes):
+            layer.keys, layer.values = layer.values, layer.keys
+    rotary = [_detect(number, *pair) for number, pair in enumerate(pairs)]
+    if not any(rotary):
         _refuse("no layer applies rotary position embedding (learned or absolute positions, or none)")
-    return layers, [layer.keys.device for layer in first if layer.keys is not None]
+    kv = [part for layer in passes[0] for part in (layer.keys, layer.values)]
+    return Layers(rotary, [keys.device for keys in kv[::2]], sum(part.nbytes for part in kv) // _TOKENS, is_latent)
 
 
 @dataclass
 class _Observation:
     """Observation of one layer during one pass."""
 
-    keys: Tensor | None = None  # (1, H, T, D), as cached
+    keys: Tensor  # (1, H, T, D), as cached
+    values: Tensor
     rotary: tuple[nn.Module, tuple[Any, ...]] | None = None
     tables: tuple[Tensor, Tensor] | None = None  # cos and sin as received by the attention
 
@@ -75,23 +111,18 @@ def _refuse(reason: str) -> NoReturn:
 
 @torch.inference_mode()
 def _observe(hf: Any, num_layers: int, start: int) -> list[_Observation]:
-    layers = [_Observation() for _ in range(num_layers)]
-    outputs: list[tuple[Tensor, nn.Module, tuple[Any, ...]]] = []  # cos tables and the modules that returned them
+    received: dict[int, Any] = {}
+    outputs: list[tuple[Any, nn.Module, tuple[Any, ...]]] = []  # tables and the modules that returned them
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if isinstance(output, tuple) and len(output) == 2 and "otary" in type(module).__name__:
+        if "otary" in type(module).__name__ and _cos_sin(output):
             extra = args[2:] + tuple(v for k, v in kwargs.items() if k not in ("x", "position_ids"))
-            outputs.append((output[0], module, extra))
+            outputs.append((output, module, extra))
 
     def before(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
         tables, number = kwargs.get("position_embeddings"), getattr(module, "layer_idx", None)
-        if not isinstance(tables, tuple) or not isinstance(number, int):
-            return
-        layer = layers[number]
-        layer.tables = tables
-        for cos, rotary, extra in outputs:
-            if cos is tables[0] or (cos.shape == tables[0].shape and torch.equal(cos.cpu(), tables[0].cpu())):
-                layer.rotary = rotary, extra
+        if _cos_sin(tables) and isinstance(number, int):
+            received[number] = tables
 
     hooks = [module.register_forward_hook(after, with_kwargs=True) for module in hf.modules()]
     hooks += [module.register_forward_pre_hook(before, with_kwargs=True) for module in hf.modules()]
@@ -108,14 +139,25 @@ def _observe(hf: Any, num_layers: int, start: int) -> list[_Observation]:
     finally:
         for hook in hooks:
             hook.remove()
-    for layer, cached in zip(layers, cache.layers, strict=True):
-        layer.keys = cached.keys
+    filled = [layer for layer in cache.layers if layer.is_initialized]
+    for number, layer in enumerate(cache.layers[: max(len(filled), 1)]):
+        if not layer.is_initialized:
+            _refuse(f"layer {number} does not write its keys into the cache")
+    layers = []
+    for number, layer in enumerate(filled):
+        tables = _cos_sin(received.get(number))
+        sources = [output[1:] for output in outputs if _equal(_cos_sin(output[0]), tables)]
+        layers.append(_Observation(layer.keys, layer.values, sources[-1] if sources else None, tables))
     return layers
 
 
+def _equal(first: tuple[Tensor, Tensor] | None, second: tuple[Tensor, Tensor] | None) -> bool:
+    if first is None or second is None:
+        return False
+    return first[0].shape == second[0].shape and torch.equal(first[0].cpu(), second[0].cpu())
+
+
 def _detect(number: int, first: _Observation, second: _Observation) -> LayerRotary | None:
-    if first.keys is None or second.keys is None:
-        _refuse(f"layer {number} does not write its keys into the cache")
     if not _rotated(first.keys, second.keys):
         return None
     if first.rotary is None or first.tables is None or second.tables is None:

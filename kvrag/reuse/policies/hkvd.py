@@ -21,16 +21,16 @@ def score(context: Context) -> Tensor:
     scores = torch.full((len(stitched.ids),), -torch.inf)
 
     def run(block: Tensor, positions: Tensor | None) -> None:
-        def observe(number: int, fresh_keys: Tensor, fresh_values: Tensor) -> bool:
-            if number < check:
-                return False
-            at = block.to(keys.device)
-            total = _distances(fresh_keys, keys[:, :, at]) + _distances(fresh_values, values[:, :, at])
-            scores[block] = backend.sum_over_processes(total).cpu()
-            stitched.cache.write(check, at, fresh_keys, fresh_values)
-            return True
+        total = torch.zeros(len(block), device=keys.device)
 
-        backend.forward_until(observe, stitched.ids[block][None], stitched.cache, positions)
+        def observe(number: int, fresh_keys: Tensor, fresh_values: Tensor) -> None:
+            if number == check:
+                at = block.to(keys.device)
+                total.add_(_distances(fresh_keys, keys[:, :, at]) + _distances(fresh_values, values[:, :, at]))
+                stitched.cache.write(check, at, fresh_keys, fresh_values)
+
+        backend.forward_until(check, stitched.ids[block][None], stitched.cache, positions, observe=observe)
+        scores[block] = backend.sum_over_processes(total).cpu()
 
     rows = torch.arange(stitched.kept, len(scores))
     if not stitched.kept and backend.rows_per_pass is None:  # plain prefill of the prefix: no mask needed

@@ -49,7 +49,7 @@ def attention(context: Context) -> Tensor:
             part = backend.attention_received(ids, stitched.cache, rows, queries, layers)
             received[: len(part)] += part
         else:
-            backend.forward_until(lambda number, *_: number == layers.stop, ids, stitched.cache, rows)
+            backend.forward_until(layers.stop, ids, stitched.cache, rows)
     return (received / num_queries).sqrt_()
 
 

@@ -41,7 +41,17 @@ def _filled(model: Model, length: int) -> KVCache:
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "mistral-window", "phi3-longrope", "gemma3", "gpt_oss", "qwen3_moe", "smollm3", "cohere2", "gpt_neox"],
+    [
+        "llama",
+        "mistral-window",
+        "phi3-longrope",
+        "gemma3",
+        "gemma4-shared",
+        "gpt_oss",
+        "qwen3_moe",
+        "smollm3",
+        "llama4",
+    ],
 )
 def test_a_step_is_one_graph_for_all_lengths_and_numbers_of_rows(
     family: str, tokenizer: Any, only_captured: None

@@ -15,7 +15,7 @@ from kvrag.adapt.differentiable import checkpointed, decoder_layers, encode_rows
 from kvrag.adapt.distill import Lesson, answer_over, locate, loss_of, teach, write
 from kvrag.adapt.files import new_layers
 from kvrag.adapt.lessons import Lessons
-from kvrag.adapt.train import CHECKPOINT, Course, train
+from kvrag.adapt.train import CHECKPOINT, Course, _check, train
 from kvrag.backend.transformers.adapter import Adapter
 from kvrag.config import BlendConfig
 from kvrag.control.prompts import search_by_words
@@ -26,7 +26,18 @@ from kvrag.types import Run
 
 CHUNKS = [[7 + (i * 13 + number * 101) % 900 for i in range(30 + 7 * number)] for number in range(3)]
 CONTEXTS = [[], [11, 12, 13, 14], list(range(300, 340))]
-KINDS = ["llama", "llama-yarn", "mistral-window", "gemma3", "smollm3", "cohere", "phi", "qwen3_moe", "gpt_oss"]
+KINDS = [
+    "llama",
+    "llama-yarn",
+    "mistral-window",
+    "gemma3",
+    "smollm3",
+    "cohere",
+    "phi",
+    "qwen3_moe",
+    "gpt_oss",
+    "gemma4-shared",
+]
 
 
 def _model(family: str, tokenizer: Any) -> Model:
@@ -291,3 +302,9 @@ def test_rows_and_steps_agree_for_padding(model: Model) -> None:
     alone = encode_rows(model, ids[1:, :2], positions[1:, :2])
     for (keys, _), (own, _) in zip(together, alone, strict=True):
         torch.testing.assert_close(keys[1:, :, :2], own, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "llama4"])
+def test_models_whose_kv_training_cannot_compute_are_refused(family: str, tokenizer: Any) -> None:
+    with pytest.raises(SettingError, match=r"cannot be adapted: it has latents \(MLA\) or chunked attention"):
+        _check(_model(family, tokenizer))

@@ -166,35 +166,16 @@ for argv in json.loads(sys.argv[1]):
     assert done.returncode == 0, done.stderr[-2000:]
     for name in ("demo", "warm", "ask", "chat", "calibrate", "estimate", "store", "verify", "bench"):
         assert f"\n    {name} " in done.stdout
+    assert done.stdout.count("\n  --json ") >= len(_COMMANDS)
 
 
 def test_the_shapes_of_benchmarks_are_those_that_exist() -> None:
     assert tuple(SHAPES) == kvrag.cli.bench._SHAPES
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["demo", "warm", "ask", "chat", "calibrate", "estimate", "store", "verify", "bench ttft", "bench quality"],
-    ids=str,
-)
-def test_every_command_has_help_and_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([*command.split(), "--help"])
-    assert caught.value.code == 0
-    assert "--json" in capsys.readouterr().out
-
-
 def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "calibrate" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("argv", [["nope"], ["warm"], ["ask", "x", "--policy", "nope"], ["store", "nope"]], ids=str)
-def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(argv)
-    assert caught.value.code == 2
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
@@ -211,10 +192,12 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
     ],
 )
 def test_wrong_usage_is_one_line(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as caught:
         main(command.split())
-    (line,) = capsys.readouterr().err.splitlines()
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
     assert said in line
+    assert (caught.value.code, captured.out) == (2, "")
 
 
 @pytest.mark.parametrize("command", [["warm", "README.md"], ["ask", "Who?"], ["chat"]], ids=lambda c: c[0])
@@ -264,7 +247,7 @@ def test_warm_prints_the_needed_space_first(
 
 @pytest.mark.parametrize(
     ("option", "behind"),
-    [((), "# Pay\n\nThe salary"), (("--context-tokens", "headings"), "pay\n\n# Pay"), (("--context-tokens", 0), "")],
+    [((), "# Pay\n\nThe salary"), (("--context-tokens", 0), "")],
 )
 def test_contexts_that_chunks_are_encoded_with(
     option: tuple[object, ...], behind: str, tmp_path: Path, reader: Model, as_json: Json
@@ -283,8 +266,8 @@ def test_contexts_that_chunks_are_encoded_with(
 def test_the_server_encodes_chunks_with_the_same_context() -> None:
     from kvrag.cli import serve
 
-    args = _parser(["serve"]).parse_args(["serve", "--context-tokens", "headings"])
-    assert BlendConfig(**serve.read_config(args)).context == "headings"
+    args = _parser(["serve"]).parse_args(["serve", "--context-tokens", "8"])
+    assert BlendConfig(**serve.read_config(args)).context_tokens == 8
 
 
 def test_documents_whose_files_are_gone_are_reported_and_dropped_on_request(

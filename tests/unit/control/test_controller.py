@@ -345,6 +345,20 @@ def test_measurements_are_stored_with_the_chunks(model: Model, tmp_path: Path) -
         assert engine._tuning._costs.speed() == speed
 
 
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_timings_of_a_process_that_waited_for_processors_are_not_used(
+    share: float, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrag.control.tuning.CPU_SHARE", 2 / 3)
+    monkeypatch.setattr(time, "thread_time", lambda: share * time.perf_counter())
+    engine.warm(CHUNKS)
+    engine.warm(["another text of more than sixteen tokens about a harp, a drum and the hall of Stelburg"])
+    assert engine._tuning._costs.knows_passes() == (share > 2 / 3)
+    for _ in range(2):
+        engine.generate(PROMPT, max_new_tokens=1, controller="off")
+    assert (engine._tuning._costs.speed() is not None) == (share > 2 / 3)
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"%s": {"made": 1}}'])
 def test_damaged_measurements_cost_no_answer(content: bytes, model: Model, tmp_path: Path) -> None:
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from templates import tokenizer_of
 
-from kvrag import Delta
+from kvrag import Delta, Grammar
 from kvrag.backend.transformers import Tokenizer
 from kvrag.generate.thoughts import Thoughts
 from kvrag.generate.tools import Prepared, prepare
@@ -267,10 +267,27 @@ def test_tools_and_earlier_calls_are_rendered_by_the_template(form: str, tokeniz
     assert earlier.partition("<|constrain|>")[0].removeprefix("<|channel|>commentary ").strip() in told
 
 
-def test_a_format_that_cannot_be_forced_is_replaced_by_text(tokenizer: Any) -> None:
-    for form in ("qwen3-coder", "llama4"):
+@pytest.mark.parametrize("form", [*FORMATS, "qwen3.5", "gemma4"])
+def test_a_prompt_does_not_depend_on_whether_a_call_is_forced(form: str, tokenizer: Any) -> None:
+    free, forced = (Model(form, tokenizer, choice=choice) for choice in (None, "look"))
+    other = Model(form, tokenizer, grammar=Grammar(json_schema={"enum": ["yes", "no"]}))
+    prompts = [model.prepared.render(model.tokenizer) for model in (free, forced, other)]
+    assert prompts[0] == prompts[1] == prompts[2]
+
+
+def test_a_format_that_cannot_be_forced_is_replaced_in_the_call(tokenizer: Any) -> None:
+    for form in ("qwen3-coder", "qwen3.5", "llama4", "gemma4"):
         model = Model(form, tokenizer, choice="look")
-        assert not model.prepared.is_native
-        assert "<tool_call>" in str(model.prepared.prompt)
-        answer, deltas = model.hear(spell("look", UP)["qwen3"])
+        assert "arguments" in str(model.prepared.grammar)
+        before = "</think>" if form == "qwen3.5" else ""
+        answer, deltas = model.hear(before + spell("look", UP)["qwen3"])
         check(answer, deltas, ("look", UP))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_earlier_call_is_rendered_with_its_letters(form: str, tokenizer: Any) -> None:
+    """Escaped ones would be other tokens than those that the model wrote, so that their KV would not be reused."""
+    model = Model(form, tokenizer)
+    call = {"type": "function", "id": "abcdefghi", "function": {"name": "look", "arguments": {"where": "Zürich"}}}
+    prepared = prepare(model.tokenizer, [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}], TOOLS)
+    assert "Zürich" in model.tokenizer.decode(prepared.render(model.tokenizer), control_tokens=True)

@@ -172,6 +172,16 @@ def test_calls_and_their_results_reach_the_model(talker: BlendEngine) -> None:
     assert HISTORY[2]["tool_calls"] == [CALLED]
 
 
+def test_lone_surrogates_in_arguments_do_not_end_the_conversation(talker: BlendEngine) -> None:
+    """Models write them as escapes, and agents send the calls back as they got them."""
+    text, calls, _ = listen('<tool_call>{"name": "look", "arguments": {"where": "a\\ud83d"}}</tool_call>')
+    assert (text, calls) == ("", [("look", {"where": "a\ufffd"})])
+    for arguments in ('{"where": "a\\ud83d"}', {"where": "a\ud83d"}, {"where": "a\ufffd"}):
+        call = {"type": "function", "id": "c1", "function": {"name": "look", "arguments": arguments}}
+        told = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, HISTORY[3]]
+        assert "a\ufffd" in talker.model.tokenizer.decode(talker.tokenize(told, tools=TOOLS))
+
+
 def test_a_template_without_tools_gets_them_as_text(model: Model) -> None:
     prepared = prepare(model.tokenizer, HISTORY, TOOLS)
     assert prepared.template == {}
@@ -452,7 +462,7 @@ def test_a_tokenizers_own_response_template_is_used(tokenizer: Any, hf: Any) -> 
         assert not any(delta.text or delta.tool_calls for delta in deltas)
         assert [len(delta.invalid_calls) for delta in deltas] == [0] * len(cut) + [1]
     forced = prepare(model.tokenizer, HELLO, TOOLS, "look")
-    assert forced.template == {}
+    assert forced.template == prepared.template
     assert isinstance(forced.parser(model.tokenizer, []), AnswerParser)
 
 
@@ -494,7 +504,12 @@ def test_a_schema_that_cannot_be_guaranteed_is_refused_when_it_must_be(engine: B
 def test_messages_that_are_not_tool_talk_are_refused(engine: BlendEngine) -> None:
     with pytest.raises(PromptError, match="tools need a chat prompt"):
         engine.generate("Hello.", tools=TOOLS)
-    for wrong in ("look", {"function": "look"}, {"function": {"name": "look", "arguments": "{"}}):
+    for wrong in (
+        "look",
+        {"function": "look"},
+        {"function": {"name": "look", "arguments": "{"}},
+        {"function": {"name": "look", "arguments": {"far": object()}}},
+    ):
         with pytest.raises(PromptError, match="a tool call is"):
             engine.generate([*HELLO, {"role": "assistant", "tool_calls": [wrong]}])
     with pytest.raises(PromptError, match="a message must be a dict"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 from blending import CHUNKS, messages
 
 from kvrag import BlendEngine, FileStore, Model
+from kvrag.errors import StoreError
 from kvrag.ingest import learn
 from kvrag.ingest.learn import Learner, new_texts
 from kvrag.reuse.conversation import Begun
+from kvrag.types import LearnStats
 
 PAGE = " ".join(CHUNKS[:3])  # over 64 tokens
 
@@ -81,6 +84,19 @@ def test_namespaces_learn_apart(engine: BlendEngine) -> None:
     _ask(engine, messages(PAGE), namespace="two")
     assert [share.namespace for share in engine.store.stats().namespaces] == ["two"]
     assert _ask(engine, messages(PAGE), namespace="one").runs == ()
+
+
+def test_the_counters_of_a_namespace(engine: BlendEngine) -> None:
+    for _ in range(2):
+        _ask(engine, messages(PAGE), namespace="one")
+    run = max(_ask(engine, messages(PAGE), namespace="one").runs, key=len)
+    _ask(engine, messages(PAGE), namespace="two")
+    one, two, none = map(engine.learned_in, ("one", "two", ""))
+    assert one is not None
+    assert (one.learned, one.reused) == (1, len(run))
+    assert two == LearnStats(seen=1, learned=0, tokens=0, failed=0, ignored=0, reused=0)
+    assert none == LearnStats(seen=0, learned=0, tokens=0, failed=0, ignored=0, reused=0)
+    assert engine.learned == replace(one, seen=one.seen + 1)
 
 
 def test_texts_that_are_stored_or_short_are_not_learned(engine: BlendEngine) -> None:
@@ -173,6 +189,47 @@ def test_learning_waits_until_no_answer_is_in_progress(engine: BlendEngine) -> N
     list(stream)
     done.join(30)
     assert engine.store.stats().chunks == 1
+
+
+def test_texts_are_noted_while_others_wait_for_an_idle_moment(engine: BlendEngine) -> None:
+    _ask(engine, messages(PAGE))
+    stream = engine.stream(messages(PAGE), max_new_tokens=4, temperature=0)
+    next(stream)
+    engine.generate(messages(" ".join(CHUNKS[1:])), max_new_tokens=1)  # of a server that is never idle
+    _learner(engine)._looking.submit(lambda: None).result(30)
+    assert engine.learned is not None
+    assert (engine.learned.seen, engine.learned.learned) == (1, 0)
+    list(stream)
+    _learner(engine).wait()
+    assert engine.learned.learned == 1
+
+
+def test_an_answer_in_progress_does_not_keep_the_program_from_ending(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _ask(engine, messages(PAGE))
+    stream = engine.stream(messages(PAGE), max_new_tokens=4, temperature=0)
+    next(stream)
+    _learner(engine)._looking.submit(lambda: None).result(30)
+    done = _learner(engine)._encoding.submit(lambda: None)
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)  # the interpreter waits for all threads
+    done.result(30)
+    assert engine.store.stats().chunks == 0
+
+
+def test_a_text_that_is_encoded_while_the_engine_is_closed_is_no_error(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _ask(engine, messages(PAGE))
+
+    def put(records: Any) -> int:
+        engine.close()
+        raise StoreError("the store is closed")
+
+    monkeypatch.setattr(engine.store, "put", put)
+    engine.generate(messages(PAGE), max_new_tokens=1)
+    _learner(engine)._encoding.shutdown()
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("why", ["is not writable", "disk"])

@@ -14,6 +14,8 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 
+from kvrag.llm import template_call
+
 _ROLES = {
     MessageRole.DEVELOPER: "system",
     MessageRole.CHATBOT: "assistant",
@@ -40,11 +42,7 @@ def assistant_message(text: str, calls: Sequence[ToolCallBlock], thoughts: Seque
 
 
 def _template_call(call: ToolCallBlock) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "id": call.tool_call_id,
-        "function": {"name": call.tool_name, "arguments": call.tool_kwargs},
-    }
+    return template_call(call.tool_call_id, call.tool_name, call.tool_kwargs)
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:

@@ -1,0 +1,83 @@
+"""Try every family of the installed transformers on a tiny random model: is it gated, and if not, why?
+
+    python tests/helpers/scan_models.py             # all families, in about ten minutes; add names to try only these
+    python tests/helpers/scan_models.py --gated     # the sentence of docs/when-it-wins.md, from the table of families
+
+A family is gated if it is in `loading.FAMILIES`, which means that tests/integration/test_families.py tests it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from families import build
+from transformers import AutoConfig, AutoTokenizer
+from transformers.models.auto import modeling_auto
+from transformers.utils import logging
+
+from kvrag import BlendEngine, Model
+from kvrag.backend.transformers import loading
+from kvrag.errors import KvragError, reason_of
+from kvrag.inspect.verify import verify
+
+_SECONDS, _BYTES = 60, 9 << 30  # per family: some cannot be made small
+
+
+def gated() -> str:
+    """Return the names of the gated families, as in the documentation."""
+    ropes = "default, llama3, yarn, linear, dynamic, longrope"
+    more = {"llama": f" ({ropes})", "mistral": " (with window)", "qwen2": " (with window)"}
+    more["phi3"] = " (with window, longrope)"
+    return ", ".join(name + more.get(name, "") for name in sorted(loading.FAMILIES)) + "."
+
+
+def attempt(model_type: str) -> str:
+    """Return what happens to a family: gated, passes, fails, or the reason why it is refused."""
+    try:
+        if AutoConfig.for_model(model_type).get_text_config().model_type in loading.FAMILIES:
+            return "gated"
+        hf = build(model_type)
+    except Exception as error:  # architectures fail in different ways
+        return f"not tried: no tiny model can be built ({reason_of(error)})"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(loading.reader_path())
+        model = Model(hf, tokenizer, model_type, allow_unverified=True)
+        failed = [check.name for check in verify(partial(BlendEngine, model)) if not check.passed]
+    except KvragError as error:
+        return f"refused: {str(error).partition(' cannot be blended: ')[2]}"
+    except Exception as error:
+        return f"fails: {reason_of(error)}"
+    return f"fails: {', '.join(failed)}" if failed else "passes, but is not in the table of families"
+
+
+def _answer(model_type: str, results: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
+    torch.set_num_threads(1)
+    results.put(attempt(model_type))
+
+
+def main(names: list[str]) -> None:
+    """Print one line per family."""
+    logging.set_verbosity(logging.CRITICAL)
+    processes = multiprocessing.get_context("fork")
+    known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    for model_type in names or sorted({*known[0], *known[1]}):
+        results = processes.SimpleQueue()
+        process = processes.Process(target=_answer, args=(model_type, results))
+        process.start()
+        process.join(_SECONDS)
+        process.kill()
+        too_big = "not tried: its tiny model is too large or too slow"
+        print(f"| {model_type} | {too_big if results.empty() else results.get()} |", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--gated"]:
+        print(gated())
+    else:
+        main(sys.argv[1:])

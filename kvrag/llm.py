@@ -6,6 +6,7 @@ command line makes its options from them.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import sys
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_h
 
 from kvrag.client.connection import KEY_VARIABLE, root_of
 from kvrag.client.request import checked
-from kvrag.config import CODECS, CONTROLLERS, HISTORIES, POLICIES, Grammar, check_codec, without_password
+from kvrag.config import CODECS, CONTROLLERS, HISTORIES, POLICIES, Grammar, check_codec, check_number, without_password
 from kvrag.errors import KvragError, SettingError
 
 if TYPE_CHECKING:  # the command line reads the table, and importing torch takes seconds
@@ -185,7 +186,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
         request = {name: getattr(self, name) for name in _ANSWER}
         request |= {name: value for name, value in call.items() if value is not None}
         request["stop"] = tuple(dict.fromkeys([*(self.stop or ()), *(call.get("stop") or ())]))
-        request["max_new_tokens"] = request.pop("max_tokens")
+        request["max_new_tokens"] = check_number("max_tokens", request.pop("max_tokens"), least=1, whole=True)
         request.setdefault("timeout", self.timeout)
         if response_format := request.pop("response_format", None):
             if "grammar" in request:
@@ -348,14 +349,33 @@ class LLMBase(EngineSettings, AnswerSettings):
             sources: Names of their sources; None = those recorded in the documents or nodes.
             namespace: None = this object's namespace.
         """
+        chunks, arguments = self._to_warm(texts, document, sources, namespace)
+        return self._open().warm(chunks, **arguments)
+
+    async def awarm(
+        self,
+        texts: Iterable[Any],
+        *,
+        document: str | Sequence[str] = "",
+        sources: str | Sequence[str] | None = None,
+        namespace: str | None = None,
+    ) -> WarmReport:
+        """Like `warm`, off the event loop."""
+        chunks, arguments = self._to_warm(texts, document, sources, namespace)
+        engine = await asyncio.to_thread(self._open)
+        return await engine.awarm(chunks, **arguments)
+
+    def _to_warm(
+        self, texts: Iterable[Any], document: str | Sequence[str], sources: Any, namespace: str | None
+    ) -> tuple[list[str], dict[str, Any]]:
+        """Return the texts and the other arguments of the engine's `warm`."""
         # one document or node is iterable, too: over its fields
         if isinstance(texts, str | Mapping) or hasattr(texts, "model_fields") or not isinstance(texts, Iterable):
             raise SettingError(f"texts must be a list of documents or texts, got one {type(texts).__name__}")
         chunks = list(texts)
         if sources is None and any(self._source(chunk) for chunk in chunks):
             sources = [self._source(chunk) for chunk in chunks]
-        namespace = self._in(namespace)
-        return self._open().warm(self._texts(chunks), document=document, sources=sources, namespace=namespace)
+        return self._texts(chunks), {"document": document, "sources": sources, "namespace": self._in(namespace)}
 
     def prefetch(self, texts: Iterable[Any], *, namespace: str | None = None) -> None:
         """Start to read the KV of documents, nodes or texts into memory; see `BlendEngine.prefetch`.
@@ -370,9 +390,17 @@ class LLMBase(EngineSettings, AnswerSettings):
         """Drop a document's chunks unless another document has them; see `BlendEngine.forget`."""
         return self._open().forget(document, namespace=self._in(namespace))
 
+    async def aforget(self, document: str, *, namespace: str | None = None) -> int:
+        """Like `forget`, off the event loop."""
+        return await asyncio.to_thread(self.forget, document, namespace=namespace)
+
     def documents(self, prefix: str = "", *, namespace: str | None = None) -> list[str]:
         """Return the names of the documents that start with `prefix` and have chunks, sorted."""
         return self._open().documents(prefix, namespace=self._in(namespace))
+
+    async def adocuments(self, prefix: str = "", *, namespace: str | None = None) -> list[str]:
+        """Like `documents`, off the event loop."""
+        return await asyncio.to_thread(self.documents, prefix, namespace=namespace)
 
     def calibrate(self, prompts: Sequence[str | Messages] | None = None, **options: Any) -> Calibration:
         """Find how much to recompute for full prefill's answers, once after warming; see `BlendEngine.calibrate`.

@@ -23,6 +23,7 @@ from kvrag.config import (
     BlendConfig,
     Sampling,
     check_namespace,
+    check_number,
     check_ratio,
 )
 from kvrag.errors import FingerprintMismatchError, KvragError, ModelLoadError, SettingError, StoreError
@@ -126,7 +127,7 @@ def existing_path(text: str) -> Path:
 _CHECKS: dict[str, Callable[[Any], object]] = {
     "namespace": check_namespace,
     "ratio": check_ratio,
-    "max_tokens": lambda value: Sampling(max_new_tokens=value),
+    "max_tokens": lambda value: check_number("max_tokens", value, least=1, whole=True),
     "temperature": lambda value: Sampling(temperature=value),
 }
 

@@ -115,6 +115,12 @@ class BlendSettings(BaseLanguageModel[Any], LLMFields):
         """Return True. An object with an `engine` is an exception, see `to_json`."""
         return True
 
+    @classmethod
+    def get_lc_namespace(cls) -> list[str]:
+        """Return the package without the module, which may change, so that serialised objects stay readable."""
+        namespace = super().get_lc_namespace()  # of a class of yours, it is the whole path
+        return namespace[:1] if namespace[0] == "langchain_kvrag" else namespace
+
     def to_json(self) -> SerializedConstructor | SerializedNotImplemented:
         """Return the serialised form for LangChain's `dumps` and for traces."""
         return super().to_json() if self.engine is None else self.to_json_not_implemented()

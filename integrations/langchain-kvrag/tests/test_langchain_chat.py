@@ -282,6 +282,37 @@ def test_documents_of_a_call_may_be_a_retrievers_results(
             llm.warm(one)
 
 
+@pytest.mark.parametrize("cls", [ChatBlend, BlendLLM])
+async def test_warming_and_forgetting_leave_the_loop_alone(
+    cls: type[ChatBlend | BlendLLM], settings: dict[str, Any], chunks: list[str]
+) -> None:
+    llm = cls(**settings, namespace="mine")
+    loop_thread, used, warm = threading.get_ident(), set(), BlendEngine.warm
+
+    def noting(self: BlendEngine, *args: Any, **kwargs: Any) -> Any:
+        used.add(threading.get_ident())
+        return warm(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlendEngine, "warm", noting)
+        documents = [Document(text, metadata={"source": "a"}) for text in chunks]
+        assert (await llm.awarm(documents, document="d")).new == 4
+    assert loop_thread not in used
+    assert llm.warm(documents, document="d").new == 0, "with the same sources"
+    assert await llm.adocuments() == llm.documents() == ["d"]
+    assert await llm.adocuments("e") == await llm.adocuments(namespace="") == []
+    assert await llm.aforget("d") == 4
+    with pytest.raises(SettingError, match="must be a list of documents or texts, got one str"):
+        await llm.awarm(chunks[0])
+
+
+@pytest.mark.parametrize("call", [{"max_tokens": 0}, {"max_tokens": True}, {"max_new_tokens": 0}])
+def test_a_wrong_length_is_reported_under_the_name_that_was_given(chat: ChatBlend, call: dict[str, Any]) -> None:
+    (name,) = call
+    with pytest.raises(SettingError, match=rf"(^|unknown setting ){name}\b"):
+        chat.invoke(QUESTION, **call)
+
+
 @pytest.mark.parametrize("stop", ["ab", "", 5])
 def test_stop_strings_of_a_call_are_a_list(chat: ChatBlend, stop: Any) -> None:
     with pytest.raises(SettingError, match=f"stop must be a list of strings, got {stop!r}"):
@@ -295,7 +326,8 @@ def test_stop_strings_of_a_call_are_a_list(chat: ChatBlend, stop: Any) -> None:
         ({"model": "reader", "temprature": 0}, "temprature"),
         ({"model": "reader", "ratio": 1.5}, "ratio must be a number in"),
         ({"model": "reader", "policy": "best"}, "unknown policy 'best'"),
-        ({"model": "reader", "max_tokens": 0}, "max_new_tokens must be an integer of at least 1"),
+        ({"model": "reader", "max_tokens": 0}, r"\bmax_tokens must be an integer of at least 1"),
+        ({"model": "reader", "max_new_tokens": 0}, "max_new_tokens\n"),
         ({}, "no model"),
         ({"store": "kv"}, "no model"),
     ],
@@ -349,9 +381,12 @@ def test_pickles_and_copies_leave_the_engine_out(chat: ChatBlend) -> None:
 def test_settings_can_be_written_and_read(cls: type[ChatBlend | BlendLLM], settings: dict[str, Any]) -> None:
     llm = cls(**settings, stop=["x"], device_map={"": "cpu"})
     written = dumps(llm)
+    assert json.loads(written)["id"] == ["langchain_kvrag", cls.__name__], "no module, which may change"
     again = load(json.loads(written), allowed_objects=[cls], valid_namespaces=["langchain_kvrag"])
     assert type(again) is cls
     assert again._identifying_params == llm._identifying_params
+    own = type("Own", (cls,), {"__module__": "my.package"})
+    assert own.lc_id() == ["my", "package", "Own"]
     if cls is ChatBlend:
         assert "secret" not in dumps(ChatBlend(**settings, api_key="secret", timeout=3, max_retries=1))
 

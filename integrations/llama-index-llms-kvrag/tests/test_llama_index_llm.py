@@ -128,6 +128,8 @@ async def test_unknown_settings_of_a_call_are_refused(llm: BlendLLM) -> None:
         await llm.astream_complete(QUESTION, temprature=0)
     with pytest.raises(ValueError, match="temprature"):
         BlendLLM(model="reader", temprature=0)
+    with pytest.raises(SettingError, match=r"^max_tokens must be an integer of at least 1, got 0"):
+        llm.complete(QUESTION, max_tokens=0)
 
 
 # ---------------------------------------------------------------- the engine

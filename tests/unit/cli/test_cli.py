@@ -378,9 +378,9 @@ def test_a_document_with_a_chunk_beyond_the_window_is_named_and_skipped_alone(
     assert (result["files"], result["new"]) == (3, 3)
     (problem,) = result["problems"]
     assert problem["file"] == str(long)
-    assert problem["message"].startswith("skipped: chunk 0 has ")
+    assert problem["message"].startswith("skipped: chunk 0 of document ")
     assert main([*map(str, command)]) == 1
-    assert f"{long}: skipped: chunk 0 has " in capsys.readouterr().err
+    assert f"{long}: skipped: chunk 0 of document " in capsys.readouterr().err
 
 
 def test_warm_on_a_server_names_its_own_options(fails: Callable[..., str]) -> None:
@@ -627,7 +627,7 @@ def test_a_store_of_a_bundled_model_is_refused_before_another_one_is_loaded(
         ("./gone", "cannot load model './gone': there is no such folder"),
         (
             "no/body",
-            "cannot load model 'no/body': it is not in the local cache and HF_HUB_OFFLINE is set: unset it, or pass a f",
+            "cannot load model 'no/body': it is not in the local cache and HF_HUB_OFFLINE is set: unset it",
         ),
     ],
 )

@@ -135,7 +135,7 @@ def check_texts(texts: Iterable[str]) -> list[str]:
 
 def per_text(names: str | Sequence[str], num_texts: int, kind: str) -> list[str]:
     """Return one name per text; raise SettingError if there are more or fewer."""
-    names = [names] * num_texts if isinstance(names, str) else list(names)
+    names = [names] * num_texts if isinstance(names, str) else check_list(kind, names)
     wrong = f"{len(names)} {kind} for {num_texts} texts: give one per text, or a single string"
     _require(len(names) == num_texts, wrong)
     return names

@@ -73,17 +73,20 @@ class Choosing:
         self,
         texts: Iterable[str],
         namespace: str = "",
-        document: str | Sequence[str] = "",
-        sources: str | Sequence[str] | None = None,
+        names: Sequence[tuple[str, str]] = (),
     ) -> list[tuple[list[int], str | None]]:
         """Return each text's token ids, and its chunk key if encoded alone: None if it is too short to be matched.
 
-        Errors name the document and the source, which are as for `warm`.
+        Args:
+            names: Document and source of each text, for errors.
         """
         tokenized: list[tuple[list[int], str | None]] = []
         for number, text in enumerate(check_texts(texts)):
             ids = self._outline.tokenizer.encode(text)
-            self._outline.check_window(len(ids) + len(self._outline.preamble), _chunk(number, document, sources))
+            name, source = names[number] if names else ("", "")
+            chunk = f"chunk {number}" + f" of document {name!r}" * bool(name)
+            chunk += f" from {source!r}" * (source not in ("", name))
+            self._outline.check_window(len(ids) + len(self._outline.preamble), chunk)
             is_short = len(ids) < self._config.min_run
             tokenized.append((ids, None if is_short else self._fingerprint.chunk_key(ids, (), namespace)))
         return tokenized
@@ -195,10 +198,11 @@ class Ingestion(Choosing):
         `before` are the token ids that precede the texts, by source, from an earlier call; changed for the next one.
         """
         started = time.perf_counter()
-        tokenized = self.tokenize(texts, namespace, document, sources)
-        names = per_text(document, len(tokenized), "document names")
-        sources = per_text(document if sources is None else sources, len(tokenized), "sources")
+        texts = check_texts(texts)
+        names = per_text(document, len(texts), "document names")
+        sources = per_text(document if sources is None else sources, len(texts), "sources")
         check_names(*{*names, *sources})
+        tokenized = self.tokenize(texts, namespace, list(zip(names, sources, strict=True)))
         if mode == "on request":
             document, names = ON_REQUEST, [ON_REQUEST] * len(names)
         pieces = self._pieces(tokenized, names, sources, namespace, {} if before is None else before)
@@ -312,13 +316,6 @@ class Ingestion(Choosing):
             forest = trees(self._model, chunks, contexts)
             tokens, pairs = sum(tree.num_tokens for tree in forest), sum(tree.num_pairs for tree in forest)
             self._tuning.observe_encoding(tokens, pairs, math.ceil(tokens / batch_tokens(self._model)), seconds, cpu)
-
-
-def _chunk(number: int, document: str | Sequence[str], sources: str | Sequence[str] | None) -> str:
-    """Return what an error calls the text with this number; the lists of names may be too short."""
-    columns = (document, document if sources is None else sources)
-    name, source = (names if isinstance(names, str) else "".join(names[number : number + 1]) for names in columns)
-    return f"chunk {number}" + f" of document {name!r}" * bool(name) + f" from {source!r}" * (source not in ("", name))
 
 
 def _overlap(before: list[int], ids: list[int]) -> int:

@@ -1559,7 +1559,7 @@ def test_a_budget_that_cannot_be_written_reports_a_full_disk_and_changes_nothing
     pages = store._manifest._writer.execute("PRAGMA page_count").fetchone()[0]
     store._manifest._writer.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(StoreFullError, match=r"disk of .* is full: free space"):
-        list(map(store.set_budget, (f"{i:0500d}" for i in range(5000)), repeat(1000)))
+        list(map(store.set_budget, (f"{i:0200d}" for i in range(12_500)), repeat(1000)))
     assert all(same(store, record(i)) for i in range(4))
     store._manifest._writer.execute("PRAGMA max_page_count = 100000")
     assert store.set_budget("", 1) == 4

@@ -158,11 +158,11 @@ def alone(reader: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr("kvrag.engine._shared", Shared())
     decode = kvrag.answer.decode
 
-    def briefly(*prompt: Any, **more: Any) -> Any:
-        *known, sampling, constraint, control_tokens = prompt
+    def briefly(*prompt: Any) -> Any:
+        *known, sampling, constraint, control_tokens, thoughts, alone = prompt
         if constraint is None:
             sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, ANSWER_TOKENS))
-        return decode(*known, sampling, constraint, control_tokens, **more)
+        return decode(*known, sampling, constraint, control_tokens, thoughts, alone)
 
     monkeypatch.setattr("kvrag.answer.decode", briefly)
     for name, value in vars(Settings).items():

@@ -135,7 +135,7 @@ def test_vllm(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_keys(folder: Path, engine: BlendEngine, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     with serving(engine, key="secret", api_keys=(ApiKey("secret", "tenant"),)) as served:
         command = ("warm", folder, "--server", served.url, *CUT)
-        assert "api_key=" in run(capsys, *command, code=1)
+        assert "--api-key" in run(capsys, *command, code=1)
         assert run(capsys, *command, "--api-key", "secret")["new"] > 0
         monkeypatch.setenv("KVRAG_API_KEY", "secret")
         assert run(capsys, *command)["new"] == 0

@@ -292,7 +292,7 @@ def test_the_command_serves_until_it_is_stopped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        (["--concurrency", "0"], "concurrency must be at least 1"),
+        (["--concurrency", "0"], "--concurrency: must be at least 1"),
         (["--ratio", "2"], "ratio must be"),
         (["--chunk-overlap", "300"], "--chunk-tokens"),
         (["--store-gib", "0"], "--store-gib"),

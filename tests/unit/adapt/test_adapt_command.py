@@ -178,7 +178,7 @@ def test_an_interrupted_training_resumes(adapt: Run, monkeypatch: pytest.MonkeyP
         (["--docs", "{blank}"], "no text: none of 1 files could be read"),
         (["--out", "{empty}"], "empty is no folder: {empty} is a file"),
         (["--out", "{empty}/out"], "empty/out is no folder: {empty} is a file"),
-        (["--model", "./nowhere"], "the folder ./nowhere does not exist"),
+        (["--model", "./nowhere"], "cannot load model './nowhere': there is no such folder"),
         (["--minutes", "0"], "must be at least 0.1"),
         (["--rate", "1e30"], "a lower --rate with another --out"),
     ],

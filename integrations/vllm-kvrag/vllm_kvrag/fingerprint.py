@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
@@ -39,7 +39,7 @@ def checkpoint_fingerprint(
     name = str(name_or_path)
     config = loading.load_config(name, revision, trust_remote_code)
     with loading.refuse_failures(config), torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        outline = loading.auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     reason = ""
     if getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None):
         reason = "it is quantised"

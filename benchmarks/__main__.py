@@ -31,6 +31,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "edits": ("benchmarks.quality.edits", "measure answers behind an edit of the history"),
     "ladder": ("benchmarks.quality.ladder", "measure which change of stored KV would make answers full prefill's"),
+    "hybrids": ("benchmarks.quality.hybrids", "try reuse in layers of linear attention, on tiny random models"),
     "simulate": ("benchmarks.cluster.simulate", "predict where reuse wins and where it loses, with a cost model"),
     "cluster": ("benchmarks.cluster.command", "plan a cluster: GPUs, hit rates and costs by a simulation"),
 }

@@ -283,7 +283,7 @@ def _template(
     from kvrag.backend.transformers.loading import load_tokenizer
     from kvrag.backend.transformers.tokenizer import Tokenizer
 
-    hf = load_tokenizer(name, revision, trust_remote_code, local_files_only)
+    hf = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_files_only)
     tokenizer = Tokenizer(hf, name, preamble=False)
     return tokenizer.has_chat_template, tokenizer.thinks
 

@@ -226,6 +226,8 @@ def test_half_precision_stays_near_full_prefill(
 
 # ---------------------------------------------------------------- what cannot work
 
+_STATE = "layers keep a state that is not KV per token: see docs/decisions/0030-hybrids.md"
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}, "not by a rotary table"),
     "gpt2": ("gpt2", {}, "not by a rotary table"),
@@ -233,10 +235,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "mpt": ("mpt", {}, "no layer applies rotary"),
     "gptj": ("gptj", {"rotary_dim": 8}, "not by a rotary table"),
     "rwkv": ("rwkv", {}, "does not write its keys into the cache"),
-    "mamba": ("mamba", {"state_size": 4, "time_step_rank": 4}, "linear_attention are neither full"),
-    "jamba": ("jamba", {"use_mamba_kernels": False}, "linear_attention are neither full"),
-    "qwen3_next": ("qwen3_next", {}, "linear_attention are neither full"),
-    "deepseek_v32": ("deepseek_v32", {}, "indexed_attention are neither full, sliding nor chunked attention"),
+    "mamba": ("mamba", {"state_size": 4, "time_step_rank": 4}, f"its linear_attention {_STATE}"),
+    "jamba": ("jamba", {"use_mamba_kernels": False}, f"its linear_attention {_STATE}"),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, f"its conv {_STATE}"),
+    "deepseek_v32": ("deepseek_v32", {}, "indexed_attention layers are neither full, sliding nor chunked attention"),
     "doge": ("doge", {}, "a trial forward pass with a cache and a mask failed"),
     "jetmoe": ("jetmoe", {}, "it attends to other keys than those in its cache"),
     "gpt_neox_japanese": ("gpt_neox_japanese", {}, "do not use transformers' attention interface"),
@@ -248,6 +250,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "encoder-decoder",
     ),
 }
+
+# fmt: off
+HYBRIDS = [
+    "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe",
+    "qwen3_5_text", "qwen3_next", "recurrent_gemma", "zamba2",
+]
+# fmt: on
 
 
 def _random(model_type: str, changes: dict[str, Any]) -> Any:
@@ -265,6 +274,12 @@ def test_unsupported_models_are_refused_with_the_reason(name: str, tokenizer: An
         Model(hf, tokenizer, name)
     with pytest.raises(UnsupportedModelError, match=reason):
         Model(hf, tokenizer, name, allow_unverified=True)
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_hybrids_are_refused_from_the_configuration(model_type: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"{model_type} models cannot be blended: .*{_STATE}"):
+        loading.refuse_unsupported(AutoConfig.for_model(model_type), allow_unverified=True)
 
 
 def test_alibi_is_refused_from_the_configuration(tokenizer: Any) -> None:
@@ -332,7 +347,7 @@ def test_device_map_spreads_a_model_but_does_not_offload_it(
         ("qwen3", "llama", r"LlamaForCausalLM.*does not use model.layers.0.self_attn.k_norm.weight.*another model's"),
         ("qwen2", "llama", r"does not use model.layers.0.self_attn.k_proj.bias"),
         ("deepseek_v3", "llama", "config.json gives other sizes than the weights have"),
-        ("qwen3_next", "qwen3_next", "linear_attention are neither full, sliding nor chunked attention"),
+        ("qwen3_next", "qwen3_next", f"linear_attention {_STATE}"),
     ],
 )
 def test_weights_of_another_family_than_the_configuration_says_are_refused(

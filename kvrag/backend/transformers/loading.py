@@ -145,14 +145,10 @@ def load_config(
     return config
 
 
-def load_tokenizer(
-    name: str, revision: str | None = None, trust_remote_code: bool = False, local_files_only: bool = False
-) -> Any:
-    """Load a model's tokenizer only; raises like `load`."""
+def load_tokenizer(name: str, **where: Any) -> Any:
+    """Load a model's tokenizer only; takes `where` and raises like `load`."""
     with _explaining(name) as path:
-        return AutoTokenizer.from_pretrained(
-            path, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_files_only
-        )
+        return AutoTokenizer.from_pretrained(path, **where)
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype | None = None) -> int:
@@ -240,7 +236,10 @@ def refuse_unsupported(config: Any, allow_unverified: bool = False) -> None:
     if config.is_encoder_decoder:
         reason = "it is an encoder-decoder model; only causal language models are supported"
     elif other := kinds - set(ATTENTION_KINDS):
-        reason = f"of its layers, {', '.join(sorted(other))} are neither full, sliding nor chunked attention"
+        has_state = other & {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+        dropped = "keep a state that is not KV per token: see docs/decisions/0030-hybrids.md"
+        what = dropped if has_state else "are neither full, sliding nor chunked attention"
+        reason = f"its {', '.join(sorted(has_state or other))} layers {what}"
     elif getattr(text, "alibi", False) or getattr(text, "position_embedding_type", "") == "alibi":
         reason = "it uses ALiBi instead of RoPE"
     elif getattr(text, "use_bidirectional_attention", None) in (True, "all"):  # "vision": for images only

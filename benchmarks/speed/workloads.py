@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,7 @@ class Row:
         cpu_s: Processor time of the server meanwhile; None = not ours.
         warm_s: Encoding the documents before; None = not encoded.
         cached, computed: Sums over the prompts' tokens; computed = fresh and recomputed.
-        ttft_ratio, total_ratio: Of the stock server / of this one; None = without it.
+        ttft_ratio, total_ratio, cpu_ratio: Of the stock server / of this one; None = without it.
     """
 
     workload: str
@@ -158,6 +158,7 @@ class Row:
     computed: int
     ttft_ratio: float | None = None
     total_ratio: float | None = None
+    cpu_ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -243,11 +244,14 @@ def _run_all(ways: Sequence[_Way], work: dict[str, Workload], progress: Callable
             progress(f"{name}, {way.name}: {len(workload.prompts)} requests")
             row = asyncio.run(_run(name, way, workload, warm_s))
             first = first or row
-            if way is not ways[0]:
-                ratios = first.ttft_p50_s / row.ttft_p50_s, first.total_s / row.total_s
-                row = Row(**{**asdict(row), "ttft_ratio": ratios[0], "total_ratio": ratios[1]})
-            rows.append(row)
+            rows.append(row if row is first else _compared(row, first))
     return rows
+
+
+def _compared(row: Row, stock: Row) -> Row:
+    cpu = stock.cpu_s / row.cpu_s if stock.cpu_s and row.cpu_s else None
+    ttft, total = stock.ttft_p50_s / row.ttft_p50_s, stock.total_s / row.total_s
+    return replace(row, ttft_ratio=ttft, total_ratio=total, cpu_ratio=cpu)
 
 
 def _warm(way: _Way, workload: Workload) -> float:
@@ -387,10 +391,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(", ".join(f"{name} {value}" for name, value in settings.items()))
     columns = f"{'requests':>9}{'TTFT p50':>10}{'total':>10}{'CPU':>9}{'warming':>9}{'cached':>9}{'computed':>9}"
-    print(f"\n{'':12}{'':17}{columns}{'TTFT':>8}{'total':>8}")
+    print(f"\n{'':29}{columns}{'TTFT':>8}{'total':>8}{'CPU':>8}")
     for row in rows:
-        ratios = "".join("" if ratio is None else f"{ratio:>7.2f}x" for ratio in (row.ttft_ratio, row.total_ratio))
+        ratios = row.ttft_ratio, row.total_ratio, row.cpu_ratio
+        compared = "".join("" if ratio is None else f"{ratio:>7.2f}x" for ratio in ratios)
         cpu, warm = ("" if value is None else f"{value:.1f} s" for value in (row.cpu_s, row.warm_s))
         times = f"{row.ttft_p50_s:>8.2f} s{row.total_s:>8.1f} s{cpu:>9}{warm:>9}"
-        print(f"{row.workload:12}{row.way:17}{row.requests:>9}{times}{row.cached:>9}{row.computed:>9}{ratios}")
+        print(f"{row.workload:12}{row.way:17}{row.requests:>9}{times}{row.cached:>9}{row.computed:>9}{compared}")
     return 0

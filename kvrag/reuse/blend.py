@@ -6,7 +6,6 @@ a mask by true positions.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend, prefill_blocks
@@ -21,8 +20,6 @@ def blend(backend: Backend, stitched: Stitched, selected: Tensor) -> Tensor:
     """
     if not stitched.reused.any():
         return backend.forward(stitched.ids[None], stitched.cache)
-    if backend.leaves_tail and stitched.tail(selected) <= stitched.kept:
-        return torch.empty(1, 0)  # no stitched KV is used
     for rows in prefill_blocks(backend, blended_rows(backend, stitched, selected)):
         logits = backend.forward(stitched.ids[rows][None], stitched.cache, rows)
     stitched.cache.set_length(len(stitched.ids))
@@ -31,7 +28,5 @@ def blend(backend: Backend, stitched: Stitched, selected: Tensor) -> Tensor:
 
 def blended_rows(backend: Backend, stitched: Stitched, selected: Tensor) -> Tensor:
     """Return the (N,) positions that `blend` computes, fresh and selected ones."""
-    is_computed = ~stitched.reused
-    is_computed[selected] = True
-    rows = is_computed.nonzero().squeeze(1)
+    rows = (~stitched.reused).index_fill(0, selected, True).nonzero().squeeze(1)
     return rows[rows < stitched.tail(selected)] if backend.leaves_tail else rows

@@ -50,15 +50,13 @@ class Stitched:
         return inexact.nonzero().squeeze(1)
 
     def tail(self, selected: Tensor) -> int:
-        """Return the number of positions up to the last that keeps its stitched KV; 1 if none does, 0 if none has any."""
-        kept = self.reused.clone()
-        kept[selected] = False
+        """Return the number of positions up to the last that keeps its stitched KV; 1 if none does, 0 without any."""
+        kept = self.reused.index_fill(0, selected, False)
         return int(kept.nonzero()[-1]) + 1 if kept.any() else int(self.reused.any())
 
     def num_exact(self, selected: Tensor) -> int:
         """Return the number of leading positions with full prefill's KV once the `selected` ones are recomputed."""
-        deviating = self.reused & ~self.exact
-        deviating[selected] = False
+        deviating = (self.reused & ~self.exact).index_fill(0, selected, False)
         return int(deviating.int().argmax()) if deviating.any() else len(self.ids)
 
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from vllm_engines import CHUNKS, Engine, blended, checkpoint, distance, prompt_of, reference, started, text_of
+from vllm_kvrag.backend import VllmBackend
 
 from kvrag import BlendEngine, FileStore
 from kvrag.request import Pipeline
 from kvrag.reuse.stitch import Prefilled
-from vllm_kvrag.backend import VllmBackend
 
 NEAR = 1e-4
 ORDER = [CHUNKS[2], CHUNKS[0], CHUNKS[3], CHUNKS[1]]

@@ -445,6 +445,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print the results."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped
     given = {name: getattr(args, name) for name in VllmSetup.__dataclass_fields__} | {"vllm": tuple(args.vllm.split())}
     result = measure(VllmSetup(**given), progress=lambda line: print(line, file=sys.stderr, flush=True))
     if args.json:

@@ -23,6 +23,7 @@ import json
 import math
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -385,6 +386,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print the results."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped
     rows, settings = measure(args, progress=lambda line: print(line, file=sys.stderr, flush=True))
     if args.json:
         print(json.dumps({"rows": [asdict(row) for row in rows], "settings": settings}))

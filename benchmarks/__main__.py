@@ -25,6 +25,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "measure the limits of the time to first token: computing and loading, each alone",
     ),
     "vllm": ("benchmarks.speed.vllm", "measure vLLM with vllm-kvrag against vLLM alone, under load"),
+    "workloads": ("benchmarks.speed.workloads", "measure LMCache's and vLLM's public workloads, also on any server"),
     "quality": (
         "benchmarks.quality.command",
         "measure answer quality on the readers' worlds, or as `kvrag bench quality`",

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -431,9 +431,13 @@ def test_an_interrupted_ingestion_continues_where_it_stopped(
 
     with monkeypatch.context() as patch:
         patch.setattr(BlendEngine, "warm", interrupted)
-        assert "run the command again" in fails(*command, code=130)
+        said = fails(*command, code=130)
+    with closing(FileStore(tmp_path / "kv")) as store:
+        stored = store.stats().tokens
     again = as_json(*command)
     assert (again["new"], again["reused"]) == (2, 4)
+    total = stored + again["tokens"]
+    assert f"interrupted; {stored} of {total} tokens are encoded and kept: run the command again to resume" in said
 
 
 def test_an_edited_file_drops_its_old_chunks(folder: Path, tmp_path: Path, as_json: Json) -> None:

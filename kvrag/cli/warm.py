@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -274,9 +274,14 @@ def find_gone(paths: Sequence[str], known: Callable[[str], Iterable[str]]) -> li
     Args:
         known: Returns the documents whose names start with a prefix, possibly also others.
     """
-    folders = [os.path.join(Path(path).resolve(), "") for path in paths if Path(path).is_dir()]
-    names = {name for folder in folders for name in known(folder) if name.startswith(folder)}
-    return sorted(filter(_is_gone, names))
+    gone: set[str] = set()
+    for path in filter(os.path.isdir, paths):
+        folder = os.path.join(Path(path).resolve(), "")
+        names = [name for name in known(folder) if name.startswith(folder) and _is_gone(name)]
+        with suppress(KvragError):  # without files, it was perhaps unmounted; reported when they are read
+            documents.find([path])
+            gone.update(names)
+    return sorted(gone)
 
 
 def _is_gone(name: str) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -348,6 +350,31 @@ def test_documents_that_cannot_be_seen_are_not_pruned(
     assert f"{folder / 'closed'}: skipped: Permission denied" in capsys.readouterr().err
     (folder / "holra.txt").unlink()
     assert as_json(*command, "--prune", code=1)["gone"] == [str(folder / "holra.txt")], "others are pruned"
+
+
+@pytest.mark.parametrize("what", ["not mounted", "fails"])
+def test_documents_of_a_folder_that_is_not_there_for_now_are_not_pruned(
+    what: str, folder: Path, tmp_path: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (folder / "ingla.txt").rename(disk / "ingla.txt")
+    command = ("warm", folder, disk, "--store", tmp_path / "kv", *CUT)
+    as_json(*command)
+    encoded, scan = keys(tmp_path / "kv"), os.scandir
+
+    def failing(path: Any) -> Any:
+        if str(path) == str(disk):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return scan(path)
+
+    if what == "fails":
+        monkeypatch.setattr(os, "scandir", failing)
+    else:
+        (disk / "ingla.txt").unlink()
+    pruned = as_json(*command, "--prune", code=1)
+    assert (pruned["gone"], pruned["dropped"], keys(tmp_path / "kv")) == ([], 0, encoded)
+    assert str(disk) in [problem["file"] for problem in pruned["problems"]]
 
 
 def test_a_file_that_cannot_be_read_keeps_its_chunks(

@@ -288,10 +288,8 @@ def _is_gone(name: str) -> bool:
     """Return whether a file does not exist; False if the system does not say so, as in a folder without permission."""
     try:
         os.lstat(name)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return True
-    except OSError:
-        return False
+    except (OSError, ValueError) as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError | ValueError)
     return False
 
 

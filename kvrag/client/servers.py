@@ -25,12 +25,11 @@ from kvrag.errors import (
 )
 from kvrag.types import BlendReport, Messages, WarmReport
 
+Progress = Callable[[int, int], None]
+
 _PROMPT = ("prompt", "messages", "tools", "chat_template_kwargs")  # fields that the number of its tokens depends on
 
 _WATCH_S = 5.0
-
-Progress = Callable[[int, int], None]
-
 _LONGEST_TOKEN = 16  # bytes; a longer prompt does not fit for sure
 
 _ERRORS: dict[str, type[KvragError]] = {

@@ -10,7 +10,7 @@ import asyncio
 import functools
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import scrypt
@@ -340,6 +340,7 @@ class LLMBase(EngineSettings, AnswerSettings):
         document: str | Sequence[str] = "",
         sources: str | Sequence[str] | None = None,
         namespace: str | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> WarmReport:
         """Encode every chunk that the store lacks; see `BlendEngine.warm`.
 
@@ -348,9 +349,10 @@ class LLMBase(EngineSettings, AnswerSettings):
             document: Name of the document that holds them.
             sources: Names of their sources; None = those recorded in the documents or nodes.
             namespace: None = this object's namespace.
+            progress: Called with (done, to do) every few seconds.
         """
         chunks, arguments = self._to_warm(texts, document, sources, namespace)
-        return self._open().warm(chunks, **arguments)
+        return self._open().warm(chunks, progress=progress, **arguments)
 
     async def awarm(
         self,

@@ -252,10 +252,12 @@ async def delete_document(document: str, tenant: Caller) -> Response:
 async def warm_chunks(body: NewChunks, request: Request, state: Server, tenant: Caller) -> Response:
     """Encode the chunks that the store lacks, and return the report. They are not retrieved by the -rag model."""
     abandoned = threading.Event()
+    name = body.document if isinstance(body.document, str) else next(iter(body.document), "")
 
     def check(done: int, total: int) -> None:
         if abandoned.is_set():  # ends the encoding after the current portion
             raise ClientDisconnected
+        tenant.encoding[name] = done, total
 
     def work() -> WarmReport:
         return state.engine.warm(
@@ -266,14 +268,19 @@ async def warm_chunks(body: NewChunks, request: Request, state: Server, tenant: 
         report = await _result(request, state.answering, work)
     finally:
         abandoned.set()
+        tenant.encoding.pop(name, None)
     return json_response(report.to_dict())
 
 
 @router.get("/v1/chunks")
 async def list_chunks(state: Server, tenant: Caller, prefix: str = "") -> Response:
-    """Return the names of the documents that start with `prefix` and have chunks, sorted."""
+    """Return the names of the documents that start with `prefix` and have chunks, sorted.
+
+    `encoding` has the tokens done and to do of `POST` requests in progress, by the name of their first document.
+    """
     documents = await asyncio.to_thread(state.engine.documents, prefix, namespace=tenant.namespace)
-    return json_response({"documents": documents})
+    encoding = {name: tokens for name, tokens in [*tenant.encoding.items()] if name.startswith(prefix)}
+    return json_response({"documents": documents, "encoding": encoding})
 
 
 @router.delete("/v1/chunks/{document:path}")

@@ -54,6 +54,7 @@ _PROMOTIONS = 8  # chunks at a time that wait to be copied into the local folder
 _USED_EVERY_S = 3600.0  # between reports of the chunks that were used
 _STALE_S = 3600.0  # age of a chunk without a row that is a leftover
 _SNAPSHOT_EVERY = 1000  # operations
+_CLOSE_S = 1.0  # for the end of requests to a store that does not answer
 CACHE_BYTES = 64 << 30
 """Default byte budget of the local copies of chunks."""
 
@@ -475,16 +476,21 @@ class SharedStore(ManifestStore):
         """See KVStore.close."""
         was_open, self._is_closed = self._is_open and not self._is_closed, True
         if was_open:
-            self._follower.close()
-            self._record_uses()
-            with self._lock:
-                for opening in self._opening.values():
-                    opening.cancel()
-            for pool in (self._openers, self._writers, self._promoter):
-                pool.shutdown()
-            self._fetchers.shutdown(wait=False)
-            for part in (self._local, self._manifest, self._remote):
-                part.close()
+            ending = threading.Thread(target=self._end, name="kvrag-close", daemon=True)
+            ending.start()
+            ending.join(_CLOSE_S if self._follower.is_failing else None)  # requests end after their timeouts
+
+    def _end(self) -> None:
+        self._follower.close()
+        self._record_uses()
+        with self._lock:
+            for opening in self._opening.values():
+                opening.cancel()
+        for pool in (self._openers, self._writers, self._promoter):
+            pool.shutdown()
+        self._fetchers.shutdown(wait=False)
+        for part in (self._local, self._manifest, self._remote):
+            part.close()
 
 
 def open_store(store: KVStore | str | Path, cache: str | Path | None = None) -> KVStore:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +352,31 @@ def test_documents_that_cannot_be_seen_are_not_pruned(
     assert as_json(*command, "--prune", code=1)["gone"] == [str(folder / "holra.txt")], "others are pruned"
 
 
+@pytest.mark.parametrize("what", ["not mounted", "fails"])
+def test_documents_of_a_folder_that_is_not_there_for_now_are_not_pruned(
+    what: str, folder: Path, tmp_path: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (folder / "ingla.txt").rename(disk / "ingla.txt")
+    command = ("warm", folder, disk, "--store", tmp_path / "kv", *CUT)
+    as_json(*command)
+    encoded, scan = keys(tmp_path / "kv"), os.scandir
+
+    def failing(path: Any) -> Any:
+        if str(path) == str(disk):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return scan(path)
+
+    if what == "fails":
+        monkeypatch.setattr(os, "scandir", failing)
+    else:
+        (disk / "ingla.txt").unlink()
+    pruned = as_json(*command, "--prune", code=1)
+    assert (pruned["gone"], pruned["dropped"], keys(tmp_path / "kv")) == ([], 0, encoded)
+    assert str(disk) in [problem["file"] for problem in pruned["problems"]]
+
+
 def test_a_file_that_cannot_be_read_keeps_its_chunks(
     folder: Path, tmp_path: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -431,9 +458,13 @@ def test_an_interrupted_ingestion_continues_where_it_stopped(
 
     with monkeypatch.context() as patch:
         patch.setattr(BlendEngine, "warm", interrupted)
-        assert "run the command again" in fails(*command, code=130)
+        said = fails(*command, code=130)
+    with closing(FileStore(tmp_path / "kv")) as store:
+        stored = store.stats().tokens
     again = as_json(*command)
     assert (again["new"], again["reused"]) == (2, 4)
+    total = stored + again["tokens"]
+    assert f"interrupted; {stored} of {total} tokens are encoded and kept: run the command again to resume" in said
 
 
 def test_an_edited_file_drops_its_old_chunks(folder: Path, tmp_path: Path, as_json: Json) -> None:

@@ -156,7 +156,11 @@ async function drop(name) {
 
 /** Upload files, one after the other. */
 async function add(files) {
-  for (const { name } of files) uploads.set(name, "");
+  for (const { name } of files) {
+    uploads.set(name, "");
+    clearTimeout(removed.get(name));
+    removed.delete(name);
+  }
   showDocuments();
   for (const file of files) {
     const name = file.name;
@@ -316,7 +320,7 @@ function showSources(turn, hits) {
     const [first, last] = hit.pages ?? [];
     const pages = first === last ? `page ${first}` : `pages ${first}-${last}`;
     const where = shortName(hit.document) + (hit.pages ? ` (${pages})` : "");
-    return fill("source", { where, start: hit.text.replace(/\s+/g, " ").slice(0, 90), text: hit.text });
+    return fill("source", { where, start: hit.text.replace(/\s+/g, " ").slice(0, 200), text: hit.text });
   }));
 }
 

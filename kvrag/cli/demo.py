@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -58,13 +61,15 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join(lines), flush=True)
 
     with tempfile.TemporaryDirectory(prefix="kvrag-demo-") as folder:
+        started = _cpu()
         warmed, answers = _ask_all(ARTICLES, args.store or f"{folder}/articles", args.json)
-        show(*answer_lines(answers, warmed))
+        show(*answer_lines(answers, warmed, busy_note(started, _cpu())))
         _, alone = _ask_all(ENCODED_ALONE, f"{folder}/alone", args.json)
         show("", *_alone_lines(alone))
+    started = _cpu()
     speed = None if args.no_speed else _measure()
     if speed:
-        show("", *speed_lines(speed))
+        show("", *speed_lines(speed, busy_note(started, _cpu())))
     show(
         "",
         "Next, with your own files:",
@@ -137,6 +142,20 @@ def _measure() -> TtftResult:
     return measure(TtftSetup(repeats=2), ask, say, with_prefix=False)
 
 
+def _cpu() -> tuple[float, float, float]:
+    """Return the machine's CPU time so far, in ticks: in all, idle, and of this process."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split(maxsplit=9)[1:9]]
+    return sum(ticks), sum(ticks[3:5]), time.process_time() * os.sysconf("SC_CLK_TCK")
+
+
+def busy_note(start: Sequence[float], stop: Sequence[float]) -> str:
+    """Return a note if other processes slowed this one down between two results of `_cpu`, else ""."""
+    total, idle, own = (after - before for before, after in zip(start, stop, strict=True))
+    others = (total - idle - own) / total
+    is_busy = others > 0.15 and idle < 0.25 * total
+    return f"Machine busy: other processes took {others:.0%} of the CPU, so times do not compare" if is_busy else ""
+
+
 def _faster(full_s: float, blending_s: float) -> str:
     """Return the speed-up in words, as measured."""
     ratio = full_s / blending_s
@@ -144,13 +163,13 @@ def _faster(full_s: float, blending_s: float) -> str:
     return f"{compared}: first token after {blending_s * 1000:.0f} ms instead of {full_s * 1000:.0f} ms"
 
 
-def answer_lines(answers: Sequence[DemoAnswer], warmed: dict[str, Any]) -> list[str]:
+def answer_lines(answers: Sequence[DemoAnswer], warmed: dict[str, Any], busy: str = "") -> list[str]:
     """Return the speed-up and the agreement in one line each, then a table of the answers."""
     full, blending = ([answer for answer in answers if answer.way == way] for way in (_FULL, _BLENDING))
     times = [statistics.median(answer.ttft_s for answer in part) for part in (full, blending)]
     same = sum(reference.answer == blended.answer for reference, blended in zip(full, blending, strict=True))
     return [
-        _faster(*times),
+        busy or _faster(*times),
         f"{same} of {len(full)} answers are full prefill's",
         "",
         "The bundled reader (4.8 M parameters) in a LangChain chain, about",
@@ -197,12 +216,12 @@ def _table(answers: Sequence[DemoAnswer], times: bool = True) -> list[str]:
     return [*lines, "", f"Right: {right}."]
 
 
-def speed_lines(result: TtftResult) -> list[str]:
+def speed_lines(result: TtftResult, busy: str = "") -> list[str]:
     """Return the speed-up of a larger model, and how it was measured."""
     full, blending = result.rows
     processor, threads = result.settings["processor"], result.settings["threads"]
     return [
-        f"A larger model: {_faster(full.ttft_s, blending.ttft_s)}",
+        busy or f"A larger model: {_faster(full.ttft_s, blending.ttft_s)}",
         "",
         f"The same chain on Qwen2.5-0.5B's shape with random weights, {result.prompt_tokens} prompt",
         "tokens, 6 chunks in an order never seen before, medians of 2 rounds;",

@@ -351,8 +351,9 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[
         title="kvrag",
         version=version("kvrag"),
         lifespan=lifespan,
+        docs_url=None,  # see page.py
         redoc_url=None,
-        # for the button "Authorize" of /docs; Guard checks the keys
+        # described in /openapi.json; Guard checks the keys
         dependencies=[Depends(HTTPBearer(auto_error=False))] if settings.api_keys else None,
     )
     app.state.kvrag = state

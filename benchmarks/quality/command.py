@@ -19,7 +19,7 @@ from benchmarks.quality.worlds import ARTICLES, WORLDS, world_of, world_rows
 from kvrag.backend.transformers import Model
 from kvrag.bench.datasets import QuestionRow
 from kvrag.bench.quality import make_cells
-from kvrag.cli import bench, quality
+from kvrag.cli import quality
 from kvrag.cli.common import at_least, checked, comma_separated, progress, require_extra
 from kvrag.config import CODECS, BlendConfig, check_codec
 from kvrag.errors import SettingError
@@ -29,7 +29,7 @@ _AGAINST = "hkvd"  # the usual reference in the literature
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    bench.quality(parser)
+    quality.add_options(parser)
     study = parser.add_argument_group("the study of blending", conflict_handler="resolve")  # some take more values here
     study.add_argument(
         "--policies",

@@ -34,8 +34,7 @@ from benchmarks.quality.worlds import world_of, world_rows
 from kvrag.backend.transformers import Model
 from kvrag.bench import quality
 from kvrag.bench.datasets import QuestionRow, file_rows
-from kvrag.bench.quality import FULL, NONE, Cell, Journal, Task
-from kvrag.bench.ttft import run_settings
+from kvrag.bench.quality import FULL, NONE, Cell, Journal, Task, run_settings
 from kvrag.cli.common import DTYPES, at_least, existing_path, progress, say
 from kvrag.cli.quality import share
 from kvrag.config import BlendConfig, Sampling

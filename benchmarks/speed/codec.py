@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 
 from kvrag.backend.transformers import Model
-from kvrag.bench.ttft import run_settings
+from kvrag.bench.quality import run_settings
 from kvrag.cli.common import DTYPES, add_setting, at_least, existing_path
 from kvrag.config import CODECS, BlendConfig
 from kvrag.engine import BlendEngine

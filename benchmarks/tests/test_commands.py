@@ -18,6 +18,8 @@ WRONG = [
     ["chat", "--turns", "1"],
     ["ingest", "--document-chunks", "0"],
     ["serve", "--rate", "-1"],
+    ["ttft", "--ratio", "2"],
+    ["ttft", "--cold", "--ram-bytes", "1000"],
     *(["quality", *wrong] for wrong in (["--around", "-1"], ["--around", "1"], ["--plots"], ["--top-k", "0"])),
     *(["quality", "--data", __file__, *wrong] for wrong in (["--world", "1"], ["--around", "1"], ["--articles", "1"])),
     *(["quality", "--docs", ".", *wrong] for wrong in (["--world", "1"], ["--around", "1"], ["--articles", "1"])),

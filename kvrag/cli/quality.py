@@ -13,13 +13,34 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from hashlib import blake2b
 from importlib.metadata import version
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
-from kvrag.cli.common import check_model, progress, require_extra, say
+from kvrag.cli.common import (
+    add_model_arguments,
+    add_number,
+    at_least,
+    check_model,
+    checked,
+    comma_separated,
+    existing_path,
+    progress,
+    require_extra,
+    say,
+)
 from kvrag.cli.prompt import text_search
-from kvrag.config import DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES, BlendConfig, Sampling
+from kvrag.config import (
+    CODECS,
+    DEFAULT_CONTEXT,
+    DEFAULT_POLICY,
+    POLICIES,
+    BlendConfig,
+    Sampling,
+    check_policy,
+    check_ratio,
+)
 from kvrag.control.prompts import make_prompts
 from kvrag.errors import SettingError
 from kvrag.retrieval import documents
@@ -46,6 +67,71 @@ _NOT_DOCS = ("data", "instruction", "skip_long")
 _MAX_DOCS_TOKENS = 32768  # encoded from --docs: minutes of encoding and gigabytes of disk for a model of 7B
 _DOCS_STOP = ("\n", ". ")  # the question is the rest of one sentence
 _MIN_RIGHT = 0.3  # share of the sentences that a model must complete as the documents do, for a verdict
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `kvrag bench quality`."""
+    parser.add_argument("what", choices=["quality"], help="what to measure")
+    add_options(parser)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options, which `python -m benchmarks quality` has as well."""
+    add_model_arguments(parser)
+    data = "JSON lines with passages, question, answers"
+    parser.add_argument("--data", type=existing_path, metavar="FILE", help=data)
+    docs = "documents to make prompts from, without questions: sentences that break off, for the model to complete"
+    parser.add_argument("--docs", type=existing_path, metavar="FOLDER", help=docs)
+    parser.add_argument(
+        "--samples", type=at_least(1), metavar="N", help="number of questions (default: 200; with --docs 100)"
+    )
+    seeds = "seeds of the prompts that are made, which are pooled"
+    parser.add_argument("--seed", type=at_least(0), nargs="+", default=[0], help=seeds)
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        type=comma_separated(checked(str, check_policy)),
+        metavar="POLICY",
+        help=f"policies to compare with full prefill and plain reuse (default: all; with --docs {DEFAULT_POLICY})",
+    )
+    parser.add_argument(
+        "--ratios",
+        nargs="+",
+        type=comma_separated(checked(float, check_ratio)),
+        default=[[0.05, 0.15, 0.3]],
+        metavar="R",
+        help="0 to 1 (default: 0.05 0.15 0.3)",
+    )
+    parser.add_argument("--codec", choices=CODECS, default="native", help="codec of stored chunks (default: native)")
+    parser.add_argument(
+        "--context-tokens",
+        type=at_least(0),
+        metavar="N",
+        help="encode passages with N tokens of their document as context; 0 = alone (default: as `kvrag warm` if rows "
+        "name documents, else 0)",
+    )
+    parser.add_argument(
+        "--chunk-tokens", type=at_least(16), metavar="N", help="with --docs: maximum tokens per chunk (default: 256)"
+    )
+    parser.add_argument(
+        "--top-k", type=at_least(1), metavar="K", help="with --docs: chunks to retrieve for a prompt (default: 4)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=at_least(1), metavar="N", help="maximum length of an answer (default: 16; with --docs 8)"
+    )
+    parser.add_argument(
+        "--stop",
+        nargs="+",
+        metavar="TEXT",
+        help=r"strings that end an answer; \n = line break (default: \n\n for the reader; with --docs the end of the "
+        "sentence or line)",
+    )
+    parser.add_argument("--instruction", default="", metavar="TEXT", help="text between passages and question")
+    parser.add_argument("--skip-long", action="store_true", help="skip rows that do not fit into the window")
+    add_number(parser, "--ram-bytes", 2 << 30, "size of the RAM tier; 0 = read from disk")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="store rows.jsonl and results.json there; run again to resume"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -271,7 +357,7 @@ def report(
         started: Time of `time.perf_counter` when the command started.
         lines: Formats a result.
     """
-    from kvrag.bench.ttft import run_settings
+    from kvrag.bench.quality import run_settings
 
     result: dict[str, Any] = {
         "settings": evaluation.settings,

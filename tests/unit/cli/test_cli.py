@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,12 @@ import pytest
 import torch
 from pdf import PDF, pdf
 
-import kvrag.cli.bench
 import kvrag.cli.common
 import kvrag.retrieval.index
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.backend.transformers import READER
-from kvrag.backend.transformers.shapes import SHAPES
 from kvrag.backend.transformers.smollm2 import SMOLLM2
-from kvrag.bench.ttft import TtftResult, TtftRow
+from kvrag.bench.speed import SpeedUp
 from kvrag.cli import demo, serve
 from kvrag.cli.common import human_bytes, progress
 from kvrag.cli.main import _COMMANDS, _parser, main
@@ -118,7 +117,7 @@ def keys(store: Path) -> set[str]:
 # -------------------------------------------------------------------- help and usage
 
 
-NEEDED = {"ask": ["x"], "explain": ["x"], "warm": [__file__], "store": ["stats"]}
+NEEDED = {"ask": ["x"], "bench": ["quality"], "explain": ["x"], "warm": [__file__], "store": ["stats"]}
 """Arguments without which a command is wrong anyway."""
 USES_MODEL = [["ask", "x"], ["chat"], ["estimate"], ["explain", "x"], ["verify"], ["warm", __file__]]
 WRONG = [
@@ -139,7 +138,7 @@ WRONG = [
     ["explain", "missing.txt"],
     ["calibrate", "--questions", "missing"],
     ["verify", "--chunk-tokens", "0"],
-    ["bench", "ttft", "--ratio", "2"],
+    ["bench", "ttft"],
     *(["bench", "quality", *wrong] for wrong in (["--policies", "no"], ["--ratios", "2"], ["--codec", "no"])),
     *(["bench", "quality", *wrong] for wrong in (["--docs", "missing"], ["--top-k", "0"], [])),
     *(["bench", "quality", *wrong] for wrong in (["--top-k", "3"], ["--samples", "0"], ["--max-tokens", "0"])),
@@ -182,10 +181,6 @@ for argv in json.loads(sys.argv[1]):
     assert done.stdout.count("\n  --json ") >= len(_COMMANDS)
 
 
-def test_the_shapes_of_benchmarks_are_those_that_exist() -> None:
-    assert tuple(SHAPES) == kvrag.cli.bench._SHAPES
-
-
 def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "calibrate" in capsys.readouterr().out
@@ -198,7 +193,7 @@ def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str
         ("ask", "kvrag ask: the following arguments are required: QUESTION; see `kvrag ask --help`"),
         ("ask Who founded it?", "unexpected 'founded it?': quote arguments that contain spaces"),
         ("ask Who? --modle x", "unknown option --modle: did you mean --model?"),
-        ("bench ttft --chunk-token=9 --reapeats=2", "unknown option --reapeats: did you mean --repeats?"),
+        ("bench quality --chunk-token=19 --smaples=2", "unknown option --smaples: did you mean --samples?"),
         ("warm docs --xyz", "kvrag warm: unknown option --xyz; see `kvrag warm --help`"),
         ("ask Who? --ratio high", "--ratio: invalid float value: 'high'"),
         ("ask Who? --dtype float8", "--dtype: invalid choice: 'float8' (choose from"),
@@ -779,12 +774,9 @@ def test_the_demo_begins_with_its_result_and_fits_80_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("langchain_kvrag")
-    settings = {
-        "threads": 2,
-        "processor": "Intel(R) Xeon(R) Platinum 8488C, a name that does not fit into a line",
-    }
-    rows = [TtftRow("full prefill", 11.12, 1.0), TtftRow("query", 2.02, 5.5, 6.9, 0.8, 500)]
-    monkeypatch.setattr(demo, "_measure", lambda: TtftResult(rows, 3146, settings))
+    processor = "Intel(R) Xeon(R) Platinum 8488C, a name that does not fit into a line"
+    measured = SpeedUp(11.12, 2.02, 6.9, 3146, 2, processor)
+    monkeypatch.setattr(demo, "_measure", lambda: measured)
     assert main(["demo", "--store", str(tmp_path / "kv")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.match(r"\d+\.\dx (faster|slower): first token after \d+ ms instead of \d+ ms", lines[0])
@@ -793,8 +785,8 @@ def test_the_demo_begins_with_its_result_and_fits_80_columns(
     assert any("picked because plain reuse answers them wrong" in line for line in lines)
     assert "A larger model: 5.5x faster: first token after 2020 ms instead of 11120 ms" in lines
     assert max(map(len, lines)) <= 80
-    slow = TtftResult([rows[0], TtftRow("query", 22.24, 0.5, 6.9)], 3146, settings)
-    assert demo.speed_lines(slow)[0].startswith("A larger model: 2.0x slower: first token after 22240 ms")
+    slow = demo.speed_lines(replace(measured, blending_s=22.24))
+    assert slow[0].startswith("A larger model: 2.0x slower: first token after 22240 ms")
 
 
 def test_the_demos_columns_stay_apart_on_a_slow_machine() -> None:

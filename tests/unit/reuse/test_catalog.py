@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ class Store:
     """The part of a store that a catalog uses; processes that share it share the object."""
 
     def __init__(self, folder: Path | None = None, read_only: bool = False) -> None:
-        self.catalog_folder, self.read_only = folder, read_only
+        self.catalog_folder, self.read_only = folder or Path(os.devnull), read_only or folder is None
         self.texts: dict[int, Entry] = {}
         self.log: list[int] = []
         self.forgotten = 0  # number of the oldest removals that were dropped from the log

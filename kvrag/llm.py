@@ -6,7 +6,6 @@ command line makes its options from them.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import os
 import sys
@@ -349,33 +348,14 @@ class LLMBase(EngineSettings, AnswerSettings):
             sources: Names of their sources; None = those recorded in the documents or nodes.
             namespace: None = this object's namespace.
         """
-        chunks, arguments = self._to_warm(texts, document, sources, namespace)
-        return self._open().warm(chunks, **arguments)
-
-    async def awarm(
-        self,
-        texts: Iterable[Any],
-        *,
-        document: str | Sequence[str] = "",
-        sources: str | Sequence[str] | None = None,
-        namespace: str | None = None,
-    ) -> WarmReport:
-        """Like `warm`, off the event loop."""
-        chunks, arguments = self._to_warm(texts, document, sources, namespace)
-        engine = await asyncio.to_thread(self._open)
-        return await engine.awarm(chunks, **arguments)
-
-    def _to_warm(
-        self, texts: Iterable[Any], document: str | Sequence[str], sources: Any, namespace: str | None
-    ) -> tuple[list[str], dict[str, Any]]:
-        """Return the texts and the other arguments of the engine's `warm`."""
         # one document or node is iterable, too: over its fields
         if isinstance(texts, str | Mapping) or hasattr(texts, "model_fields") or not isinstance(texts, Iterable):
             raise SettingError(f"texts must be a list of documents or texts, got one {type(texts).__name__}")
         chunks = list(texts)
         if sources is None and any(self._source(chunk) for chunk in chunks):
             sources = [self._source(chunk) for chunk in chunks]
-        return self._texts(chunks), {"document": document, "sources": sources, "namespace": self._in(namespace)}
+        namespace = self._in(namespace)
+        return self._open().warm(self._texts(chunks), document=document, sources=sources, namespace=namespace)
 
     def prefetch(self, texts: Iterable[Any], *, namespace: str | None = None) -> None:
         """Start to read the KV of documents, nodes or texts into memory; see `BlendEngine.prefetch`.
@@ -390,17 +370,9 @@ class LLMBase(EngineSettings, AnswerSettings):
         """Drop a document's chunks unless another document has them; see `BlendEngine.forget`."""
         return self._open().forget(document, namespace=self._in(namespace))
 
-    async def aforget(self, document: str, *, namespace: str | None = None) -> int:
-        """Like `forget`, off the event loop."""
-        return await asyncio.to_thread(self.forget, document, namespace=namespace)
-
     def documents(self, prefix: str = "", *, namespace: str | None = None) -> list[str]:
         """Return the names of the documents that start with `prefix` and have chunks, sorted."""
         return self._open().documents(prefix, namespace=self._in(namespace))
-
-    async def adocuments(self, prefix: str = "", *, namespace: str | None = None) -> list[str]:
-        """Like `documents`, off the event loop."""
-        return await asyncio.to_thread(self.documents, prefix, namespace=namespace)
 
     def calibrate(self, prompts: Sequence[str | Messages] | None = None, **options: Any) -> Calibration:
         """Find how much to recompute for full prefill's answers, once after warming; see `BlendEngine.calibrate`.

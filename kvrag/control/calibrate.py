@@ -28,8 +28,6 @@ PROMPTS = 40
 CANDIDATES = 3  # generated prompts for each that is used: full prefill guesses at some
 _TRIAL = 0.25  # of the time limit, before the duration is estimated
 _CHUNKS = 1000  # stored chunks that prompts are generated from
-# earlier settings, at the values that now always hold: calibrations in existing stores name them
-_REMOVED = {"deviation_of": "kv", "metric": "l2", "min_deviation": 0.0, "smoothing": 1, "context": "text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +107,8 @@ class Calibration:
             return "another model or other load settings"
         if self.policy != config.policy:
             return f"policy {self.policy}, not {config.policy}"
-        settings, made_for = _REMOVED | settings_of(config), _REMOVED | self.settings
-        different = [name for name in settings if settings[name] != made_for.get(name)]
+        settings = settings_of(config)
+        different = [name for name in settings | self.settings if settings.get(name) != self.settings.get(name)]
         return f"other settings ({', '.join(different)})" if different else ""
 
 

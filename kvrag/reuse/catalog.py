@@ -28,10 +28,11 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from kvrag.errors import StoreError
-from kvrag.reuse.match import TextRun, match
+from kvrag.reuse.match import match
 from kvrag.reuse.segment import MAX_TOKENS, SUFFIX, DamagedSegmentError, Ids, Segment, join, read, write
 from kvrag.store import Entry, KVStore
 from kvrag.store.durable import write_file
+from kvrag.types import Run
 
 logger = logging.getLogger("kvrag")
 
@@ -106,7 +107,7 @@ class Catalog:
             self._maintain(is_behind)
         return removals
 
-    def match(self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[TextRun]:
+    def match(self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[Run]:
         """Return the prompt's runs in the current snapshot; see `kvrag.reuse.match.match`."""
         return match(self._snapshot.segments, ids, min_run, namespace)
 

@@ -283,27 +283,16 @@ def test_documents_of_a_call_may_be_a_retrievers_results(
 
 
 @pytest.mark.parametrize("cls", [ChatBlend, BlendLLM])
-async def test_warming_and_forgetting_leave_the_loop_alone(
+def test_documents_are_warmed_and_forgotten(
     cls: type[ChatBlend | BlendLLM], settings: dict[str, Any], chunks: list[str]
 ) -> None:
     llm = cls(**settings, namespace="mine")
-    loop_thread, used, warm = threading.get_ident(), set(), BlendEngine.warm
-
-    def noting(self: BlendEngine, *args: Any, **kwargs: Any) -> Any:
-        used.add(threading.get_ident())
-        return warm(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlendEngine, "warm", noting)
-        documents = [Document(text, metadata={"source": "a"}) for text in chunks]
-        assert (await llm.awarm(documents, document="d")).new == 4
-    assert loop_thread not in used
-    assert llm.warm(documents, document="d").new == 0, "with the same sources"
-    assert await llm.adocuments() == llm.documents() == ["d"]
-    assert await llm.adocuments("e") == await llm.adocuments(namespace="") == []
-    assert await llm.aforget("d") == 4
+    assert llm.warm([Document(text, metadata={"source": "a"}) for text in chunks], document="d").new == 4
+    assert llm.documents() == ["d"]
+    assert llm.documents("e") == llm.documents(namespace="") == []
+    assert llm.forget("d") == 4
     with pytest.raises(SettingError, match="must be a list of documents or texts, got one str"):
-        await llm.awarm(chunks[0])
+        llm.warm(chunks[0])
 
 
 @pytest.mark.parametrize("call", [{"max_tokens": 0}, {"max_tokens": True}, {"max_new_tokens": 0}])

@@ -36,7 +36,7 @@ from kvrag.types import BlendReport, Messages
 if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
     from kvrag.retrieval.index import ChunkIndex
-    from kvrag.store import FileStore, KVStore, SharedStore
+    from kvrag.store import KVStore
 
 T = TypeVar("T")
 
@@ -272,17 +272,9 @@ class HasStore(Protocol):
     store: KVStore
 
 
-def folder(engine: HasStore) -> FileStore | SharedStore:
-    """Return the engine's store, which has a folder on this machine in all commands."""
-    from kvrag.store import FileStore, SharedStore
-
-    assert isinstance(engine.store, (FileStore, SharedStore))
-    return engine.store
-
-
 def retrieval_folder(engine: HasStore, namespace: str) -> Path:
     """Return the folder of a namespace's chunk index and tasks; the store's own folder for the namespace ""."""
-    path = folder(engine).path
+    path = engine.store.path
     if not namespace:
         return path
     # a namespace can be longer than a file name and contain any character

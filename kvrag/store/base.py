@@ -25,7 +25,7 @@ from kvrag.store.chunkfile import SUFFIX, PackedChunk
 from kvrag.store.log import Log
 from kvrag.store.manifest import Manifest, ManifestRow, Removed
 from kvrag.store.owner import check_owner, codec_of
-from kvrag.store.protocol import ON_REQUEST, ChunkReader, ChunkRecord, Entry, Holding, StoreStats, TextState
+from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
 from kvrag.store.schema import translated
 
 logger = logging.getLogger("kvrag")
@@ -64,6 +64,7 @@ class KVStore(ABC):
     name: str  # in messages
     path: Path  # the local folder
     read_only: bool  # whether all writes fail, also into `catalog_folder`
+    max_bytes: int | None  # byte budget of the local folder; None = none
     _manifest: Manifest
     _changes: Manifest | Log  # takes changes: the manifest itself, or the log that it follows
     _writers: ThreadPoolExecutor
@@ -79,7 +80,7 @@ class KVStore(ABC):
         return self.path / "catalog"
 
     @abstractmethod
-    def open(self, key: str) -> ChunkReader | None:
+    def open(self, key: str) -> PackedChunk | None:
         """Open a chunk; None if it is not stored. Raises as ChunkReader.layer, also for another chunk's content."""
 
     def read_ahead(self, keys: Sequence[str]) -> None:  # noqa: B027
@@ -139,6 +140,16 @@ class KVStore(ABC):
     @abstractmethod
     def delete_leftovers(self) -> int:
         """Delete chunks without a row and quarantined ones, unless they are recent; return their number."""
+
+    @abstractmethod
+    def check(self, progress: Progress = no_progress) -> StoreCheck:
+        """Read all chunks and compare them with the manifest.
+
+        Damaged chunks are moved to quarantine, rows that do not match their chunk are repaired.
+        """
+
+    def check_room(self, needed: float) -> None:  # noqa: B027
+        """Raise StoreFullError if the disk has no room for that many bytes. A bucket has no size."""
 
     @abstractmethod
     def _correct(self, row: ManifestRow) -> None:

@@ -119,7 +119,6 @@ class FileStore(KVStore):
         self.check_room(sizes[None])
 
     def check_room(self, needed: float) -> None:
-        """Raise StoreFullError if the disk has no room for that many bytes."""
         with translated(self.path):
             free = shutil.disk_usage(self.path).free
         if needed and free - needed < self.min_free_bytes:
@@ -201,11 +200,7 @@ class FileStore(KVStore):
     # ---------------------------------------------------------------- maintenance
 
     def check(self, progress: Progress = no_progress) -> StoreCheck:
-        """Read all chunks and compare them with the manifest.
-
-        Damaged chunks are moved to quarantine, intact files without a row get one, rows that do not match their file
-        are repaired, and a damaged manifest is rebuilt.
-        """
+        """See KVStore.check. Intact files without a row get one, and a damaged manifest is rebuilt."""
         with translated(self.path):
             if not self.read_only and not self._manifest.is_sound():
                 self._manifest.rebuild()

@@ -423,7 +423,7 @@ class SharedStore(KVStore):
         return self._local.stats()
 
     def check(self, progress: Progress = no_progress) -> StoreCheck:
-        """See FileStore.check; also checks the local copies.
+        """See KVStore.check; also checks the local copies.
 
         Chunks without a row are left to `gc`: their writers may be about to add one.
         """

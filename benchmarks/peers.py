@@ -311,9 +311,9 @@ def _times(folder: Path, args: argparse.Namespace, pythons: Mapping[str, str]) -
 
 def _answers(folder: Path, args: argparse.Namespace, pythons: Mapping[str, str]) -> dict[str, Any]:
     """Ask the bundled reader about its world, passages in random order, and print how the answers compare."""
+    from benchmarks.quality.grid import exact_match
     from benchmarks.quality.worlds import world_rows
     from kvrag.backend.transformers import Model
-    from kvrag.bench.quality import exact_match
 
     model = Model.from_pretrained("reader", dtype="bfloat16")
     write_model(folder, model)

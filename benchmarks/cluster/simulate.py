@@ -350,8 +350,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_check(args: argparse.Namespace) -> int:
+    from benchmarks.settings import run_settings
     from kvrag.backend.transformers.shapes import random_model
-    from kvrag.bench.quality import run_settings
 
     print(f"building a random model of {args.model}'s shape", file=sys.stderr, flush=True)
     net = random_model(args.model, args.layers)

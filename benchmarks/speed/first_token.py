@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.settings import run_settings
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.shapes import SHAPES, one_token_words, random_model
-from kvrag.bench.quality import run_settings
 from kvrag.cli.common import add_number, at_least
 from kvrag.config import DEFAULT_POLICY, BlendConfig
 from kvrag.engine import BlendEngine

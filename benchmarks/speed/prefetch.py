@@ -17,8 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.settings import run_settings
 from kvrag.backend.transformers.shapes import one_token_words, random_model
-from kvrag.bench.quality import run_settings
 from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine
 

@@ -104,19 +104,6 @@ def add_corpus_arguments(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--embedder", help="sentence-transformers model for retrieval (default: the one in kvrag[cli])")
 
 
-def comma_separated(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """Return a type for argparse: values of a type, separated by commas."""
-
-    def parse(text: str) -> list[T]:
-        values = [kind(word) for word in text.split(",") if word]
-        if not values:
-            raise argparse.ArgumentTypeError("pass at least one")
-        return values
-
-    parse.__name__ = getattr(kind, "__name__", "")
-    return parse
-
-
 def existing_path(text: str) -> Path:
     """Type for argparse: the path of an existing file or folder."""
     if not Path(text).expanduser().exists():

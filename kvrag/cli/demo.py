@@ -17,7 +17,7 @@ from kvrag.errors import needing
 from kvrag.sample import ARTICLES, ENCODED_ALONE, READER, Sample
 
 if TYPE_CHECKING:
-    from kvrag.bench.speed import SpeedUp
+    from kvrag.cli.speed import SpeedUp
     from kvrag.engine import BlendEngine
 
 _FULL, _BLENDING = "full prefill", "blending"
@@ -127,7 +127,7 @@ def _ask_all(sample: Sample, store: str, quiet: bool) -> tuple[dict[str, Any], l
 
 
 def _measure() -> SpeedUp:
-    from kvrag.bench.speed import measure
+    from kvrag.cli.speed import measure
     from kvrag.types import BlendReport
 
     def ask(engine: BlendEngine, policy: str, chunks: list[str], question: str) -> BlendReport:

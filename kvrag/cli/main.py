@@ -25,7 +25,6 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "estimate": ("kvrag.cli.estimate", "estimate disk usage before you ingest"),
     "store": ("kvrag.cli.store", "show, check or clean up a store"),
     "verify": ("kvrag.cli.verify", "test that blending is exact on your model"),
-    "bench": ("kvrag.cli.quality", "measure how many of full prefill's answers are kept, per policy and ratio"),
 }
 _EPILOG = """\
 first:                  kvrag demo

@@ -24,10 +24,10 @@ import kvrag.retrieval.index
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.backend.transformers import READER
 from kvrag.backend.transformers.smollm2 import SMOLLM2
-from kvrag.bench.speed import SpeedUp
 from kvrag.cli import demo, serve
 from kvrag.cli.common import human_bytes, progress
 from kvrag.cli.main import _COMMANDS, _parser, main
+from kvrag.cli.speed import SpeedUp
 from kvrag.config import DEFAULT_POLICY
 from kvrag.store import FileStore
 
@@ -117,7 +117,7 @@ def keys(store: Path) -> set[str]:
 # -------------------------------------------------------------------- help and usage
 
 
-NEEDED = {"ask": ["x"], "bench": ["quality"], "explain": ["x"], "warm": [__file__], "store": ["stats"]}
+NEEDED = {"ask": ["x"], "explain": ["x"], "warm": [__file__], "store": ["stats"]}
 """Arguments without which a command is wrong anyway."""
 USES_MODEL = [["ask", "x"], ["chat"], ["estimate"], ["explain", "x"], ["verify"], ["warm", __file__]]
 WRONG = [
@@ -138,18 +138,6 @@ WRONG = [
     ["explain", "missing.txt"],
     ["calibrate", "--questions", "missing"],
     ["verify", "--chunk-tokens", "0"],
-    ["bench", "ttft"],
-    *(["bench", "quality", *wrong] for wrong in (["--policies", "no"], ["--ratios", "2"], ["--codec", "no"])),
-    *(["bench", "quality", *wrong] for wrong in (["--docs", "missing"], ["--top-k", "0"], [])),
-    *(["bench", "quality", *wrong] for wrong in (["--top-k", "3"], ["--samples", "0"], ["--max-tokens", "0"])),
-    *(["bench", "quality", *wrong] for wrong in (["--seed", "-1"], ["--policies", ","], ["--dtype", "float8"])),
-    *(["bench", "quality", *wrong] for wrong in (["--ram-bytes", "-1"], ["--context-tokens", "many"])),
-    *(["bench", "quality", "--data", __file__, *wrong] for wrong in ([], ["--top-k", "3"], ["--docs", "."])),
-    *(["bench", "quality", "--docs", ".", *wrong] for wrong in (["--top-k", "1"], ["--skip-long"])),
-    *(
-        ["bench", "quality", "--docs", str(CORPUS), *wrong]
-        for wrong in (["--chunk-tokens", "4"], ["--instruction", "x"])
-    ),
 ]
 
 
@@ -176,7 +164,7 @@ for argv in json.loads(sys.argv[1]):
     command = [sys.executable, "-c", program, json.dumps(every)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    for name in ("demo", "warm", "ask", "chat", "calibrate", "estimate", "store", "verify", "bench"):
+    for name in ("demo", "warm", "ask", "chat", "calibrate", "estimate", "store", "verify"):
         assert f"\n    {name} " in done.stdout
     assert done.stdout.count("\n  --json ") >= len(_COMMANDS)
 
@@ -193,7 +181,7 @@ def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str
         ("ask", "kvrag ask: the following arguments are required: QUESTION; see `kvrag ask --help`"),
         ("ask Who founded it?", "unexpected 'founded it?': quote arguments that contain spaces"),
         ("ask Who? --modle x", "unknown option --modle: did you mean --model?"),
-        ("bench quality --chunk-token=19 --smaples=2", "unknown option --smaples: did you mean --samples?"),
+        ("calibrate --top-kk=2 --prmopts=2", "unknown option --prmopts: did you mean --prompts?"),
         ("warm docs --xyz", "kvrag warm: unknown option --xyz; see `kvrag warm --help`"),
         ("ask Who? --ratio high", "--ratio: invalid float value: 'high'"),
         ("ask Who? --dtype float8", "--dtype: invalid choice: 'float8' (choose from"),

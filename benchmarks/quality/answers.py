@@ -1,4 +1,4 @@
-"""`kvrag bench quality`: measure how many of full prefill's answers are kept, per policy and ratio."""
+"""`python -m benchmarks answers`: how many of full prefill's answers are kept, per policy and ratio."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
+from benchmarks.quality.rows import QuestionRow, document_rows, file_rows
 from kvrag.cli.common import (
     add_model_arguments,
     add_number,
     at_least,
     check_model,
     checked,
-    comma_separated,
     existing_path,
     progress,
     require_extra,
@@ -47,8 +46,10 @@ from kvrag.retrieval import documents
 from kvrag.retrieval.index import ChunkIndex
 
 if TYPE_CHECKING:
+    from benchmarks.quality.grid import Cell, Journal, Task
     from kvrag.backend.transformers import Model
-    from kvrag.bench.quality import Cell, Journal, Task
+
+T = TypeVar("T")
 
 _REFERENCES = {"full", "none"}
 _DEFAULTS: dict[str, Any] = {
@@ -70,12 +71,6 @@ _MIN_RIGHT = 0.3  # share of the sentences that a model must complete as the doc
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `kvrag bench quality`."""
-    parser.add_argument("what", choices=["quality"], help="what to measure")
-    add_options(parser)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options, which `python -m benchmarks quality` has as well."""
     add_model_arguments(parser)
     data = "JSON lines with passages, question, answers"
@@ -134,6 +129,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def comma_separated(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Return a type for argparse: values of a type, separated by commas."""
+
+    def parse(text: str) -> list[T]:
+        values = [kind(word) for word in text.split(",") if word]
+        if not values:
+            raise argparse.ArgumentTypeError("pass at least one")
+        return values
+
+    parse.__name__ = getattr(kind, "__name__", "")
+    return parse
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure, print and store the results."""
     fill(args)
@@ -141,12 +149,12 @@ def run(args: argparse.Namespace) -> int:
     config = chunk_config(rows, args.context_tokens)
     started = time.perf_counter()
     model = load_model(args)
-    from kvrag.bench import quality
+    from benchmarks.quality import grid
 
-    cells = quality.make_cells({name: BlendConfig(policy=name) for name in args.policies}, args.ratios)
+    cells = grid.make_cells({name: BlendConfig(policy=name) for name in args.policies}, args.ratios)
     evaluation = evaluate(args, model, rows, data, cells, config, args.codec)
-    tables = quality.tables(evaluation.tasks, cells, evaluation.journal)
-    summaries = quality.summarise(cells, tables, quality.contexts(evaluation.tasks))
+    tables = grid.tables(evaluation.tasks, cells, evaluation.journal)
+    summaries = grid.summarise(cells, tables, grid.contexts(evaluation.tasks))
     return report(args, evaluation, summaries, started, table)
 
 
@@ -237,7 +245,7 @@ def evaluate(
         data: Description of the rows' source that does not depend on their number.
         config, codec: How chunks are encoded and stored.
     """
-    from kvrag.bench import quality
+    from benchmarks.quality import grid
     from kvrag.engine import BlendEngine
 
     corpus: dict[str, list[str]] = {}
@@ -247,7 +255,7 @@ def evaluate(
     sampling = Sampling(args.max_tokens, temperature=0, stop=_stop(args))
     if not args.json:
         say(f"{len(rows)} rows, {len(cells)} cells")
-    tasks, skipped = quality.make_tasks(model, rows, args.max_tokens, args.instruction, args.skip_long)
+    tasks, skipped = grid.make_tasks(model, rows, args.max_tokens, args.instruction, args.skip_long)
     settings = {  # all that affects a record, besides the row
         "model": model.name,
         "fingerprint": model.fingerprint.digest,
@@ -261,7 +269,7 @@ def evaluate(
         "cells": [asdict(cell) for cell in cells],
         "kvrag": version("kvrag"),
     }
-    journal = quality.Journal(args.out and args.out / "rows.jsonl", settings)
+    journal = grid.Journal(args.out and args.out / "rows.jsonl", settings)
     is_interrupted = False
     try:
         if any(task.row.key not in journal.rows for task in tasks):
@@ -274,7 +282,7 @@ def evaluate(
                         update(done, len(corpus))
                         engine.warm(chunks, document=name)
                 with progress("answering", args.json) as update:
-                    quality.answer(engine, tasks, cells, sampling, journal, update)
+                    grid.answer(engine, tasks, cells, sampling, journal, update)
     except KeyboardInterrupt:
         hint = "run it again to resume" if args.out else "use --out to be able to resume"
         num_tasks, tasks = len(tasks), [task for task in tasks if task.row.key in journal.rows]
@@ -284,7 +292,7 @@ def evaluate(
         is_interrupted = True
     settings |= {
         "samples": len(tasks),
-        "contexts": int(quality.contexts(tasks).max()) + 1,
+        "contexts": int(grid.contexts(tasks).max()) + 1,
         "skipped": skipped,
         "seed": args.seed,
     }
@@ -357,7 +365,7 @@ def report(
         started: Time of `time.perf_counter` when the command started.
         lines: Formats a result.
     """
-    from kvrag.bench.quality import run_settings
+    from benchmarks.settings import run_settings
 
     result: dict[str, Any] = {
         "settings": evaluation.settings,

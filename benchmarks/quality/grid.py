@@ -7,23 +7,20 @@ RAM tier unless it is off.
 from __future__ import annotations
 
 import json
-import platform
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from benchmarks.quality.rows import QuestionRow
 from kvrag.backend.transformers import Model
-from kvrag.bench.datasets import QuestionRow
 from kvrag.config import BlendConfig, Sampling
 from kvrag.control.agreement import Record, compare, wilson
 from kvrag.control.prompts import ask, first_word, render
@@ -272,25 +269,3 @@ def summary(table: Table, full: Table, num_contexts: int) -> dict[str, Any]:
 def _share(values: Values, count: int) -> Interval:
     share = float(values.mean())
     return dict(zip(("value", "low", "high"), (share, *wilson(share * count, count)), strict=True))
-
-
-def run_settings(model: Model) -> dict[str, Any]:
-    """Return the settings that a result depends on besides the command's arguments."""
-    return {
-        "model": model.name,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(model.device),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "python": platform.python_version(),
-        "processor": _processor(),
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")

@@ -7,7 +7,7 @@ from tiny_shape import TINY
 
 from kvrag import BlendEngine
 from kvrag.backend.transformers.shapes import SHAPES
-from kvrag.bench import speed
+from kvrag.cli import speed
 from kvrag.types import BlendReport
 
 

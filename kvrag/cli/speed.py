@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import platform
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+import torch
+
 from kvrag.backend.transformers.shapes import one_token_words, random_model
-from kvrag.bench.quality import run_settings
 from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO, BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.types import BlendReport
@@ -57,5 +60,13 @@ def measure(ask: Callable[[BlendEngine, str, list[str], str], BlendReport]) -> S
                 measured.append(time.perf_counter() - started)
     full_s, blending_s = (median(measured[1:]) for measured in seconds.values())
     bound = report.prompt_tokens / (report.fresh_tokens + report.recomputed_tokens)
-    settings = run_settings(model)
-    return SpeedUp(full_s, blending_s, bound, report.prompt_tokens, settings["threads"], settings["processor"])
+    return SpeedUp(full_s, blending_s, bound, report.prompt_tokens, torch.get_num_threads(), processor())
+
+
+def processor() -> str:
+    """Return the name of this machine's processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")

@@ -133,12 +133,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(", ".join(f"{name} {value}" for name, value in result.settings.items()))
     print(f"prompt of {result.prompt_tokens} tokens, medians of {args.repeats} rounds\n")
-    print(f"{'':14}{'TTFT':>10}{'speed-up':>10}{'share':>8}{'of rows':>9}{'loading':>10}{'stall':>9}{'hidden':>8}")
+    heads = f"{'':14}{'TTFT':>10}{'speed-up':>10}{'bound':>8}{'share':>8}{'of rows':>9}"
+    print(f"{heads}{'loading':>10}{'stall':>9}{'hidden':>8}")
     for row in result.rows:
         line = f"{row.name:14}{row.ttft_s * 1000:>7.0f} ms{row.speedup:>9.2f}x"
         if row.name in limits and row.load_stall_s is not None:
             limit = limits[row.name]
-            line += f"{row.share:>8.2f}{limit.rows_share:>9.2f}{limit.load_alone_s * 1000:>7.0f} ms"
+            line += f"{row.bound:>7.2f}x{row.share:>8.2f}{limit.rows_share:>9.2f}{limit.load_alone_s * 1000:>7.0f} ms"
             line += f"{row.load_stall_s * 1000:>6.0f} ms{limit.hidden:>8.2f}"
         print(line)
     return 0

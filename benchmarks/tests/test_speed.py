@@ -168,7 +168,7 @@ def test_ttft_reports_what_computing_and_loading_take_alone(
         assert row["load_alone_s"] > 0
     assert main(argv) == 0
     *_, heads, _, _, _, row = capsys.readouterr().out.splitlines()
-    assert heads.split() == ["TTFT", "speed-up", "share", "of", "rows", "loading", "stall", "hidden"]
+    assert heads.split() == ["TTFT", "speed-up", "bound", "share", "of", "rows", "loading", "stall", "hidden"]
     assert row.startswith("first_k")
 
 

@@ -358,8 +358,8 @@ def test_a_text_is_not_taken_from_the_inside_of_another(glue: str, portions: int
         end = 11 + len(victims["victim"])
         runs = match(_segments(stored, portions), prompt, MIN_RUN)
         wanted = [Run(11, end, "victim", 0), Run(end + 2, end + 2 + len(victims["other"]), "other", 0)]
-        if runs[0].text_key == "after":
-            runs[0] = replace(runs[0], text_key="victim")  # with the same context, namely none
+        if runs[0].key == "after":
+            runs[0] = replace(runs[0], key="victim")  # with the same context, namely none
         assert runs == wanted
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 Ids = Sequence[int] | NDArray[np.uint32]
 
-FORMAT = 2  # of the stored record, raised by a change of layout or meaning
+FORMAT = 3  # of the stored record, raised by a change of layout or meaning
 _SAMPLES = 256  # per tensor: fine-tuning or merging an adapter changes nearly every weight, so samples detect it
 
 

@@ -107,10 +107,10 @@ docs: setup
 
 # those of the docs, from real runs of the reader
 pictures: setup
-	$(BIN)/python docs/pictures.py
+	PYTHONPATH=. $(BIN)/python docs/pictures.py
 
 bench: setup
-	$(BIN)/kvrag bench ttft
+	$(BIN)/python -m benchmarks ttft
 
 # checks and measurements of a new GPU, in eight minutes: needs torch and kvrag's dependencies, no network
 gpu-check:

@@ -13,6 +13,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "benchmarks.speed.agent_frameworks",
         "measure reuse over conversations with the frameworks' agents",
     ),
+    "answers": (
+        "benchmarks.quality.answers",
+        "measure how many of full prefill's answers your model keeps on your documents or questions",
+    ),
     "chat": ("benchmarks.speed.chat", "measure the time to first token over the turns of a conversation"),
     "codec": ("benchmarks.speed.codec", "measure size and error of the 8- and 4-bit codecs"),
     "decode": ("benchmarks.speed.decode", "measure decoding: several answers together, and one"),
@@ -28,7 +32,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "workloads": ("benchmarks.speed.workloads", "measure LMCache's and vLLM's public workloads, also on any server"),
     "quality": (
         "benchmarks.quality.command",
-        "measure answer quality on the readers' worlds, or as `kvrag bench quality`",
+        "measure answer quality on the readers' worlds, or as `answers`, with more settings",
     ),
     "edits": ("benchmarks.quality.edits", "measure answers behind an edit of the history"),
     "ladder": ("benchmarks.quality.ladder", "measure which change of stored KV would make answers full prefill's"),

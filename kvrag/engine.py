@@ -277,17 +277,6 @@ class BlendEngine:
         check_names(prefix)
         return list(self.store.documents(prefix, check_namespace(namespace)))
 
-    async def awarm(
-        self,
-        texts: Iterable[str],
-        *,
-        document: str | Sequence[str] = "",
-        sources: str | Sequence[str] | None = None,
-        namespace: str = "",
-    ) -> WarmReport:
-        """Like `warm`, off the event loop."""
-        return await asyncio.to_thread(self.warm, texts, document=document, sources=sources, namespace=namespace)
-
     # ---------------------------------------------------------------- answers
 
     @_show

@@ -351,33 +351,20 @@ class LLMBase(EngineSettings, AnswerSettings):
             namespace: None = this object's namespace.
             progress: Called with (done, to do) every few seconds.
         """
-        chunks, arguments = self._to_warm(texts, document, sources, namespace)
-        return self._open().warm(chunks, progress=progress, **arguments)
-
-    async def awarm(
-        self,
-        texts: Iterable[Any],
-        *,
-        document: str | Sequence[str] = "",
-        sources: str | Sequence[str] | None = None,
-        namespace: str | None = None,
-    ) -> WarmReport:
-        """Like `warm`, off the event loop."""
-        chunks, arguments = self._to_warm(texts, document, sources, namespace)
-        engine = await asyncio.to_thread(self._open)
-        return await engine.awarm(chunks, **arguments)
-
-    def _to_warm(
-        self, texts: Iterable[Any], document: str | Sequence[str], sources: Any, namespace: str | None
-    ) -> tuple[list[str], dict[str, Any]]:
-        """Return the texts and the other arguments of the engine's `warm`."""
         # one document or node is iterable, too: over its fields
         if isinstance(texts, str | Mapping) or hasattr(texts, "model_fields") or not isinstance(texts, Iterable):
             raise SettingError(f"texts must be a list of documents or texts, got one {type(texts).__name__}")
         chunks = list(texts)
         if sources is None and any(self._source(chunk) for chunk in chunks):
             sources = [self._source(chunk) for chunk in chunks]
-        return self._texts(chunks), {"document": document, "sources": sources, "namespace": self._in(namespace)}
+        namespace = self._in(namespace)
+        return self._open().warm(
+            self._texts(chunks), document=document, sources=sources, namespace=namespace, progress=progress
+        )
+
+    async def awarm(self, texts: Iterable[Any], **arguments: Any) -> WarmReport:
+        """Like `warm`, off the event loop."""
+        return await asyncio.to_thread(self.warm, texts, **arguments)
 
     def prefetch(self, texts: Iterable[Any], *, namespace: str | None = None) -> None:
         """Start to read the KV of documents, nodes or texts into memory; see `BlendEngine.prefetch`.

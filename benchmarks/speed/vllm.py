@@ -30,9 +30,9 @@ from typing import Any
 
 import httpx
 
-from kvrag.backend.transformers.shapes import random_model
-from kvrag.bench.ttft import one_token_words, run_settings
-from kvrag.cli.bench import add_shape
+from benchmarks.settings import run_settings
+from benchmarks.speed.first_token import add_shape
+from kvrag.backend.transformers.shapes import one_token_words, random_model
 from kvrag.cli.common import add_number
 from kvrag.errors import KvragError
 
@@ -96,7 +96,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Single:
-    """Time to first token of one request on an idle server; `bound` and `share` as in `kvrag bench ttft`."""
+    """Time to first token of one request on an idle server; `bound` and `share` as in `python -m benchmarks ttft`."""
 
     name: str
     ttft_s: float

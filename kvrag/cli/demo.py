@@ -20,7 +20,7 @@ from kvrag.errors import needing
 from kvrag.sample import ARTICLES, ENCODED_ALONE, READER, Sample
 
 if TYPE_CHECKING:
-    from kvrag.bench.ttft import TtftResult
+    from kvrag.cli.speed import SpeedUp
     from kvrag.engine import BlendEngine
 
 _FULL, _BLENDING = "full prefill", "blending"
@@ -131,15 +131,15 @@ def _ask_all(sample: Sample, store: str, quiet: bool) -> tuple[dict[str, Any], l
     return warmed, answers
 
 
-def _measure() -> TtftResult:
-    from kvrag.bench.ttft import TtftSetup, measure
+def _measure() -> SpeedUp:
+    from kvrag.cli.speed import measure
     from kvrag.types import BlendReport
 
     def ask(engine: BlendEngine, policy: str, chunks: list[str], question: str) -> BlendReport:
         return BlendReport(**_chain(engine, policy, lambda _: chunks, 1)(question)[1])
 
     say("measuring the same chain on a larger model; takes about a minute")
-    return measure(TtftSetup(repeats=2), ask, say, with_prefix=False)
+    return measure(ask)
 
 
 def _cpu() -> tuple[float, float, float]:
@@ -216,15 +216,13 @@ def _table(answers: Sequence[DemoAnswer], times: bool = True) -> list[str]:
     return [*lines, "", f"Right: {right}."]
 
 
-def speed_lines(result: TtftResult, busy: str = "") -> list[str]:
+def speed_lines(result: SpeedUp, busy: str = "") -> list[str]:
     """Return the speed-up of a larger model, and how it was measured."""
-    full, blending = result.rows
-    processor, threads = result.settings["processor"], result.settings["threads"]
     return [
-        busy or f"A larger model: {_faster(full.ttft_s, blending.ttft_s)}",
+        busy or f"A larger model: {_faster(result.full_s, result.blending_s)}",
         "",
         f"The same chain on Qwen2.5-0.5B's shape with random weights, {result.prompt_tokens} prompt",
         "tokens, 6 chunks in an order never seen before, medians of 2 rounds;",
-        f"{threads} threads, {processor}"[:_WIDTH],
-        f"Bound, if computing the tokens were the only cost: {blending.bound:.1f}x",
+        f"{result.threads} threads, {result.processor}"[:_WIDTH],
+        f"Bound, if computing the tokens were the only cost: {result.bound:.1f}x",
     ]

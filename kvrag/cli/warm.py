@@ -19,7 +19,6 @@ from kvrag.cli.common import (
     add_corpus_arguments,
     add_engine_arguments,
     at_least,
-    folder,
     human_bytes,
     open_engine,
     open_index,
@@ -130,7 +129,7 @@ def warm_here(args: argparse.Namespace) -> dict[str, Any]:
         open_engine(args, context_tokens=args.context_tokens) as engine,
         open_index(engine, args.namespace, args.embedder) as index,
     ):
-        store, place = engine.store, folder(engine).stats().path
+        store, place = engine.store, engine.store.stats().path
         gone = find_gone(args.paths, lambda prefix: [*index.documents(), *store.documents(prefix, args.namespace)])
         # first: otherwise a chunk moved to another file would temporarily belong to two documents
         dropped = drop(store, index, gone, args.namespace) if args.prune else 0
@@ -138,7 +137,7 @@ def warm_here(args: argparse.Namespace) -> dict[str, Any]:
         new = _new_tokens(engine, chunks, args.namespace)
         needed = new * bytes_per_token(engine, args.chunk_tokens)
         say(f"{len(chunks)} documents, {new} new tokens: needs {human_bytes(needed)} in {place}")
-        check_room(store, needed)
+        store.check_room(needed)
 
         def add(name: str) -> int:
             return index.add(chunks[name], document=name, pages=pages[name])
@@ -307,11 +306,3 @@ def bytes_per_token(engine: BlendEngine, chunk_tokens: int) -> float:
 
     model = engine.model
     return model.bytes_per_token * share(engine.codec, chunk_tokens, head_dim(model.config), model.dtype)
-
-
-def check_room(store: KVStore, needed: float) -> None:
-    """Raise StoreFullError if a folder's disk has no room for that many bytes."""
-    from kvrag.store import FileStore
-
-    if isinstance(store, FileStore):  # a bucket has no size
-        store.check_room(needed)

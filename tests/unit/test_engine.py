@@ -599,9 +599,7 @@ def gate(engine: BlendEngine, endless: Model, monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_async_answers_are_the_same(engine: BlendEngine, endless: Model) -> None:
-    report = await engine.awarm(CHUNKS, document="d")
-    assert report.new == 4
-    assert engine.store.stats().documents == 1
+    engine.warm(CHUNKS)
     wanted = engine.generate(PROMPT, max_new_tokens=8, temperature=0)
     answer = await engine.agenerate(PROMPT, max_new_tokens=8, temperature=0)
     assert (answer.text, answer.token_ids, answer.finish_reason) == (wanted.text, wanted.token_ids, "length")
@@ -725,8 +723,6 @@ async def test_errors_come_through(engine: BlendEngine) -> None:
     with pytest.raises(SettingError):
         async for _ in engine.astream(PROMPT, policy="best"):
             pass
-    with pytest.raises(SettingError):
-        await engine.awarm("one string")
 
 
 def test_dropping_a_stream_stops_the_work(engine: BlendEngine, endless: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,7 @@ class TaskHandler:
 
     def _ingestion(self, blocks: list[int], job: Job) -> Ingestion:
         backend = self._backend.on(blocks, job)
-        store = AgreedStore(self._store, backend) if backend.num_processes > 1 else self._store
+        store: Any = AgreedStore(self._store, backend) if backend.num_processes > 1 else self._store
         fingerprint = backend.fingerprint.stored_as(self._codec)
         return Ingestion(backend, store, self._config, self._codec, fingerprint, self._tuning)
 

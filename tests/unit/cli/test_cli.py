@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,15 @@ import pytest
 import torch
 from pdf import PDF, pdf
 
-import kvrag.cli.bench
 import kvrag.cli.common
 import kvrag.retrieval.index
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.backend.transformers import READER
-from kvrag.backend.transformers.shapes import SHAPES
 from kvrag.backend.transformers.smollm2 import SMOLLM2
-from kvrag.bench.ttft import TtftResult, TtftRow
 from kvrag.cli import demo, serve
 from kvrag.cli.common import human_bytes, progress
 from kvrag.cli.main import _COMMANDS, _parser, main
+from kvrag.cli.speed import SpeedUp
 from kvrag.config import DEFAULT_POLICY
 from kvrag.store import FileStore
 
@@ -141,18 +140,6 @@ WRONG = [
     ["explain", "missing.txt"],
     ["calibrate", "--questions", "missing"],
     ["verify", "--chunk-tokens", "0"],
-    ["bench", "ttft", "--ratio", "2"],
-    *(["bench", "quality", *wrong] for wrong in (["--policies", "no"], ["--ratios", "2"], ["--codec", "no"])),
-    *(["bench", "quality", *wrong] for wrong in (["--docs", "missing"], ["--top-k", "0"], [])),
-    *(["bench", "quality", *wrong] for wrong in (["--top-k", "3"], ["--samples", "0"], ["--max-tokens", "0"])),
-    *(["bench", "quality", *wrong] for wrong in (["--seed", "-1"], ["--policies", ","], ["--dtype", "float8"])),
-    *(["bench", "quality", *wrong] for wrong in (["--ram-bytes", "-1"], ["--context-tokens", "many"])),
-    *(["bench", "quality", "--data", __file__, *wrong] for wrong in ([], ["--top-k", "3"], ["--docs", "."])),
-    *(["bench", "quality", "--docs", ".", *wrong] for wrong in (["--top-k", "1"], ["--skip-long"])),
-    *(
-        ["bench", "quality", "--docs", str(CORPUS), *wrong]
-        for wrong in (["--chunk-tokens", "4"], ["--instruction", "x"])
-    ),
 ]
 
 
@@ -179,13 +166,9 @@ for argv in json.loads(sys.argv[1]):
     command = [sys.executable, "-c", program, json.dumps(every)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    for name in ("demo", "warm", "ask", "chat", "calibrate", "estimate", "store", "verify", "bench"):
+    for name in ("demo", "warm", "ask", "chat", "calibrate", "estimate", "store", "verify"):
         assert f"\n    {name} " in done.stdout
     assert done.stdout.count("\n  --json ") >= len(_COMMANDS)
-
-
-def test_the_shapes_of_benchmarks_are_those_that_exist() -> None:
-    assert tuple(SHAPES) == kvrag.cli.bench._SHAPES
 
 
 def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,7 +183,7 @@ def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str
         ("ask", "kvrag ask: the following arguments are required: QUESTION; see `kvrag ask --help`"),
         ("ask Who founded it?", "unexpected 'founded it?': quote arguments that contain spaces"),
         ("ask Who? --modle x", "unknown option --modle: did you mean --model?"),
-        ("bench ttft --chunk-token=9 --reapeats=2", "unknown option --reapeats: did you mean --repeats?"),
+        ("calibrate --top-kk=2 --prmopts=2", "unknown option --prmopts: did you mean --prompts?"),
         ("warm docs --xyz", "kvrag warm: unknown option --xyz; see `kvrag warm --help`"),
         ("ask Who? --ratio high", "--ratio: invalid float value: 'high'"),
         ("ask Who? --dtype float8", "--dtype: invalid choice: 'float8' (choose from"),
@@ -810,12 +793,9 @@ def test_the_demo_begins_with_its_result_and_fits_80_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("langchain_kvrag")
-    settings = {
-        "threads": 2,
-        "processor": "Intel(R) Xeon(R) Platinum 8488C, a name that does not fit into a line",
-    }
-    rows = [TtftRow("full prefill", 11.12, 1.0), TtftRow("query", 2.02, 5.5, 6.9, 0.8, 500)]
-    monkeypatch.setattr(demo, "_measure", lambda: TtftResult(rows, 3146, settings))
+    processor = "Intel(R) Xeon(R) Platinum 8488C, a name that does not fit into a line"
+    measured = SpeedUp(11.12, 2.02, 6.9, 3146, 2, processor)
+    monkeypatch.setattr(demo, "_measure", lambda: measured)
     assert main(["demo", "--store", str(tmp_path / "kv")]) == 0
     lines = capsys.readouterr().out.splitlines()
     busy = r"Machine busy: other processes took \d+% of the CPU"
@@ -824,10 +804,10 @@ def test_the_demo_begins_with_its_result_and_fits_80_columns(
     assert "Right: 5 of 5 by full prefill; 0 of 5 by plain reuse; 5 of 5 by blending." in lines
     assert any("picked because plain reuse answers them wrong" in line for line in lines)
     assert max(map(len, lines)) <= 80
-    fast = TtftResult(rows, 3146, settings)
-    assert demo.speed_lines(fast)[0] == "A larger model: 5.5x faster: first token after 2020 ms instead of 11120 ms"
-    slow = TtftResult([rows[0], TtftRow("query", 22.24, 0.5, 6.9)], 3146, settings)
-    assert demo.speed_lines(slow)[0].startswith("A larger model: 2.0x slower: first token after 22240 ms")
+    fast = demo.speed_lines(measured)
+    assert fast[0] == "A larger model: 5.5x faster: first token after 2020 ms instead of 11120 ms"
+    slow = demo.speed_lines(replace(measured, blending_s=22.24))
+    assert slow[0].startswith("A larger model: 2.0x slower: first token after 22240 ms")
 
 
 def test_the_demo_compares_no_times_on_a_busy_machine() -> None:
@@ -837,8 +817,7 @@ def test_the_demo_compares_no_times_on_a_busy_machine() -> None:
     note = demo.busy_note((100, 10, 5), (200, 20, 35))
     assert note == "Machine busy: other processes took 60% of the CPU, so times do not compare"
     assert len(note) <= 80
-    rows = [TtftRow("full prefill", 2.0, 1.0), TtftRow("query", 6.6, 0.3, 6.9)]
-    lines = demo.speed_lines(TtftResult(rows, 3146, {"threads": 2, "processor": "CPU"}), note)
+    lines = demo.speed_lines(SpeedUp(2.0, 6.6, 6.9, 3146, 2, "CPU"), note)
     assert lines[0] == note
     assert not any("slower" in line for line in lines)
 

@@ -250,7 +250,6 @@ def test_chunks_of_vllm(fake: FakeVllm, remote: RemoteEngine) -> None:
     assert remote.forget("a") == 0
     remote.warm([], document="b", namespace="n")
     assert remote.documents(namespace="n") == []
-    assert asyncio.run(remote.awarm(CHUNKS[:1])).chunks == 1
 
 
 def test_the_prompt_reserves_pages_for_the_texts(fake: FakeVllm, remote: RemoteEngine) -> None:
@@ -471,7 +470,7 @@ async def test_an_answer_that_is_left_ends_on_the_server(fake: FakeVllm, remote:
         async for _ in remote.astream(USER):
             pass
 
-    for way in (remote.agenerate(USER), read(), remote.awarm(CHUNKS)):
+    for way in (remote.agenerate(USER), read()):
         sent = len(fake.requests)
         task = asyncio.ensure_future(way)
         await asyncio.to_thread(until, lambda sent=sent: len(fake.requests) > sent, 10)

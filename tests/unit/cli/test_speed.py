@@ -1,0 +1,37 @@
+"""The speed-up that `kvrag demo` measures, on a tiny shape."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_shape import TINY
+
+from kvrag import BlendEngine
+from kvrag.backend.transformers.shapes import SHAPES
+from kvrag.cli import speed
+from kvrag.types import BlendReport
+
+
+def test_the_same_prompts_are_answered_in_full_and_blended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "qwen2.5-0.5b", TINY)
+    for name, value in (("_CHUNKS", 3), ("_CHUNK_TOKENS", 40), ("_QUESTION_TOKENS", 20)):
+        monkeypatch.setattr(speed, name, value)
+    asked: list[tuple[str, list[str], BlendReport]] = []
+
+    def ask(engine: BlendEngine, policy: str, chunks: list[str], question: str) -> BlendReport:
+        prompt = [{"role": "user", "content": "\n\n".join([*chunks, question])}]
+        report = engine.generate(prompt, policy=policy, max_new_tokens=1).report
+        asked.append((policy, [*chunks, question], report))
+        return report
+
+    result = speed.measure(ask)
+    assert [policy for policy, *_ in asked] == ["full", "query"] * 3
+    assert all(full[1] == blended[1] for full, blended in zip(asked[::2], asked[1::2], strict=True))
+    assert len({str(prompt) for _, prompt, _ in asked}) == 3
+    full, blended = asked[-2][2], asked[-1][2]
+    assert full.reused_tokens == 0
+    assert blended.tier == "disk"
+    # two chunks are inexact; 15 % of them
+    assert blended.recomputed_tokens == round(0.15 * 2 * 40)
+    assert result.bound == result.prompt_tokens / (blended.fresh_tokens + blended.recomputed_tokens)
+    assert result.blending_s > 0
+    assert result.full_s > 0

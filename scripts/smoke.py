@@ -12,6 +12,7 @@ from typing import Any
 
 import langchain_kvrag
 import llama_index.llms.kvrag
+import llama_index.vector_stores.kvrag
 import ray_kvrag
 from fastapi.testclient import TestClient
 from langchain_core.output_parsers import StrOutputParser
@@ -33,6 +34,7 @@ PACKAGES = {
     "kvrag": kvrag,
     "langchain-kvrag": langchain_kvrag,
     "llama-index-llms-kvrag": llama_index.llms.kvrag,
+    "llama-index-vector-stores-kvrag": llama_index.vector_stores.kvrag,
     "ray-kvrag": ray_kvrag,
 }
 

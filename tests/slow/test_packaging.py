@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import subprocess
@@ -281,6 +282,23 @@ def test_ci_does_what_make_does() -> None:
     assert tests == ["make", "lint", "test", "test-all"]
     assert "\ncheck: lint test-all\n" in (ROOT / "Makefile").read_text()
     assert "make test" in (ROOT / "README.md").read_text()
+
+
+def test_each_week_all_tests_run_on_the_newest_and_on_the_oldest_packages() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/weekly.yml").read_text())
+    assert "schedule" in workflow[True]  # YAML's `on`
+    runs = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in workflow["jobs"].items()}
+    assert runs == {"newest": ["make test-all"], "oldest": ["make test-oldest"]}
+    install = subprocess.run(
+        ["make", "--dry-run", "--always-make", "setup"],
+        cwd=ROOT,
+        env={**os.environ, **workflow["jobs"]["newest"]["env"]},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "pip install --quiet -c /dev/null -e" in install
+    assert "constraints.txt" not in install
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda p: p.stem)

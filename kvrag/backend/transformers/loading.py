@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
 import torch
+from torch.nn import ModuleList
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -101,11 +103,8 @@ def load(
         )
         if missing := sorted(info["missing_keys"]):  # transformers would use random numbers
             raise ModelLoadError(f"cannot load model {name!r}: its files have no weights for {missing[0]}")
-        if unused := sorted(_left_out(model, info["unexpected_keys"])):
-            raise ModelLoadError(
-                f"cannot load model {name!r}: {type(model).__name__}, which config.json names, does not use "
-                f"{unused[0]} of its files: it is another model's config.json"
-            )
+        if unused := _left_out(model, info["unexpected_keys"]):
+            raise ModelLoadError(f"cannot load model {name!r}: {unused}: it is another model's config.json")
         if device_map is None:
             model = model.to(device or default_device())
     return model, tokenizer
@@ -119,14 +118,24 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if only_with_images else AutoModelForCausalLM
 
 
-def _left_out(model: Any, unexpected: Iterable[str]) -> Iterator[str]:
-    """Yield those of the unexpected weights that belong to layers of the model: its result would not be the files'."""
-    modules = {name for name, _ in model.named_modules()}
+def _left_out(model: Any, unexpected: Iterable[str]) -> str:
+    """Return which of the unexpected weights belong to the model's layers: its result would not be the files'."""
+    modules = dict(model.named_modules())
+    num_layers = model.config.get_text_config().num_hidden_layers
+    lists = [f".{name}" for name, part in modules.items() if isinstance(part, ModuleList) and len(part) == num_layers]
+    unused, stored, predicting = [], set[int](), set[int]()
     for key in unexpected:
         module, _, kind = key.rpartition(".")
         place = module if module in modules else module.rpartition(".")[0]
         if kind in ("weight", "bias") and place in modules and any(part.isdigit() for part in place.split(".")):
-            yield key
+            unused.append(key)
+        layer = re.match(r"(.*?)\.(\d+)\.", key)  # without the first part of its name in files of a model without head
+        if layer and any(name.endswith(f".{layer[1]}") for name in lists):
+            (predicting if ".eh_proj." in key else stored).add(int(layer[2]))
+    num_stored = max(stored - predicting, default=0) + 1  # layers that predict further tokens (MTP) are no part
+    if num_stored > num_layers:
+        return f"config.json has {num_layers} layers, the files hold {num_stored}"
+    return f"{type(model).__name__}, which config.json names, does not use {min(unused)} of its files" if unused else ""
 
 
 def load_config(

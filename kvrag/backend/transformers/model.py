@@ -118,6 +118,7 @@ class Model(Backend):
             self._rotary, self._devices, self.is_latent = layers.rotary, layers.devices, layers.is_latent
             self.num_layers, self.bytes_per_token = len(layers.rotary), layers.bytes_per_token
             self._check_attention()
+            self.tables(torch.arange(_TRIAL_TOKENS))
         self.hidden_size: int = self.config.hidden_size
         self.adapter = adapter if isinstance(adapter, Adapter | None) else load_adapter(adapter, hf, self.name)
         if compile_decode:
@@ -313,16 +314,16 @@ class Model(Backend):
 
     def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
         """See `Backend.attention_received`."""
-        total = torch.zeros(int(rows[-1]) + 1)
+        total = torch.zeros(int(rows[-1]) + 1, device=self.device)
 
         def add(number: int, received: Tensor) -> None:
-            total.add_(received.cpu())
+            total.add_(received.to(self.device))
             if number == layers[-1]:
                 raise StopForward
 
         with suppress(StopForward):
             self._forward(ids, cache, rows, AttentionObserver(num_queries, layers, add))
-        return total / len(layers)
+        return (total / len(layers)).cpu()
 
     def _forward(
         self,
@@ -344,9 +345,12 @@ class Model(Backend):
                 attention: AbstractContextManager[None] = nullcontext()
             else:
                 positions = torch.cat([rows, *(torch.arange(start, start + length) for start, length in branches)])
-                mask, places = self._no_mask, torch.arange(len(positions)) + rows[0] if branches else rows
-                cache.rows, cache.stop = places.to(self.device), int(places[-1]) + 1
-                attention = attention_at(self.config, rows, self.windows, observer, branches)
+                positions, mask = positions.to(self.device), self._no_mask
+                cache.rows, cache.stop = positions, int(rows[-1]) + 1
+                if branches:
+                    cache.stop = int(rows[0]) + len(positions)
+                    cache.rows = torch.arange(int(rows[0]), cache.stop, device=self.device)
+                attention = attention_at(self.config, rows, positions, self.windows, observer, branches)
             with attention, reporting_memory():
                 output = self.hf(
                     input_ids=ids.to(self.device),
@@ -363,15 +367,15 @@ class Model(Backend):
         """Append (B, 1) tokens to the caches."""
         self._reset_rotary()
         step = StepCache([cast(BlendCache, cache) for cache in caches])
-        positions = torch.tensor([[cache.get_seq_length()] for cache in caches])
+        positions = torch.tensor([[cache.get_seq_length()] for cache in caches]).to(self.device)
         arguments = {
             "input_ids": ids.to(self.device),
-            "position_ids": positions.to(self.device),
+            "position_ids": positions,
             "attention_mask": self._no_mask,
             "use_cache": True,
             **self._last_logits_only,
         }
-        with attention_of(self.config, Step(step, self.windows, self._calls)), reporting_memory():
+        with attention_of(self.config, Step(step, positions, self.windows, self._calls)), reporting_memory():
             if self._compiled:
                 logits = self._compiled(**arguments)
             else:

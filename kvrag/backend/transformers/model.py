@@ -25,6 +25,7 @@ from kvrag.backend.transformers.adapter import read as read_adapter
 from kvrag.backend.transformers.attention import AttentionObserver, Calls, Step, attention_at, attention_of, suspended
 from kvrag.backend.transformers.cache import BlendCache, StepCache, StopForward
 from kvrag.backend.transformers.compiled import CompiledForward
+from kvrag.backend.transformers.interruptible import MOST, Interruptible
 from kvrag.backend.transformers.rotary import probe
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import Sampling, fill_options, show_options
@@ -117,6 +118,7 @@ class Model(Backend):
             layers = probe(hf, self.config.num_hidden_layers, shift=min(37, self.stable_length // 4))
             self._rotary, self._devices, self.is_latent = layers.rotary, layers.devices, layers.is_latent
             self.num_layers, self.bytes_per_token = len(layers.rotary), layers.bytes_per_token
+            self._layer_bytes = sum(weights.nbytes for weights in hf.parameters()) // self.num_layers
             self._check_attention()
         self.hidden_size: int = self.config.hidden_size
         self.adapter = adapter if isinstance(adapter, Adapter | None) else load_adapter(adapter, hf, self.name)
@@ -347,7 +349,7 @@ class Model(Backend):
                 mask, places = self._no_mask, torch.arange(len(positions)) + rows[0] if branches else rows
                 cache.rows, cache.stop = places.to(self.device), int(places[-1]) + 1
                 attention = attention_at(self.config, rows, self.windows, observer, branches)
-            with attention, reporting_memory():
+            with attention, self._interruptible(ids.numel(), int(positions[-1]) + 1), reporting_memory():
                 output = self.hf(
                     input_ids=ids.to(self.device),
                     position_ids=positions[None].to(self.device),
@@ -377,6 +379,11 @@ class Model(Backend):
             else:
                 logits = self.hf(**arguments, past_key_values=step).logits
         return logits[:, -1].float()
+
+    def _interruptible(self, num_rows: int, num_keys: int) -> AbstractContextManager[Any]:
+        """Return what makes a pass end within a layer too, if a layer may take long."""
+        work = num_rows * (self._layer_bytes + num_keys * self.config.hidden_size * self.dtype.itemsize)
+        return Interruptible() if self.device.type == "cpu" and work > MOST else nullcontext()
 
     def _pause(self) -> None:
         """Between two layers, end this pass if nobody waits for it, or let another thread's decode step run."""

@@ -53,6 +53,7 @@ from kvrag.tracing import traced
 from kvrag.types import Answer, BlendReport, Delta, LearnStats, Messages, TokenIds, WarmReport, join
 
 T = TypeVar("T")
+_Run = Callable[[Callable[[], T]], Awaitable[T]]
 
 _shared: Shared[BlendEngine] = Shared()
 
@@ -575,9 +576,7 @@ class BlendEngine:
 
 
 @asynccontextmanager
-async def _off_loop(
-    close: Callable[[], None] = lambda: None,
-) -> AsyncIterator[Callable[[Callable[[], T]], Awaitable[T]]]:
+async def _off_loop(close: Callable[[], None] = lambda: None) -> AsyncIterator[_Run[Any]]:
     """Yield a function that runs work in a thread; end the work at the end of the block, and then `close` it."""
     left, context = threading.Event(), copy_context()
     context.run(is_left.set, left.is_set)

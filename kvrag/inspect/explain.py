@@ -102,9 +102,7 @@ def _nothing(store: KVStore, answered: Answered, find: Find, min_run: int) -> st
         return f"{where} is empty: warm texts for this model and codec"
     longest = max((len(run) for run, _ in find(answered.ids.tolist(), GRAM)), default=0)
     if 0 < longest < min_run:
-        return (
-            f"at most {longest} of its tokens in a row are in a warmed chunk, and {min_run} are needed: paste it whole"
-        )
+        return f"at most {longest} of its tokens in a row are in a warmed chunk, and {min_run} are needed"
     part = "the rest of it is in no warmed chunk" if answered.report.reused_tokens else "it contains no warmed chunk"
     return f"{part}: warm texts as they are pasted"
 
@@ -304,10 +302,8 @@ class _Prompt:
             return change
         if reused:
             return "reused", ""  # except for a few characters, or the part that is in the prompt
-        consecutive = (
-            f"at most {longest or GRAM - 1} of its tokens are consecutive in the prompt, fewer than {self._min_run}"
-        )
-        return "too short", f"{consecutive}: paste it whole and unchanged, separated from the text around it"
+        few = f"at most {longest or GRAM - 1} of its tokens are consecutive in the prompt, fewer than {self._min_run}"
+        return "too short", f"{few}: paste it whole and unchanged, separated from the text around it"
 
     def _change(self, text: str) -> tuple[Reason, str] | None:
         """Return how a text in the prompt was changed, "reused" if it is whole; None if it is not recognised."""

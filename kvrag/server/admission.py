@@ -53,7 +53,8 @@ class AdmissionQueue:
     ) -> AsyncGenerator[T, None]:
         """Run a generator in a thread once it is admitted, and yield its items.
 
-        Closing or cancelling this stops the work, see `check_left`, at the latest after its current step. The place is freed when the thread ends.
+        Closing or cancelling this stops the work at the next `check_left`, at the latest after its current step. The
+        place is freed when the thread ends.
 
         Args:
             limit: Time limit in seconds, waiting included.

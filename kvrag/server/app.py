@@ -249,7 +249,7 @@ async def delete_document(document: str, tenant: Caller) -> Response:
 @router.post("/v1/chunks")
 async def warm_chunks(body: NewChunks, request: Request, state: Server, tenant: Caller) -> Response:
     """Encode the chunks that the store lacks, and return the report. They are not retrieved by the -rag model."""
-    options = {"document": body.document, "sources": body.sources, "namespace": tenant.namespace}
+    options: dict[str, Any] = {"document": body.document, "sources": body.sources, "namespace": tenant.namespace}
     report = await _result(request, state.answering, lambda: state.engine.warm(body.texts, **options))
     return json_response(report.to_dict())
 

@@ -313,7 +313,7 @@ class BlendEngine:
             grammar: Grammar that the answer must match.
             template: Variables for the chat template, such as `enable_thinking`.
             reasoning: True or False sets the chat template's own switch for thoughts, unless `template` does.
-            max_new_tokens, temperature, top_p, top_k, seed, logprobs: See `Sampling`.
+            max_new_tokens, temperature, top_p, top_k, min_p, seed, logprobs: See `Sampling`.
             repetition_penalty, frequency_penalty, presence_penalty, logit_bias: See `Sampling`.
             timeout: Seconds that the work on the answer may take, waiting for other answers included. Checked after
                 every token and, during prefill, several times per layer. None = no limit.

@@ -81,6 +81,7 @@ class AnswerSettings:
     temperature: float | None = _row(None, "0 = greedy; default: the model's generation config")
     top_p: float | None = _row(None, "sample from the likeliest tokens that add up to this probability")
     top_k: int | None = _row(None, "sample from this many of the likeliest tokens")
+    min_p: float | None = _row(None, "sample from tokens with this share of the likeliest one's probability")
     repetition_penalty: float | None = _row(None, "above 1 makes tokens that occurred before less likely")
     seed: int | None = _row(None, "makes sampling repeatable")
     stop: list[str] | None = _row(None, "the answer ends before these strings; those of a call are added")  # noqa: RUF009

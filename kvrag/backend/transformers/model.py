@@ -420,6 +420,7 @@ class Model(Backend):
             "do_sample": None if sampling.temperature is None else sampling.temperature > 0,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
         }
         changed = {name: value for name, value in settings.items() if value is not None}

@@ -22,6 +22,7 @@ import kvrag.cli.bench
 import kvrag.cli.common
 import kvrag.retrieval.index
 from kvrag import BlendConfig, BlendEngine, Model
+from kvrag.backend.hub import BUNDLED
 from kvrag.backend.transformers import READER
 from kvrag.backend.transformers.shapes import SHAPES
 from kvrag.backend.transformers.smollm2 import SMOLLM2
@@ -639,7 +640,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_at_once(
 
 
 def test_the_bundled_models_are_those_that_can_be_loaded() -> None:
-    assert kvrag.cli.common.BUNDLED == (READER, SMOLLM2)
+    assert BUNDLED == (READER, SMOLLM2)
 
 
 def test_chunks_that_do_not_fit_into_the_window_are_left_out(

@@ -16,8 +16,9 @@ from importlib.metadata import version
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from kvrag.backend.hub import check_model
 from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
-from kvrag.cli.common import check_model, progress, require_extra, say
+from kvrag.cli.common import progress, require_extra, say
 from kvrag.cli.prompt import text_search
 from kvrag.config import DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES, BlendConfig, Sampling
 from kvrag.control.prompts import make_prompts

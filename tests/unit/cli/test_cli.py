@@ -678,6 +678,9 @@ def test_chat_answers_line_by_line(
     assert turns[1]["report"]["prompt_tokens"] > turns[0]["report"]["prompt_tokens"]  # the first turn is in it
     assert "there is no answer yet" in captured.err
     assert '"prompt_tokens"' in captured.err
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTION}\n"))
+    assert main([*argv[:-1], "--max-tokens", "1"]) == 0
+    assert f"sources: {turns[0]['context'][0]['document']}" in capsys.readouterr().err
 
 
 def test_a_long_chat_drops_its_oldest_turns_and_reports_it(

@@ -20,6 +20,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("benchmarks.speed.chat", "measure the time to first token over the turns of a conversation"),
     "codec": ("benchmarks.speed.codec", "measure size and error of the 8- and 4-bit codecs"),
     "decode": ("benchmarks.speed.decode", "measure decoding: several answers together, and one"),
+    "deterministic": ("benchmarks.speed.deterministic", "measure the cost of deterministic=True"),
     "gpu": ("benchmarks.speed.gpu", "check a GPU: exactness, time to first token, ingestion, a profile"),
     "ingest": ("benchmarks.speed.ingest", "measure the encoding speed"),
     "match": ("benchmarks.speed.match", "measure the speed of matching prompts with stored chunks"),

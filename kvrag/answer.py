@@ -62,6 +62,7 @@ class AnswerOptions(TypedDict, total=False):
     temperature: float | None
     top_p: float | None
     top_k: int | None
+    min_p: float | None
     repetition_penalty: float | None
     frequency_penalty: float | None
     presence_penalty: float | None
@@ -173,7 +174,9 @@ class Answering:
                     delta = parser.parse(delta) if parser else delta
                     admitted.is_working = False
                     if delta.finish_reason:
-                        delta = replace(delta, report=_final(answered.report, delta, num_thought == len(answer)))
+                        cut = f"{room} of {sampling.max_new_tokens}" if room < sampling.max_new_tokens else ""
+                        report = _final(answered.report, delta, num_thought == len(answer), cut)
+                        delta = replace(delta, report=report)
                     yield delta
                     admitted.is_working = True
                     if len(answer) == 1 and question.config.reuses_prompts:
@@ -352,12 +355,13 @@ class Answering:
         self._conversations.keep(begun, ids, exact, done.cache, done.chunks, blended, replaced)
 
 
-def _final(report: BlendReport, delta: Delta, is_thought: bool) -> BlendReport:
-    """Return the report, with a note if the thought left no room for an answer."""
-    if delta.finish_reason == "length" and is_thought:
-        note = "the answer ended within the model's thought: raise max_new_tokens, or pass reasoning=False"
-        return replace(report, notes=(*report.notes, note))
-    return report
+def _final(report: BlendReport, delta: Delta, is_thought: bool, cut: str) -> BlendReport:
+    """Return the report, with notes if the thought left no room for an answer, or the window cut it off."""
+    if delta.finish_reason != "length":
+        return report
+    thought = "the answer ended within the model's thought: raise max_new_tokens, or pass reasoning=False"
+    window = f"the answer has {cut} tokens: the window has no more room, use fewer or shorter chunks"
+    return replace(report, notes=(*report.notes, *[thought] * is_thought, *[window] * bool(cut)))
 
 
 def overridden(config: BlendConfig, **settings: Any) -> BlendConfig:

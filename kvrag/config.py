@@ -209,7 +209,7 @@ class Sampling:
     Attributes:
         max_new_tokens: Maximum length of the answer.
         temperature: 0 = greedy.
-        top_p, top_k, repetition_penalty: As in transformers' GenerationConfig.
+        top_p, top_k, min_p, repetition_penalty: As in transformers' GenerationConfig.
         frequency_penalty, presence_penalty: Subtracted from the logits of tokens that the answer contains, per
             occurrence or once, as by OpenAI; in [-2, 2].
         logit_bias: Numbers in [-100, 100] that are added to the logits, by token id.
@@ -222,6 +222,7 @@ class Sampling:
     temperature: float | None = _checked(None, check_number, most=_EXTREME)
     top_p: float | None = _checked(None, check_number, least=1 / _EXTREME, most=1)
     top_k: int | None = _checked(None, check_number, whole=True)
+    min_p: float | None = _checked(None, check_number, most=1)
     repetition_penalty: float | None = _checked(None, check_number, least=1 / _EXTREME, most=_EXTREME)
     frequency_penalty: float | None = _checked(None, check_number, least=-2, most=2)
     presence_penalty: float | None = _checked(None, check_number, least=-2, most=2)

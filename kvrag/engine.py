@@ -6,13 +6,13 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, closing
+from contextlib import aclosing, asynccontextmanager, closing
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, TypeVar, Unpack, cast
 
 from kvrag.answer import ANSWER_DEFAULTS, Answering, AnswerOptions, Question, overridden
 from kvrag.backend.lock import Shared, is_left
@@ -51,6 +51,9 @@ from kvrag.reuse.stitch import Prefilled
 from kvrag.store import KVStore, MemoryTier, open_store
 from kvrag.tracing import traced
 from kvrag.types import Answer, BlendReport, Delta, LearnStats, Messages, TokenIds, WarmReport, join
+
+T = TypeVar("T")
+_Run = Callable[[Callable[[], T]], Awaitable[T]]
 
 _shared: Shared[BlendEngine] = Shared()
 
@@ -277,6 +280,19 @@ class BlendEngine:
         check_names(prefix)
         return list(self.store.documents(prefix, check_namespace(namespace)))
 
+    async def awarm(
+        self,
+        texts: Iterable[str],
+        *,
+        document: str | Sequence[str] = "",
+        sources: str | Sequence[str] | None = None,
+        namespace: str = "",
+    ) -> WarmReport:
+        """Like `warm`, off the event loop. Cancelling it stops the work; chunks stored before are kept."""
+        options: dict[str, Any] = {"document": document, "sources": sources, "namespace": namespace}
+        async with _off_loop() as run:
+            return await run(partial(self.warm, texts, **options))
+
     # ---------------------------------------------------------------- answers
 
     @_show
@@ -297,10 +313,10 @@ class BlendEngine:
             grammar: Grammar that the answer must match.
             template: Variables for the chat template, such as `enable_thinking`.
             reasoning: True or False sets the chat template's own switch for thoughts, unless `template` does.
-            max_new_tokens, temperature, top_p, top_k, seed, logprobs: See `Sampling`.
+            max_new_tokens, temperature, top_p, top_k, min_p, seed, logprobs: See `Sampling`.
             repetition_penalty, frequency_penalty, presence_penalty, logit_bias: See `Sampling`.
             timeout: Seconds that the work on the answer may take, waiting for other answers included. Checked after
-                every token and, during prefill, between layers. None = no limit.
+                every token and, during prefill, several times per layer. None = no limit.
 
         Yields:
             One Delta per token; the last one has `finish_reason` and the report.
@@ -369,29 +385,14 @@ class BlendEngine:
         self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]
     ) -> AsyncGenerator[Delta, None]:
         """Like `stream`, off the event loop."""
-        deltas, end = self.stream(prompt, **options), object()
-        left, context = threading.Event(), copy_context()
-        context.run(is_left.set, left.is_set)
-        step: asyncio.Future[Any] | None = None
-        loop = asyncio.get_running_loop()
-        thread = ThreadPoolExecutor(1, "kvrag-async")  # not shared, see `kvrag.openmp`
-        try:
-            while True:
-                step = loop.run_in_executor(thread, partial(context.run, next, deltas, end))
-                delta = await asyncio.shield(step)
-                if delta is end:
-                    return
+        deltas = self.stream(prompt, **options)
+        async with _off_loop(deltas.close) as run:
+            while (delta := await run(partial(next, deltas, None))) is not None:
                 yield delta
-        finally:
-            left.set()
-            if step is not None and not step.done():
-                await asyncio.wait([step])  # cancelled during a step: a running generator cannot be closed
-            thread.shutdown(wait=False)
-            deltas.close()
 
     @_show
     async def agenerate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
-        """Like `generate`, off the event loop; cancelling it stops the work after the current step."""
+        """Like `generate`, off the event loop; cancelling it stops the work, also within a layer of the prefill."""
         async with aclosing(self.astream(prompt, **options)) as deltas:
             return join([delta async for delta in deltas])
 
@@ -572,6 +573,29 @@ class BlendEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@asynccontextmanager
+async def _off_loop(close: Callable[[], None] = lambda: None) -> AsyncIterator[_Run[Any]]:
+    """Yield a function that runs work in a thread; end the work at the end of the block, and then `close` it."""
+    left, context = threading.Event(), copy_context()
+    context.run(is_left.set, left.is_set)
+    step: asyncio.Future[Any] | None = None
+    thread = ThreadPoolExecutor(1, "kvrag-async")  # not shared, see `kvrag.openmp`
+
+    async def run(work: Callable[[], T]) -> T:
+        nonlocal step
+        step = asyncio.get_running_loop().run_in_executor(thread, context.run, work)
+        return await asyncio.shield(step)
+
+    try:
+        yield run
+    finally:
+        left.set()
+        if step is not None and not step.done():
+            await asyncio.wait([step])  # cancelled during a step: a running generator cannot be closed
+        thread.shutdown(wait=False)
+        close()
 
 
 def _within(deltas: Generator[Delta, None, None], timeout: float | None) -> Generator[Delta, None, None]:

@@ -81,6 +81,7 @@ class AnswerSettings:
     temperature: float | None = _row(None, "0 = greedy; default: the model's generation config")
     top_p: float | None = _row(None, "sample from the likeliest tokens that add up to this probability")
     top_k: int | None = _row(None, "sample from this many of the likeliest tokens")
+    min_p: float | None = _row(None, "sample from tokens with this share of the likeliest one's probability")
     repetition_penalty: float | None = _row(None, "above 1 makes tokens that occurred before less likely")
     seed: int | None = _row(None, "makes sampling repeatable")
     stop: list[str] | None = _row(None, "the answer ends before these strings; those of a call are added")  # noqa: RUF009
@@ -351,20 +352,33 @@ class LLMBase(EngineSettings, AnswerSettings):
             namespace: None = this object's namespace.
             progress: Called with (done, to do) every few seconds.
         """
+        chunks, arguments = self._to_warm(texts, document, sources, namespace)
+        return self._open().warm(chunks, progress=progress, **arguments)
+
+    async def awarm(
+        self,
+        texts: Iterable[Any],
+        *,
+        document: str | Sequence[str] = "",
+        sources: str | Sequence[str] | None = None,
+        namespace: str | None = None,
+    ) -> WarmReport:
+        """Like `warm`, off the event loop. Cancelling it stops the work; chunks stored before are kept."""
+        chunks, arguments = self._to_warm(texts, document, sources, namespace)
+        engine = await asyncio.to_thread(self._open)
+        return await engine.awarm(chunks, **arguments)
+
+    def _to_warm(
+        self, texts: Iterable[Any], document: str | Sequence[str], sources: Any, namespace: str | None
+    ) -> tuple[list[str], dict[str, Any]]:
+        """Return the texts and the other arguments of the engine's `warm`."""
         # one document or node is iterable, too: over its fields
         if isinstance(texts, str | Mapping) or hasattr(texts, "model_fields") or not isinstance(texts, Iterable):
             raise SettingError(f"texts must be a list of documents or texts, got one {type(texts).__name__}")
         chunks = list(texts)
         if sources is None and any(self._source(chunk) for chunk in chunks):
             sources = [self._source(chunk) for chunk in chunks]
-        namespace = self._in(namespace)
-        return self._open().warm(
-            self._texts(chunks), document=document, sources=sources, namespace=namespace, progress=progress
-        )
-
-    async def awarm(self, texts: Iterable[Any], **arguments: Any) -> WarmReport:
-        """Like `warm`, off the event loop."""
-        return await asyncio.to_thread(self.warm, texts, **arguments)
+        return self._texts(chunks), {"document": document, "sources": sources, "namespace": self._in(namespace)}
 
     def prefetch(self, texts: Iterable[Any], *, namespace: str | None = None) -> None:
         """Start to read the KV of documents, nodes or texts into memory; see `BlendEngine.prefetch`.

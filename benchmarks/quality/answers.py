@@ -18,11 +18,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from benchmarks.quality.rows import QuestionRow, document_rows, file_rows
+from kvrag.backend.hub import check_model
 from kvrag.cli.common import (
     add_model_arguments,
     add_number,
     at_least,
-    check_model,
     checked,
     existing_path,
     progress,

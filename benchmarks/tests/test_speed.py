@@ -1,4 +1,4 @@
-"""`python -m benchmarks agents`, `frameworks`, `decode`, `chat`, `serve`, `ttft` and `codec`, on small models."""
+"""`python -m benchmarks` on small models: the speed of agents, frameworks, decoding, chats, servers and codecs."""
 
 from __future__ import annotations
 
@@ -28,6 +28,16 @@ def test_decode(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     result = json.loads(capsys.readouterr().out)
     assert result["together_to_alone"] == result["together"] / result["alone"] > 0
     assert result["settings"]["rows"] == 3
+
+
+def test_deterministic(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
+    monkeypatch.setattr("benchmarks.speed.deterministic.random_model", lambda *_: model)
+    sizes = ["--rows", "2", "--chunks", "2", "--chunk-tokens", "40", "--answer-tokens", "4", "--repeats", "1"]
+    assert main(["deterministic", *sizes, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    for name in ("ttft_s", "tokens_per_s", "next_turn_ttft_s", "at_once_ttft_s", "at_once_tokens_per_s"):
+        assert result[f"{name}_ratio"] == result[f"deterministic_{name}"] / result[name] > 0
 
 
 def test_chat(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

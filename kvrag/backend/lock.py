@@ -19,13 +19,14 @@ T = TypeVar("T")
 is_left: ContextVar[Callable[[], bool]] = ContextVar("is_left", default=lambda: False)
 """Function that returns whether the consumer of this context has left: work on its answer ends then."""
 
+_POLL_S = 0.1
 _SHARE = 2.0  # of all other threads together, relative to those in `FairLock.first`
 
 
 def check_left() -> None:
     """Raise AbandonedError if the consumer of this context has left."""
     if is_left.get()():
-        raise AbandonedError("the answer was abandoned before its first token")
+        raise AbandonedError("the work was abandoned, because its consumer has left")
 
 
 class FairLock:
@@ -76,14 +77,14 @@ class FairLock:
             self._acquire(self._waiting, at_front)
 
     def __enter__(self) -> None:
-        self._acquire(self._waiting)
+        self._acquire(self._waiting, may_leave=True)  # not within a pass, nor for a step of several answers
 
     def __exit__(self, *_: object) -> None:
         if self.held:  # not held after an interrupt within `released`
             self._of_thread.held = False
             self._release()
 
-    def _acquire(self, queue: deque[threading.Event], at_front: bool = False) -> None:
+    def _acquire(self, queue: deque[threading.Event], at_front: bool = False, may_leave: bool = False) -> None:
         turn = threading.Event()
         with self._mutex:
             is_free, self._held = not self._held, True
@@ -91,13 +92,14 @@ class FairLock:
                 queue.insert(0 if at_front else len(queue), turn)
         if not is_free:
             self._of_thread.waits = self.waits + 1
-            self._wait(turn, queue)
+            self._wait(turn, queue, may_leave)
         self._of_thread.held = True
 
-    def _wait(self, turn: threading.Event, queue: deque[threading.Event]) -> None:
+    def _wait(self, turn: threading.Event, queue: deque[threading.Event], may_leave: bool) -> None:
         try:
-            turn.wait()
-        except BaseException:  # Ctrl-C: otherwise the lock would be handed to a thread that no longer waits
+            while not turn.wait(_POLL_S if may_leave else None):
+                check_left()
+        except BaseException:  # or Ctrl-C: otherwise the lock would be handed to a thread that no longer waits
             with self._mutex:
                 if not turn.is_set():
                     queue.remove(turn)

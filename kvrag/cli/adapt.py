@@ -14,11 +14,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvrag.backend.hub import check_model
 from kvrag.cli.common import (
     DTYPES,
     add_number,
     add_setting,
-    check_model,
     duration,
     existing_path,
     progress,

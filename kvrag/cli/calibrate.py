@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ratios", type=at_least(0, float, 1), nargs="+", metavar="R", help=ratios)
     add_number(parser, "--prompts", 40, "maximum number of prompts; at least 40 make a default", least=1)
     add_number(parser, "--seed", 0, "seed of the prompts made without --questions")
-    add_number(parser, "--top-k", 4, "chunks per prompt", least=2)
+    add_number(parser, "--top-k", 4, "chunks per prompt", least=2, most=100)
     add_number(parser, "--around", 0, "with --questions: neighbours to retrieve with each chunk")
     parser.add_argument("--dry-run", action="store_true", help="measure, but leave the default as it is")
     parser.add_argument("--reset", action="store_true", help="delete the stored calibration, and measure nothing")

@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
                 turn = {"question": question, "answer": text, "context": [asdict(hit) for hit in hits]}
                 print(json.dumps(turn | {"report": last.to_dict()}), flush=True)
             else:
+                say(f"sources: {', '.join(dict.fromkeys(hit.source for hit in hits))}")
                 say(summary(last))
     return 0
 

@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from difflib import get_close_matches
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from kvrag.backend.hub import BUNDLED, READER, check_model
 from kvrag.config import (
     DEFAULT_CONTEXT,
     DEFAULT_POLICY,
@@ -26,11 +26,10 @@ from kvrag.config import (
     check_number,
     check_ratio,
 )
-from kvrag.errors import FingerprintMismatchError, KvragError, ModelLoadError, SettingError, StoreError
+from kvrag.errors import FingerprintMismatchError, KvragError, SettingError, StoreError
 from kvrag.llm import SETTINGS
 from kvrag.retrieval import documents
 from kvrag.retrieval.documents import Content, Problem
-from kvrag.sample import READER
 from kvrag.types import BlendReport, Messages
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ T = TypeVar("T")
 
 _REDRAW_S, _LINE_S = 0.1, 10.0  # seconds between lines of progress, on a terminal and without one
 _CLEAR = "\r\x1b[K"  # removes a line of progress from a terminal
-BUNDLED = (READER, "smollm2")  # models that come with a package
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -221,24 +219,6 @@ def open_engine(
         raise _nothing_warmed(store)
     learn = getattr(args, "learn", False)
     return BlendEngine(model, store, settings, codec=args.codec, store_cache=args.store_cache, learn=learn, **sizes)
-
-
-def check_model(name: str) -> None:
-    """Raise ModelLoadError at once if a model cannot be loaded; transformers would ask the hub for half a minute."""
-    cache = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    cache = os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(cache, "hub"))
-    if name in BUNDLED or any(map(os.path.isdir, (name, f"{cache}/models--{name.replace('/', '--')}"))):
-        return
-    if name.startswith((".", "/", "~")):
-        hint = "there is no such folder"
-    elif "/" not in name:
-        near = get_close_matches(name, BUNDLED, 1)
-        hint = f"did you mean {near[0]}?" if near else f"pass {', '.join(BUNDLED)}, OWNER/NAME on the hub, or a folder"
-    elif os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
-        hint = "it is not in the local cache and HF_HUB_OFFLINE is set: unset it, or pass a folder"
-    else:
-        return
-    raise ModelLoadError(f"cannot load model {name!r}: {hint}")
 
 
 def _check_owner(store: str, model: str) -> None:

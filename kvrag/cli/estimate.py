@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from kvrag.cli.common import DTYPES, add_number, add_setting, at_least, check_model, human_bytes, read_files
+from kvrag.backend.hub import check_model
+from kvrag.cli.common import DTYPES, add_number, add_setting, at_least, human_bytes, read_files
 from kvrag.config import CODECS
 from kvrag.errors import SettingError
 from kvrag.retrieval import documents

@@ -7,7 +7,8 @@ import json
 from dataclasses import asdict
 from functools import partial
 
-from kvrag.cli.common import DTYPES, add_setting, at_least, check_model, say
+from kvrag.backend.hub import check_model
+from kvrag.cli.common import DTYPES, add_setting, at_least, say
 from kvrag.llm import SETTINGS
 
 

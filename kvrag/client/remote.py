@@ -97,6 +97,18 @@ class RemoteEngine:
         named = named_texts(texts, document, sources)
         return run(warm(named, document, self._served, check_namespace(namespace), progress))
 
+    async def awarm(
+        self,
+        texts: Iterable[str],
+        *,
+        document: str | Sequence[str] = "",
+        sources: str | Sequence[str] | None = None,
+        namespace: str = "",
+    ) -> WarmReport:
+        """Like `warm`, without blocking the event loop. Cancelling it ends the encoding on the server."""
+        named = named_texts(texts, document, sources)
+        return await warm(named, document, await self._server(self._async), check_namespace(namespace))
+
     def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
         """Do nothing: a server reads ahead the chunks that it retrieves itself."""
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Sequence
+from contextvars import copy_context
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvrag.backend.lock import is_left
 from kvrag.backend.protocol import KVCache
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.tokenizer import TextStream
@@ -44,7 +46,7 @@ class Row:
         alone: bool,
     ) -> None:
         """Begin an answer to (T,) token ids with logits on this device; see `kvrag.generate.decode.decode`."""
-        self.model, self.cache, self._alone = model, cache, alone
+        self.model, self.cache, self._alone, self._has_left = model, cache, alone, is_left.get()
         self.deltas: deque[Delta] = deque()
         self.is_done = self.is_parked = False
         self.num_waits = 0
@@ -80,7 +82,9 @@ class Row:
         The old cache stays valid for shorter prompts: the next turn after an abandoned answer may begin with it.
         """
         cache = self.model.new_cache(self._length)
-        logits = self.model.forward(self._ids, cache)
+        context = copy_context()  # of the thread that runs the step, whose own consumer may be another one
+        context.run(is_left.set, self._has_left)
+        logits = context.run(self.model.forward, self._ids, cache)
         self.cache = cache
         return logits
 

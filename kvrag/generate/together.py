@@ -26,12 +26,12 @@ def together(generators: Sequence[Generator[T, None, None]]) -> Generator[tuple[
             yield from ((0, item) for item in generator)
         return
     items: SimpleQueue[tuple[int, T | BaseException | None]] = SimpleQueue()  # None: the generator has ended
-    left = threading.Event()
+    left, has_left = threading.Event(), is_left.get()
 
     def pump(number: int) -> None:
         end: BaseException | None = None
         try:
-            is_left.set(left.is_set)
+            is_left.set(lambda: left.is_set() or has_left())
             with closing(generators[number]) as generator:
                 for item in generator:
                     items.put((number, item))

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import takewhile
 from typing import cast
 
+from kvrag.backend.lock import is_left
 from kvrag.errors import KvragError
 from kvrag.fingerprint import text_key
 from kvrag.ingest.ingest import Ingestion
@@ -78,6 +79,7 @@ class Learner:
             self._room.release()
 
     def _run(self, namespace: str, work: Callable[[], None]) -> None:
+        is_left.set(lambda: self._is_over)
         try:
             work()
         except Exception as error:  # no answer depends on it
@@ -113,7 +115,7 @@ class Learner:
             self._seen.clear()
 
     def close(self) -> None:
-        """End after the text that is being encoded."""
+        """End, also within a text that is being encoded."""
         self._closed.set()
         for pool in (self._looking, self._encoding):
             pool.shutdown(wait=False, cancel_futures=True)

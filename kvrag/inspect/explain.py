@@ -81,7 +81,7 @@ def explain(
     findings.sort(key=lambda finding: finding.reason == "reused")
     summary = list(summary_of(answered.report))
     if _is_empty(store, namespace) or not (findings or answered.report.reused_tokens):
-        summary.append(_nothing(store, answered))
+        summary.append(_nothing(store, answered, find, min_run))
     stretches = tuple(_stretches(tokenizer, answered, documents))
     return Explanation(tuple(summary), stretches, tuple(findings), answered.report)
 
@@ -92,14 +92,17 @@ def why_little(tokenizer: Tokenizer, store: KVStore, find: Find, answered: Answe
         if chunk.key and chunk.detail:
             # without the chunk's text, which must not be logged
             return f"chunk {chunk.key[:8]} is {chunk.reason}, {chunk.detail}", True
-    return _nothing(store, answered), False
+    return _nothing(store, answered, find, min_run), False
 
 
-def _nothing(store: KVStore, answered: Answered) -> str:
+def _nothing(store: KVStore, answered: Answered, find: Find, min_run: int) -> str:
     """Return why no changed chunk was recognised in a prompt with little reuse."""
     if _is_empty(store, answered.namespace):
         where = f"the namespace {answered.namespace!r}" if answered.namespace else f"the store {store.stats().path}"
         return f"{where} is empty: warm texts for this model and codec"
+    longest = max((len(run) for run, _ in find(answered.ids.tolist(), GRAM)), default=0)
+    if 0 < longest < min_run:
+        return f"at most {longest} of its tokens in a row are in a warmed chunk, and {min_run} are needed"
     part = "the rest of it is in no warmed chunk" if answered.report.reused_tokens else "it contains no warmed chunk"
     return f"{part}: warm texts as they are pasted"
 
@@ -263,26 +266,29 @@ class _Prompt:
         # a splitter may have divided it into several chunks
         is_stored = bool(key) or sum(len(run) for run, _ in stored) >= _VERBATIM * len(ids)
         reused, found = np.zeros((2, len(ids)), bool)  # by its tokens: a prompt may contain a text twice
-        segment = Segment.of([Entry(1, "", "", np.asarray(ids, np.uint32))])
-        for part in match([segment], self._ids, self._min_run):
-            place = slice(part.offset, part.offset + len(part))
-            reused[place] |= self._reused[part.start : part.stop]
-            found[place] = True
+        segment, longest = Segment.of([Entry(1, "", "", np.asarray(ids, np.uint32))]), 0
+        for part in match([segment], self._ids, GRAM):
+            place, longest = slice(part.offset, part.offset + len(part)), max(longest, len(part))
+            if len(part) >= self._min_run:
+                reused[place] |= self._reused[part.start : part.stop]
+                found[place] = True
         num_reused = int(reused.sum())
-        why = self._why(text, num_reused, len(ids) - num_reused, int(found.sum()) - num_reused, is_stored)
+        missed = int((found & ~reused).sum())
+        why = self._why(text, num_reused, len(ids) - num_reused, missed, longest, is_stored)
         return Finding(text, len(ids), num_reused, *why, key)
 
-    def _why(self, text: str, reused: int, rest: int, missed: int, is_stored: bool) -> tuple[Reason, str]:
+    def _why(self, text: str, reused: int, rest: int, missed: int, longest: int, is_stored: bool) -> tuple[Reason, str]:
         """Return why not more of a text was reused.
 
         Args:
             reused, rest: Numbers of its tokens.
             missed: Number of the rest that are in runs of the prompt which are long enough to be reused.
+            longest: Number of tokens of the longest run of the prompt, 0 if none has `GRAM`.
         """
         if rest <= _EDGES:
             return "reused", ""
         change = self._change(text)
-        if not change and not any(piece in self._text for piece in pieces(text)):
+        if not change and not longest and not any(piece in self._text for piece in pieces(text)):
             return "not in the prompt", "the chain dropped or rephrased it, for example in a summary"
         if not is_stored:
             part = f"{reused} of its tokens are in stored chunks" if reused else "in no stored chunk"
@@ -295,8 +301,8 @@ class _Prompt:
             return change
         if reused:
             return "reused", ""  # except for a few characters, or the part that is in the prompt
-        consecutive = f"fewer than {self._min_run} of its tokens are consecutive in the prompt, too few to reuse"
-        return "too short", f"{consecutive}: paste it whole and unchanged, separated from the text around it"
+        few = f"at most {longest or GRAM - 1} of its tokens are consecutive in the prompt, fewer than {self._min_run}"
+        return "too short", f"{few}: paste it whole and unchanged, separated from the text around it"
 
     def _change(self, text: str) -> tuple[Reason, str] | None:
         """Return how a text in the prompt was changed, "reused" if it is whole; None if it is not recognised."""

@@ -11,6 +11,7 @@ from contextlib import closing
 from contextvars import copy_context
 from typing import TypeVar
 
+from kvrag.backend.lock import is_left
 from kvrag.server.errors import ApiError
 
 T = TypeVar("T")
@@ -52,7 +53,8 @@ class AdmissionQueue:
     ) -> AsyncGenerator[T, None]:
         """Run a generator in a thread once it is admitted, and yield its items.
 
-        Closing or cancelling this stops the work after its current step. The place is freed when the thread ends.
+        Closing or cancelling this stops the work at the next `check_left`, at the latest after its current step. The
+        place is freed when the thread ends.
 
         Args:
             limit: Time limit in seconds, waiting included.
@@ -85,7 +87,9 @@ class AdmissionQueue:
             loop.call_soon_threadsafe(pieces.put_nowait, end)
             loop.call_soon_threadsafe(self._release, namespace)
 
-        self._pool.submit(copy_context().run, pump)  # with the request's span
+        context = copy_context()  # with the request's span
+        context.run(is_left.set, abandoned.is_set)
+        self._pool.submit(context.run, pump)
         if admitted is not None:
             admitted(loop.time() - started)
         timer = loop.call_at(started + limit, pieces.put_nowait, late)

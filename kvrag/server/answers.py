@@ -6,7 +6,8 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, closing, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -21,7 +22,7 @@ from kvrag.server.response import Builder, Event, Piece
 from kvrag.server.schemas import AnswerFields, ChatRequest, CompletionRequest, Document, Retrieval
 from kvrag.server.settings import ServerSettings
 from kvrag.server.state import State, Tenant
-from kvrag.types import Messages
+from kvrag.types import Delta, Messages
 
 T = TypeVar("T")
 
@@ -55,7 +56,8 @@ def chat_work(state: State, tenant: Tenant, request: ChatRequest) -> Work:
         if texts:
             place_context(messages, settings, texts)
         texts += request.chunks or []
-        yield from engine.stream_batch([messages] * len(calls), calls, documents=None if retrieves else texts)
+        answers = engine.stream_batch([messages] * len(calls), calls, documents=None if retrieves else texts)
+        yield from _limited(answers, request, settings.token_limit)
 
     return work
 
@@ -67,7 +69,24 @@ def completion_work(state: State, tenant: Tenant, request: CompletionRequest) ->
         raise ApiError(400, message, "invalid_value", "model")
     calls, prompts = _calls(state, tenant, request), request.prompts()
     repeated = [prompt for prompt in prompts for _ in calls]
-    return lambda: state.engine.stream_batch(repeated, calls * len(prompts), documents=request.chunks)
+
+    def work() -> Generator[Piece, None, None]:
+        answers = state.engine.stream_batch(repeated, calls * len(prompts), documents=request.chunks)
+        yield from _limited(answers, request, state.settings.token_limit)
+
+    return work
+
+
+def _limited(
+    answers: Generator[tuple[int, Delta], None, None], request: AnswerFields, limit: int
+) -> Generator[Piece, None, None]:
+    """Yield the answers; their reports say so if the server's limit cut them off."""
+    note = f"the answer was cut off: {request.wanted_tokens()} tokens exceed this server's limit of {limit} tokens"
+    with closing(answers):
+        for number, delta in answers:
+            if delta.report and delta.finish_reason == "length" and request.wanted_tokens() > limit:
+                delta = replace(delta, report=replace(delta.report, notes=(*delta.report.notes, note)))
+            yield number, delta
 
 
 def _calls(state: State, tenant: Tenant, request: AnswerFields) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import mimetypes
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -32,7 +31,7 @@ from kvrag.server import page
 from kvrag.server.admission import AdmissionQueue
 from kvrag.server.answers import chat_work, completion_work, respond, while_connected
 from kvrag.server.corpus import Corpus, check_id
-from kvrag.server.errors import ApiError, ClientDisconnected, handle_errors, json_response
+from kvrag.server.errors import ApiError, handle_errors, json_response
 from kvrag.server.guard import UPLOADS, Guard
 from kvrag.server.response import ResponseBuilder
 from kvrag.server.responses import ResponsesBuilder, ResponsesRequest
@@ -47,7 +46,6 @@ from kvrag.server.schemas import (
 )
 from kvrag.server.settings import ServerSettings
 from kvrag.server.state import State, Tenant
-from kvrag.types import WarmReport
 
 T = TypeVar("T")
 
@@ -251,23 +249,17 @@ async def delete_document(document: str, tenant: Caller) -> Response:
 @router.post("/v1/chunks")
 async def warm_chunks(body: NewChunks, request: Request, state: Server, tenant: Caller) -> Response:
     """Encode the chunks that the store lacks, and return the report. They are not retrieved by the -rag model."""
-    abandoned = threading.Event()
     name = body.document if isinstance(body.document, str) else next(iter(body.document), "")
+    options: dict[str, Any] = {"document": body.document, "sources": body.sources, "namespace": tenant.namespace}
 
-    def check(done: int, total: int) -> None:
-        if abandoned.is_set():  # ends the encoding after the current portion
-            raise ClientDisconnected
+    def note(done: int, total: int) -> None:
         tenant.encoding[name] = done, total
 
-    def work() -> WarmReport:
-        return state.engine.warm(
-            body.texts, document=body.document, sources=body.sources, namespace=tenant.namespace, progress=check
-        )
-
     try:
-        report = await _result(request, state.answering, work)
+        report = await _result(
+            request, state.answering, lambda: state.engine.warm(body.texts, **options, progress=note)
+        )
     finally:
-        abandoned.set()
         tenant.encoding.pop(name, None)
     return json_response(report.to_dict())
 

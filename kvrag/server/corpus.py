@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from kvrag.backend.lock import check_left, is_left
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError, StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.retrieval.documents import page_numbers
@@ -65,10 +66,6 @@ class Status:
 
 class CorpusInUseError(StoreError):
     """Another server works on the corpus."""
-
-
-class _Stopped(Exception):
-    """The server stopped while a document was being encoded."""
 
 
 class Corpus:
@@ -161,7 +158,7 @@ class Corpus:
         self._thread.start()
 
     def stop(self, patience: float) -> None:
-        """Stop after the current portion, or after `patience` seconds; the next server resumes."""
+        """Stop, at the latest after `patience` seconds; the next server resumes after the last stored chunk."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
@@ -184,14 +181,13 @@ class Corpus:
                     path.unlink()
 
     def _work(self) -> None:
+        is_left.set(lambda: self._is_stopping)
         while (task := self._await_task()) is not None:
             reason = ""
             try:
                 self._do(task)
-            except _Stopped:
-                return
             except Exception as error:  # a failing document must not stop the others
-                if self._is_stopping:  # the store may be closed already
+                if self._is_stopping:  # while it was encoded, and the store may be closed already
                     return
                 is_ours = isinstance(error, KvragError)
                 reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
@@ -219,15 +215,11 @@ class Corpus:
         # KV first: every retrievable chunk has its KV
         self._engine.warm(chunks, document=task.document, namespace=self.namespace, progress=self._advance)
         pages = page_numbers(chunks, task.texts, task.pages)
-        self.index.add(chunks, task.document, lambda done, total: self._check_stop(), pages)
+        self.index.add(chunks, task.document, lambda done, total: check_left(), pages)
 
     def _advance(self, done: int, total: int) -> None:
         self._progress = (done, total)
-        self._check_stop()
-
-    def _check_stop(self) -> None:
-        if self._is_stopping:
-            raise _Stopped
+        check_left()
 
     def _finish(self, task: CorpusTask, error: str = "") -> None:
         with self._changed:

@@ -24,7 +24,7 @@ _MOST_CHOICES = 128  # of a request, as by OpenAI
 
 # options that the engine has under the same name
 _SAME = (
-    *("top_p", "top_k", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *ANSWER_SETTINGS,
 )
 
@@ -52,6 +52,7 @@ class Common(Request):
 
     # kvrag's extensions
     top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
     ratio: Annotated[Number, Field(ge=0, le=1)] | None = None
     policy: Literal[POLICIES] | None = None  # type: ignore[valid-type]
@@ -122,6 +123,10 @@ class AnswerFields(Common):
         """Return the number of answers per prompt."""
         return self.n or 1
 
+    def wanted_tokens(self) -> int:
+        """Return the requested limit of the answer's length; 0 = none."""
+        return getattr(self, "max_completion_tokens", None) or self.max_tokens or 0
+
     def num_logprobs(self) -> int | None:
         """Return how many of the likeliest tokens to report with each token; None = report nothing."""
         raise NotImplementedError
@@ -134,13 +139,9 @@ class AnswerFields(Common):
 
     def options(self, settings: ServerSettings) -> dict[str, Any]:
         """Return the arguments of `BlendEngine.stream`, but for the seed."""
-        max_tokens = getattr(self, "max_completion_tokens", None) or self.max_tokens or settings.max_tokens
-        if max_tokens > settings.token_limit:
-            message = f"{max_tokens} tokens exceed this server's limit of {settings.token_limit}: request fewer"
-            raise ApiError(400, message, "invalid_value", "max_tokens")
         return {
             **{name: getattr(self, name) for name in _SAME},
-            "max_new_tokens": max_tokens,
+            "max_new_tokens": min(self.wanted_tokens() or settings.max_tokens, settings.token_limit),
             "temperature": settings.temperature if self.temperature is None else self.temperature,
             "logit_bias": {int(token): value for token, value in (self.logit_bias or {}).items()} or None,
             "logprobs": self.num_logprobs(),

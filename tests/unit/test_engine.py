@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from kvrag import (
     SettingError,
     StoreError,
 )
+from kvrag.backend.lock import is_left
+from kvrag.errors import AbandonedError
 from kvrag.fingerprint import text_key
 from kvrag.reuse.recovery import Recovery
 from kvrag.store import visible_variant
@@ -599,7 +601,9 @@ def gate(engine: BlendEngine, endless: Model, monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_async_answers_are_the_same(engine: BlendEngine, endless: Model) -> None:
-    engine.warm(CHUNKS)
+    report = await engine.awarm(CHUNKS, document="d")
+    assert report.new == 4
+    assert engine.store.stats().documents == 1
     wanted = engine.generate(PROMPT, max_new_tokens=8, temperature=0)
     answer = await engine.agenerate(PROMPT, max_new_tokens=8, temperature=0)
     assert (answer.text, answer.token_ids, answer.finish_reason) == (wanted.text, wanted.token_ids, "length")
@@ -687,6 +691,121 @@ def test_a_timeout_ends_a_prefill_between_two_layers(
     assert engine.generate(PROMPT, policy=policy, ratio=1.0, max_new_tokens=2, temperature=0).token_ids == wanted
 
 
+class Checks:
+    """The checks of a consumer that leaves at one of them."""
+
+    def __init__(self, last: int) -> None:
+        self.count, self._last = 0, last
+
+    def __call__(self) -> bool:
+        self.count += 1
+        return self.count >= self._last
+
+
+@contextmanager
+def _leaving_at(last: int) -> Iterator[Checks]:
+    checks = Checks(last)
+    token = is_left.set(checks)
+    try:
+        yield checks
+    finally:
+        is_left.reset(token)
+
+
+@pytest.fixture
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("interruptible", "model"):
+        monkeypatch.setattr(f"kvrag.backend.transformers.{module}.MOST", 1 << 20)
+
+
+@pytest.mark.usefixtures("_small_parts")
+@pytest.mark.parametrize("policy", ["full", "query", "hkvd"])
+def test_nothing_of_a_prefill_that_ends_at_any_check_is_used(policy: str, engine: BlendEngine) -> None:
+    """Also within a layer, and in the prefill after a conversation."""
+    engine.warm(CHUNKS[:2])
+    own = plain_logits(engine.model.hf, engine.model.tokenizer.render(PROMPT))[-1]
+    before = engine.store.stats()
+    with _leaving_at(10**9) as checks:
+        engine.generate(PROMPT, policy=policy, ratio=0.3, max_new_tokens=1, history="exact")
+    num, engine = checks.count, _engine(engine.model, Path(before.path))
+    assert num > 12 * engine.model.num_layers
+    for last in range(1, num + 1):
+        with _leaving_at(last), pytest.raises(AbandonedError):
+            engine.generate(PROMPT, policy=policy, ratio=0.3, max_new_tokens=1)
+        assert engine._answering._conversations.num_bytes == 0
+        assert not engine.model.lock.held
+        if last % 7 == 0:
+            logits = prepare(engine, engine.model.tokenizer.render(PROMPT), 1.0, policy).logits
+            assert relative(logits[0], own) <= 1e-5
+    after = engine.store.stats()
+    assert (after.chunks, after.bytes) == (before.chunks, before.bytes)
+    assert engine.generate(PROMPT, ratio=1.0, max_new_tokens=1).report.conversation_tokens == 0
+
+
+@pytest.mark.usefixtures("_small_parts")
+def test_no_chunk_of_an_encoding_that_ends_at_any_check_is_stored(engine: BlendEngine) -> None:
+    with _leaving_at(10**9) as checks, _engine(engine.model, engine.store.path.with_name("other")) as other:
+        other.warm(CHUNKS)
+    assert checks.count > 12 * engine.model.num_layers
+    for last in range(1, checks.count + 1, 3):
+        with _leaving_at(last), pytest.raises(AbandonedError):
+            engine.warm(CHUNKS)
+    assert engine.store.stats().chunks == 0
+    assert engine.warm(CHUNKS).new == len(CHUNKS)
+    own = plain_logits(engine.model.hf, engine.model.tokenizer.render(PROMPT))[-1]
+    assert relative(prepare(engine, engine.model.tokenizer.render(PROMPT), 1.0).logits[0], own) <= 1e-5
+
+
+async def test_cancelling_ends_an_encoding_between_two_layers(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, released = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        entered.set()
+        assert released.wait(30)
+
+    layers = Layers(engine, wait, monkeypatch)
+    task = asyncio.ensure_future(engine.awarm(CHUNKS))
+    assert await asyncio.to_thread(entered.wait, 30)
+    task.cancel()
+    asyncio.get_running_loop().call_later(0.2, released.set)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not engine.model.lock._held, "it has ended"
+    assert layers.count == 1
+    assert engine.store.stats().chunks == 0
+
+
+def test_leaving_ends_the_wait_for_another_threads_pass(engine: BlendEngine) -> None:
+    left, errors = threading.Event(), list[BaseException]()
+
+    def answer() -> None:
+        is_left.set(left.is_set)
+        try:
+            engine.generate(PROMPT, max_new_tokens=1)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=answer)
+    with engine.model.lock:
+        thread.start()
+        left.set()
+        thread.join(30)
+        assert [type(error) for error in errors] == [AbandonedError]
+    assert engine.generate(PROMPT, max_new_tokens=1).report.exact
+
+
+def test_leaving_ends_the_prefills_of_a_batch(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = threading.Event()
+    layers = Layers(engine, left.set, monkeypatch)
+    token = is_left.set(left.is_set)
+    with pytest.raises(AbandonedError):
+        engine.generate_batch([PROMPT, PROMPT], max_new_tokens=1)
+    is_left.reset(token)
+    assert layers.count <= 2
+
+
 @pytest.mark.asyncio
 async def test_cancelling_twice_is_no_other_error(engine: BlendEngine, gate: Gate) -> None:
     task = asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=50))
@@ -723,6 +842,8 @@ async def test_errors_come_through(engine: BlendEngine) -> None:
     with pytest.raises(SettingError):
         async for _ in engine.astream(PROMPT, policy="best"):
             pass
+    with pytest.raises(SettingError):
+        await engine.awarm("one string")
 
 
 def test_dropping_a_stream_stops_the_work(engine: BlendEngine, endless: Model, monkeypatch: pytest.MonkeyPatch) -> None:

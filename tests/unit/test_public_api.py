@@ -58,7 +58,7 @@ CLASSES = [name for name in PUBLIC if name != "POLICIES"]
 
 METHODS = {
     "BlendEngine": [
-        *("warm", "generate", "agenerate", "stream", "astream", "generate_batch", "stream_batch"),
+        *("warm", "awarm", "generate", "agenerate", "stream", "astream", "generate_batch", "stream_batch"),
         *("forget", "documents", "explain", "verify", "close", "from_pretrained", "shared"),
     ],
     "Model": ["from_pretrained"],

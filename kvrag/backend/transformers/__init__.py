@@ -6,8 +6,8 @@ applied and to how many dimensions, which layers have a window, which have no Ro
 
 import os
 
+from kvrag.backend.hub import READER
 from kvrag.backend.transformers.cache import BlendCache
-from kvrag.backend.transformers.loading import READER
 from kvrag.backend.transformers.model import LoadOptions, Model
 from kvrag.backend.transformers.tokenizer import Tokenizer
 

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from kvrag.backend.attention import Chunked
+from kvrag.backend.hub import READER, check_model
 from kvrag.backend.transformers.smollm2 import SMOLLM2, smollm2_path
 from kvrag.errors import (
     KvragError,
@@ -30,9 +31,6 @@ from kvrag.errors import (
     out_of_memory,
     reason_of,
 )
-
-READER = "reader"
-"""Name of the small bundled model."""
 
 # fmt: off
 FAMILIES = frozenset(
@@ -146,6 +144,7 @@ def load_config(
     local_files_only: bool = False,
 ) -> Any:
     """Load a model's configuration without its weights; raises like `load`."""
+    check_model(name)
     with _explaining(name) as path:
         config = AutoConfig.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_files_only
@@ -228,8 +227,6 @@ def _explain(name: str, path: str, error: Exception) -> str:
         hint = "accept its licence on the model hub, and log in with `hf auth login`"
     elif os.path.isdir(path):
         hint = "check the files in that folder"
-    elif path.startswith((".", "/", "~")):
-        hint = "there is no such folder"
     elif os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
         hint = "it is not in the local cache and HF_HUB_OFFLINE is set: unset it, or pass a folder"
     else:

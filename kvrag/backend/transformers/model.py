@@ -25,6 +25,7 @@ from kvrag.backend.transformers.adapter import read as read_adapter
 from kvrag.backend.transformers.attention import AttentionObserver, Calls, Step, attention_at, attention_of, suspended
 from kvrag.backend.transformers.cache import BlendCache, StepCache, StopForward
 from kvrag.backend.transformers.compiled import CompiledForward
+from kvrag.backend.transformers.interruptible import MOST, Interruptible
 from kvrag.backend.transformers.rotary import probe
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import Sampling, fill_options, show_options
@@ -117,6 +118,7 @@ class Model(Backend):
             layers = probe(hf, self.config.num_hidden_layers, shift=min(37, self.stable_length // 4))
             self._rotary, self._devices, self.is_latent = layers.rotary, layers.devices, layers.is_latent
             self.num_layers, self.bytes_per_token = len(layers.rotary), layers.bytes_per_token
+            self._layer_bytes = sum(weights.nbytes for weights in hf.parameters()) // self.num_layers
             self._check_attention()
             self.tables(torch.arange(_TRIAL_TOKENS))
         self.hidden_size: int = self.config.hidden_size
@@ -340,7 +342,8 @@ class Model(Backend):
             cache.pause = self._pause
             if rows is None:
                 start = cache.get_seq_length()
-                positions, mask = torch.arange(start, start + ids.shape[1]), None
+                end = start + ids.shape[1]
+                positions, mask = torch.arange(start, end), None
                 cache.rows = None
                 attention: AbstractContextManager[None] = nullcontext()
             else:
@@ -351,7 +354,8 @@ class Model(Backend):
                     cache.stop = int(rows[0]) + len(positions)
                     cache.rows = torch.arange(int(rows[0]), cache.stop, device=self.device)
                 attention = attention_at(self.config, rows, positions, self.windows, observer, branches)
-            with attention, reporting_memory():
+                end = cache.stop
+            with attention, self._interruptible(ids.numel(), end), reporting_memory():
                 output = self.hf(
                     input_ids=ids.to(self.device),
                     position_ids=positions[None].to(self.device),
@@ -381,6 +385,11 @@ class Model(Backend):
             else:
                 logits = self.hf(**arguments, past_key_values=step).logits
         return logits[:, -1].float()
+
+    def _interruptible(self, num_rows: int, num_keys: int) -> AbstractContextManager[Any]:
+        """Return what makes a pass end within a layer too, if a layer may take long."""
+        work = num_rows * (self._layer_bytes + num_keys * self.config.hidden_size * self.dtype.itemsize)
+        return Interruptible() if self.device.type == "cpu" and work > MOST else nullcontext()
 
     def _pause(self) -> None:
         """Between two layers, end this pass if nobody waits for it, or let another thread's decode step run."""
@@ -417,6 +426,7 @@ class Model(Backend):
             "do_sample": None if sampling.temperature is None else sampling.temperature > 0,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
         }
         changed = {name: value for name, value in settings.items() if value is not None}

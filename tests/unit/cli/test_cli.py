@@ -24,6 +24,7 @@ from pdf import PDF, pdf
 import kvrag.cli.common
 import kvrag.retrieval.index
 from kvrag import BlendConfig, BlendEngine, Model
+from kvrag.backend.hub import BUNDLED
 from kvrag.backend.transformers import READER
 from kvrag.backend.transformers.smollm2 import SMOLLM2
 from kvrag.cli import demo, serve
@@ -653,7 +654,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_at_once(
 
 
 def test_the_bundled_models_are_those_that_can_be_loaded() -> None:
-    assert kvrag.cli.common.BUNDLED == (READER, SMOLLM2)
+    assert BUNDLED == (READER, SMOLLM2)
 
 
 def test_chunks_that_do_not_fit_into_the_window_are_left_out(
@@ -691,6 +692,9 @@ def test_chat_answers_line_by_line(
     assert turns[1]["report"]["prompt_tokens"] > turns[0]["report"]["prompt_tokens"]  # the first turn is in it
     assert "there is no answer yet" in captured.err
     assert '"prompt_tokens"' in captured.err
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTION}\n"))
+    assert main([*argv[:-1], "--max-tokens", "1"]) == 0
+    assert f"sources: {turns[0]['context'][0]['document']}" in capsys.readouterr().err
 
 
 def test_a_long_chat_drops_its_oldest_turns_and_reports_it(

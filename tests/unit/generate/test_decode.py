@@ -156,6 +156,28 @@ def test_unset_fields_come_from_the_generation_config(opinionated: tuple[Model, 
         )
 
 
+def test_min_p_is_generates(opinionated: tuple[Model, Any], tmp_path: Path) -> None:
+    model, hf = opinionated
+    ids = model.tokenizer.render(PROMPT)
+    free = {"temperature": 5.0, "top_k": 0, "top_p": 1.0}
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        answers = {}
+        for min_p in (0.0, 0.8, 1.0):
+            ours = engine.generate(PROMPT, policy="full", max_new_tokens=20, seed=3, min_p=min_p, **free).token_ids
+            more = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 2}
+            assert list(ours) == _generate(hf, ids, 3, min_p=min_p, **free, **more)
+            answers[min_p] = ours
+    assert len(set(answers.values())) == 3
+
+
+def test_an_answer_that_the_window_cuts_off_is_noted(engine: BlendEngine, endless: Model) -> None:
+    ids = [5 + number % 1000 for number in range(endless.context_window - 3)]
+    answer = engine.generate(ids, max_new_tokens=10**6, temperature=0)
+    assert (len(answer.token_ids), answer.finish_reason) == (3, "length")
+    assert "the answer has 3 of 1000000 tokens: the window" in answer.report.notes[-1]
+    assert not any("window" in note for note in engine.generate(ids, max_new_tokens=3).report.notes)
+
+
 def test_a_model_without_sampling_defaults_is_greedy(engine: BlendEngine, endless: Model, hf: Any) -> None:
     ids = endless.tokenizer.render(PROMPT)
     wanted = _generate(hf, ids, max_new_tokens=10, eos_token_id=None, pad_token_id=2)
@@ -359,6 +381,8 @@ def test_streamed_text_and_tokens_are_the_answers(engine: BlendEngine, endless: 
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_k": -1},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
         {"top_k": 1.5},
         {"repetition_penalty": 0.0},
         {"stop": ("",)},

@@ -217,6 +217,26 @@ def test_an_answer_in_progress_does_not_keep_the_program_from_ending(
     assert engine.store.stats().chunks == 0
 
 
+def test_closing_the_engine_ends_an_encoding_between_two_layers(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _ask(engine, messages(PAGE))
+    layers, pause, learner = [], engine.model._pause, _learner(engine)
+
+    def closing() -> None:
+        if threading.current_thread().name.startswith("kvrag-learn"):
+            layers.append(1)
+            learner.close()
+        pause()
+
+    monkeypatch.setattr(engine.model, "_pause", closing)
+    engine.generate(messages(PAGE), max_new_tokens=1)
+    learner._encoding.shutdown()
+    assert layers == [1]
+    assert engine.store.stats().chunks == 0
+    assert not caplog.text
+
+
 def test_a_text_that_is_encoded_while_the_engine_is_closed_is_no_error(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

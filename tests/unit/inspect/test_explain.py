@@ -287,7 +287,7 @@ def test_a_chunk_with_fewer_matching_tokens_than_a_run_is_too_short_to_be_reused
     assert explanation.report.reused_tokens == 0
     (finding,) = explanation.chunks
     assert finding.reason == "too short"
-    assert "fewer than 16 of its tokens are consecutive" in finding.detail
+    assert "of its tokens are consecutive in the prompt, fewer than 16" in finding.detail
 
 
 def test_a_stored_chunk_of_which_the_prompt_has_a_few_words_was_not_warmed_too_late(engine: BlendEngine) -> None:
@@ -295,7 +295,22 @@ def test_a_stored_chunk_of_which_the_prompt_has_a_few_words_was_not_warmed_too_l
     (finding,) = engine.explain(f"Summary: {OTHER[:40]} is all that was left.", retrieved=[OTHER]).chunks
     assert finding.reused == 0
     assert finding.reason == "too short"
-    assert "fewer than 16 of its tokens are consecutive" in finding.detail
+    assert "of its tokens are consecutive in the prompt, fewer than 16" in finding.detail
+
+
+def test_a_text_with_a_few_tokens_in_the_prompt_is_not_called_absent(engine: BlendEngine) -> None:
+    """Between two of the pieces by which texts are recognised."""
+    ids = engine.model.tokenizer.encode(OTHER)
+    engine.warm([OTHER])
+    for num, reason in ((12, "too short"), (17, "reused")):
+        prompt = [5, 6, 7, *ids[20 : 20 + num], 8, 9]
+        explanation = engine.explain(prompt, retrieved=[OTHER])
+        (finding,) = explanation.chunks
+        assert (finding.reason, finding.reused) == (reason, explanation.report.reused_tokens)
+        assert [chunk.reason for chunk in engine.explain(prompt).chunks] == [reason] * (num > 16)
+        if reason == "too short":
+            assert "at most 12 of its tokens are consecutive in the prompt, fewer than 16" in finding.detail
+            assert "at most 12 of its tokens in a row are in a warmed chunk" in engine.explain(prompt).summary[-1]
 
 
 def test_a_prompt_in_which_no_chunk_is_recognised_is_explained_in_the_summary(engine: BlendEngine) -> None:

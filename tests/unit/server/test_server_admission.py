@@ -11,6 +11,7 @@ from contextlib import aclosing
 import pytest
 from fastapi.routing import APIRoute
 
+from kvrag.backend.lock import check_left
 from kvrag.server import app
 from kvrag.server.admission import AdmissionQueue
 from kvrag.server.errors import ApiError
@@ -102,6 +103,29 @@ async def test_the_place_is_taken_until_the_current_step_is_over() -> None:
     assert await other == [1, 2, 3]
     assert work.closed.is_set()
     assert work.made == 2
+
+
+async def test_closing_ends_a_long_step_at_its_next_check() -> None:
+    queue, entered, ended = AdmissionQueue(1, 2, "test"), threading.Event(), threading.Event()
+
+    def work() -> Generator[int, None, None]:
+        entered.set()
+        try:
+            while not ended.wait(0.01):
+                check_left()
+            yield 1
+        finally:
+            ended.set()
+
+    step = asyncio.ensure_future(anext(running := queue.run(work, 60)))
+    assert await asyncio.to_thread(entered.wait, 30)
+    step.cancel()
+    await asyncio.wait([step])
+    await running.aclose()
+    try:
+        await settled(queue, 0, 0)
+    finally:
+        ended.set()
 
 
 async def test_a_cancelled_request_leaves_no_trace() -> None:

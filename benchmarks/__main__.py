@@ -13,6 +13,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "benchmarks.speed.agent_frameworks",
         "measure reuse over conversations with the frameworks' agents",
     ),
+    "answers": (
+        "benchmarks.quality.answers",
+        "measure how many of full prefill's answers your model keeps on your documents or questions",
+    ),
     "chat": ("benchmarks.speed.chat", "measure the time to first token over the turns of a conversation"),
     "codec": ("benchmarks.speed.codec", "measure size and error of the 8- and 4-bit codecs"),
     "decode": ("benchmarks.speed.decode", "measure decoding: several answers together, and one"),
@@ -26,12 +30,14 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "measure the limits of the time to first token: computing and loading, each alone",
     ),
     "vllm": ("benchmarks.speed.vllm", "measure vLLM with vllm-kvrag against vLLM alone, under load"),
+    "workloads": ("benchmarks.speed.workloads", "measure LMCache's and vLLM's public workloads, also on any server"),
     "quality": (
         "benchmarks.quality.command",
-        "measure answer quality on the readers' worlds, or as `kvrag bench quality`",
+        "measure answer quality on the readers' worlds, or as `answers`, with more settings",
     ),
     "edits": ("benchmarks.quality.edits", "measure answers behind an edit of the history"),
     "ladder": ("benchmarks.quality.ladder", "measure which change of stored KV would make answers full prefill's"),
+    "hybrids": ("benchmarks.quality.hybrids", "try reuse in layers of linear attention, on tiny random models"),
     "simulate": ("benchmarks.cluster.simulate", "predict where reuse wins and where it loses, with a cost model"),
     "cluster": ("benchmarks.cluster.command", "plan a cluster: GPUs, hit rates and costs by a simulation"),
 }

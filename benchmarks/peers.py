@@ -72,8 +72,8 @@ def kvrag(folder: Path, chunks: Sequence[list[int]]) -> Answer:
 
 def transformers(folder: Path, chunks: Sequence[list[int]], keep: bool = True) -> Answer:
     """`model.generate`, with the KV of the longest common prefix with the last prompt if `keep`."""
+    from benchmarks.speed.first_token import PrefixCache
     from kvrag import Model
-    from kvrag.bench.ttft import PrefixCache
 
     model = Model.from_pretrained(str(folder), dtype="bfloat16")
     cache = PrefixCache(model, block=1)
@@ -295,8 +295,7 @@ def main() -> None:
 
 def _times(folder: Path, args: argparse.Namespace, pythons: Mapping[str, str]) -> dict[str, Any]:
     """Measure prompts of random chunks, and print tables."""
-    from kvrag.backend.transformers.shapes import random_model
-    from kvrag.bench.ttft import one_token_words
+    from kvrag.backend.transformers.shapes import one_token_words, random_model
 
     rng = random.Random(0)
     model = random_model(SHAPE, args.layers)
@@ -312,9 +311,9 @@ def _times(folder: Path, args: argparse.Namespace, pythons: Mapping[str, str]) -
 
 def _answers(folder: Path, args: argparse.Namespace, pythons: Mapping[str, str]) -> dict[str, Any]:
     """Ask the bundled reader about its world, passages in random order, and print how the answers compare."""
+    from benchmarks.quality.grid import exact_match
     from benchmarks.quality.worlds import world_rows
     from kvrag.backend.transformers import Model
-    from kvrag.bench.quality import exact_match
 
     model = Model.from_pretrained("reader", dtype="bfloat16")
     write_model(folder, model)

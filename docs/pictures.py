@@ -23,8 +23,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
+from benchmarks.speed.first_token import FULL, PREFIX, TtftSetup, measure
 from kvrag import BlendConfig, BlendEngine, Model
-from kvrag.bench.ttft import FULL, PREFIX, TtftSetup, measure
 from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO
 from kvrag.reuse.stitch import Stitched
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 Ids = Sequence[int] | NDArray[np.uint32]
 
-FORMAT = 2  # of the stored record, raised by a change of layout or meaning
+FORMAT = 3  # of the stored record, raised by a change of layout or meaning
 _SAMPLES = 256  # per tensor: fine-tuning or merging an adapter changes nearly every weight, so samples detect it
 
 
@@ -30,7 +30,7 @@ class Fingerprint:
 
     `weights` hashes samples of every parameter and buffer, so it covers revisions, merged adapters and quantisation.
     `model` is a display name and not part of the digest: two names of the same weights share their KV. `adapter` is the
-    digest of the adapter that chunks are encoded with; "" = none, which is left out of files and digests.
+    digest of the adapter that chunks are encoded with; "" = none.
     """
 
     model: str
@@ -39,24 +39,23 @@ class Fingerprint:
     dtype: str
     rope: str
     preamble: tuple[int, ...]
-    codec: str = "none"
+    codec: str = "native"  # one of `kvrag.config.CODECS`
     format: int = FORMAT
     adapter: str = ""
 
     @classmethod
     def of(cls, parts: Mapping[str, str]) -> Fingerprint:
         """Return the fingerprint with these `parts`; unknown ones are ignored."""
-        read = {field.name: json.loads(parts[field.name]) for field in fields(cls) if field.name in parts}
+        read = {field.name: json.loads(parts[field.name]) for field in fields(cls)}
         return cls(**{**read, "preamble": tuple(read["preamble"])})
 
     def stored_as(self, codec: str) -> Fingerprint:
-        """Return the fingerprint with one of `kvrag.config.CODECS`; "native" is "none", as in the first stores."""
-        return replace(self, codec="none" if codec == "native" else codec)
+        """Return the fingerprint of KV stored under this codec."""
+        return replace(self, codec=codec)
 
     def parts(self) -> dict[str, str]:
         """Return the fields as strings, for the store and for error messages."""
-        named = {name: json.dumps(value) for name, value in asdict(self).items()}
-        return named if self.adapter else {name: value for name, value in named.items() if name != "adapter"}
+        return {name: json.dumps(value) for name, value in asdict(self).items()}
 
     @cached_property
     def digest(self) -> str:

@@ -10,7 +10,7 @@ import asyncio
 import functools
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import scrypt
@@ -284,7 +284,7 @@ def _template(
     from kvrag.backend.transformers.loading import load_tokenizer
     from kvrag.backend.transformers.tokenizer import Tokenizer
 
-    hf = load_tokenizer(name, revision, trust_remote_code, local_files_only)
+    hf = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_files_only)
     tokenizer = Tokenizer(hf, name, preamble=False)
     return tokenizer.has_chat_template, tokenizer.thinks
 
@@ -341,6 +341,7 @@ class LLMBase(EngineSettings, AnswerSettings):
         document: str | Sequence[str] = "",
         sources: str | Sequence[str] | None = None,
         namespace: str | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> WarmReport:
         """Encode every chunk that the store lacks; see `BlendEngine.warm`.
 
@@ -349,9 +350,10 @@ class LLMBase(EngineSettings, AnswerSettings):
             document: Name of the document that holds them.
             sources: Names of their sources; None = those recorded in the documents or nodes.
             namespace: None = this object's namespace.
+            progress: Called with (done, to do) every few seconds.
         """
         chunks, arguments = self._to_warm(texts, document, sources, namespace)
-        return self._open().warm(chunks, **arguments)
+        return self._open().warm(chunks, progress=progress, **arguments)
 
     async def awarm(
         self,
@@ -361,7 +363,7 @@ class LLMBase(EngineSettings, AnswerSettings):
         sources: str | Sequence[str] | None = None,
         namespace: str | None = None,
     ) -> WarmReport:
-        """Like `warm`, off the event loop."""
+        """Like `warm`, off the event loop. Cancelling it stops the work; chunks stored before are kept."""
         chunks, arguments = self._to_warm(texts, document, sources, namespace)
         engine = await asyncio.to_thread(self._open)
         return await engine.awarm(chunks, **arguments)

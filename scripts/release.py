@@ -1,9 +1,10 @@
-"""Build the five packages and test them in a clean environment outside the repository.
+"""Build the packages and test them in a clean environment outside the repository.
 
-    python scripts/release.py                 as in `make release-check`; leaves wheels and sdists in dist/
+    python scripts/release.py                 as in `make release-check`; leaves them in dist/NAME/
     python scripts/release.py --tag v0.1.0    the same, and checks that tag, versions and changelog agree
 
-Needs only Python, a package index and 3 GB for temporary files. Stops at the first error.
+The packages are kvrag and the folders of integrations/. .github/workflows/release.yml publishes each from its folder of
+dist/. Needs only Python, a package index and 3 GB for temporary files. Stops at the first error.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("langchain-kvrag", "llama-index-llms-kvrag", "ray-kvrag", "vllm-kvrag")
-PACKAGES = (ROOT, *(ROOT / "integrations" / name for name in NAMES))
+PACKAGES = {
+    "kvrag": ROOT,
+    **{path.parent.name: path.parent for path in sorted(ROOT.glob("integrations/*/pyproject.toml"))},
+}
 EXTRAS = {"kvrag": "[cli,grammar,server]"}
 MISSING_EXTRA = "pip install 'kvrag[cli]'"
 
@@ -35,14 +38,14 @@ def main() -> None:
     out = args.out.resolve()
     with tempfile.TemporaryDirectory(prefix="kvrag-release-") as temporary:
         build(Path(temporary), out)
-        wheels = {wheel.name.split("-")[0].replace("_", "-"): wheel for wheel in out.glob("*.whl")}
+        wheels = {wheel.parent.name: wheel for wheel in out.glob("*/*.whl")}
         test_wheels(Path(temporary), wheels, version)
     say(f"version {version} is ready for release: {out}")
 
 
 def check_versions(tag: str) -> str:
     """Return the version on which packages, module, changelog and tag agree."""
-    projects = [tomllib.loads((package / "pyproject.toml").read_text())["project"] for package in PACKAGES]
+    projects = [tomllib.loads((package / "pyproject.toml").read_text())["project"] for package in PACKAGES.values()]
     versions = {project["name"]: project["version"] for project in projects}
     version = versions["kvrag"]
     if set(versions.values()) != {version}:
@@ -60,20 +63,11 @@ def build(temporary: Path, out: Path) -> None:
     """Build sdists and wheels from the sdists, and check their metadata."""
     tools = environment(temporary / "tools")
     run(tools, "-m", "pip", "install", "--quiet", "build", "twine")
-    for old in distributions(out):
-        old.unlink()
-    for package in PACKAGES:
-        say(f"building {package.name if package != ROOT else 'kvrag'}")
-        run(tools, "-m", "build", "--outdir", out, package)
-    files = distributions(out)
-    if len(files) != 2 * len(PACKAGES):
-        fail(f"expected a wheel and an sdist of each package, got {[file.name for file in files]}")
-    run(tools, "-m", "twine", "check", "--strict", *files)
-
-
-def distributions(folder: Path) -> list[Path]:
-    """Return the wheels and sdists in a folder."""
-    return sorted([*folder.glob("*.whl"), *folder.glob("*.tar.gz")])
+    for name, package in PACKAGES.items():
+        say(f"building {name}")
+        shutil.rmtree(out / name, ignore_errors=True)
+        run(tools, "-m", "build", "--outdir", out / name, package)
+        run(tools, "-m", "twine", "check", "--strict", *(out / name).iterdir())
 
 
 def test_wheels(temporary: Path, wheels: dict[str, Path], version: str) -> None:

@@ -20,6 +20,7 @@ UNUSED = {"torch", "torchvision", "torchaudio", "torchcodec"}
 TESTS = (
     "pytest>=8",
     "pytest-asyncio>=1",
+    "pytest-xdist>=3",
     "hypothesis>=6.100",
     "openai>=2",
     "xxhash>=3.4",

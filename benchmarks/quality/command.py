@@ -1,4 +1,4 @@
-"""`kvrag bench quality` with more settings, questions about the readers' worlds, more results, and plots."""
+"""`python -m benchmarks answers` with more settings, questions about the readers' worlds, more results, and plots."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality import plots, results
+from benchmarks.quality import answers, plots, results
+from benchmarks.quality.answers import comma_separated
+from benchmarks.quality.grid import make_cells
 from benchmarks.quality.retrieved import check_size, draw_corpus, open_index, retrieved_rows
+from benchmarks.quality.rows import QuestionRow
 from benchmarks.quality.variants import code_digest, leave_out, make_configs, rechunk, split_policies
 from benchmarks.quality.worlds import ARTICLES, WORLDS, world_of, world_rows
 from kvrag.backend.transformers import Model
-from kvrag.bench.datasets import QuestionRow
-from kvrag.bench.quality import make_cells
-from kvrag.cli import bench, quality
-from kvrag.cli.common import at_least, checked, comma_separated, progress, require_extra
+from kvrag.cli.common import at_least, checked, progress, require_extra
 from kvrag.config import CODECS, BlendConfig, check_codec
 from kvrag.errors import SettingError
 
@@ -29,7 +29,7 @@ _AGAINST = "hkvd"  # the usual reference in the literature
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    bench.quality(parser)
+    answers.add_arguments(parser)
     study = parser.add_argument_group("the study of blending", conflict_handler="resolve")  # some take more values here
     study.add_argument(
         "--policies",
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=checked(split_policies, make_configs),
         metavar="POLICY",
         help="policies, optionally with settings: hkvd hkvd:check_layer=3 query:band=0.2:0.6 (default: "
-        "as `kvrag bench quality`; full and none are always included, without --docs also random)",
+        "as `python -m benchmarks answers`; full and none are always included, without --docs also random)",
     )
     study.add_argument(
         "--codec",
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=comma_separated(at_least(0)),
         default=[],
         metavar="N",
-        help="contexts that passages are encoded with, as in `kvrag bench quality`",
+        help="contexts that passages are encoded with, as in `python -m benchmarks answers`",
     )
     study.add_argument(
         "--chunk-tokens",
@@ -142,15 +142,15 @@ def run(args: argparse.Namespace) -> int:
         if any(contexts):
             raise SettingError("--context-tokens and --chunk-tokens exclude each other: leave out one of them")
         contexts = [0]
-    quality.fill(args)
+    answers.fill(args)
     rows: Sequence[QuestionRow]
-    rows, data = quality.read_rows(args) if args.docs or args.data else _rows(args)
-    configs = [quality.chunk_config(rows, context) for context in contexts or [None]]
+    rows, data = answers.read_rows(args) if args.docs or args.data else _rows(args)
+    configs = [answers.chunk_config(rows, context) for context in contexts or [None]]
     policies = args.policies if args.docs is not None else [*args.policies, "random"]
     cells = make_cells(make_configs(policies, args.settings), args.ratios)
     if args.against not in {_AGAINST, *(cell.label for cell in cells)}:
         raise SettingError(f"--against {args.against!r} is not among the measured policies")
-    model = quality.load_model(args)
+    model = answers.load_model(args)
     data |= {"code": code_digest()} | ({"missing": args.missing} if args.missing else {})
     measured: list[dict[str, Any]] = []
     for length, preamble, codec, config in itertools.product(lengths or [0], preambles, codecs, configs):
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
             else Model(model.hf, model.tokenizer.hf, model.name, True, preamble=False, adapter=model.adapter)
         )
         asked = [_variant(row, length, args.missing, model) for row in rows]
-        evaluation = quality.evaluate(args, variant, asked, data, cells, config, codec)
+        evaluation = answers.evaluate(args, variant, asked, data, cells, config, codec)
         tables = results.tables(evaluation.tasks, cells, evaluation.journal)
         for cell in results.summarise(evaluation.tasks, cells, tables, args.seed[0], args.against):
             settings = {"chunk_tokens": length, "preamble": preamble == "on", "codec": codec}
@@ -169,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
         if evaluation.is_interrupted:
             break
     evaluation.settings["against"] = args.against
-    code = quality.report(args, evaluation, measured, started, results.full_table)
+    code = answers.report(args, evaluation, measured, started, results.full_table)
     if args.plots:
         draw = plots.draw if args.docs is None else plots.draw_kept
         draw(json.loads((args.out / "results.json").read_text()), args.out)

@@ -28,16 +28,16 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.quality import grid
+from benchmarks.quality.answers import share
+from benchmarks.quality.grid import FULL, NONE, Cell, Journal, Task
 from benchmarks.quality.metrics import Bootstrap
 from benchmarks.quality.results import interval
+from benchmarks.quality.rows import QuestionRow, file_rows
 from benchmarks.quality.worlds import world_of, world_rows
+from benchmarks.settings import run_settings
 from kvrag.backend.transformers import Model
-from kvrag.bench import quality
-from kvrag.bench.datasets import QuestionRow, file_rows
-from kvrag.bench.quality import FULL, NONE, Cell, Journal, Task
-from kvrag.bench.ttft import run_settings
 from kvrag.cli.common import DTYPES, at_least, existing_path, progress, say
-from kvrag.cli.quality import share
 from kvrag.config import BlendConfig, Sampling
 from kvrag.control.agreement import Record, compare, wilson
 from kvrag.engine import BlendEngine
@@ -68,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("--model", default="reader", help="model id, folder, smollm2 or reader (default)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: as stored")
-    parser.add_argument("--data", type=existing_path, metavar="FILE", help="questions, as for `kvrag bench quality`")
+    parser.add_argument(
+        "--data", type=existing_path, metavar="FILE", help="questions, as for `python -m benchmarks answers`"
+    )
     parser.add_argument("--samples", type=at_least(1), default=100, metavar="N", help="contexts (default: 100)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="kinds of edit (default: all)")
     parser.add_argument("--max-tokens", type=at_least(1), default=16, metavar="N", help="of an answer (default: 16)")
@@ -210,11 +212,11 @@ def summarise(tasks: Sequence[Task], journal: Journal, seed: int) -> list[dict[s
 
     `kl_share` is the KL as a share of that of plain reuse of stored chunks; `moved` counts stored KV, too.
     """
-    tables = quality.tables(tasks, CELLS, journal)
-    contexts = quality.contexts(tasks)
+    tables = grid.tables(tasks, CELLS, journal)
+    contexts = grid.contexts(tasks)
     bootstrap = Bootstrap(contexts, seed)
     right, plain = tables[0]["em"] == 1, tables[1 + len(MOVED)]["kl"]
-    cells = quality.summarise(CELLS, tables, contexts)
+    cells = grid.summarise(CELLS, tables, contexts)
     for at, (cell, table) in enumerate(zip(cells, tables, strict=True)):
         records = [journal.rows[task.row.key][at] for task in tasks]
         cell["moved"] = float(np.mean([record.inexact_tokens / record.prompt_tokens for record in records]))

@@ -32,13 +32,13 @@ from benchmarks.quality.corrections import (
     on_bases,
     prepare,
 )
+from benchmarks.quality.grid import exact_match
 from benchmarks.quality.metrics import Bootstrap
+from benchmarks.quality.rows import QuestionRow, document_rows, file_rows
 from benchmarks.quality.worlds import world_rows
 from kvrag.adapt.differentiable import LayerStates
 from kvrag.adapt.distill import Lesson, divergences, locate, stitched, teach
 from kvrag.backend.transformers import Model
-from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
-from kvrag.bench.quality import exact_match
 from kvrag.cli.common import DTYPES, at_least, existing_path, progress
 from kvrag.config import BlendConfig
 from kvrag.control.prompts import ask, first_word, make_prompts, render, search_by_words
@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="reader", help="model id, folder, smollm2 or reader (default)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: as stored")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--data", type=existing_path, metavar="FILE", help="questions, as for `kvrag bench quality`")
+    source.add_argument(
+        "--data", type=existing_path, metavar="FILE", help="questions, as for `python -m benchmarks answers`"
+    )
     source.add_argument("--docs", type=existing_path, metavar="FOLDER", help="prompts made from these documents")
     parser.add_argument("--samples", type=at_least(1), default=100, metavar="N", help="prompts (default: 100)")
     parser.add_argument("--fit", type=at_least(1), default=40, metavar="N", help="other prompts, for the directions")

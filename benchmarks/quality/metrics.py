@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrag.bench.quality import Values, normalise
+from benchmarks.quality.grid import Values, normalise
 
 Interval = dict[str, float | None]
 """`value` with its 95 % interval, `low` to `high`; all None where it is undefined."""

@@ -1,4 +1,4 @@
-"""Results beyond those of `kvrag bench quality`: ROUGE-L, by what was retrieved, and policies against one of them."""
+"""More results than `python -m benchmarks answers` has: ROUGE-L, by what was retrieved, policies against one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.quality import grid
+from benchmarks.quality.answers import cell_lines, heading, ratio
+from benchmarks.quality.grid import Cell, Journal, Table, Task, exact_match, normalise
 from benchmarks.quality.metrics import Bootstrap, rouge_l, token_f1
+from benchmarks.quality.rows import QuestionRow
 from benchmarks.quality.worlds import WorldRow
-from kvrag.bench import quality
-from kvrag.bench.datasets import QuestionRow
-from kvrag.bench.quality import Cell, Journal, Table, Task, exact_match, normalise
-from kvrag.cli.quality import cell_lines, heading, ratio
 from kvrag.control.prompts import first_word
 
 ACROSS, WITHIN = "depends on another passage", "depends on one passage"
@@ -48,8 +48,8 @@ def _states(text: str, answer: str) -> bool:
 
 
 def tables(tasks: Sequence[Task], cells: Sequence[Cell], journal: Journal) -> list[Table]:
-    """Return `quality.tables` with three more metrics: token F1, ROUGE-L and leaked answers."""
-    measured = quality.tables(tasks, cells, journal)
+    """Return `grid.tables` with three more metrics: token F1, ROUGE-L and leaked answers."""
+    measured = grid.tables(tasks, cells, journal)
     for at, metrics in enumerate(measured):
         answers = [(journal.rows[task.row.key][at].text, task.row) for task in tasks]
         scored = [first_word(text) if row.beginning else text for text, row in answers]
@@ -77,10 +77,10 @@ def groups(tasks: Sequence[Task]) -> dict[str, NDArray[np.bool_]]:
 def summarise(
     tasks: Sequence[Task], cells: Sequence[Cell], measured: Sequence[Table], seed: int, against: str
 ) -> list[dict[str, Any]]:
-    """Return `quality.summarise` with groups, and differences to the policy `against` at the same ratio, paired."""
-    contexts = quality.contexts(tasks)
+    """Return `grid.summarise` with groups, and differences to the policy `against` at the same ratio, paired."""
+    contexts = grid.contexts(tasks)
     bootstrap = Bootstrap(contexts, seed)
-    results = quality.summarise(cells, measured, contexts)
+    results = grid.summarise(cells, measured, contexts)
     masks = groups(tasks)
     draws = {name: Bootstrap(contexts[mask], seed) for name, mask in masks.items()}
     rivals = {cell.ratio: metrics for cell, metrics in zip(cells, measured, strict=True) if cell.label == against}
@@ -89,7 +89,7 @@ def summarise(
         result["groups"] = {}
         for name, mask in masks.items():
             part, full = _part(metrics, mask), _part(measured[0], mask)
-            summary = quality.summary(part, full, len(np.unique(contexts[mask])))
+            summary = grid.summary(part, full, len(np.unique(contexts[mask])))
             result["groups"][name] = summary | _intervals(draws[name], part, full)
         rival = rivals.get(cell.ratio)
         if rival is not None and cell.label != against:

@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvrag.bench.datasets import QuestionRow
+from benchmarks.quality.rows import QuestionRow
 from kvrag.config import BlendConfig, check_policy
 from kvrag.errors import SettingError
 

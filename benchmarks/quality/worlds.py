@@ -7,9 +7,9 @@ import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.quality.rows import QuestionRow
 from benchmarks.readers.first.world import KINDS, sample
 from benchmarks.readers.second import world as second
-from kvrag.bench.datasets import QuestionRow
 from kvrag.errors import KvragError
 
 WORLDS = {1: "the reader's world", 2: "the second reader's world"}

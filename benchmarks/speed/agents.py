@@ -42,10 +42,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import peers
+from benchmarks.settings import run_settings
+from benchmarks.speed.first_token import PrefixCache, add_shape
 from kvrag.backend.transformers import Model
-from kvrag.backend.transformers.shapes import random_model
-from kvrag.bench.ttft import PrefixCache, one_token_words, run_settings
-from kvrag.cli.bench import add_shape
+from kvrag.backend.transformers.shapes import one_token_words, random_model
 from kvrag.cli.common import add_number
 from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine

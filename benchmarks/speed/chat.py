@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvrag.backend.transformers.shapes import random_model
-from kvrag.bench.ttft import one_token_words, run_settings
-from kvrag.cli.bench import add_shape
+from benchmarks.settings import run_settings
+from benchmarks.speed.first_token import add_shape
+from kvrag.backend.transformers.shapes import one_token_words, random_model
 from kvrag.cli.common import add_number
 from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
+from benchmarks.settings import run_settings
 from kvrag.backend.transformers import Model
-from kvrag.bench.ttft import run_settings
 from kvrag.cli.common import DTYPES, add_setting, at_least, existing_path
 from kvrag.config import CODECS, BlendConfig
 from kvrag.engine import BlendEngine

@@ -17,10 +17,10 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from benchmarks.settings import run_settings
+from benchmarks.speed.first_token import add_shape
 from kvrag import BlendEngine, Model
 from kvrag.backend.transformers.shapes import random_model
-from kvrag.bench.ttft import run_settings
-from kvrag.cli.bench import add_shape
 from kvrag.cli.common import add_number
 from kvrag.types import Messages
 

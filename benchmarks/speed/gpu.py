@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.speed import first_token
+from benchmarks.speed.first_token import TtftResult, TtftSetup
 from kvrag.backend.transformers import Model
-from kvrag.backend.transformers.shapes import SHAPES, random_model
-from kvrag.bench import ttft
-from kvrag.bench.ttft import TtftResult, TtftSetup, one_token_words
+from kvrag.backend.transformers.shapes import SHAPES, one_token_words, random_model
 from kvrag.cli.common import add_number, at_least
 from kvrag.engine import BlendEngine
 from kvrag.inspect.verify import verify
@@ -111,7 +111,7 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> list[P
             setup = replace(setup, chunks=tokens // _CHUNK_TOKENS)
             for tier, (ram_bytes, device_bytes) in _TIERS.items():
                 tiered = replace(setup, ram_bytes=ram_bytes, device_bytes=device_bytes)
-                run.part(f"{shape}: {tokens} tokens from {tier}", partial(ttft.measure, tiered, net=net))
+                run.part(f"{shape}: {tokens} tokens from {tier}", partial(first_token.measure, tiered, net=net))
         run.part(f"{shape}: profile", partial(_profile, setup, net))
         run.part(f"{shape}: ingestion", partial(_ingestion, net))
         del net
@@ -132,12 +132,12 @@ def _profile(setup: TtftSetup, net: Model) -> str:
     def ask(*arguments: Any) -> Any:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (net.device.type == "cuda")
         with profile(activities=activities) as profiler:
-            report = ttft.ask(*arguments)
+            report = first_token.ask(*arguments)
         key = "self_cuda_time_total" if net.device.type == "cuda" else "self_cpu_time_total"
         tables.append(profiler.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=50))
         return report
 
-    ttft.measure(replace(setup, repeats=1, policies=("query",)), ask, net=net)
+    first_token.measure(replace(setup, repeats=1, policies=("query",)), ask, net=net)
     return tables[-1]
 
 

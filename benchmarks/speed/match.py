@@ -33,12 +33,13 @@ from numpy.typing import NDArray
 from kvrag.cli.common import add_number
 from kvrag.errors import SettingError
 from kvrag.reuse.catalog import Catalog
-from kvrag.reuse.match import TextRun, match
+from kvrag.reuse.match import match
 from kvrag.reuse.segment import Segment
 from kvrag.store import FileStore
 from kvrag.store.base import MANIFEST
 from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.protocol import Entry
+from kvrag.types import Run
 
 MIN_RUN = 16
 _VOCABULARY = 50_000
@@ -206,7 +207,7 @@ def measure_cases(num_tokens: int, repeats: int, progress: Callable[[str], None]
             runs = match(segments, prompt, min_run)
             times.append(time.process_time() - started)
         for run in runs:
-            assert prompt[run.start : run.stop] == texts[int(run.text_key)][run.offset :][: len(run)]
+            assert prompt[run.start : run.stop] == texts[int(run.key)][run.offset :][: len(run)]
         tokens = sum(map(len, texts))
         covered = sum(map(len, runs)) / len(prompt)
         rows.append(CaseRow(name, len(texts), tokens, min_run, 1000 * min(times), len(runs), covered))
@@ -294,7 +295,7 @@ def _serving(folder: Path, shape: Shape) -> Iterator[Connection]:
     process.join()
 
 
-def _match(catalog: Catalog, prompt: Sequence[int]) -> list[TextRun]:
+def _match(catalog: Catalog, prompt: Sequence[int]) -> list[Run]:
     """Match a prompt as a request does."""
     catalog.update()
     return catalog.match(prompt, MIN_RUN)

@@ -17,8 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from kvrag.backend.transformers.shapes import random_model
-from kvrag.bench.ttft import one_token_words, run_settings
+from benchmarks.settings import run_settings
+from kvrag.backend.transformers.shapes import one_token_words, random_model
 from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine
 

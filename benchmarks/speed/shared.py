@@ -16,9 +16,9 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks.settings import run_settings
 from kvrag.backend.transformers import Model
-from kvrag.backend.transformers.shapes import random_model
-from kvrag.bench.ttft import one_token_words, run_settings
+from kvrag.backend.transformers.shapes import one_token_words, random_model
 from kvrag.config import BlendConfig, without_password
 from kvrag.engine import BlendEngine
 from kvrag.store import SharedStore

@@ -1,4 +1,4 @@
-"""`kvrag bench ttft` with its limits: the model on as many tokens, and loading the chunks, each alone."""
+"""Time to first token, and its limits: the model on as many tokens, and loading the chunks, each alone."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.speed import first_token
+from benchmarks.speed.first_token import TtftSetup
 from kvrag.backend.protocol import KVCache
 from kvrag.backend.transformers import Model
-from kvrag.bench import ttft
-from kvrag.bench.ttft import TtftSetup
-from kvrag.cli import bench
-from kvrag.config import BlendConfig
+from kvrag.cli.common import add_number
+from kvrag.config import POLICIES, BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.prompt import Prompt
@@ -49,8 +49,8 @@ def measure(
     progress: Callable[[str], None] = lambda line: None,
     net: Model | None = None,
     with_prefix: bool = True,
-) -> tuple[ttft.TtftResult, dict[str, Limits]]:
-    """Return `ttft.measure`, and the limits of every policy by name."""
+) -> tuple[first_token.TtftResult, dict[str, Limits]]:
+    """Return `first_token.measure`, and the limits of every policy by name."""
     ids: list[int] = []
     caches: list[KVCache] = []
     reports: dict[str, BlendReport] = {}
@@ -58,20 +58,20 @@ def measure(
     def ask(engine: BlendEngine, policy: str, chunks: list[str], question: str) -> BlendReport | None:
         name = policy.removeprefix(_ROWS)
         if policy == _TOKENS:
-            ids[:] = engine.tokenize(ttft.messages_of(chunks, question))
+            ids[:] = engine.tokenize(first_token.messages_of(chunks, question))
             caches[:] = caches or [engine.prefill(ids, BlendConfig(policy="none", controller="off")).cache]
         elif policy == _LOAD:
             _load_alone(engine, ids)
         elif name != policy:
             _rows_alone(engine, ids, caches[0], reports[name].fresh_tokens + reports[name].recomputed_tokens)
         else:
-            reports[policy] = ttft.ask(engine, policy, chunks, question)
+            reports[policy] = first_token.ask(engine, policy, chunks, question)
             return reports[policy]
         return None
 
     more = (_TOKENS, _LOAD, *(f"{_ROWS}{policy}" for policy in setup.policies))
     asked = replace(setup, policies=(*setup.policies, *more))
-    result = ttft.measure(asked, ask, progress, net, with_prefix)
+    result = first_token.measure(asked, ask, progress, net, with_prefix)
     seconds = {row.name: row.ttft_s for row in result.rows}
     result = replace(result, rows=[row for row in result.rows if row.name not in more])
     limits = {}
@@ -103,7 +103,22 @@ def _load_alone(engine: BlendEngine, ids: list[int]) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    bench.ttft(parser)
+    first_token.add_shape(parser)
+    add_number(parser, "--chunks", 6, "chunks per prompt")
+    add_number(parser, "--chunk-tokens", 512, "tokens per chunk")
+    add_number(parser, "--question-tokens", 64, "tokens of the question")
+    add_number(parser, "--ratio", 0.15, "recompute ratio", most=1)
+    add_number(parser, "--ram-bytes", 0, "size of the RAM tier; 0 = read from disk")
+    add_number(parser, "--device-bytes", 0, "size of the tier on the device; 0 = off")
+    cold = "drop the chunk files from the page cache before each prompt"
+    parser.add_argument("--cold", action="store_true", help=cold)
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        default=["none", "first_k", "query", "hkvd"],
+        choices=POLICIES,
+        help="policies to compare with full prefill and an exact prefix cache",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,12 +133,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(", ".join(f"{name} {value}" for name, value in result.settings.items()))
     print(f"prompt of {result.prompt_tokens} tokens, medians of {args.repeats} rounds\n")
-    print(f"{'':14}{'TTFT':>10}{'speed-up':>10}{'share':>8}{'of rows':>9}{'loading':>10}{'stall':>9}{'hidden':>8}")
+    heads = f"{'':14}{'TTFT':>10}{'speed-up':>10}{'bound':>8}{'share':>8}{'of rows':>9}"
+    print(f"{heads}{'loading':>10}{'stall':>9}{'hidden':>8}")
     for row in result.rows:
         line = f"{row.name:14}{row.ttft_s * 1000:>7.0f} ms{row.speedup:>9.2f}x"
         if row.name in limits and row.load_stall_s is not None:
             limit = limits[row.name]
-            line += f"{row.share:>8.2f}{limit.rows_share:>9.2f}{limit.load_alone_s * 1000:>7.0f} ms"
+            line += f"{row.bound:>7.2f}x{row.share:>8.2f}{limit.rows_share:>9.2f}{limit.load_alone_s * 1000:>7.0f} ms"
             line += f"{row.load_stall_s * 1000:>6.0f} ms{limit.hidden:>8.2f}"
         print(line)
     return 0

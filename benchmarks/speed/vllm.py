@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -30,9 +30,9 @@ from typing import Any
 
 import httpx
 
-from kvrag.backend.transformers.shapes import random_model
-from kvrag.bench.ttft import one_token_words, run_settings
-from kvrag.cli.bench import add_shape
+from benchmarks.settings import run_settings
+from benchmarks.speed.first_token import add_shape
+from kvrag.backend.transformers.shapes import one_token_words, random_model
 from kvrag.cli.common import add_number
 from kvrag.errors import KvragError
 
@@ -96,7 +96,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Single:
-    """Time to first token of one request on an idle server; `bound` and `share` as in `kvrag bench ttft`."""
+    """Time to first token of one request on an idle server; `bound` and `share` as in `python -m benchmarks ttft`."""
 
     name: str
     ttft_s: float
@@ -151,14 +151,15 @@ def measure(setup: VllmSetup, progress: Callable[[str], None] = lambda line: Non
 
         common = ["--max-model-len", str(window + setup.answer_tokens), *setup.vllm]
         progress("starting both servers")
+        extra = {"controller": "off", **setup.extra}
         urls = {
-            name: stack.enter_context(_server(Path(folder), name, [*common, *more], math.ceil(pages)))
-            for name, more in ((STOCK, ()), (BLENDING, _connector(f"{folder}/kv", setup)))
+            name: stack.enter_context(server(Path(folder), name, [*common, *more], math.ceil(pages)))[0]
+            for name, more in ((STOCK, ()), (BLENDING, connector(f"{folder}/kv", extra)))
         }
         try:
             return asyncio.run(_measure(setup, urls, corpus, prompts, settings, progress))
         except httpx.HTTPError as error:
-            reasons = [f"{name}: {_last_error(Path(folder) / f'{name}.log')}" for name in urls]
+            reasons = [f"{name}: {last_error(Path(folder) / f'{name}.log')}" for name in urls]
             raise KvragError(f"a server failed ({error}); {'; '.join(reasons)}") from error
 
 
@@ -205,7 +206,7 @@ async def _measure(
         "itl_p99": before.itl_p99_s / after.itl_p99_s,
     }
     own = {name: value for name, value in asdict(setup).items() if name not in ("model", "layers")}
-    return VllmResult(single, loads, ratios, before.prompt_tokens, settings | _versions() | own)
+    return VllmResult(single, loads, ratios, before.prompt_tokens, settings | versions() | own)
 
 
 async def _measure_single(
@@ -297,18 +298,18 @@ def _load(name: str, answers: list[_Answer], seconds: float, reports: list[dict[
     between = [later - earlier for answer in answers for earlier, later in pairwise(answer.times)] or [math.nan]
     return Load(
         name,
-        _percentile(first, 0.5),
-        _percentile(first, 0.99),
+        percentile(first, 0.5),
+        percentile(first, 0.99),
         len(answers) / seconds,
-        _percentile(between, 0.5),
-        _percentile(between, 0.99),
+        percentile(between, 0.5),
+        percentile(between, 0.99),
         statistics.mean(answer.prompt_tokens for answer in answers),
         _mean(reports, "reused_tokens"),
         _computed(reports),
     )
 
 
-def _percentile(values: list[float], share: float) -> float:
+def percentile(values: list[float], share: float) -> float:
     """Return the smallest value that `share` of the values do not exceed."""
     return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)]
 
@@ -334,25 +335,27 @@ def require_vllm() -> None:
             )
 
 
-def _versions() -> dict[str, Any]:
+def versions() -> dict[str, Any]:
+    """Return the versions of vLLM."""
     from importlib.metadata import packages_distributions, version
 
     return {name: version(name) for name in packages_distributions().get("vllm", ())}
 
 
-def _connector(store: str, setup: VllmSetup) -> list[str]:
+def connector(store: str, extra: Mapping[str, Any]) -> list[str]:
+    """Return the server's arguments for kvrag's connector with these settings."""
     config = {
         "kv_connector": "KvragConnector",
         "kv_connector_module_path": "vllm_kvrag",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"store": store, "controller": "off", **setup.extra},
+        "kv_connector_extra_config": {"store": store, **extra},
     }
     return ["--worker-cls", "vllm_kvrag.Worker", "--kv-transfer-config", json.dumps(config)]
 
 
 @contextmanager
-def _server(folder: Path, name: str, arguments: Sequence[str], pages: int) -> Iterator[str]:
-    """Start a server of the model in the folder, and stop it with all its processes.
+def server(folder: Path, name: str, arguments: Sequence[str], pages: int) -> Iterator[tuple[str, int]]:
+    """Start a server of the model in the folder, and stop it with all its processes; yield its URL and process group.
 
     Raises:
         KvragError: It does not start.
@@ -382,7 +385,7 @@ def _server(folder: Path, name: str, arguments: Sequence[str], pages: int) -> It
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
     try:
         _wait(process, url, log)
-        yield url
+        yield url, process.pid
     finally:
         for kind in (signal.SIGTERM, signal.SIGKILL):
             if process.poll() is None:
@@ -403,10 +406,11 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return
         time.sleep(0.5)
-    raise KvragError(f"{log.stem} did not start: {_last_error(log)}")
+    raise KvragError(f"{log.stem} did not start: {last_error(log)}")
 
 
-def _last_error(log: Path) -> str:
+def last_error(log: Path) -> str:
+    """Return the last error in a server's log, else its last line."""
     lines = log.read_text().splitlines()
     errors = [line for line in lines if "Error" in line and "See root cause" not in line]
     return (errors or lines or ["no output"])[-1]
@@ -441,6 +445,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print the results."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are stopped
     given = {name: getattr(args, name) for name in VllmSetup.__dataclass_fields__} | {"vllm": tuple(args.vllm.split())}
     result = measure(VllmSetup(**given), progress=lambda line: print(line, file=sys.stderr, flush=True))
     if args.json:

@@ -41,3 +41,9 @@ def model(tokenizer: Any) -> Model:
 def engine(model: Model, tmp_path: Path) -> Iterator[BlendEngine]:
     with BlendEngine(model, FileStore(tmp_path / "kv", min_free_bytes=0)) as engine:
         yield engine
+
+
+@pytest.fixture
+def endless(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers have the requested length."""
+    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.speed import vllm
-from benchmarks.speed.vllm import _Answer, _load, _percentile
+from benchmarks.speed.vllm import _Answer, _load, percentile
 
 
 def test_without_vllm_the_error_names_the_package(
@@ -24,8 +24,8 @@ def test_without_vllm_the_error_names_the_package(
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.5, 5), (0.9, 9), (0.99, 10), (1.0, 10)])
-def test_percentiles_are_measured_values(share: float, value: int) -> None:
-    assert _percentile([float(each) for each in range(10, 0, -1)], share) == value
+def testpercentiles_are_measured_values(share: float, value: int) -> None:
+    assert percentile([float(each) for each in range(10, 0, -1)], share) == value
 
 
 def test_a_load_has_the_times_of_the_clients() -> None:

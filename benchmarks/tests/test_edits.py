@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.quality import edits
+from benchmarks.quality.rows import QuestionRow
 from kvrag import Model
-from kvrag.bench.datasets import QuestionRow
 
 PASSAGES = tuple(
     f"Passage {name} says that the {name} station opened near the river in 19{at}5."

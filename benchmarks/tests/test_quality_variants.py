@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.quality.metrics import Bootstrap, rouge_l, token_f1
+from benchmarks.quality.rows import QuestionRow
 from benchmarks.quality.variants import leave_out, make_configs, rechunk, split_policies
 from kvrag import Model, SettingError
-from kvrag.bench.datasets import QuestionRow
 
 # -------------------------------------------------------------------- metrics and rows
 

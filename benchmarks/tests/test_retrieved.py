@@ -15,16 +15,16 @@ import pytest
 
 import kvrag.retrieval.index
 from benchmarks.__main__ import main
+from benchmarks.quality import grid
+from benchmarks.quality.grid import make_cells, make_tasks
 from benchmarks.quality.results import HIDDEN, NOT_RETRIEVED, RETRIEVED, hidden, summarise, tables
 from benchmarks.quality.retrieved import Corpus, draw_corpus, open_index, retrieved_rows
+from benchmarks.quality.rows import QuestionRow, file_rows
 from benchmarks.quality.variants import make_configs
 from benchmarks.quality.worlds import ARTICLES, WorldRow
 from benchmarks.readers.first import world as first
 from benchmarks.readers.second import world as second
 from kvrag import BlendConfig, BlendEngine, KvragError, Model
-from kvrag.bench import quality
-from kvrag.bench.datasets import QuestionRow, file_rows
-from kvrag.bench.quality import make_cells, make_tasks
 from kvrag.control.agreement import Record
 from kvrag.fingerprint import text_key
 from kvrag.retrieval.index import ChunkIndex
@@ -147,7 +147,7 @@ def _contexts(model: Model, folder: Path, config: BlendConfig) -> list[str]:
     (task,), _ = make_tasks(model, [ROW], 1)
     contexts = []
     with BlendEngine(model, folder, config) as engine:
-        for name, chunks in quality._documents(task.row, config).items():
+        for name, chunks in grid._documents(task.row, config).items():
             engine.warm(chunks, document=name)
         for chunk in CHUNKS:
             text = text_key("", model.tokenizer.encode(chunk))
@@ -198,7 +198,7 @@ def test_leaked_answers_are_counted(model: Model) -> None:
     seen = replace(ROW, id="seen", passages=(CHUNKS[0],), supported=True)
     tasks, _ = make_tasks(model, [*rows, seen], 1)
     cells = make_cells(make_configs(["query", "random"]), [0.1])
-    journal = quality.Journal(None, {})
+    journal = grid.Journal(None, {})
     said = {"full": ["Torvik"] * 4, "none": ["Florton."] * 4, "query": ["Florton", "Torvik", "Florton", "florton"]}
     for number, task in enumerate(tasks):
         texts = [[*said.get(cell.label, ["Torvik"] * 4), "Florton"][number] for cell in cells]

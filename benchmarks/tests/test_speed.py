@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -151,11 +152,23 @@ def test_frameworks(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_ttft_reports_what_computing_and_loading_take_alone(
     tier: list[str], model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kvrag.bench.ttft.random_model", lambda *_: model)
+    dropped: list[str] = []
+    advise = os.posix_fadvise
+
+    def note(descriptor: int, *arguments: int) -> None:
+        dropped.append(Path(f"/proc/self/fd/{descriptor}").resolve().suffix)
+        advise(descriptor, *arguments)
+
+    monkeypatch.setattr(os, "posix_fadvise", note)
+    monkeypatch.setattr("benchmarks.speed.first_token.random_model", lambda *_: model)
     sizes = ["--chunks", "3", "--chunk-tokens", "40", "--question-tokens", "20", "--repeats", "1"]
     argv = ["ttft", *sizes, *tier, "--policies", "none", "first_k"]
     assert main([*argv, "--json"]) == 0
     full, prefix, *blended = json.loads(capsys.readouterr().out)["rows"]
+    assert set(dropped) == ({".safetensors"} if tier == ["--cold"] else set())
+    assert full["load_stall_s"] is prefix["load_stall_s"] is None
+    # two chunks are inexact; 15 % of them
+    assert blended[1]["computed_tokens"] - blended[0]["computed_tokens"] == round(0.15 * 2 * 40)
     assert "rows_s" not in full
     assert "hidden" not in prefix
     assert [row["name"] for row in blended] == ["none", "first_k"]
@@ -165,7 +178,7 @@ def test_ttft_reports_what_computing_and_loading_take_alone(
         assert row["load_alone_s"] > 0
     assert main(argv) == 0
     *_, heads, _, _, _, row = capsys.readouterr().out.splitlines()
-    assert heads.split() == ["TTFT", "speed-up", "share", "of", "rows", "loading", "stall", "hidden"]
+    assert heads.split() == ["TTFT", "speed-up", "bound", "share", "of", "rows", "loading", "stall", "hidden"]
     assert row.startswith("first_k")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from kvrag.backend.transformers.adapter import CONFIG, PLAIN, PREFIX, WEIGHTS, LowRank
 from kvrag.errors import ModelLoadError, reason_of
+from kvrag.store.durable import write_file
 
 
 def linear_layers(hf: nn.Module) -> dict[str, nn.Linear]:
@@ -64,29 +64,17 @@ def save(folder: Path, layers: Mapping[str, LowRank], base: str) -> None:
     for name, layer in layers.items():
         weights[f"{PREFIX}{name}.lora_A.weight"] = layer.down
         weights[f"{PREFIX}{name}.lora_B.weight"] = layer.up
-    folder.mkdir(parents=True, exist_ok=True)
-    write(folder / WEIGHTS, _as_bytes(weights, {"format": "pt"}))
-    write(folder / CONFIG, f"{json.dumps(config, indent=1)}\n".encode())  # last: its presence means an adapter
+    write_file(folder / WEIGHTS, _as_bytes(weights, {"format": "pt"}))
+    write_file(folder / CONFIG, f"{json.dumps(config, indent=1)}\n".encode())  # last: its presence means an adapter
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
     """Write tensors and JSON to one file, which appears complete or not at all. Raises OSError."""
-    write(path, _as_bytes(tensors, {"content": json.dumps(content)}))
+    write_file(path, _as_bytes(tensors, {"content": json.dumps(content)}))
 
 
 def _as_bytes(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
     return serialise({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, metadata)
-
-
-def write(path: Path, content: bytes) -> None:
-    """Write a file, which appears complete or not at all. Raises OSError."""
-    partial = path.with_name(f"{path.name}.tmp")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

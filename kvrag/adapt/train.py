@@ -168,7 +168,6 @@ def _save(
     path: Path, settings: dict[str, Any], state: _State, layers: Mapping[str, LowRank], optimiser: torch.optim.Optimizer
 ) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_tensors(path, _tensors(layers, optimiser), {"settings": settings, "state": asdict(state)})
     except OSError as error:
         raise KvragError(f"cannot write {path}: {os.strerror(error.errno or 0)}") from error

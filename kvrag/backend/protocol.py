@@ -103,7 +103,7 @@ class Backend(Outline, Protocol):
         rope_follows_length: RoPE frequencies depend on the prompt length (dynamic NTK, longrope).
         rows_per_pass: Maximum number of rows per forward pass; None = the backend has no limit of its own.
         passes_may_wait: A pass may wait for a disk, see `waiting`. False: all KV is loaded before the first pass.
-        leaves_tail: The engine around the backend computes the positions after the last reused one; `blend` does not.
+        leaves_tail: The engine around the backend computes all positions after the last that keeps its stitched KV.
         num_processes: Number of processes that share the model by tensor parallelism. All of them run the same
             requests, in the same order.
         heads: The KV heads of this process.

@@ -77,11 +77,12 @@ def run(args: argparse.Namespace) -> int:
     documents.find(args.paths)  # report mistakes before loading the model
     check_model(args.model)
     questions = read_questions(args.questions) if args.questions else []
-    from kvrag.adapt.files import save, write
+    from kvrag.adapt.files import save
     from kvrag.adapt.measure import measure, verdict
     from kvrag.adapt.train import CHECKPOINT
     from kvrag.backend.transformers import Model
     from kvrag.backend.transformers.adapter import CONFIG, Adapter
+    from kvrag.store.durable import write_file
 
     _check_out(args.out, CONFIG)
     model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device)
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if is_written:
             save(args.out, layers, model.name)
-        write(args.out / _REPORT, json.dumps(result, indent=1).encode())
+        write_file(args.out / _REPORT, json.dumps(result, indent=1).encode())
         if is_written:
             (args.out / CHECKPOINT).unlink()
     except OSError as error:

@@ -35,7 +35,7 @@ from kvrag.types import BlendReport, Messages
 if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
     from kvrag.retrieval.index import ChunkIndex
-    from kvrag.store import FileStore, KVStore, SharedStore
+    from kvrag.store import KVStore
 
 T = TypeVar("T")
 
@@ -100,19 +100,6 @@ def add_corpus_arguments(parser: argparse._ActionsContainer) -> None:
     context = "encode chunks with N preceding tokens as context, to resolve pronouns and references; 0 = alone"
     add_number(parser, "--context-tokens", DEFAULT_CONTEXT, context)
     parser.add_argument("--embedder", help="sentence-transformers model for retrieval (default: the one in kvrag[cli])")
-
-
-def comma_separated(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """Return a type for argparse: values of a type, separated by commas."""
-
-    def parse(text: str) -> list[T]:
-        values = [kind(word) for word in text.split(",") if word]
-        if not values:
-            raise argparse.ArgumentTypeError("pass at least one")
-        return values
-
-    parse.__name__ = getattr(kind, "__name__", "")
-    return parse
 
 
 def existing_path(text: str) -> Path:
@@ -252,17 +239,9 @@ class HasStore(Protocol):
     store: KVStore
 
 
-def folder(engine: HasStore) -> FileStore | SharedStore:
-    """Return the engine's store, which has a folder on this machine in all commands."""
-    from kvrag.store import FileStore, SharedStore
-
-    assert isinstance(engine.store, (FileStore, SharedStore))
-    return engine.store
-
-
 def retrieval_folder(engine: HasStore, namespace: str) -> Path:
     """Return the folder of a namespace's chunk index and tasks; the store's own folder for the namespace ""."""
-    path = folder(engine).path
+    path = engine.store.path
     if not namespace:
         return path
     # a namespace can be longer than a file name and contain any character

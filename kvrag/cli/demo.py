@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +20,7 @@ from kvrag.errors import needing
 from kvrag.sample import ARTICLES, ENCODED_ALONE, READER, Sample
 
 if TYPE_CHECKING:
-    from kvrag.bench.ttft import TtftResult
+    from kvrag.cli.speed import SpeedUp
     from kvrag.engine import BlendEngine
 
 _FULL, _BLENDING = "full prefill", "blending"
@@ -58,13 +61,15 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join(lines), flush=True)
 
     with tempfile.TemporaryDirectory(prefix="kvrag-demo-") as folder:
+        started = cpu()
         warmed, answers = _ask_all(ARTICLES, args.store or f"{folder}/articles", args.json)
-        show(*answer_lines(answers, warmed))
+        show(*answer_lines(answers, warmed, busy_note(started, cpu())))
         _, alone = _ask_all(ENCODED_ALONE, f"{folder}/alone", args.json)
         show("", *_alone_lines(alone))
+    started = cpu()
     speed = None if args.no_speed else _measure()
     if speed:
-        show("", *speed_lines(speed))
+        show("", "A larger model:", *speed_lines(speed, busy_note(started, cpu())))
     show(
         "",
         "Next, with your own files:",
@@ -126,15 +131,25 @@ def _ask_all(sample: Sample, store: str, quiet: bool) -> tuple[dict[str, Any], l
     return warmed, answers
 
 
-def _measure() -> TtftResult:
-    from kvrag.bench.ttft import TtftSetup, measure
-    from kvrag.types import BlendReport
+def _measure() -> SpeedUp:
+    from kvrag.cli.speed import measure
 
-    def ask(engine: BlendEngine, policy: str, chunks: list[str], question: str) -> BlendReport:
-        return BlendReport(**_chain(engine, policy, lambda _: chunks, 1)(question)[1])
+    say("measuring a larger model; takes about a minute")
+    return measure()
 
-    say("measuring the same chain on a larger model; takes about a minute")
-    return measure(TtftSetup(repeats=2), ask, say, with_prefix=False)
+
+def cpu() -> tuple[float, float, float]:
+    """Return the machine's CPU time so far, in ticks: in all, idle, and of this process."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split(maxsplit=9)[1:9]]
+    return sum(ticks), sum(ticks[3:5]), time.process_time() * os.sysconf("SC_CLK_TCK")
+
+
+def busy_note(start: Sequence[float], stop: Sequence[float]) -> str:
+    """Return a note if other processes slowed this one down between two results of `cpu`, else ""."""
+    total, idle, own = (after - before for before, after in zip(start, stop, strict=True))
+    others = (total - idle - own) / max(total, 1)
+    is_busy = others > 0.15 and idle < 0.25 * total
+    return f"Machine busy: other processes took {others:.0%} of the CPU, so times do not compare" if is_busy else ""
 
 
 def _faster(full_s: float, blending_s: float) -> str:
@@ -144,13 +159,13 @@ def _faster(full_s: float, blending_s: float) -> str:
     return f"{compared}: first token after {blending_s * 1000:.0f} ms instead of {full_s * 1000:.0f} ms"
 
 
-def answer_lines(answers: Sequence[DemoAnswer], warmed: dict[str, Any]) -> list[str]:
+def answer_lines(answers: Sequence[DemoAnswer], warmed: dict[str, Any], busy: str = "") -> list[str]:
     """Return the speed-up and the agreement in one line each, then a table of the answers."""
     full, blending = ([answer for answer in answers if answer.way == way] for way in (_FULL, _BLENDING))
     times = [statistics.median(answer.ttft_s for answer in part) for part in (full, blending)]
     same = sum(reference.answer == blended.answer for reference, blended in zip(full, blending, strict=True))
     return [
-        _faster(*times),
+        busy or _faster(*times),
         f"{same} of {len(full)} answers are full prefill's",
         "",
         "The bundled reader (4.8 M parameters) in a LangChain chain, about",
@@ -197,15 +212,13 @@ def _table(answers: Sequence[DemoAnswer], times: bool = True) -> list[str]:
     return [*lines, "", f"Right: {right}."]
 
 
-def speed_lines(result: TtftResult) -> list[str]:
-    """Return the speed-up of a larger model, and how it was measured."""
-    full, blending = result.rows
-    processor, threads = result.settings["processor"], result.settings["threads"]
+def speed_lines(result: SpeedUp, busy: str = "") -> list[str]:
+    """Return the speed-up of a model of a real size, and how it was measured."""
     return [
-        f"A larger model: {_faster(full.ttft_s, blending.ttft_s)}",
+        busy or _faster(result.full_s, result.blending_s),
         "",
-        f"The same chain on Qwen2.5-0.5B's shape with random weights, {result.prompt_tokens} prompt",
-        "tokens, 6 chunks in an order never seen before, medians of 2 rounds;",
-        f"{threads} threads, {processor}"[:_WIDTH],
-        f"Bound, if computing the tokens were the only cost: {blending.bound:.1f}x",
+        f"{result.model}: {result.prompt_tokens} prompt tokens,",
+        "6 chunks in an order never seen before, medians of 2 rounds;",
+        f"{result.threads} threads, {result.processor}"[:_WIDTH],
+        f"Bound, if computing the tokens were the only cost: {result.bound:.1f}x",
     ]

@@ -24,11 +24,9 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "adapt": ("kvrag.cli.adapt", "train an adapter that makes stored KV agree better with full prefill"),
     "estimate": ("kvrag.cli.estimate", "estimate disk usage before you ingest"),
     "store": ("kvrag.cli.store", "show, check or clean up a store"),
+    "bench": ("kvrag.cli.bench", "measure the time to the first token on this machine"),
     "verify": ("kvrag.cli.verify", "test that blending is exact on your model"),
-    "bench ttft": ("kvrag.bench.ttft", "measure the time to first token"),
-    "bench quality": ("kvrag.cli.quality", "measure how many of full prefill's answers are kept, per policy and ratio"),
 }
-_GROUPS = {"bench": "measure speed on random weights of real shapes, and quality on real models"}
 _EPILOG = """\
 first:                  kvrag demo
 with your own files:    kvrag warm docs/ --model Qwen/Qwen2.5-1.5B-Instruct
@@ -64,32 +62,18 @@ def _parser(argv: Sequence[str]) -> Parser:
     )
     parser.add_argument("-V", "--version", action="version", version=f"kvrag {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    groups: dict[str, Any] = {}
-    for command, (module, help_text) in _COMMANDS.items():
-        name, _, sub = command.partition(" ")
-        if not sub:
-            add_command(subparsers, name, module, help_text, name in argv)
-            continue
-        if name not in groups:
-            group = subparsers.add_parser(name, help=_GROUPS[name], description=_GROUPS[name])
-            groups[name] = group.add_subparsers(dest="subcommand", required=True, metavar="WHAT")
-        options = f"kvrag.cli.bench:{sub}"
-        add_command(groups[name], sub, module, help_text, name in argv and sub in argv, options)
+    for name, (module, help_text) in _COMMANDS.items():
+        add_command(subparsers, name, module, help_text, name in argv)
     return parser
 
 
-def add_command(subparsers: Any, name: str, module: str, help_text: str, is_wanted: bool, options: str = "") -> None:
-    """Add a command that a module runs, with its options only if it `is_wanted`.
-
-    Args:
-        options: The function that adds them, as "module:function" (default: the module's `add_arguments`).
-    """
+def add_command(subparsers: Any, name: str, module: str, help_text: str, is_wanted: bool) -> None:
+    """Add a command that a module runs, with its options only if it `is_wanted`."""
     leaf = subparsers.add_parser(name, help=help_text, description=help_text)
     leaf.set_defaults(module=module, parser=leaf)
     if is_wanted:
         leaf.add_argument("--json", action="store_true", help="print only JSON on stdout: the result")
-        where, _, function = options.partition(":")
-        getattr(import_module(where or module), function or "add_arguments")(leaf)
+        import_module(module).add_arguments(leaf)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvrag.cli.common import say
+from kvrag.sample import READER
 from kvrag.types import Messages
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ _INSTRUCTION = "Use the following context to answer the question. If it does not
 
 def stuff(engine: BlendEngine, question: str, hits: Sequence[Hit]) -> str:
     """Return the chunks joined by blank lines, followed by the question."""
-    from kvrag.backend.transformers import READER
-
     # the reader was trained on bare context and would read an instruction as part of it
     head = [] if engine.model.name == READER else [_INSTRUCTION]
     return "\n\n".join([*head, *(hit.text for hit in hits), f"Question: {question}"])

@@ -24,7 +24,6 @@ from kvrag.cli.common import (
     add_engine_arguments,
     add_number,
     add_setting,
-    folder,
     open_engine,
     open_index,
     read_text,
@@ -172,7 +171,7 @@ def build(
     if is_careful and engine.calibration is None and not engine.fingerprint.is_bundled:
         say(f"{args.model} is not calibrated for this store: full prefill answers until `kvrag calibrate` was run")
     if args.store_bytes is not None:
-        folder(engine).max_bytes = args.store_bytes
+        engine.store.max_bytes = args.store_bytes
     if args.prompt_template is None:  # same prompt as `kvrag ask`
         settings = replace(settings, template=stuff(engine, "{question}", [Hit("{context}", "", 1.0)]))
     corpora = []

@@ -15,7 +15,6 @@ from kvrag.cli.common import (
     add_number,
     at_least,
     existing_store,
-    folder,
     human_bytes,
     open_engine,
     progress,
@@ -24,7 +23,7 @@ from kvrag.config import CODECS
 from kvrag.errors import SettingError
 
 if TYPE_CHECKING:
-    from kvrag.store.copy import AnyStore
+    from kvrag.store import KVStore
 
 Result = tuple[dict[str, Any], str, bool]
 """The result as JSON and as text, and whether all is well."""
@@ -66,17 +65,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _open(args: argparse.Namespace) -> Iterator[AnyStore]:
+def _open(args: argparse.Namespace) -> Iterator[KVStore]:
     """Open a store without a model; only the default folder depends on the model's name."""
     if args.store is None:
         with open_engine(args, is_warmed=True) as engine:
-            yield folder(engine)
+            yield engine.store
         return
     with closing(_connect(existing_store(args.store), args.store_cache)) as store:
         yield store
 
 
-def _connect(name: str, cache: str | None, keep_copies: bool = True) -> AnyStore:
+def _connect(name: str, cache: str | None, keep_copies: bool = True) -> KVStore:
     from kvrag.store import FileStore, SharedStore, is_shared
 
     return SharedStore(name, cache, keep_copies=keep_copies) if is_shared(name) else FileStore(name)
@@ -110,7 +109,7 @@ def _copy(args: argparse.Namespace) -> Result:
     return asdict(copied), "\n".join(lines), not copied.unreadable
 
 
-def _stats(store: AnyStore, args: argparse.Namespace) -> Result:
+def _stats(store: KVStore, args: argparse.Namespace) -> Result:
     from kvrag.store import SharedStore
 
     stats = store.stats()
@@ -144,7 +143,7 @@ def _stats(store: AnyStore, args: argparse.Namespace) -> Result:
     return result, "\n".join(lines), True
 
 
-def _check(store: AnyStore, args: argparse.Namespace) -> Result:
+def _check(store: KVStore, args: argparse.Namespace) -> Result:
     with progress("checking", args.json) as report:
         result = store.check(report)
     lines = [f"{result.sound} chunks are sound, {result.damaged} damaged"]
@@ -159,7 +158,7 @@ def _check(store: AnyStore, args: argparse.Namespace) -> Result:
     return asdict(result), "\n".join(lines), not (result.damaged or result.unreadable)
 
 
-def _budget(store: AnyStore, args: argparse.Namespace) -> Result:
+def _budget(store: KVStore, args: argparse.Namespace) -> Result:
     max_bytes = None if args.gib == inf else int(args.gib * (1 << 30))
     evicted = store.set_budget(args.namespace, max_bytes)
     text = f"{args.namespace or '(default)'}: {'no budget' if max_bytes is None else human_bytes(max_bytes)}"
@@ -168,7 +167,7 @@ def _budget(store: AnyStore, args: argparse.Namespace) -> Result:
     return {"namespace": args.namespace, "max_bytes": max_bytes, "evicted": evicted}, text, True
 
 
-def _gc(store: AnyStore, args: argparse.Namespace) -> Result:
+def _gc(store: KVStore, args: argparse.Namespace) -> Result:
     chunks, files = store.gc(args.unused_days)
     return {"chunks": chunks, "files": files}, f"deleted {chunks} chunks, {files} files", True
 

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{model.name} ({facts})\n")
     for check in checks:
         sign = ">=" if check.detail else "<="
-        line = f"{check.value:9.3g} {check.detail:6} {sign} {check.limit:g}"
+        line = f"{check.value:9.3g} {check.detail:6} {sign} {check.limit:.3g}"
         print(f"{'ok  ' if check.passed else 'FAIL'} {check.name:52} {line}")
     failed = "do not blend this model: please report it with this table"
     if args.codec != "native":

@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from kvrag.cli.common import (
     add_corpus_arguments,
     add_engine_arguments,
     at_least,
-    folder,
     human_bytes,
     open_engine,
     open_index,
@@ -94,8 +93,9 @@ def run(args: argparse.Namespace) -> int:
         else:
             args.model = args.model or "reader"
             result = (warm_here if args.ray is None else ray_command("warm"))(args)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted; encoded chunks are kept: run the command again to resume") from None
+    except KeyboardInterrupt as error:
+        kept = str(error) or "encoded chunks are kept"
+        raise KeyboardInterrupt(f"interrupted; {kept}: run the command again to resume") from None
     if result["skipped"]:
         result["warnings"].append(f"{result['skipped']} chunks are too short: they can be retrieved but not reused")
     gone, problems = result["gone"], result["problems"]
@@ -129,7 +129,7 @@ def warm_here(args: argparse.Namespace) -> dict[str, Any]:
         open_engine(args, context_tokens=args.context_tokens) as engine,
         open_index(engine, args.namespace, args.embedder) as index,
     ):
-        store, place = engine.store, folder(engine).stats().path
+        store, place = engine.store, engine.store.stats().path
         gone = find_gone(args.paths, lambda prefix: [*index.documents(), *store.documents(prefix, args.namespace)])
         # first: otherwise a chunk moved to another file would temporarily belong to two documents
         dropped = drop(store, index, gone, args.namespace) if args.prune else 0
@@ -137,7 +137,7 @@ def warm_here(args: argparse.Namespace) -> dict[str, Any]:
         new = _new_tokens(engine, chunks, args.namespace)
         needed = new * bytes_per_token(engine, args.chunk_tokens)
         say(f"{len(chunks)} documents, {new} new tokens: needs {human_bytes(needed)} in {place}")
-        check_room(store, needed)
+        store.check_room(needed)
 
         def add(name: str) -> int:
             return index.add(chunks[name], document=name, pages=pages[name])
@@ -191,16 +191,21 @@ def _encode(
     """
     totals: dict[str, Any] = dict.fromkeys((*TOTALS, "indexed"), 0)
     warnings: dict[str, None] = {}
-    before, number = 0, sum(map(len, chunks.values())) if new_tokens is None else new_tokens
-    num_files = 0
-    with progress("encoding", args.json, "chunks" if new_tokens is None else "tokens") as report:
+    unit, number = ("chunks", sum(map(len, chunks.values()))) if new_tokens is None else ("tokens", new_tokens)
+    before = num_files = encoded = 0
+    with progress("encoding", args.json, unit) as report:
         for name, texts in chunks.items():
 
             def moved(done: int, total: int, before: int = before, here: int = len(texts)) -> None:
-                report(before + (done if new_tokens is not None else here * done // max(total, 1)), number)
+                nonlocal encoded
+                encoded = before + (done if new_tokens is not None else here * done // max(total, 1))
+                report(encoded, number)
 
             try:
+                moved(0, 0)
                 warmed = engine.warm(texts, document=name, namespace=args.namespace, progress=moved)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(f"{encoded} of {number} {unit} are encoded and kept") from None
             except ContextWindowError as error:
                 problems.append(Problem(name, f"skipped: {error}", is_unreadable=True))
                 say(str(problems[-1]))
@@ -268,19 +273,22 @@ def find_gone(paths: Sequence[str], known: Callable[[str], Iterable[str]]) -> li
     Args:
         known: Returns the documents whose names start with a prefix, possibly also others.
     """
-    folders = [os.path.join(Path(path).resolve(), "") for path in paths if Path(path).is_dir()]
-    names = {name for folder in folders for name in known(folder) if name.startswith(folder)}
-    return sorted(filter(_is_gone, names))
+    gone: set[str] = set()
+    for path in filter(os.path.isdir, paths):
+        folder = os.path.join(Path(path).resolve(), "")
+        names = [name for name in known(folder) if name.startswith(folder) and _is_gone(name)]
+        with suppress(KvragError):  # without files, it was perhaps unmounted; reported when they are read
+            documents.find([path])
+            gone.update(names)
+    return sorted(gone)
 
 
 def _is_gone(name: str) -> bool:
     """Return whether a file does not exist; False if the system does not say so, as in a folder without permission."""
     try:
         os.lstat(name)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return True
-    except OSError:
-        return False
+    except (OSError, ValueError) as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError | ValueError)
     return False
 
 
@@ -298,11 +306,3 @@ def bytes_per_token(engine: BlendEngine, chunk_tokens: int) -> float:
 
     model = engine.model
     return model.bytes_per_token * share(engine.codec, chunk_tokens, head_dim(model.config), model.dtype)
-
-
-def check_room(store: KVStore, needed: float) -> None:
-    """Raise StoreFullError if a folder's disk has no room for that many bytes."""
-    from kvrag.store import FileStore
-
-    if isinstance(store, FileStore):  # a bucket has no size
-        store.check_room(needed)

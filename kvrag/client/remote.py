@@ -91,8 +91,8 @@ class RemoteEngine:
     ) -> WarmReport:
         """Encode every chunk that the server's store lacks; see `BlendEngine.warm`.
 
-        Many texts are sent in several requests, after each of which `progress` is called with (texts done, texts to
-        do). If a request fails, chunks encoded before are kept: call it again.
+        Many texts are sent in several requests. `progress` is called with (texts done, texts to do) after each one, and
+        every few seconds (`kvrag serve`). If a request fails, chunks encoded before are kept: call it again.
         """
         named = named_texts(texts, document, sources)
         return run(warm(named, document, self._served, check_namespace(namespace), progress))

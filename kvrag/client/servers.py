@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import quote
 
+from kvrag.blocking import run
 from kvrag.client.answer import report_of
 from kvrag.client.connection import Body, Connection
 from kvrag.client.request import NamedText, blend_of, body_of
@@ -22,8 +25,11 @@ from kvrag.errors import (
 )
 from kvrag.types import BlendReport, Messages, WarmReport
 
+Progress = Callable[[int, int], None]
+
 _PROMPT = ("prompt", "messages", "tools", "chat_template_kwargs")  # fields that the number of its tokens depends on
 
+_WATCH_S = 5.0
 _LONGEST_TOKEN = 16  # bytes; a longer prompt does not fit for sure
 
 _ERRORS: dict[str, type[KvragError]] = {
@@ -177,22 +183,47 @@ def num_bytes(text: str) -> int:
     return len(text.encode(errors="surrogatepass"))
 
 
+@contextmanager
+def _watched(
+    server: Server, part: Sequence[NamedText], namespace: str, progress: Progress, before: int, total: int
+) -> Iterator[None]:
+    """Report every few seconds how many texts of a part are encoded, from a thread, if the server says so."""
+    is_over, name = threading.Event(), part[0].document
+
+    def watch() -> None:
+        while not is_over.wait(_WATCH_S):
+            with suppress(KvragError):  # the request that is watched raises it as well
+                found = run(server.command("documents", namespace, prefix=name))
+                done, wanted = (found.get("encoding") or {}).get(name, (0, 0))
+                if wanted and not is_over.is_set():
+                    progress(before + len(part) * done // wanted, total)
+
+    threading.Thread(target=watch, name="kvrag-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
 async def warm(
     texts: Sequence[NamedText],
     document: str | Sequence[str],
     server: Server,
     namespace: str,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress | None = None,
 ) -> WarmReport:
-    """Encode texts; without any, forget the document."""
+    """Encode texts; without any, forget the document. `progress` needs a blocking connection."""
     reports: list[Body] = []
     done = 0
     if not texts and document and isinstance(document, str):
         await server.command("forget", namespace, document=document)
     for part in whole_documents(texts, server.part_bytes):
         columns = zip(("texts", "document", "sources"), map(list, zip(*part, strict=True)), strict=True)
-        reports.append(await server.command("warm", namespace, **dict(columns)))
-        progress(done := done + len(part), len(texts))
+        with nullcontext() if progress is None else _watched(server, part, namespace, progress, done, len(texts)):
+            reports.append(await server.command("warm", namespace, **dict(columns)))
+        done += len(part)
+        if progress is not None:
+            progress(done, len(texts))
     names = [row.name for row in fields(WarmReport) if row.name != "warnings"]
     try:
         totals: dict[str, Any] = {name: sum(report[name] for report in reports) for name in names}

@@ -1,4 +1,4 @@
-"""Agreement with full prefill: one measurement and one rule for calibration and `kvrag bench quality`.
+"""Agreement with full prefill: one measurement and one rule for calibration and `python -m benchmarks answers`.
 
 A prompt is prefilled in full once and answered greedily. Each cell, a policy at a ratio, then prefills the same ids.
 The tokens of full prefill's answer are fed to its cache (teacher forcing), and the likeliest next tokens are compared

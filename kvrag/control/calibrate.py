@@ -17,7 +17,7 @@ from kvrag.backend.transformers import Model
 from kvrag.config import ANSWER_SETTINGS, BlendConfig, Sampling, check_list, check_number, check_ratio
 from kvrag.control.agreement import TARGET, Prefill, Record, choose, compare, wilson
 from kvrag.control.prompts import first_word
-from kvrag.errors import PromptError, SettingError, StoreError
+from kvrag.errors import KvragError, PromptError, SettingError, StoreError
 from kvrag.store import KVStore
 from kvrag.types import Messages
 
@@ -28,8 +28,6 @@ PROMPTS = 40
 CANDIDATES = 3  # generated prompts for each that is used: full prefill guesses at some
 _TRIAL = 0.25  # of the time limit, before the duration is estimated
 _CHUNKS = 1000  # stored chunks that prompts are generated from
-# earlier settings, at the values that now always hold: calibrations in existing stores name them
-_REMOVED = {"deviation_of": "kv", "metric": "l2", "min_deviation": 0.0, "smoothing": 1, "context": "text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +107,8 @@ class Calibration:
             return "another model or other load settings"
         if self.policy != config.policy:
             return f"policy {self.policy}, not {config.policy}"
-        settings, made_for = _REMOVED | settings_of(config), _REMOVED | self.settings
-        different = [name for name in settings if settings[name] != made_for.get(name)]
+        settings = settings_of(config)
+        different = [name for name in settings | self.settings if settings.get(name) != self.settings.get(name)]
         return f"other settings ({', '.join(different)})" if different else ""
 
 
@@ -146,61 +144,19 @@ def calibrate(
     ratios = sorted({check_ratio(ratio) for ratio in check_list("ratios", ratios)})
     if not ratios or ratios[-1] >= 1.0:
         raise SettingError("ratios must be one or more numbers below 1 (1 is full prefill)")
-    configs = [replace(config, ratio=ratio, controller="off") for ratio in ratios]
-    sampling = Sampling(tokens, temperature=0)
-    rows: list[list[Record]] = []  # full prefill's, then one per ratio
-    left_out = guessed = 0
-    is_interrupted = False
-    started, too_long = time.monotonic(), ""
-    count, steps = min(count or len(prompts), len(prompts)), 1 + len(configs)
-    progress(0, count * steps)
+    count = min(count or len(prompts), len(prompts))
+    asked = list(zip(prompts, words or [""] * len(prompts), strict=True))
+    measured = _Measured(model, prefill, [replace(config, ratio=ratio, controller="off") for ratio in ratios], count)
     try:
-        for number, (ids, word) in enumerate(zip(prompts, words or [""] * len(prompts), strict=True)):
-            if len(rows) == count:
-                break
-            elapsed = time.monotonic() - started
-            if number and elapsed > _TRIAL * limit_s and (needed := elapsed / max(len(rows), 1) * count) > limit_s:
-                too_long = f"stopped after {len(rows)} of {count} prompts, which would take {needed / 60:.0f} minutes"
-                break
-            measured = compare(model, prefill, ids, configs, sampling)
-            row = [next(measured)]
-            if word and first_word(row[0].text) != word:
-                guessed += 1
-                continue
-            done = steps * (number if words is None else len(rows))
-            progress(done + 1, count * steps)
-            for record in measured:
-                row.append(record)
-                progress(done + len(row), count * steps)
-            if row[-1].inexact_tokens:
-                rows.append(row)
-            else:
-                left_out += 1
+        measured.measure(asked, Sampling(tokens, temperature=0), limit_s, progress)
     except KeyboardInterrupt:
-        if not rows:
+        if not measured.rows:
             raise
-        is_interrupted = True
-    if not rows and too_long:
-        raise PromptError(too_long)
-    if not rows and guessed:
-        raise PromptError(
-            f"the model completes none of {guessed} sentences as the documents do, so its answers are guesses: "
-            "give questions that it can answer (--questions FILE)"
-        )
+        measured.is_interrupted = True
+    rows = measured.rows
     if not rows:
-        raise StoreError(
-            "no prompt contains two stored chunks, so there is nothing to recompute: "
-            "warm the corpus that the prompts are about"
-        )
+        raise measured.why_none()
     curve = tuple(_agreement(ratio, rows, at) for at, ratio in enumerate(ratios, 1))
-    notes = {
-        f"{left_out} prompts had nothing to recompute and were left out": left_out,
-        f"{guessed} prompts were left out: full prefill continues them differently from the documents": guessed,
-        f"interrupted after {len(rows)} of {count} prompts": is_interrupted,
-        too_long: bool(too_long),
-        f"only {len(rows)} prompts, and a default takes {PROMPTS}: nothing is saved. Pass {PROMPTS} or more questions "
-        "(--questions FILE), or warm more documents": len(rows) < PROMPTS,
-    }
     return Calibration(
         fingerprint=model.fingerprint.digest,
         policy=config.policy,
@@ -210,10 +166,93 @@ def calibrate(
         curve=curve,
         ratio=choose(ratios, [point.low if sure else point.share for point in curve], target),
         made=datetime.now(UTC).isoformat(timespec="seconds"),
-        notes=tuple(note for note, applies in notes.items() if applies),
-        interrupted=is_interrupted,
+        notes=measured.notes(),
+        interrupted=measured.is_interrupted,
         longest=max(row[0].prompt_tokens for row in rows),
     )
+
+
+class _Measured:
+    """Prompts measured so far, up to `count`.
+
+    Attributes:
+        rows: Records of each: full prefill's, then one per config.
+        left_out: Number of prompts with nothing to recompute.
+        guessed: Number of prompts that full prefill continues differently from the documents.
+        too_long: Why the time limit ended the measurement; "" if it did not.
+    """
+
+    def __init__(self, model: Model, prefill: Prefill, configs: Sequence[BlendConfig], count: int) -> None:
+        self._model, self._prefill, self._configs, self._count = model, prefill, configs, count
+        self.rows: list[list[Record]] = []
+        self.left_out = self.guessed = 0
+        self.too_long, self.is_interrupted = "", False
+
+    def measure(
+        self,
+        prompts: Sequence[tuple[list[int], str]],
+        sampling: Sampling,
+        limit_s: float,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """Measure prompts, each with the word that its answer must begin with ("" = any)."""
+        started, steps = time.monotonic(), 1 + len(self._configs)
+        progress(0, self._count * steps)
+        for number, (ids, word) in enumerate(prompts):
+            if len(self.rows) == self._count or self._is_too_long(number, time.monotonic() - started, limit_s):
+                return
+            records = compare(self._model, self._prefill, ids, self._configs, sampling)
+            row = [next(records)]
+            if word and first_word(row[0].text) != word:
+                self.guessed += 1
+                continue
+            done = steps * (len(self.rows) if word else number)
+            progress(done + 1, self._count * steps)
+            for record in records:
+                row.append(record)
+                progress(done + len(row), self._count * steps)
+            if row[-1].inexact_tokens:
+                self.rows.append(row)
+            else:
+                self.left_out += 1
+
+    def _is_too_long(self, number: int, elapsed: float, limit_s: float) -> bool:
+        """Return whether all prompts would take longer than the limit, by the duration of the first ones."""
+        needed = elapsed / max(len(self.rows), 1) * self._count
+        if not number or elapsed <= _TRIAL * limit_s or needed <= limit_s:
+            return False
+        prompts = f"{len(self.rows)} of {self._count} prompts"
+        self.too_long = f"stopped after {prompts}, which would take {needed / 60:.0f} minutes"
+        return True
+
+    def why_none(self) -> KvragError:
+        """Return the error that says why no prompt counts."""
+        if self.too_long:
+            return PromptError(self.too_long)
+        if self.guessed:
+            return PromptError(
+                f"the model completes none of {self.guessed} sentences as the documents do, so its answers are "
+                "guesses: give questions that it can answer (--questions FILE)"
+            )
+        return StoreError(
+            "no prompt contains two stored chunks, so there is nothing to recompute: "
+            "warm the corpus that the prompts are about"
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        """Return caveats."""
+        number = len(self.rows)
+        notes = {
+            f"{self.left_out} prompts had nothing to recompute and were left out": self.left_out,
+            f"{self.guessed} prompts were left out: full prefill continues them differently from the documents": (
+                self.guessed
+            ),
+            f"interrupted after {number} of {self._count} prompts": self.is_interrupted,
+            self.too_long: self.too_long,
+            f"only {number} prompts, and a default takes {PROMPTS}: nothing is saved. Pass {PROMPTS} or more questions "
+            "(--questions FILE), or warm more documents": number < PROMPTS,
+        }
+        return tuple(note for note, applies in notes.items() if applies)
 
 
 def _agreement(ratio: float, rows: Sequence[list[Record]], at: int) -> Agreement:

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import KVCache
@@ -61,7 +62,7 @@ def decode(
     if unknown := [token for token in sampling.logit_bias or () if token >= logits.shape[-1]]:
         raise SettingError(f"logit_bias: unknown token {unknown[0]}: this model has tokens 0 to {logits.shape[-1] - 1}")
     row = Row(model, ids, cache, sampling, constraint, control_tokens, thoughts, logits.device, alone)
-    row.advance(logits)
+    row.advance(logits, row.draw(logits).tolist())
     batch = _batch_of(model)
     try:
         while not row.is_done or row.deltas:
@@ -148,12 +149,20 @@ class Batch:
             else:
                 rows[0].error = error
             return
-        done = 0
+        done, drawn = 0, list[Tensor]()
         try:
             for row, row_logits in zip(rows, logits, strict=True):
+                try:
+                    drawn.append(row.draw(row_logits[None]))
+                except Exception as error:
+                    row.error = error
+                    drawn.append(logits.new_zeros(3, dtype=torch.double))
+            numbers = torch.stack(drawn).tolist()  # waits only once for the device
+            for row, row_logits, own in zip(rows, logits, numbers, strict=True):
                 done += 1
                 try:
-                    row.advance(row_logits[None])
+                    if row.error is None:
+                        row.advance(row_logits[None], own)
                 except Exception as error:
                     row.error = error
                 except BaseException:  # Ctrl-C, and the row may belong to another thread

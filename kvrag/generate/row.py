@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextvars import copy_context
 from typing import Any
 
@@ -88,9 +88,16 @@ class Row:
         self.cache = cache
         return logits
 
-    def advance(self, logits: Tensor) -> None:
-        """Choose the next token by the (1, V) logits after the last one, with `model.generate`'s own processors."""
-        token = self._sample(logits)
+    def advance(self, logits: Tensor, drawn: Sequence[float]) -> None:
+        """Append the token that `draw` has drawn by the (1, V) logits after the last one."""
+        raw, highest, number = drawn
+        if not math.isfinite(raw):
+            raise ModelError(
+                "the model's logits are NaN or infinite: a value overflowed; load it with dtype='bfloat16' or 'float32'"
+            )
+        if not math.isfinite(highest):
+            raise SettingError("no token can be sampled: relax the sampling settings or the model's generation config")
+        token = int(number)
         if token in self.model.eos_ids:
             self._finish(Delta(self._text.rest(), (), "stop", **self._text.thought()))
             return
@@ -112,8 +119,12 @@ class Row:
         self.deltas.append(Delta(text, (token,), logprobs=logprobs, **self._text.thought()))
 
     @torch.inference_mode()
-    def _sample(self, logits: Tensor) -> int:
-        """Return the next token's id by (1, V) logits."""
+    def draw(self, logits: Tensor) -> Tensor:
+        """Draw the next token by the (1, V) logits after the last one, with `model.generate`'s own processors.
+
+        Returns (3,) float64 without waiting for the device: the largest logit before and after them, which is NaN if
+        any is, and the token.
+        """
         if self._sampling.frequency_penalty or self._sampling.presence_penalty:
             frequency, presence = self._sampling.frequency_penalty or 0.0, self._sampling.presence_penalty or 0.0
             logits = penalize(logits, self._ids[0, self._num_prompt :], frequency, presence)
@@ -123,17 +134,11 @@ class Row:
         if self._constraint is not None:
             logits = self._constraint.mask(logits)  # first, so that top_k and top_p choose among the allowed tokens
         logits = self._process(self._ids, logits)
-        numbers = torch.stack([raw_max.double(), logits.max().double(), logits.argmax().double()])
-        raw, highest, likeliest = numbers.tolist()  # waits only once for the device; a maximum is NaN if any logit is
-        if not math.isfinite(raw):
-            raise ModelError(
-                "the model's logits are NaN or infinite: a value overflowed; load it with dtype='bfloat16' or 'float32'"
-            )
-        if not math.isfinite(highest):
-            raise SettingError("no token can be sampled: relax the sampling settings or the model's generation config")
-        if not self._do_sample:
-            return int(likeliest)
-        return int(torch.multinomial(logits.softmax(dim=-1), 1, generator=self._generator))
+        likely = logits
+        if self._do_sample:
+            # torch.multinomial draws the same, but on a GPU a NaN would make all later work fail
+            likely = logits.softmax(dim=-1) / torch.empty_like(logits).exponential_(generator=self._generator)
+        return torch.stack([raw_max.double(), logits.max().double(), likely.argmax().double()])
 
     def fail(self) -> Exception:
         """End the answer; return its error, which then no longer keeps the cache alive."""

@@ -15,7 +15,8 @@ def penalize(logits: Tensor, answer: Tensor, frequency: float, presence: float) 
 
     `frequency` is subtracted once per occurrence, `presence` once per token that occurred.
     """
-    counts = torch.bincount(answer, minlength=logits.shape[-1])  # (V,)
+    ones = torch.ones_like(answer, dtype=logits.dtype)
+    counts = torch.zeros_like(logits[0]).scatter_add_(0, answer, ones)  # (V,); bincount waits for the device
     return logits - frequency * counts - presence * (counts > 0)
 
 

@@ -282,36 +282,42 @@ class Ingestion(Choosing):
             new = [choice for choice in portion if choice.chunk_key in wanted]
             tally.done += sum(len(choice.ids) for choice in portion if choice.chunk_key not in wanted)
             with reporting_memory():
-                for choices, records in self._encode(new, namespace):
-                    tally.bytes += self._store.put(records)
-                    tokens = sum(len(choice.ids) for choice in choices)
-                    tally.text_keys.update(choice.text_key for choice in choices)
-                    tally.tokens += tokens
-                    tally.done += tokens
-                    progress(tally.done, tally.total)
+                self._encode(new, namespace, tally, progress)
             if not new:
                 progress(tally.done, tally.total)
 
-    def _encode(self, choices: Sequence[_Piece], namespace: str) -> Iterator[tuple[list[_Piece], list[ChunkRecord]]]:
-        """Encode chunks; yield them in batches to store."""
+    def _encode(self, choices: Sequence[_Piece], namespace: str, tally: _Tally, progress: Progress) -> None:
+        """Encode and store chunks; when this is interrupted, those that are encoded are stored first."""
         chunks, contexts = [choice.ids for choice in choices], [choice.context for choice in choices]
         encoded, seconds, cpu, waits = encode(self._model, chunks, contexts), 0.0, 0.0, self._model.waits
-        done: list[_Piece] = []
-        records: list[ChunkRecord] = []
-        size, stored = 0, time.perf_counter()
-        for left in range(len(choices) - 1, -1, -1):
-            started, cpu_started = time.perf_counter(), time.thread_time()
-            number, layers = next(encoded)
-            seconds, cpu = seconds + time.perf_counter() - started, cpu + time.thread_time() - cpu_started
-            ids = np.asarray(chunks[number], np.uint32)
-            packed = pack(layers, self._codec, f"{self._model.tokenizer.decode(chunks[number][:12])}...")
-            context = np.asarray(contexts[number], np.uint32)
-            records.append(ChunkRecord(choices[number].chunk_key, namespace, ids, context, packed))
-            done.append(choices[number])
-            size += len(ids) * self._model.bytes_per_token
-            if not left or size >= _PUT_BYTES or time.perf_counter() - stored >= _PUT_S:
-                yield done, records
-                done, records, size, stored = [], [], 0, time.perf_counter()
+        records: dict[int, ChunkRecord] = {}
+        size, stored = 0, time.perf_counter()  # in tokens
+
+        def store() -> None:
+            nonlocal records, size, stored
+            batch, tokens, records, size = records, size, {}, 0
+            tally.bytes += self._store.put([*batch.values()])
+            tally.text_keys.update(choices[number].text_key for number in batch)
+            tally.tokens += tokens
+            tally.done += tokens
+            progress(tally.done, tally.total)
+            stored = time.perf_counter()
+
+        try:
+            for _ in choices:
+                started, cpu_started = time.perf_counter(), time.thread_time()
+                number, layers = next(encoded)
+                seconds, cpu = seconds + time.perf_counter() - started, cpu + time.thread_time() - cpu_started
+                key, ids = choices[number].chunk_key, np.asarray(chunks[number], np.uint32)
+                packed = pack(layers, self._codec, f"{self._model.tokenizer.decode(chunks[number][:12])}...")
+                context = np.asarray(contexts[number], np.uint32)
+                records[number] = ChunkRecord(key, namespace, ids, context, packed)
+                size += len(ids)
+                if size * self._model.bytes_per_token >= _PUT_BYTES or time.perf_counter() - stored >= _PUT_S:
+                    store()
+        finally:
+            if records:
+                store()
         if choices and self._model.waits == waits:  # otherwise the duration would include other threads' work
             forest = trees(self._model, chunks, contexts)
             tokens, pairs = sum(tree.num_tokens for tree in forest), sum(tree.num_pairs for tree in forest)

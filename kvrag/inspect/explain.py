@@ -128,9 +128,8 @@ def _others(store: KVStore, fingerprint: Fingerprint) -> Iterator[tuple[str, Seg
             parts = read_owner(path)
             if parts.get("tokenizer") != mine["tokenizer"]:
                 continue
-            names = [name for name in {**mine, **parts} if name != "digest"]
-            theirs = {name: str(json.loads(parts.get(name, '"none"'))) for name in names}
-            different = [name for name in names if name != "model" and mine.get(name) != parts.get(name)]
+            theirs = {name: str(json.loads(parts[name]) or "none") for name in mine}
+            different = [name for name in mine if name != "model" and mine[name] != parts[name]]
             settings = [theirs["model"], *(f"{name} {theirs[name]:.12}" for name in different)]
             yield f"{path}, for {', '.join(settings)}", Segment.of(entries_of(path))
         except StoreError as error:

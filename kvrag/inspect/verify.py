@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvrag.backend.transformers import Model
+from kvrag.backend.transformers.attention import implementation
 from kvrag.config import BlendConfig, Sampling
 from kvrag.generate.decode import decode
 from kvrag.store import FileStore, KVStore
@@ -27,6 +28,7 @@ _KEYS = {"native": 0.0, "int8": 1.5 / 255, "int4": 1.5 / 15}
 _LOGITS = {"native": 0.0, "int8": 0.1, "int4": 0.1}
 _PLAIN = BlendConfig(policy="none", controller="off")
 _NEW_TOKENS = 20
+_NOISE_TOKENS = 1024  # eager attention needs memory for their square
 _TOPICS = ("harbour", "mountain railway", "glass works", "orchard")
 
 
@@ -71,23 +73,28 @@ def verify(
             limit = tolerance + _KEYS[codec]
             checks = [_check("layer-0 keys of stitched chunks = the model's own", keys, expected, limit)]
             blended = prefill(ids, BlendConfig(ratio=1.0, controller="off"))
-            checks.append(_check("ratio 1.0 = full prefill (logits)", blended.logits, reference, tolerance))
+            logits = _check("ratio 1.0 = full prefill (logits)", blended.logits, reference, tolerance)
+            checks.append(_relative_to_noise(model, ids, logits))
             sampling = Sampling(max_new_tokens=_NEW_TOKENS, temperature=0)
             deltas = decode(model, torch.tensor(ids), blended.cache, blended.logits, sampling)
-            checks.append(_check_tokens(model, tokens, [token for delta in deltas for token in delta.token_ids]))
+            answer = [token for delta in deltas for token in delta.token_ids]
+            gap = float(reference.max() - reference[0, blended.logits.argmax()]) / float(reference.abs().max())
+            checks.append(_check_tokens(model, tokens, answer, is_tie=gap <= tolerance))
 
             if model.fingerprint.adapter:
                 del checks[0]  # an adapter changes what is stored, so only recomputed tokens equal full prefill's
             else:
                 progress("one chunk after its preamble")
                 alone = _after_preamble(model, chunks[0] + " So the")
-                logits, (reference, _) = prefill(alone, _PLAIN).logits, _reference(model, alone, 0)
+                alone_logits, (reference, _) = prefill(alone, _PLAIN).logits, _reference(model, alone, 0)
                 limit = tolerance + _LOGITS[codec]
-                checks.append(_check("plain reuse after the preamble = full prefill", logits, reference, limit))
+                check = _check("plain reuse after the preamble = full prefill", alone_logits, reference, limit)
+                checks.append(_relative_to_noise(model, alone, check))
 
             progress("two answers in one step")
             step, reference = _step_of_two(model, ids)
-            checks.append(_check("a decode step of two answers = full prefill (logits)", step, reference, tolerance))
+            check = _check("a decode step of two answers = full prefill (logits)", step, reference, tolerance)
+            checks.append(_relative_to_noise(model, ids, check))
 
         progress("restart")
         with open_engine(FileStore(Path(folder), min_free_bytes=0)) as engine:
@@ -145,14 +152,33 @@ def _layer0_keys(model: Model, ids: list[int]) -> Tensor:
     return cache.layer(0)[0]
 
 
-def _check_tokens(model: Model, tokens: list[int], answer: list[int]) -> Check:
+def _relative_to_noise(model: Model, ids: list[int], check: Check) -> Check:
+    """Return a failed check with a higher limit where the model's own results differ as much.
+
+    In half precision, each attention implementation routes other tokens to other experts where their scores nearly tie.
+    """
+    if check.passed or model.dtype == torch.float32:
+        return check
+    own = []
+    for name in ("sdpa", "eager") if model.hf._supports_sdpa else ():
+        with implementation(model.config, name):
+            own.append(_reference(model, ids[:_NOISE_TOKENS], 0)[0])
+    limit = max(check.limit, 2 * _error(*own)) if own else check.limit
+    return replace(check, limit=limit, passed=check.value <= limit)
+
+
+def _check_tokens(model: Model, tokens: list[int], answer: list[int], is_tie: bool) -> Check:
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(answer, tokens, strict=False)))
     # in half precision, near ties may resolve either way
-    required = len(tokens) if model.dtype == torch.float32 else min(1, len(tokens))
+    required = len(tokens) if model.dtype == torch.float32 else min(0 if is_tie else 1, len(tokens))
     name = "ratio 1.0 = model.generate (greedy tokens)"
     return Check(name, same, required, same >= required, f"of {len(tokens)}")
 
 
 def _check(name: str, value: Tensor, reference: Tensor, limit: float) -> Check:
-    error = float((value.float() - reference.float()).abs().max() / reference.float().abs().max())
+    error = _error(value, reference)
     return Check(name, error, limit, error <= limit)
+
+
+def _error(value: Tensor, reference: Tensor) -> float:
+    return float((value.float() - reference.float()).abs().max() / reference.float().abs().max())

@@ -105,7 +105,10 @@ def find(paths: Iterable[str | Path]) -> tuple[list[Path], list[Problem]]:
     roots = [Path(path) for path in paths]
     for path in roots:
         if path.is_dir():
-            files |= dict.fromkeys(_find_in(path, problems))
+            if not (found := _find_in(path, problems)):
+                why = "skipped: it has no files with text: is a disk not mounted?"
+                problems.append(Problem(str(path.absolute()), why, is_unreadable=True))
+            files |= dict.fromkeys(found)
         elif path.exists():
             files[path.resolve()] = None
         else:

@@ -28,7 +28,5 @@ def blend(backend: Backend, stitched: Stitched, selected: Tensor) -> Tensor:
 
 def blended_rows(backend: Backend, stitched: Stitched, selected: Tensor) -> Tensor:
     """Return the (N,) positions that `blend` computes, fresh and selected ones."""
-    is_computed = ~stitched.reused
-    is_computed[selected] = True
-    rows = is_computed.nonzero().squeeze(1)
-    return rows[rows < stitched.tail] if backend.leaves_tail else rows
+    rows = (~stitched.reused).index_fill(0, selected, True).nonzero().squeeze(1)
+    return rows[rows < stitched.tail(selected)] if backend.leaves_tail else rows

@@ -28,10 +28,11 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from kvrag.errors import StoreError
-from kvrag.reuse.match import TextRun, match
+from kvrag.reuse.match import match
 from kvrag.reuse.segment import MAX_TOKENS, SUFFIX, DamagedSegmentError, Ids, Segment, join, read, write
+from kvrag.store import Entry, KVStore
 from kvrag.store.durable import write_file
-from kvrag.store.protocol import Entry, KVStore
+from kvrag.types import Run
 
 logger = logging.getLogger("kvrag")
 
@@ -77,7 +78,7 @@ class Catalog:
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
-        self._folder = store.catalog_folder or Path(os.devnull)
+        self._folder = store.catalog_folder
         self._snapshot = _Snapshot()
         self._removed: deque[Entry] = deque()  # for `take_removed`
         self._removing: list[Entry] | None = None  # for `removing`, under _refreshing
@@ -85,7 +86,7 @@ class Catalog:
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()  # held while starting the thread
         self._closed = threading.Event()
-        self._is_writable = store.catalog_folder is not None and not store.read_only
+        self._is_writable = not store.read_only
         self._damaged: set[str] = set()  # files that have been logged
         with self._refreshing:
             is_behind = self._advance(_AT_ONCE)
@@ -106,7 +107,7 @@ class Catalog:
             self._maintain(is_behind)
         return removals
 
-    def match(self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[TextRun]:
+    def match(self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[Run]:
         """Return the prompt's runs in the current snapshot; see `kvrag.reuse.match.match`."""
         return match(self._snapshot.segments, ids, min_run, namespace)
 

@@ -255,10 +255,10 @@ class Conversations:
             for place in free:
                 tokens = prompt[place.start : min(place.stop, len(ids) - _QUESTION)]
                 for run in match(segments, tokens, min_run, namespace):
-                    part = by_key[run.text_key].part(run.offset, len(run))
-                    keys = _keys_before(by_key[run.text_key], run.offset + len(run))
+                    part = by_key[run.key].part(run.offset, len(run))
+                    keys = _keys_before(by_key[run.key], run.offset + len(run))
                     found.append((Run(run.start + place.start, run.stop + place.start, part.key, 0), part, keys))
-                    self._touch([by_key[run.text_key]])
+                    self._touch([by_key[run.key]])
         return [Earlier(run, _PartReader(backend, part), keys) for run, part, keys in found]  # waits for the model
 
     def begin(self, namespace: str, ids: Sequence[int]) -> Begun:

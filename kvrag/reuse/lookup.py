@@ -51,13 +51,13 @@ class Lookup:
         Adds the keys of the matched texts without a usable variant to `withheld`.
         """
         runs = self._catalog.match(ids[kept:], min_run, namespace)
-        variants = self._variants(run.text_key for run in runs)
+        variants = self._variants(run.key for run in runs)
         if withheld is not None:
             withheld.update(text_key for text_key, variant in variants.items() if variant is None)
         return [
-            Match(Run(run.start + kept, run.stop + kept, variant[0], run.offset), run.text_key, variant[1])
+            Match(Run(run.start + kept, run.stop + kept, variant[0], run.offset), run.key, variant[1])
             for run in runs
-            if (variant := variants.get(run.text_key))
+            if (variant := variants.get(run.key))
         ]
 
     def find_chunks(self, ids: Sequence[int], min_run: int, namespace: str = "") -> list[tuple[Run, Ids]]:

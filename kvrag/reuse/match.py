@@ -41,6 +41,7 @@ from kvrag.reuse.segment import (
     spread,
     window_minima,
 )
+from kvrag.types import Run
 
 _CANDIDATES = 16  # per anchor: boilerplate that is in every text says little about its origin
 _PER_TOKEN = 2  # candidates looked at, per token of the prompt; beyond, each anchor has one
@@ -54,19 +55,6 @@ _STEP = 4  # comparisons that following a text over a gap counts as
 _PER_STEP = 64  # tokens covered by other runs that count as one comparison
 _GOLDEN = 0x9E3779B1  # 2**32 divided by the golden ratio: its multiples are spread evenly, modulo 2**32
 _BLOCK = 4096  # candidates compared at once: temporaries stay in the CPU's cache
-
-
-@dataclass(frozen=True, slots=True)
-class TextRun:
-    """A stretch of prompt tokens, `start` to `stop`, identical to those of a stored text from `offset` on."""
-
-    start: int
-    stop: int
-    text_key: str
-    offset: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +76,8 @@ position in the prompt, segment, row and address, the addresses where its text b
 seems to have the text from its beginning, see `_have_start`."""
 
 
-def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[TextRun]:
-    """Return disjoint, ascending runs of the namespace's live texts; their `key` is the text key.
+def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[Run]:
+    """Return disjoint, ascending runs of the namespace's live texts; their `key` is a text key.
 
     Runs have at least `min_run` tokens, except continuations of another run after a small gap. No stretch of `min_run`
     tokens (15 or more) outside of the runs is part of a text, unless its anchors have more than 16 postings. Under the
@@ -112,7 +100,7 @@ def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, n
     runs: list[_Run] = []
     for tried, from_start in ((candidates[:, has_start], True), (candidates, False)):
         runs = _bridge(segments, raw, _cover(segments, raw, tried, min_run, runs, from_start), frozenset(runs))
-    return [TextRun(r.start, r.stop, segments[r.segment].text_key(r.row), r.address - r.first) for r in runs]
+    return [Run(r.start, r.stop, segments[r.segment].text_key(r.row), r.address - r.first) for r in runs]
 
 
 def _look_up(

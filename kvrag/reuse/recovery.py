@@ -14,7 +14,7 @@ from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError, re
 from kvrag.fingerprint import text_key
 from kvrag.reuse.lookup import Match
 from kvrag.reuse.prompt import Prompt
-from kvrag.store import ChunkReader, KVStore, MemoryTier, ReadsAhead
+from kvrag.store import ChunkReader, KVStore, MemoryTier
 
 _FAILURES = 3  # per prompt; afterwards, forward passes no longer depend on reads, see `Recovery`
 
@@ -65,9 +65,8 @@ class Recovery:
         text_keys: dict[str, str] = {}
         opened: list[Match] = []
         try:
-            if isinstance(self._store, ReadsAhead):
-                keys = dict.fromkeys(match.run.key for match in matches)
-                self._store.read_ahead([key for key in keys if not self._memory.is_at_hand(key)])
+            keys = dict.fromkeys(match.run.key for match in matches)
+            self._store.read_ahead([key for key in keys if not self._memory.is_at_hand(key)])
             for match in matches:
                 run = match.run
                 if (reader := readers.get(run.key)) is None:

@@ -49,15 +49,14 @@ class Stitched:
         inexact[: self.kept] = False  # blended in an earlier turn
         return inexact.nonzero().squeeze(1)
 
-    @property
-    def tail(self) -> int:
-        """Number of positions up to the last reused one."""
-        return int(self.reused.nonzero()[-1]) + 1 if self.reused.any() else 0
+    def tail(self, selected: Tensor) -> int:
+        """Return the number of positions up to the last that keeps its stitched KV; 1 if none does, 0 without any."""
+        kept = self.reused.index_fill(0, selected, False)
+        return int(kept.nonzero()[-1]) + 1 if kept.any() else int(self.reused.any())
 
     def num_exact(self, selected: Tensor) -> int:
         """Return the number of leading positions with full prefill's KV once the `selected` ones are recomputed."""
-        deviating = self.reused & ~self.exact
-        deviating[selected] = False
+        deviating = (self.reused & ~self.exact).index_fill(0, selected, False)
         return int(deviating.int().argmax()) if deviating.any() else len(self.ids)
 
 

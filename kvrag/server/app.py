@@ -249,16 +249,30 @@ async def delete_document(document: str, tenant: Caller) -> Response:
 @router.post("/v1/chunks")
 async def warm_chunks(body: NewChunks, request: Request, state: Server, tenant: Caller) -> Response:
     """Encode the chunks that the store lacks, and return the report. They are not retrieved by the -rag model."""
+    name = body.document if isinstance(body.document, str) else next(iter(body.document), "")
     options: dict[str, Any] = {"document": body.document, "sources": body.sources, "namespace": tenant.namespace}
-    report = await _result(request, state.answering, lambda: state.engine.warm(body.texts, **options))
+
+    def note(done: int, total: int) -> None:
+        tenant.encoding[name] = done, total
+
+    try:
+        report = await _result(
+            request, state.answering, lambda: state.engine.warm(body.texts, **options, progress=note)
+        )
+    finally:
+        tenant.encoding.pop(name, None)
     return json_response(report.to_dict())
 
 
 @router.get("/v1/chunks")
 async def list_chunks(state: Server, tenant: Caller, prefix: str = "") -> Response:
-    """Return the names of the documents that start with `prefix` and have chunks, sorted."""
+    """Return the names of the documents that start with `prefix` and have chunks, sorted.
+
+    `encoding` has the tokens done and to do of `POST` requests in progress, by the name of their first document.
+    """
     documents = await asyncio.to_thread(state.engine.documents, prefix, namespace=tenant.namespace)
-    return json_response({"documents": documents})
+    encoding = {name: tokens for name, tokens in [*tenant.encoding.items()] if name.startswith(prefix)}
+    return json_response({"documents": documents, "encoding": encoding})
 
 
 @router.delete("/v1/chunks/{document:path}")
@@ -329,8 +343,9 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[
         title="kvrag",
         version=version("kvrag"),
         lifespan=lifespan,
+        docs_url=None,  # see page.py
         redoc_url=None,
-        # for the button "Authorize" of /docs; Guard checks the keys
+        # described in /openapi.json; Guard checks the keys
         dependencies=[Depends(HTTPBearer(auto_error=False))] if settings.api_keys else None,
     )
     app.state.kvrag = state

@@ -1,6 +1,6 @@
-"""Storage of chunk KV: the protocol, the embedded store, shared stores, the RAM tier."""
+"""Storage of chunk KV: the base class, the embedded store, shared stores, the RAM tier."""
 
-from kvrag.store.base import StoreCheck
+from kvrag.store.base import KVStore, StoreCheck
 from kvrag.store.files import FileStore, entries_of, other_stores
 from kvrag.store.memory import MemoryTier
 from kvrag.store.owner import read_owner
@@ -10,8 +10,6 @@ from kvrag.store.protocol import (
     ChunkRecord,
     Entry,
     Holding,
-    KVStore,
-    ReadsAhead,
     TextState,
     visible_variant,
 )
@@ -27,7 +25,6 @@ __all__ = [
     "Holding",
     "KVStore",
     "MemoryTier",
-    "ReadsAhead",
     "SharedStore",
     "StoreCheck",
     "TextState",

@@ -53,12 +53,18 @@ class StoreCheck:
     unreadable: int  # at the moment
 
 
-class ManifestStore(ABC):
-    """A store whose manifest answers every query except for the content of chunks. Thread-safe."""
+class KVStore(ABC):
+    """A store of one model's chunk KV under one codec.
+
+    Its manifest, in a local folder, answers every query except for the content of chunks. All methods are thread-safe;
+    several processes may share one store. The methods called for a prompt (`look_up`, `open`, `entries`, `removed`,
+    `removals`, `touch`) never wait for a writer.
+    """
 
     name: str  # in messages
     path: Path  # the local folder
-    read_only: bool
+    read_only: bool  # whether all writes fail, also into `catalog_folder`
+    max_bytes: int | None  # byte budget of the local folder; None = none
     _manifest: Manifest
     _changes: Manifest | Log  # takes changes: the manifest itself, or the log that it follows
     _writers: ThreadPoolExecutor
@@ -70,8 +76,30 @@ class ManifestStore(ABC):
 
     @property
     def catalog_folder(self) -> Path:
-        """See KVStore.catalog_folder."""
+        """Folder for data derived from the entries."""
         return self.path / "catalog"
+
+    @abstractmethod
+    def open(self, key: str) -> PackedChunk | None:
+        """Open a chunk; None if it is not stored. Raises as ChunkReader.layer, also for another chunk's content."""
+
+    def read_ahead(self, keys: Sequence[str]) -> None:  # noqa: B027
+        """Start to read these chunks, all of which are about to be opened, and return at once, if reading is slow."""
+
+    @abstractmethod
+    def read_text(self, name: str) -> str | None:
+        """Return a small text kept beside the chunks, None if there is none; raises StoreError if it cannot be read."""
+
+    @abstractmethod
+    def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
+        """Replace a text (None = there is none or it cannot be read) by the result of `change`, atomically.
+
+        `change` is called again if another writer was faster, so that no change is lost.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write pending data and release files. Open readers stay valid."""
 
     @abstractmethod
     def owner(self) -> dict[str, str]:
@@ -86,7 +114,7 @@ class ManifestStore(ABC):
         return self.owner().get("digest", self._bound)
 
     def bind(self, fingerprint: Fingerprint) -> None:
-        """See KVStore.bind."""
+        """Claim the store for a model, or raise FingerprintMismatchError if it holds KV of another model or codec."""
         if not self.owner() and not self.read_only:
             self._claim(fingerprint)
         if owner := self.owner():
@@ -114,6 +142,16 @@ class ManifestStore(ABC):
         """Delete chunks without a row and quarantined ones, unless they are recent; return their number."""
 
     @abstractmethod
+    def check(self, progress: Progress = no_progress) -> StoreCheck:
+        """Read all chunks and compare them with the manifest.
+
+        Damaged chunks are moved to quarantine, rows that do not match their chunk are repaired.
+        """
+
+    def check_room(self, needed: float) -> None:  # noqa: B027
+        """Raise StoreFullError if the disk has no room for that many bytes. A bucket has no size."""
+
+    @abstractmethod
     def _correct(self, row: ManifestRow) -> None:
         """Replace a chunk's rows by this one."""
 
@@ -128,12 +166,15 @@ class ManifestStore(ABC):
     # ---------------------------------------------------------------- chunks
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        """See KVStore.missing."""
+        """Return the keys that are not stored, in order."""
         known = self._current.known(keys)
         return [key for key in keys if key not in known]
 
     def put(self, records: Sequence[ChunkRecord]) -> int:
-        """See KVStore.put."""
+        """Store chunks durably, each key once; return their size in bytes.
+
+        Raises StoreFullError if there is no room; chunks stored before are kept.
+        """
         return self._put(records)[0]
 
     def _put(self, records: Sequence[ChunkRecord]) -> tuple[int, list[ChunkRecord]]:
@@ -173,8 +214,9 @@ class ManifestStore(ABC):
         return [row for page in pages for row in self._changes.change("put", rows=page)]
 
     def remove(self, keys: Sequence[str]) -> None:
-        """See KVStore.remove. Rows first: a file without a row is a leftover, a row without a file is damage."""
+        """Delete chunks, even if documents rely on them."""
         self._check_open()
+        # rows first: a file without a row is a leftover, a row without a file is damage
         for i in range(0, len(keys), _REMOVE):
             self._delete(file for _, file in self._remove(keys[i : i + _REMOVE]))
 
@@ -184,7 +226,7 @@ class ManifestStore(ABC):
         return removed
 
     def touch(self, keys: Sequence[str]) -> None:
-        """See KVStore.touch."""
+        """Record that these chunks were used. The write happens later, in another thread."""
         with self._lock:
             self._touched.update(keys)
 
@@ -208,27 +250,35 @@ class ManifestStore(ABC):
     # ---------------------------------------------------------------- texts and their holders
 
     def look_up(self, text_keys: Sequence[str]) -> dict[str, TextState]:
-        """See KVStore.look_up."""
+        """Return the durable state of all of these texts from one snapshot."""
         return self._current.look_up(text_keys)
 
     def entries(self, after: int) -> Iterator[Entry]:
-        """See KVStore.entries. The numbers differ between machines."""
+        """Return the texts with a number above `after`, in ascending order. The numbers differ between machines."""
         self._check_open()
         return self._manifest.entries(after)
 
     def removed(self, after: int) -> tuple[int, Sequence[int]] | None:
-        """See KVStore.removed."""
+        """Return the current position of the removal log and the numbers of the texts removed since position `after`.
+
+        0 = return the current position only. None if the log no longer reaches back: read all entries again.
+        """
         self._check_open()
         return self._manifest.removed(after)
 
     def removals(self) -> int:
-        """See KVStore.removals."""
+        """Return a counter that changes when any process removes chunks."""
         return self._current.counter("removals")
 
     def set_document(
         self, document: str, holdings: Sequence[Holding], namespace: str = "", replace: bool = True
     ) -> list[str]:
-        """See KVStore.set_document."""
+        """Record the texts of a document; return the keys of the chunks removed because no document relies on them.
+
+        Texts that it had and lacks now are not kept for prompts either.
+
+        Earlier holdings are kept if `replace` is False, or the document is "" or `ON_REQUEST`.
+        """
         self._check_open()
         replace = replace and document not in ("", ON_REQUEST)
         names = {"document": document, "namespace": namespace}
@@ -239,7 +289,7 @@ class ManifestStore(ABC):
     def forget_requests(
         self, namespace: str = "", choose: Callable[[Sequence[str]], Collection[str]] = lambda text_keys: text_keys
     ) -> list[str]:
-        """See KVStore.forget_requests."""
+        """Delete the chunks that only prompts brought, of the texts that `choose` returns; return their keys."""
         self._check_open()
         texts = [text for space, text in self._manifest.unused_requests(math.inf) if space == namespace]
         chosen = sorted(choose(texts)) if texts else []
@@ -252,11 +302,11 @@ class ManifestStore(ABC):
         return unheld
 
     def documents(self, prefix: str = "", namespace: str = "") -> dict[str, list[str]]:
-        """See KVStore.documents."""
+        """Return the namespace's documents with this prefix, sorted, each with the keys that it relies on."""
         return self._current.documents(prefix, namespace)
 
     def count_tokens(self, prefix: str = "", namespace: str = "") -> dict[str, int]:
-        """See KVStore.count_tokens."""
+        """Return the number of tokens of the texts of each document with this prefix."""
         return self._current.count_tokens(prefix, namespace)
 
     # ---------------------------------------------------------------- budgets
@@ -319,7 +369,7 @@ class ManifestStore(ABC):
     # ---------------------------------------------------------------- maintenance
 
     def stats(self) -> StoreStats:
-        """See KVStore.stats."""
+        """Return counts for reports and tests."""
         parts, namespaces = self.owner(), tuple(self._current.namespaces())
         return StoreStats(
             path=self.name,
@@ -361,7 +411,7 @@ class ManifestStore(ABC):
             return len(unheld), leftovers
 
     def quarantine(self, key: str) -> None:
-        """See KVStore.quarantine."""
+        """Take a damaged chunk out of use and keep its bytes for inspection."""
         name = self._manifest.file(key)
         if name and not self.read_only:
             self._quarantine(key, name)

@@ -9,15 +9,11 @@ import torch
 
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, FingerprintMismatchError, SettingError, StoreError
 from kvrag.fingerprint import Fingerprint
-from kvrag.store.base import Progress, no_progress
+from kvrag.store.base import KVStore, Progress, no_progress
 from kvrag.store.codec import pack
-from kvrag.store.files import FileStore
 from kvrag.store.protocol import ChunkRecord, Holding
-from kvrag.store.shared import SharedStore
 
 _PORTION = 256 << 20  # bytes in memory at a time
-
-AnyStore = FileStore | SharedStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +28,7 @@ class CopyReport:
 
 
 def copy_store(
-    source: AnyStore, target: AnyStore, codec: str | None = None, progress: Progress = no_progress
+    source: KVStore, target: KVStore, codec: str | None = None, progress: Progress = no_progress
 ) -> CopyReport:
     """Copy all chunks and documents that the target lacks. Every layer is compared with its digest as it is read.
 
@@ -92,14 +88,14 @@ def copy_store(
     return CopyReport(documents=len(documents), **counts)
 
 
-def _bind(source: AnyStore, target: AnyStore, codec: str | None) -> Fingerprint | None:
+def _bind(source: KVStore, target: KVStore, codec: str | None) -> Fingerprint | None:
     """Claim the target; return the fingerprint to convert to, None = chunks are copied as they are."""
     parts = source.owner()
     if not parts:
         raise StoreError(f"{source.name} has no store: nothing was ever warmed there")
     mine = Fingerprint.of(parts)
     theirs = mine if codec is None else mine.stored_as(codec)
-    if theirs != mine and mine.codec != "none":
+    if theirs != mine and mine.codec != "native":
         raise SettingError(
             f"chunks in {mine.codec} cannot be converted: copy a store in native precision, or warm again"
         )
@@ -107,13 +103,13 @@ def _bind(source: AnyStore, target: AnyStore, codec: str | None) -> Fingerprint 
         target.bind(theirs)
     except FingerprintMismatchError as error:
         other = Fingerprint.of(target.owner())
-        if codec is None and mine.codec == "none" and mine.stored_as(other.codec).digest == other.digest:
+        if codec is None and mine.codec == "native" and mine.stored_as(other.codec).digest == other.digest:
             raise FingerprintMismatchError(f"{error}; or pass --to-codec {other.codec} to convert") from error
         raise
     return None if theirs == mine else theirs
 
 
-def _read(source: AnyStore, key: str, converted: Fingerprint | None, target: AnyStore) -> ChunkRecord | None:
+def _read(source: KVStore, key: str, converted: Fingerprint | None, target: KVStore) -> ChunkRecord | None:
     """Read a chunk for the target: without layers if the target has it, None if it is no longer stored."""
     reader = source.open(key)
     if reader is None:

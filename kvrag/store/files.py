@@ -22,7 +22,7 @@ from pathlib import Path
 from kvrag.config import check_budget, check_number, check_type
 from kvrag.errors import DamagedChunkError, SettingError, StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.fingerprint import Fingerprint
-from kvrag.store.base import MANIFEST, ManifestStore, Progress, StoreCheck, no_progress
+from kvrag.store.base import MANIFEST, KVStore, Progress, StoreCheck, no_progress
 from kvrag.store.chunkfile import SUFFIX, ChunkFile, PackedChunk, key_of
 from kvrag.store.durable import TEMPORARY, write_file
 from kvrag.store.manifest import Manifest, ManifestRow
@@ -38,7 +38,7 @@ _TOUCH_EVERY = 1.0  # seconds
 _STALE = 3600.0  # seconds after which a file without a row is a leftover
 
 
-class FileStore(ManifestStore):
+class FileStore(KVStore):
     """Chunk KV in a folder. Several processes may share it."""
 
     def __init__(self, path: str | Path, max_bytes: int | None = None, min_free_bytes: int = 1 << 30) -> None:
@@ -79,7 +79,7 @@ class FileStore(ManifestStore):
 
     @property
     def read_only(self) -> bool:  # type: ignore[override]
-        """See KVStore.read_only."""
+        """Whether all writes fail."""
         return self._manifest.read_only
 
     def _file(self, name: str) -> Path:
@@ -120,7 +120,6 @@ class FileStore(ManifestStore):
         self.check_room(sizes[None])
 
     def check_room(self, needed: float) -> None:
-        """Raise StoreFullError if the disk has no room for that many bytes."""
         with translated(self.path):
             free = shutil.disk_usage(self.path).free
         if needed and free - needed < self.min_free_bytes:
@@ -133,7 +132,6 @@ class FileStore(ManifestStore):
         return super()._limits() | ({} if self.max_bytes is None else {None: self.max_bytes})
 
     def open(self, key: str) -> PackedChunk | None:
-        """See KVStore.open."""
         name = self._manifest.file(key)
         while name is not None:
             try:
@@ -193,7 +191,6 @@ class FileStore(ManifestStore):
             raise StoreError(f"cannot read {self.path / name}: {error}") from error
 
     def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
-        """See KVStore.change_text."""
         with self._manifest.transaction():  # one process at a time
             try:
                 before = self.read_text(name)
@@ -204,11 +201,7 @@ class FileStore(ManifestStore):
     # ---------------------------------------------------------------- maintenance
 
     def check(self, progress: Progress = no_progress) -> StoreCheck:
-        """Read all chunks and compare them with the manifest.
-
-        Damaged chunks are moved to quarantine, intact files without a row get one, rows that do not match their file
-        are repaired, and a damaged manifest is rebuilt.
-        """
+        """See KVStore.check. Intact files without a row get one, and a damaged manifest is rebuilt."""
         with translated(self.path):
             if not self.read_only and not self._manifest.is_sound():
                 self._manifest.rebuild()
@@ -243,7 +236,7 @@ class FileStore(ManifestStore):
             self._remove([row.key], file=row.file)
 
     def delete_leftovers(self) -> int:
-        """See ManifestStore.delete_leftovers. Also deletes temporary files of killed writers."""
+        """See KVStore.delete_leftovers. Also deletes temporary files of killed writers."""
         paths = [path for path in self._chunks.glob("*/*") if _is_stale(path)]
         known = self._manifest.files()  # read after listing the folder: files written since are not stale
         leftovers = [path for path in paths if path.name not in known]
@@ -264,7 +257,6 @@ class FileStore(ManifestStore):
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """See KVStore.close."""
         with self._lock:
             if self._flushing:
                 self._flushing.cancel()

@@ -23,7 +23,7 @@ from obstore.exceptions import (
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvrag.errors import SettingError, StoreError, StoreReadOnlyError
-from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError
+from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError, Remote
 
 _BEGINNING = 1 << 20  # header, ids and the first layers
 _WRITE_S = 300.0  # seconds for one object
@@ -45,8 +45,8 @@ _REASONS = re.compile(
 _process: int | None = None  # that uses obstore: its threads do not survive a fork, so a child would wait forever
 
 
-class ObjectStore:
-    """A prefix of a bucket; see Remote. Credentials come from the environment, as in the tools of each provider."""
+class ObjectStore(Remote):
+    """A prefix of a bucket. Credentials come from the environment, as in the tools of each provider."""
 
     def __init__(self, url: str, scheme: str, bucket: str, prefix: str, options: Mapping[str, str]) -> None:
         """Connect; sends nothing."""
@@ -89,7 +89,6 @@ class ObjectStore:
         self._pool = ThreadPoolExecutor(16, "kvrag-objects")
 
     def read(self, names: Sequence[str]) -> list[bytes | None]:
-        """See Remote.read."""
         return list(self._pool.map(self._read, names)) if len(names) > 1 else [self._read(name) for name in names]
 
     def _read(self, name: str) -> bytes | None:
@@ -98,19 +97,16 @@ class ObjectStore:
         return None
 
     def create(self, name: str, content: bytes) -> bool:
-        """See Remote.create."""
         with suppress(AlreadyExistsError), self._translated(writing=True):
             obstore.put(self._reader, name, content, mode="create", use_multipart=False)
             return True
         return False
 
     def write(self, name: str, content: bytes) -> None:
-        """See Remote.write."""
         with self._translated(writing=True):
             obstore.put(self._writer, name, content, use_multipart=False)
 
     def change(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
-        """See Remote.change."""
         for attempt in range(CHANGES):
             time.sleep(random.random() * min(0.02 * attempt, 1.0))
             before: bytes | None = None
@@ -126,12 +122,10 @@ class ObjectStore:
         raise StoreError(f"{self.url} has too many writers at the moment: try again")
 
     def names(self, prefix: str) -> list[str]:
-        """See Remote.names."""
         with self._translated():
             return [item["path"] for page in obstore.list(self._reader, prefix) for item in page]
 
     def delete(self, names: Sequence[str]) -> None:
-        """See Remote.delete."""
         for i in range(0, len(names), 1000):
             part = list(names[i : i + 1000])
             try:
@@ -143,13 +137,11 @@ class ObjectStore:
                         obstore.delete(self._reader, name)
 
     def put_chunk(self, name: str, header: bytes, body: memoryview) -> None:
-        """See Remote.put_chunk."""
         # names are unique: one that exists is that of a retry after a lost answer
         with suppress(AlreadyExistsError), self._translated(writing=True):
             obstore.put(self._writer, _path(name), header + bytes(body), mode="create", use_multipart=False)
 
     def open_chunk(self, name: str) -> Blob | None:
-        """See Remote.open_chunk."""
         try:
             with self._translated():
                 answer = obstore.get(self._reader, _path(name), options={"range": (0, _BEGINNING)})
@@ -162,7 +154,6 @@ class ObjectStore:
             raise
 
     def list_chunks(self) -> Iterator[tuple[str, float]]:
-        """See Remote.list_chunks."""
         with self._translated(writing=True):
             obstore.put(self._reader, _CLOCK, b"", use_multipart=False)
             now = obstore.head(self._reader, _CLOCK)["last_modified"]
@@ -172,17 +163,14 @@ class ObjectStore:
                         yield _name(item["path"]), (now - item["last_modified"]).total_seconds()
 
     def delete_chunks(self, names: Sequence[str]) -> None:
-        """See Remote.delete_chunks."""
         self.delete([_path(name) for name in names])
 
     def rename_chunk(self, name: str, other: str) -> None:
-        """See Remote.rename_chunk."""
         with self._translated(writing=True), suppress(FileNotFoundError):
             obstore.copy(self._writer, _path(name), _path(other))
             obstore.delete(self._writer, _path(name))
 
     def close(self) -> None:
-        """See Remote.close."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager

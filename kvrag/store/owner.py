@@ -48,14 +48,13 @@ def check_owner(theirs: dict[str, str], fingerprint: Fingerprint, store: str) ->
     if theirs["digest"] == fingerprint.digest:
         return
     mine = fingerprint.parts()
-    different = [name for name in mine if name not in ("model", "adapter") and mine[name] != theirs.get(name)]
-    if mine.get("adapter") != theirs.get("adapter"):
-        different.append("adapter")
+    different = [name for name in mine if name != "model" and mine[name] != theirs.get(name)]
     way_out = "load the model with the same settings, use another store folder or prefix, or delete this one"
     if different == ["codec"]:
-        way_out = f"use codec {codec_of(theirs)} instead of {codec_of(mine)}, or {way_out}"
+        way_out = f"use codec {codec_of(theirs)} instead of {fingerprint.codec}, or {way_out}"
     if different == ["adapter"]:
-        way_out = "pass the adapter that it was encoded with" if "adapter" in theirs else "leave out the adapter"
+        has_adapter = json.loads(theirs["adapter"])
+        way_out = "pass the adapter that it was encoded with" if has_adapter else "leave out the adapter"
         way_out += ", or use another store folder or prefix and warm again"
     raise FingerprintMismatchError(
         f"the store {store} holds KV of {json.loads(theirs['model'])}, not of {fingerprint.model} as it is loaded now "
@@ -65,7 +64,7 @@ def check_owner(theirs: dict[str, str], fingerprint: Fingerprint, store: str) ->
 
 def codec_of(parts: dict[str, str]) -> str:
     """Return the name of the codec in the settings."""
-    return str(json.loads(parts.get("codec", '"none"'))).replace("none", "native")
+    return str(json.loads(parts.get("codec", '"native"')))
 
 
 def old_format(store: str) -> StoreError:

@@ -35,7 +35,7 @@ from kvrag.errors import (
     StoreReadOnlyError,
 )
 from kvrag.fingerprint import Fingerprint
-from kvrag.store.base import MANIFEST, ManifestStore, Progress, StoreCheck, no_progress, row_of
+from kvrag.store.base import MANIFEST, KVStore, Progress, StoreCheck, no_progress, row_of
 from kvrag.store.chunkfile import PackedChunk
 from kvrag.store.durable import write_file
 from kvrag.store.files import FileStore
@@ -43,7 +43,7 @@ from kvrag.store.follower import Follower
 from kvrag.store.log import Log
 from kvrag.store.manifest import PUBLICATIONS, Manifest, ManifestRow
 from kvrag.store.owner import OWNER, check_owner, owner_file, parse_owner
-from kvrag.store.protocol import ChunkRecord, KVStore, StoreStats, TextState
+from kvrag.store.protocol import ChunkRecord, StoreStats, TextState
 from kvrag.store.remote import TIMEOUT_S, RemoteChunk
 from kvrag.store.urls import connect, is_shared
 
@@ -54,11 +54,12 @@ _PROMOTIONS = 8  # chunks at a time that wait to be copied into the local folder
 _USED_EVERY_S = 3600.0  # between reports of the chunks that were used
 _STALE_S = 3600.0  # age of a chunk without a row that is a leftover
 _SNAPSHOT_EVERY = 1000  # operations
+_CLOSE_S = 1.0  # for the end of requests to a store that does not answer
 CACHE_BYTES = 64 << 30
 """Default byte budget of the local copies of chunks."""
 
 
-class SharedStore(ManifestStore):
+class SharedStore(KVStore):
     """Chunk KV in a bucket or a Valkey server, shared by machines, with a local folder in front. Thread-safe.
 
     Attributes:
@@ -113,7 +114,6 @@ class SharedStore(ManifestStore):
         return self._owner
 
     def bind(self, fingerprint: Fingerprint) -> None:
-        """See KVStore.bind."""
         super().bind(fingerprint)
         if not self._is_open:
             self._open_local()
@@ -217,7 +217,6 @@ class SharedStore(ManifestStore):
     # ---------------------------------------------------------------- chunks
 
     def put(self, records: Sequence[ChunkRecord]) -> int:
-        """See KVStore.put."""
         # an error may come after the rows were recorded, so the objects stay: `gc` deletes those without a row
         num_bytes, stored = self._put(records)
         if self.keep_copies:
@@ -240,7 +239,6 @@ class SharedStore(ManifestStore):
                 self._local.max_bytes = used
 
     def read_ahead(self, keys: Sequence[str]) -> None:
-        """See ReadsAhead.read_ahead."""
         self._check_open()
         with self._lock:
             absent = [key for key in keys if key not in self._opening]
@@ -249,7 +247,6 @@ class SharedStore(ManifestStore):
                 self._opening[key] = self._openers.submit(self._open_remote, key)
 
     def open(self, key: str) -> PackedChunk | None:
-        """See KVStore.open."""
         self._check_open()
         if self._manifest.file(key) is None:
             return None
@@ -374,7 +371,6 @@ class SharedStore(ManifestStore):
             raise StoreError(f"{self.url} cannot be reached")
 
     def read_text(self, name: str) -> str | None:
-        """See KVStore.read_text."""
         self._check_reachable()
         (content,) = self._remote.read([name])
         try:
@@ -383,7 +379,6 @@ class SharedStore(ManifestStore):
             raise StoreError(f"cannot read {self.url}/{name}: {error}") from error
 
     def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
-        """See KVStore.change_text."""
         self._check_reachable()
 
         def changed(content: bytes | None) -> bytes:
@@ -429,7 +424,7 @@ class SharedStore(ManifestStore):
         return self._local.stats()
 
     def check(self, progress: Progress = no_progress) -> StoreCheck:
-        """See FileStore.check; also checks the local copies.
+        """See KVStore.check; also checks the local copies.
 
         Chunks without a row are left to `gc`: their writers may be about to add one.
         """
@@ -443,13 +438,13 @@ class SharedStore(ManifestStore):
         self._add([row])
 
     def gc(self, unused_days: float = 7.0) -> tuple[int, int]:
-        """See ManifestStore.gc. Token ids of deleted texts are also erased from the log."""
+        """See KVStore.gc. Token ids of deleted texts are also erased from the log."""
         self._check_open()
         self._log.pull()
         return super().gc(unused_days)
 
     def delete_leftovers(self) -> int:
-        """See ManifestStore.delete_leftovers. Also trims the log, and deletes local copies of removed chunks."""
+        """See KVStore.delete_leftovers. Also trims the log, and deletes local copies of removed chunks."""
         listed = list(self._remote.list_chunks())
         self._log.pull()  # the rows of all listed chunks
         known = self._manifest.files()
@@ -472,19 +467,23 @@ class SharedStore(ManifestStore):
             self._writers.submit(guarded)
 
     def close(self) -> None:
-        """See KVStore.close."""
         was_open, self._is_closed = self._is_open and not self._is_closed, True
         if was_open:
-            self._follower.close()
-            self._record_uses()
-            with self._lock:
-                for opening in self._opening.values():
-                    opening.cancel()
-            for pool in (self._openers, self._writers, self._promoter):
-                pool.shutdown()
-            self._fetchers.shutdown(wait=False)
-            for part in (self._local, self._manifest, self._remote):
-                part.close()
+            ending = threading.Thread(target=self._end, name="kvrag-close", daemon=True)
+            ending.start()
+            ending.join(_CLOSE_S if self._follower.is_failing else None)  # requests end after their timeouts
+
+    def _end(self) -> None:
+        self._follower.close()
+        self._record_uses()
+        with self._lock:
+            for opening in self._opening.values():
+                opening.cancel()
+        for pool in (self._openers, self._writers, self._promoter):
+            pool.shutdown()
+        self._fetchers.shutdown(wait=False)
+        for part in (self._local, self._manifest, self._remote):
+            part.close()
 
 
 def open_store(store: KVStore | str | Path, cache: str | Path | None = None) -> KVStore:

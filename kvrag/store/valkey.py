@@ -16,14 +16,14 @@ from redis.retry import Retry
 
 from kvrag.errors import DamagedChunkError, SettingError, StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.store.chunkfile import borders, key_of
-from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError
+from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError, Remote
 
 _CONNECT_S = 5.0
 _CREATED = b"created"  # field of a chunk: the server's time in seconds
 
 
-class ValkeyStore:
-    """A server, and a prefix of its keys; see Remote."""
+class ValkeyStore(Remote):
+    """A server, and a prefix of its keys."""
 
     def __init__(self, url: str, prefix: str, options: Mapping[str, str], **connection: Any) -> None:
         """Connect; sends nothing.
@@ -66,23 +66,19 @@ class ValkeyStore:
         return self._prefix + name
 
     def read(self, names: Sequence[str]) -> list[bytes | None]:
-        """See Remote.read."""
         self._check()
         with self._translated():
             return list(self._client.mget([self._key(name) for name in names]))
 
     def create(self, name: str, content: bytes) -> bool:
-        """See Remote.create."""
         with self._translated():
             return bool(self._client.set(self._key(name), content, nx=True))
 
     def write(self, name: str, content: bytes) -> None:
-        """See Remote.write."""
         with self._translated():
             self._client.set(self._key(name), content)
 
     def change(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
-        """See Remote.change."""
         key = self._key(name)
         with self._translated(), self._client.pipeline(transaction=True) as writing:
             for _ in range(CHANGES):
@@ -96,7 +92,6 @@ class ValkeyStore:
         raise StoreError(f"{self.url} has too many writers at the moment: try again")
 
     def names(self, prefix: str) -> list[str]:
-        """See Remote.names."""
         with self._translated():
             return sorted(set(self._scan(prefix)))
 
@@ -106,13 +101,11 @@ class ValkeyStore:
             yield key.decode("utf-8", "ignore").removeprefix(self._prefix)
 
     def delete(self, names: Sequence[str]) -> None:
-        """See Remote.delete."""
         for i in range(0, len(names), 1000):
             with self._translated():
                 self._client.unlink(*(self._key(name) for name in names[i : i + 1000]))
 
     def put_chunk(self, name: str, header: bytes, body: memoryview) -> None:
-        """See Remote.put_chunk."""
         key, starts, content = self._key(_path(name)), borders(header), memoryview(header + bytes(body))
         with self._translated():
             now = self._client.time()[0]
@@ -125,7 +118,6 @@ class ValkeyStore:
             writing.execute()
 
     def open_chunk(self, name: str) -> Blob | None:
-        """See Remote.open_chunk."""
         key = self._key(_path(name))
         with self._noticing_damage(key):
             reading = self._client.pipeline(transaction=True)
@@ -138,7 +130,6 @@ class ValkeyStore:
             return _Hash(self, key, _number(size), list(map(_number, starts.split(b","))), beginning)
 
     def list_chunks(self) -> Iterator[tuple[str, float]]:
-        """See Remote.list_chunks."""
         with self._translated():
             now = self._client.time()[0]
             for prefix in ("chunks/", "quarantine/"):
@@ -149,11 +140,9 @@ class ValkeyStore:
                     yield path.removeprefix("chunks/"), age
 
     def delete_chunks(self, names: Sequence[str]) -> None:
-        """See Remote.delete_chunks."""
         self.delete([_path(name) for name in names])
 
     def rename_chunk(self, name: str, other: str) -> None:
-        """See Remote.rename_chunk."""
         with self._translated():
             try:
                 self._client.rename(self._key(_path(name)), self._key(_path(other)))
@@ -162,7 +151,6 @@ class ValkeyStore:
                     raise
 
     def close(self) -> None:
-        """See Remote.close."""
         with suppress(redis.RedisError, OSError):
             self._client.close()
 

@@ -132,6 +132,9 @@ _PLAIN = (
 # fmt: on
 FAMILIES |= {model_type: (model_type, {}) for model_type in _PLAIN}
 
+SINCE = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe"), "5.19")
+"""transformers before which a family is refused: its rotary module took no positions of text."""
+
 
 def tiny(model_type: str, **changes: Any) -> dict[str, Any]:
     """Settings of a tiny model: `SMALL`, and small values of what else this family's configuration has.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import math
 import os
 import socket
 import subprocess
@@ -13,7 +14,7 @@ import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -177,6 +178,39 @@ class Faults:
         self.ended.set()
         self._server.shutdown()
         self._server.server_close()
+
+
+class Stalling:
+    """A TCP proxy. Once it stalls, each connection gets this many more bytes of the answers, and then nothing."""
+
+    def __init__(self, port: int) -> None:
+        self._target, self.left = port, math.inf
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self._sockets = [self._listening]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                pair = self._listening.accept()[0], socket.create_connection(("127.0.0.1", self._target))
+                self._sockets += pair
+                for source, target, is_answer in ((*pair, False), (*pair[::-1], True)):
+                    threading.Thread(target=self._forward, args=(source, target, is_answer), daemon=True).start()
+
+    def _forward(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
+        before = math.inf
+        with suppress(OSError):
+            while content := source.recv(1 << 16):
+                before = self.left if before == math.inf else before
+                part = content[: int(min(before, len(content)))] if is_answer else content
+                before -= len(part) if is_answer else 0
+                target.sendall(part)
+            target.close()
+
+    def close(self) -> None:
+        for one in self._sockets:
+            one.close()
 
 
 def free_port() -> int:

@@ -2,6 +2,7 @@
 
     python tests/helpers/scan_models.py             # all families, in about ten minutes; add names to try only these
     python tests/helpers/scan_models.py --gated     # the sentence of docs/when-it-wins.md, from the table of families
+    python tests/helpers/scan_models.py --figures   # the table of benchmarks/notes/models.md, in about two minutes
 
 A family is gated if it is in `loading.FAMILIES`, which means that tests/integration/test_families.py tests it.
 """
@@ -11,11 +12,16 @@ from __future__ import annotations
 import multiprocessing
 import resource
 import sys
+from collections.abc import Iterator
 from functools import partial
+from itertools import permutations
+from statistics import mean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from families import build
+from blending import CHUNKS, messages, plain_logits, prepare, relative
+from families import FAMILIES, build
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
@@ -34,6 +40,39 @@ def gated() -> str:
     more = {"llama": f" ({ropes})", "mistral": " (with window)", "qwen2": " (with window)"}
     more["phi3"] = " (with window, longrope)"
     return ", ".join(name + more.get(name, "") for name in sorted(loading.FAMILIES)) + "."
+
+
+def figures() -> Iterator[str]:
+    """Yield a table of all tested models, random in float32: the gate, coverage, bytes per token, KL of blending."""
+    yield "| model | gate: error at ratio 1.0 | reused | bytes per token | KL of plain reuse | of `query` at 15 % |"
+    yield "|---|---|---|---|---|---|"
+    tokenizer = AutoTokenizer.from_pretrained(loading.reader_path())
+    for name, (model_type, changes) in FAMILIES.items():
+        hf = build(model_type, **changes)
+        with TemporaryDirectory() as folder, BlendEngine(Model(hf, tokenizer, name), folder) as engine:
+            engine.warm(CHUNKS)
+            errors, reused, plain, blended = zip(*(_compare(engine, hf, order) for order in _ORDERS), strict=True)
+        kl = f"{mean(plain):.1e} | {100 * mean(blended) / mean(plain):.0f} % of it"
+        yield f"| {name} | {max(errors):.0e} | {100 * mean(reused):.0f} % | {engine.model.bytes_per_token} | {kl} |"
+
+
+_ORDERS = list(permutations(CHUNKS))[1::4]
+
+
+def _compare(engine: BlendEngine, hf: Any, chunks: tuple[str, ...]) -> tuple[float, float, float, float]:
+    """Return the largest relative error at ratio 1.0, the reused share, the KL of plain reuse and of 15 %."""
+    ids = engine.model.tokenizer.render(messages(*chunks))
+    full = plain_logits(hf, ids)[-1]
+    done = [prepare(engine, ids, ratio, policy) for ratio, policy in ((1.0, "query"), (0.0, "none"), (0.15, "query"))]
+    kl = [
+        float(
+            torch.nn.functional.kl_div(
+                each.logits[0].float().log_softmax(0), full.log_softmax(0), log_target=True, reduction="sum"
+            )
+        )
+        for each in done
+    ]
+    return relative(done[0].logits[0], full), done[1].report.reused_tokens / len(ids), kl[1], kl[2]
 
 
 def attempt(model_type: str) -> str:
@@ -79,5 +118,9 @@ def main(names: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["--gated"]:
         print(gated())
+    elif sys.argv[1:] == ["--figures"]:
+        logging.set_verbosity(logging.CRITICAL)
+        for line in figures():
+            print(line, flush=True)
     else:
         main(sys.argv[1:])

@@ -106,7 +106,7 @@ def _coverage(
     ids = tokenizer.render(FORMATS[chain](docs, question))
     runs = match(segments, ids, MIN_RUN)
     for run in runs:
-        assert ids[run.start : run.stop] == chunks[run.text_key][run.offset : run.offset + len(run)]
+        assert ids[run.start : run.stop] == chunks[run.key][run.offset : run.offset + len(run)]
     return sum(map(len, runs)), sum(len(tokenizer.encode(doc)) for doc in docs)
 
 

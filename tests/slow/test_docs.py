@@ -303,8 +303,8 @@ def test_the_commands_of_a_page_exist(
 ) -> None:
     # the reader's own files, and the policy that CONTRIBUTING.md adds
     monkeypatch.setattr(Path, "exists", lambda path: True)
-    for module in ("cli.bench", "cli.calibrate", "cli.quality", "config"):  # the first three copy it when imported
-        monkeypatch.setattr(f"kvrag.{module}.POLICIES", (*POLICIES, "longest"))
+    for module in ("kvrag.cli.calibrate", "benchmarks.quality.answers", "benchmarks.speed.ttft", "kvrag.config"):
+        monkeypatch.setattr(f"{module}.POLICIES", (*POLICIES, "longest"))
     for program, *words in command_lines(page):
         if program in ("kvrag", "python"):
             make_parser, words = (_parser, words) if program == "kvrag" else (benchmarks_parser, words[2:])

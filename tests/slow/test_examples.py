@@ -1,4 +1,4 @@
-"""The scripts in examples/: each runs offline, with the bundled model, from an empty folder."""
+"""The scripts and notebooks in examples/: each runs offline, with the bundled model, from an empty folder."""
 
 from __future__ import annotations
 
@@ -18,22 +18,42 @@ import kvrag
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
 
 # script -> what its output must have
 OUTPUT = {
     "warm_folder.py": r"chunks of 30 files: (\d+) encoded now, .*known for its round harbour\?",
-    "lcel_chain.py": r"Which company has its offices in Danvik\? .+\nWhat does Holra play\? .+\n",
+    "langchain.ipynb": r"30 documents added\nWhich company has its offices in Danvik\? .+\nWhat does Holra play\? .+\n",
     "warm_from_chroma.py": r"30 documents: 30 encoded now, 0 before\nWhich company",
     "warm_from_qdrant.py": r"30 documents: 30 encoded now, 0 before\nWhich company",
     "warm_from_file.py": r"30 documents: 30 encoded now, 0 before\nWhich company",
-    "llama_index_engines.py": r"query engine: .+\n.*chat engine: .+\n.*chat engine: .+\n",
+    "llama_index.ipynb": r"query engine: .+\n.*chat engine: .+\n.*chat engine: .+\n",
     "terminal_chat.py": r"> .*from .*\.txt.*> .*from .*HOLRA\.TXT.*> ",
 }
 ARGUMENTS = {"terminal_chat.py": ["notes"]}
-TIMES = {"llama_index_engines.py": 3, "terminal_chat.py": 2}
+TIMES = {"llama_index.ipynb": 3, "terminal_chat.py": 2}
 ELSEWHERE = {"openai_client.py", "open_webui_warm.py", "vllm_rag.py"}
 SAID = {"terminal_chat.py": ["Which company has its offices in Danvik?", "What does Holra play?", ""]}
 KVRAG = Path(sys.executable).with_name("kvrag")
+
+
+AS_IN_JUPYTER = """import asyncio
+
+async def main():
+    names = {{"__name__": "__main__"}}
+    for cell in {cells!r}:
+        exec(cell, names)
+
+asyncio.run(main())
+"""
+
+
+def cells(name: str) -> list[str]:
+    """Return the code of a script, or of each code cell of a notebook."""
+    source = (EXAMPLES / name).read_text()
+    if name.endswith(".py"):
+        return [source]
+    return ["".join(cell["source"]) for cell in json.loads(source)["cells"] if cell["cell_type"] == "code"]
 
 
 def run(script: Path, folder: Path, *arguments: str) -> str:
@@ -57,7 +77,12 @@ def test_it_runs_and_reuses_what_it_has_warmed(name: str, tmp_path: Path) -> Non
     notes = shutil.copytree(EXAMPLES / "corpus", tmp_path / "notes")
     (notes / "holra.txt").rename(notes / "HOLRA.TXT")
     (notes / "folder.md").mkdir()
-    output = run(EXAMPLES / name, tmp_path, *ARGUMENTS.get(name, ()))
+    script = EXAMPLES / name
+    if name in NOTEBOOKS:
+        shutil.copytree(EXAMPLES / "corpus", tmp_path / "corpus")
+        script = tmp_path / f"{name}.py"
+        script.write_text(AS_IN_JUPYTER.format(cells=cells(name)))  # cells run while an event loop does
+    output = run(script, tmp_path, *ARGUMENTS.get(name, ()))
     assert re.search(OUTPUT[name], output, re.DOTALL), output
     check_reuse(output, TIMES.get(name, 1))
 
@@ -86,14 +111,20 @@ def test_an_openai_client_and_the_server(tmp_path: Path) -> None:
 
 
 def test_every_script_is_run_and_listed() -> None:
-    assert {*OUTPUT, *ELSEWHERE} == {*SCRIPTS}
+    assert {*OUTPUT, *ELSEWHERE} == {*SCRIPTS, *NOTEBOOKS}
     listed = (ROOT / "docs" / "quickstart.md").read_text()
     assert [name for name in SCRIPTS if f"python examples/{name}" not in listed] == []
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_is_kept_without_outputs(name: str) -> None:
+    for cell in json.loads((EXAMPLES / name).read_text())["cells"]:
+        assert (cell.get("outputs"), cell.get("execution_count")) in (([], None), (None, None)), name
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, *NOTEBOOKS])
 def test_a_script_is_short_and_uses_public_names(name: str) -> None:
-    source = (EXAMPLES / name).read_text()
+    source = "\n".join(cells(name))
     assert len(source.splitlines()) < 150
     tree = ast.parse(source)
     for node in ast.walk(tree):

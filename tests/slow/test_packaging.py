@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import subprocess
+import sys
 import tarfile
 import tomllib
 import zipfile
@@ -26,18 +28,15 @@ from packaging.utils import canonicalize_name
 import kvrag
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {
-    "kvrag": (ROOT, "kvrag"),
-    "langchain-kvrag": (ROOT / "integrations" / "langchain-kvrag", "langchain_kvrag"),
-    "llama-index-llms-kvrag": (ROOT / "integrations" / "llama-index-llms-kvrag", "llama_index"),
-    "ray-kvrag": (ROOT / "integrations" / "ray-kvrag", "ray_kvrag"),
-    "vllm-kvrag": (ROOT / "integrations" / "vllm-kvrag", "vllm_kvrag"),
-}
 LARGEST = 20 << 20
 REPOSITORY = "https://github.com/kvrag/kvrag"
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 release = runpy.run_path(str(ROOT / "scripts" / "release.py"))
+PACKAGES = {
+    name: (project, "llama_index" if name.startswith("llama-index") else name.replace("-", "_"))
+    for name, project in release["PACKAGES"].items()
+}
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def test_a_wheel_has_the_package_and_nothing_else(built: Built) -> None:
     assert shipped == code
     typed = {name.removesuffix("py.typed") for name in shipped if name.endswith("/py.typed")}
     assert all(any(name.startswith(folder) for folder in typed) for name in shipped)
-    assert len(code) > 4
+    assert len(code) >= 3
 
 
 def test_benchmarks_are_not_shipped(built: Built) -> None:
@@ -149,11 +148,38 @@ def test_the_metadata_for_pypi_is_complete(built: Built) -> None:
         assert path in ("", "/issues") or (ROOT / path).exists(), link
 
 
-def test_llamahub_lists_every_class() -> None:
-    project, _ = PACKAGES["llama-index-llms-kvrag"]
+@pytest.mark.parametrize("kind", ["llms", "vector_stores"])
+def test_a_llama_index_package_has_llamahubs_layout(kind: str) -> None:
+    project, package = PACKAGES[f"llama-index-{kind.replace('_', '-')}-kvrag"]
+    assert {path.parent for path in (project / package).rglob("*.py")} == {project / package / kind / "kvrag"}
     described = tomllib.loads((project / "pyproject.toml").read_text())["tool"]["llamahub"]
-    packages = [import_module(name) for name in (described["import_path"], "llama_index.vector_stores.kvrag")]
-    assert {*described["class_authors"]} == {name for package in packages for name in package.__all__}
+    assert described["import_path"] == f"llama_index.{kind}.kvrag"
+    assert {*described["class_authors"]} == {*import_module(described["import_path"]).__all__}
+
+
+def test_the_langchain_package_has_langchains_layout() -> None:
+    modules = {"ChatBlend": "chat_models", "BlendLLM": "llms", "KVWarmVectorStore": "vectorstores"}
+    modules["SentenceTransformerEmbeddings"] = "embeddings"
+    package = import_module("langchain_kvrag")
+    assert {name: getattr(package, name).__module__ for name in modules} == {
+        name: f"langchain_kvrag.{module}" for name, module in modules.items()
+    }
+    tests = PACKAGES["langchain-kvrag"][0] / "tests"
+    assert {path.parent.name for path in tests.rglob("test_*.py")} == {"unit_tests", "integration_tests"}
+    assert all((tests / kind / "test_standard.py").exists() for kind in ("unit_tests", "integration_tests"))
+
+
+def test_packages_install_from_git(tmp_path: Path) -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    source = f"git+file://{ROOT}"
+    wanted = [f"kvrag @ {source}", f"langchain-kvrag @ {source}#subdirectory=integrations/langchain-kvrag"]
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *offline, "-t", tmp_path, *wanted], check=True)
+    for package in ("kvrag", "langchain_kvrag"):
+        assert {path.name for path in (tmp_path / package).glob("*.py")} > {"__init__.py"}
+    assert (tmp_path / "kvrag" / "reader" / "model.safetensors").stat().st_size > 1e6
+    assert any((tmp_path / "kvrag" / "handbook").iterdir())
 
 
 def test_nothing_shipped_or_kept_is_large(built: Built) -> None:
@@ -238,6 +264,16 @@ def test_a_workflow_calls_existing_files(path: Path) -> None:
                 assert goal in goals
 
 
+def test_a_release_publishes_every_package() -> None:
+    projects = [ROOT / "pyproject.toml", *ROOT.glob("integrations/*/pyproject.toml")]
+    names = {tomllib.loads(project.read_text())["project"]["name"] for project in projects}
+    job = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]["publish"]
+    assert sorted(names) == sorted(PACKAGES) == sorted(job["strategy"]["matrix"]["package"])
+    assert job["environment"] == "pypi-${{ matrix.package }}"
+    download, publish = job["steps"]
+    assert publish["with"] == {"packages-dir": f"{download['with']['path']}/${{{{ matrix.package }}}}"}
+
+
 def test_ci_does_what_make_does() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/check.yml").read_text())["jobs"]
     assert [step["run"] for step in jobs["check"]["steps"] if "run" in step] == ["make check"]
@@ -246,6 +282,23 @@ def test_ci_does_what_make_does() -> None:
     assert tests == ["make", "lint", "test", "test-all"]
     assert "\ncheck: lint test-all\n" in (ROOT / "Makefile").read_text()
     assert "make test" in (ROOT / "README.md").read_text()
+
+
+def test_each_week_all_tests_run_on_the_newest_and_on_the_oldest_packages() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/weekly.yml").read_text())
+    assert "schedule" in workflow[True]  # YAML's `on`
+    runs = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in workflow["jobs"].items()}
+    assert runs == {"newest": ["make test-all"], "oldest": ["make test-oldest"]}
+    install = subprocess.run(
+        ["make", "--dry-run", "--always-make", "setup"],
+        cwd=ROOT,
+        env={**os.environ, **workflow["jobs"]["newest"]["env"]},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "pip install --quiet -c /dev/null -e" in install
+    assert "constraints.txt" not in install
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda p: p.stem)

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvrag.reuse.match import _AGAIN, _GAP, TextRun, match
+from kvrag.reuse.match import _AGAIN, _GAP, match
 from kvrag.reuse.segment import GRAM, WINDOW, Segment
 from kvrag.store.protocol import Entry
+from kvrag.types import Run
 from torture.campaign import Campaign
 
 _CANDIDATES = 16  # postings of an anchor up to which the matcher guarantees to find everything
@@ -78,11 +79,11 @@ def _texts(rng: random.Random) -> list[list[int]]:
     return texts
 
 
-def _check_runs(runs: Sequence[TextRun], prompt: list[int], texts: Sequence[list[int]], min_run: int) -> None:
+def _check_runs(runs: Sequence[Run], prompt: list[int], texts: Sequence[list[int]], min_run: int) -> None:
     end = 0
     for run in runs:
         assert end <= run.start < run.stop <= len(prompt), f"not ascending and disjoint: {runs}"
-        text = texts[int(run.text_key) - 1]
+        text = texts[int(run.key) - 1]
         assert prompt[run.start : run.stop] == text[run.offset : run.offset + len(run)], f"other tokens: {run}"
         if len(run) < min_run:
             assert len(run) >= _AGAIN, f"a short run: {run}"
@@ -92,13 +93,13 @@ def _check_runs(runs: Sequence[TextRun], prompt: list[int], texts: Sequence[list
         end = run.stop
 
 
-def _continues(run: TextRun, other: TextRun) -> bool:
+def _continues(run: Run, other: Run) -> bool:
     first, second = sorted((run, other), key=lambda each: each.start)
     gaps = second.start - first.stop, second.offset - first.offset - len(first)
-    return first.text_key == second.text_key and all(0 <= gap <= _GAP for gap in gaps)
+    return first.key == second.key and all(0 <= gap <= _GAP for gap in gaps)
 
 
-def _check_completeness(runs: Sequence[TextRun], prompt: list[int], texts: Sequence[list[int]], min_run: int) -> None:
+def _check_completeness(runs: Sequence[Run], prompt: list[int], texts: Sequence[list[int]], min_run: int) -> None:
     """Check that no `min_run` tokens of a text are outside of all runs, unless all of their grams are frequent."""
     covered = {position for run in runs for position in range(run.start, run.stop)}
     grams = Counter(tuple(text[i : i + GRAM]) for text in texts for i in range(len(text) - GRAM + 1))

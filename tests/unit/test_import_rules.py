@@ -43,9 +43,8 @@ ALLOWED: dict[str, set[str]] = {
     "llm": BASE | {"backend", "control", "engine", "inspect", "client"},
     "llm_fields": {"engine", "llm"},
     "vectorstore": BASE | {"llm", "blocking"},
-    "bench": BASE | ROOMS | {"engine"},
     "server": BASE | {"backend", "store", "engine", "retrieval", "sample", "tracing"},
-    "cli": BASE | ROOMS | {"adapt", "engine", "retrieval", "bench", "llm", "server", "client", "sample", "__init__"},
+    "cli": BASE | ROOMS | {"adapt", "engine", "retrieval", "llm", "server", "client", "sample", "__init__"},
     "__init__": BASE | {"backend", "store", "engine", "llm", "inspect", "client"},
 }
 

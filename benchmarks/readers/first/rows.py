@@ -1,4 +1,4 @@
-"""Write questions about long contexts to a file for `kvrag bench quality --data`.
+"""Write questions about long contexts to a file for `python -m benchmarks answers --data`.
 
 python -m benchmarks.readers.first.rows FILE
 """

@@ -1,4 +1,4 @@
-"""Write questions about the second world to a file for `kvrag bench quality --data`.
+"""Write questions about the second world to a file for `python -m benchmarks answers --data`.
 
 python -m benchmarks.readers.second.rows FILE
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from kvrag.cli.common import folder, human_bytes, open_engine, open_index, progress, say
-from kvrag.cli.warm import TOTALS, bytes_per_token, check_room, drop, find_gone, read_chunks
+from kvrag.cli.common import human_bytes, open_engine, open_index, progress, say
+from kvrag.cli.warm import TOTALS, bytes_per_token, drop, find_gone, read_chunks
 from kvrag.config import BlendConfig
 from kvrag.errors import KvragError, SettingError
 from kvrag.fingerprint import Fingerprint, text_key
@@ -74,7 +74,7 @@ class EncodingWorker:
             engine, _ = self._open()
         except (KvragError, OSError) as error:
             return str(error)
-        model, store = engine.model, self._args.store or str(folder(engine).path)
+        model, store = engine.model, self._args.store or str(engine.store.path)
         size = bytes_per_token(engine, self._args.chunk_tokens)
         return Facts(store, engine.fingerprint, model.name, model.context_window, model.stable_length, size)
 
@@ -321,12 +321,12 @@ def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
         new = sum(sum(texts.values()) for name, texts in plan.texts.items() if name not in plan.warm)
         say(
             f"{len(plan.chunks)} documents, {len(plan.warm)} of them warm, {tokens} tokens, at most {new} of them new: "
-            f"needs {human_bytes(new * facts.bytes_per_token)} in {folder(here).stats().path}"
+            f"needs {human_bytes(new * facts.bytes_per_token)} in {here.store.stats().path}"
         )
-        check_room(here.store, new * facts.bytes_per_token)
+        here.store.check_room(new * facts.bytes_per_token)
         result = _warm(pool, plan, args.json)
         result |= {"gone": gone, "dropped": dropped, "problems": plan.problems}
-        return result | {"store": str(folder(here).stats().path), "model": facts.model}
+        return result | {"store": str(here.store.stats().path), "model": facts.model}
 
 
 def _make_plan(args: argparse.Namespace, facts: Facts, store: KVStore, index: ChunkIndex) -> ClusterPlan:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from vllm_engines import CHUNKS, Engine, blended, checkpoint, distance, prompt_of, reference, started, text_of
+from vllm_kvrag.backend import VllmBackend
 
 from kvrag import BlendEngine, FileStore
 from kvrag.request import Pipeline
@@ -63,6 +64,26 @@ def test_at_ratio_1_it_is_full_prefill(both: Both) -> None:
         assert done.report["exact"]
         assert distance(done.logprobs, full.logprobs) < NEAR
         assert done.tokens == full.tokens
+
+
+def test_vllm_computes_what_comes_after_the_last_stored_kv(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+    forward = VllmBackend._pass
+
+    def counted(self: VllmBackend, ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        passes.append(len(ids))
+        return forward(self, ids, *args)
+
+    monkeypatch.setattr(VllmBackend, "_pass", counted)
+    lead = text_of(90, 8)  # of no chunk, so that nothing is exact; vLLM's prefix cache has it for the second prompt
+    for prompt in (prompt_of(lead, *ORDER), prompt_of(lead, *reversed(ORDER))):
+        passes.clear()
+        full = both.vllm.full(prompt, 4)
+        done = both.vllm.ask(prompt, 4, policy="query", ratio=1.0)
+        assert done.report is not None
+        assert done.report["recomputed_tokens"] > 150
+        assert sum(passes) <= 1
+        assert (done.tokens, distance(done.logprobs, full.logprobs) < NEAR) == (full.tokens, True)
 
 
 @pytest.mark.parametrize("policy", ["query", "hkvd", "first_k", "random", "none"])

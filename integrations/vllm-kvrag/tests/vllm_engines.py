@@ -32,18 +32,23 @@ from kvrag.backend.transformers.loading import reader_path
 from kvrag.reuse.stitch import Prefilled
 from kvrag.store import KVStore
 
+_HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "gemma3": ("gemma3_text", {"sliding_window": 256, "layer_types": ["sliding_attention", "full_attention"] * 2}),
     "mistral-window": ("mistral", {"sliding_window": 256}),
+    "qwen3_5": ("qwen3_5_text", _HYBRID),
     "qwen3_next": (
         "qwen3_next",
-        {
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
+        _HYBRID
+        | {
             "num_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 64,

@@ -165,8 +165,8 @@ class RequestTracker:
     def take_outcomes(self, outcomes: Mapping[str, TaskOutcome]) -> None:
         """Record the outcomes of finished tasks.
 
-        vLLM considers all external tokens computed. Those after the last stored chunk are not: they were counted as
-        external to get pages for the query pass, and vLLM computes them in its next batch.
+        vLLM considers all external tokens computed. Those after the last that keeps its stored KV are not: they were
+        counted as external to get pages for the query pass, and vLLM computes them in its next batch.
         """
         for name, outcome in outcomes.items():
             entry = self._requests.get(name)

@@ -130,7 +130,8 @@ class TaskHandler:
         prefilled = pipeline.prefill(Prompt(task.ids, task.config, task.namespace, prefix), task.matches)
         self._tuning.keep_speed_now_and_then()
         report = replace(prefilled.report, ttft_s=time.perf_counter() - started).to_dict()
-        return TaskOutcome(report, prefilled.tail or None)  # no tail: nothing was reused, so all is computed
+        # None: nothing was reused, so all is computed
+        return TaskOutcome(report, prefilled.tail(prefilled.selected) or None)
 
     def _warm(self, task: WarmTask, job: Job) -> dict[str, Any]:
         # the null block, which no request reads, has room for the preamble
@@ -150,7 +151,7 @@ class TaskHandler:
 
     def _ingestion(self, blocks: list[int], job: Job) -> Ingestion:
         backend = self._backend.on(blocks, job)
-        store = AgreedStore(self._store, backend) if backend.num_processes > 1 else self._store
+        store: Any = AgreedStore(self._store, backend) if backend.num_processes > 1 else self._store
         fingerprint = backend.fingerprint.stored_as(self._codec)
         return Ingestion(backend, store, self._config, self._codec, fingerprint, self._tuning)
 

@@ -67,6 +67,7 @@ class Step:
     """
 
     cache: StepCache
+    positions: Tensor  # (B, 1), on the model's device
     windows: Sequence[int | None]
     calls: Calls
 
@@ -90,24 +91,26 @@ _usual: dict[int, str] = {}
 def attention_at(
     config: Any,
     rows: Tensor,
+    positions: Tensor,
     windows: Sequence[int | None],
     observer: AttentionObserver | None = None,
     branches: Sequence[Branch] = (),
 ) -> AbstractContextManager[None]:
     """Run one forward pass of (S,) ascending `rows` with kvrag's attention, on layers with these `windows`.
 
-    With `branches`, the rows are consecutive, and the branches' tokens follow the last one in the cache.
+    With `branches`, the rows are consecutive, and the branches' tokens follow the last one in the cache. `positions`
+    are those of all tokens, on the model's device: layers and blocks that copy them would wait for the device.
 
     Only one thread at a time may do so per `config`. Other threads that run the same transformers model meanwhile get
     its usual attention.
     """
-    now = _Pass(rows, rows.tolist(), windows, observer=observer)
+    end = len(rows)
+    now = _Pass(positions[:end], rows.tolist(), windows, observer=observer)
     if branches:
-        end = len(rows)
         now.branches = [(slice(0, end), replace(now))]
         for start, length in branches:
-            positions = torch.arange(start, start + length)
-            now.branches.append((slice(end, end + length), _Pass(positions, positions.tolist(), windows)))
+            own = slice(end, end + length)
+            now.branches.append((own, _Pass(positions[own], list(range(start, start + length)), windows)))
             end += length
     return attention_of(config, now)
 
@@ -118,7 +121,7 @@ def attention_of(config: Any, state: _Pass | Step) -> Iterator[None]:
     _usual[id(config)] = config._attn_implementation
     _current.state = state
     try:
-        with _implementation(config, _NAME):
+        with implementation(config, _NAME):
             yield
     finally:
         del _current.state
@@ -126,11 +129,12 @@ def attention_of(config: Any, state: _Pass | Step) -> Iterator[None]:
 
 def suspended(config: Any) -> AbstractContextManager[None]:
     """Restore the usual attention of `config` while this thread waits during its pass."""
-    return _implementation(config, _usual[id(config)]) if hasattr(_current, "state") else nullcontext()
+    return implementation(config, _usual[id(config)]) if hasattr(_current, "state") else nullcontext()
 
 
 @contextmanager
-def _implementation(config: Any, name: str) -> Iterator[None]:
+def implementation(config: Any, name: str) -> Iterator[None]:
+    """Run passes with this attention implementation."""
     before = config._attn_implementation
     config._attn_implementation = name
     try:
@@ -219,8 +223,8 @@ def _with_temperature(module: Any, query: Tensor, positions: Tensor) -> Tensor:
     def scale(places: Tensor) -> Tensor:
         return torch.log1p(torch.floor((places.float() + 1) / module.floor_scale)) * module.attn_scale + 1
 
-    change = scale(positions) / scale(torch.arange(query.shape[2]))
-    return (query * change.view(-1, 1, query.shape[2], 1).to(query.device)).to(query.dtype)
+    change = scale(positions.to(query.device)) / scale(torch.arange(query.shape[2], device=query.device))
+    return (query * change.view(-1, 1, query.shape[2], 1)).to(query.dtype)
 
 
 def _usual_attention(module: nn.Module, usual: str) -> Any:
@@ -268,7 +272,7 @@ def _in_rows(attend: Any, module: nn.Module, query: Tensor, now: Step, usual: st
     layer = cast(int, module.layer_idx)
     window, on_cpu = now.windows[layer], usual == "sdpa" and query.device.type == "cpu"
     states = now.cache.states[now.calls[layer].source]
-    query = _with_temperature(module, query, torch.tensor([[key.shape[2] - 1] for key, _ in states]))
+    query = _with_temperature(module, query, now.positions)
     expand = getattr(module, "expand_kv", None)  # from latents (MLA)
     attended = []
     for row, (key, value) in zip(query.unbind(), states, strict=True):

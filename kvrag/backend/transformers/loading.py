@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
 import torch
+from torch.nn import ModuleList
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -99,11 +101,8 @@ def load(
         )
         if missing := sorted(info["missing_keys"]):  # transformers would use random numbers
             raise ModelLoadError(f"cannot load model {name!r}: its files have no weights for {missing[0]}")
-        if unused := sorted(_left_out(model, info["unexpected_keys"])):
-            raise ModelLoadError(
-                f"cannot load model {name!r}: {type(model).__name__}, which config.json names, does not use "
-                f"{unused[0]} of its files: it is another model's config.json"
-            )
+        if unused := _left_out(model, info["unexpected_keys"]):
+            raise ModelLoadError(f"cannot load model {name!r}: {unused}: it is another model's config.json")
         if device_map is None:
             model = model.to(device or default_device())
     return model, tokenizer
@@ -117,14 +116,24 @@ def auto_class(config: Any) -> Any:
     return AutoModelForImageTextToText if only_with_images else AutoModelForCausalLM
 
 
-def _left_out(model: Any, unexpected: Iterable[str]) -> Iterator[str]:
-    """Yield those of the unexpected weights that belong to layers of the model: its result would not be the files'."""
-    modules = {name for name, _ in model.named_modules()}
+def _left_out(model: Any, unexpected: Iterable[str]) -> str:
+    """Return which of the unexpected weights belong to the model's layers: its result would not be the files'."""
+    modules = dict(model.named_modules())
+    num_layers = model.config.get_text_config().num_hidden_layers
+    lists = [f".{name}" for name, part in modules.items() if isinstance(part, ModuleList) and len(part) == num_layers]
+    unused, stored, predicting = [], set[int](), set[int]()
     for key in unexpected:
         module, _, kind = key.rpartition(".")
         place = module if module in modules else module.rpartition(".")[0]
         if kind in ("weight", "bias") and place in modules and any(part.isdigit() for part in place.split(".")):
-            yield key
+            unused.append(key)
+        layer = re.match(r"(.*?)\.(\d+)\.", key)  # without the first part of its name in files of a model without head
+        if layer and any(name.endswith(f".{layer[1]}") for name in lists):
+            (predicting if ".eh_proj." in key else stored).add(int(layer[2]))
+    num_stored = max(stored - predicting, default=0) + 1  # layers that predict further tokens (MTP) are no part
+    if num_stored > num_layers:
+        return f"config.json has {num_layers} layers, the files hold {num_stored}"
+    return f"{type(model).__name__}, which config.json names, does not use {min(unused)} of its files" if unused else ""
 
 
 def load_config(
@@ -144,14 +153,10 @@ def load_config(
     return config
 
 
-def load_tokenizer(
-    name: str, revision: str | None = None, trust_remote_code: bool = False, local_files_only: bool = False
-) -> Any:
-    """Load a model's tokenizer only; raises like `load`."""
+def load_tokenizer(name: str, **where: Any) -> Any:
+    """Load a model's tokenizer only; takes `where` and raises like `load`."""
     with _explaining(name) as path:
-        return AutoTokenizer.from_pretrained(
-            path, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_files_only
-        )
+        return AutoTokenizer.from_pretrained(path, **where)
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype | None = None) -> int:
@@ -237,7 +242,10 @@ def refuse_unsupported(config: Any, allow_unverified: bool = False) -> None:
     if config.is_encoder_decoder:
         reason = "it is an encoder-decoder model; only causal language models are supported"
     elif other := kinds - set(ATTENTION_KINDS):
-        reason = f"of its layers, {', '.join(sorted(other))} are neither full, sliding nor chunked attention"
+        has_state = other & {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+        dropped = "keep a state that is not KV per token: see docs/decisions/0030-hybrids.md"
+        what = dropped if has_state else "are neither full, sliding nor chunked attention"
+        reason = f"its {', '.join(sorted(has_state or other))} layers {what}"
     elif getattr(text, "alibi", False) or getattr(text, "position_embedding_type", "") == "alibi":
         reason = "it uses ALiBi instead of RoPE"
     elif getattr(text, "use_bidirectional_attention", None) in (True, "all"):  # "vision": for images only

@@ -23,7 +23,7 @@ from kvrag.backend.transformers.adapter import Adapter
 from kvrag.backend.transformers.adapter import load as load_adapter
 from kvrag.backend.transformers.adapter import read as read_adapter
 from kvrag.backend.transformers.attention import AttentionObserver, Calls, Step, attention_at, attention_of, suspended
-from kvrag.backend.transformers.cache import BlendCache, StepCache, StopForward
+from kvrag.backend.transformers.cache import BlendCache, StepCache, StopForward, as_argument
 from kvrag.backend.transformers.compiled import CompiledForward
 from kvrag.backend.transformers.interruptible import MOST, Interruptible
 from kvrag.backend.transformers.rotary import probe
@@ -120,6 +120,7 @@ class Model(Backend):
             self.num_layers, self.bytes_per_token = len(layers.rotary), layers.bytes_per_token
             self._layer_bytes = sum(weights.nbytes for weights in hf.parameters()) // self.num_layers
             self._check_attention()
+            self.tables(torch.arange(_TRIAL_TOKENS))
         self.hidden_size: int = self.config.hidden_size
         self.adapter = adapter if isinstance(adapter, Adapter | None) else load_adapter(adapter, hf, self.name)
         if compile_decode:
@@ -315,16 +316,16 @@ class Model(Backend):
 
     def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
         """See `Backend.attention_received`."""
-        total = torch.zeros(int(rows[-1]) + 1)
+        total = torch.zeros(int(rows[-1]) + 1, device=self.device)
 
         def add(number: int, received: Tensor) -> None:
-            total.add_(received.cpu())
+            total.add_(received.to(self.device))
             if number == layers[-1]:
                 raise StopForward
 
         with suppress(StopForward):
             self._forward(ids, cache, rows, AttentionObserver(num_queries, layers, add))
-        return total / len(layers)
+        return (total / len(layers)).cpu()
 
     def _forward(
         self,
@@ -341,20 +342,25 @@ class Model(Backend):
             cache.pause = self._pause
             if rows is None:
                 start = cache.get_seq_length()
-                positions, mask = torch.arange(start, start + ids.shape[1]), None
+                end = start + ids.shape[1]
+                positions, mask = torch.arange(start, end), None
                 cache.rows = None
                 attention: AbstractContextManager[None] = nullcontext()
             else:
                 positions = torch.cat([rows, *(torch.arange(start, start + length) for start, length in branches)])
-                mask, places = self._no_mask, torch.arange(len(positions)) + rows[0] if branches else rows
-                cache.rows, cache.stop = places.to(self.device), int(places[-1]) + 1
-                attention = attention_at(self.config, rows, self.windows, observer, branches)
-            with attention, self._interruptible(ids.numel(), int(positions[-1]) + 1), reporting_memory():
+                positions, mask = positions.to(self.device), self._no_mask
+                cache.rows, cache.stop = positions, int(rows[-1]) + 1
+                if branches:
+                    cache.stop = int(rows[0]) + len(positions)
+                    cache.rows = torch.arange(int(rows[0]), cache.stop, device=self.device)
+                attention = attention_at(self.config, rows, positions, self.windows, observer, branches)
+                end = cache.stop
+            with attention, self._interruptible(ids.numel(), end), reporting_memory():
                 output = self.hf(
                     input_ids=ids.to(self.device),
                     position_ids=positions[None].to(self.device),
                     attention_mask=mask,
-                    past_key_values=cache,
+                    **as_argument(self.hf, cache),
                     use_cache=True,
                     **({} if all_logits else self._last_logits_only),
                 )
@@ -365,19 +371,19 @@ class Model(Backend):
         """Append (B, 1) tokens to the caches."""
         self._reset_rotary()
         step = StepCache([cast(BlendCache, cache) for cache in caches])
-        positions = torch.tensor([[cache.get_seq_length()] for cache in caches])
+        positions = torch.tensor([[cache.get_seq_length()] for cache in caches]).to(self.device)
         arguments = {
             "input_ids": ids.to(self.device),
-            "position_ids": positions.to(self.device),
+            "position_ids": positions,
             "attention_mask": self._no_mask,
             "use_cache": True,
             **self._last_logits_only,
         }
-        with attention_of(self.config, Step(step, self.windows, self._calls)), reporting_memory():
+        with attention_of(self.config, Step(step, positions, self.windows, self._calls)), reporting_memory():
             if self._compiled:
                 logits = self._compiled(**arguments)
             else:
-                logits = self.hf(**arguments, past_key_values=step).logits
+                logits = self.hf(**arguments, **as_argument(self.hf, step)).logits
         return logits[:, -1].float()
 
     def _interruptible(self, num_rows: int, num_keys: int) -> AbstractContextManager[Any]:

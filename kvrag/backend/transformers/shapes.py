@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -52,3 +53,9 @@ def random_model(
         hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
     name = f"{shape} shape, {config.num_hidden_layers} layers, random weights"
     return Model(hf, tokenizer, name, compile_decode=compile_decode)
+
+
+def one_token_words(model: Model) -> list[str]:
+    """Return words that are one token each in any position, so that the length of a text in tokens is exact."""
+    texts = (model.tokenizer.decode([i]) for i in range(3, len(model.tokenizer.hf)))
+    return [text for text in texts if re.fullmatch(" [a-z]+", text) and len(model.tokenizer.encode(text)) == 1]

@@ -1,9 +1,11 @@
 // The chat page of `kvrag serve`. It calls the server's public API only: /v1/models, /v1/corpus, /v1/chat/completions.
 
+import { markdown } from "./markdown.js";
+
 const $ = (id) => document.getElementById(id);
 const POLL_MS = 500;
 const MAX_TURNS = 4; // earlier turns that are sent with a question
-const CONFIRM_MS = 4000;
+const UNDO_MS = 5000;
 
 let key = sessionStorage.getItem("kvrag-key") ?? "";
 let model = "";
@@ -14,7 +16,9 @@ let documents = [];
 let poll = 0; // timer of the next refresh
 const uploads = new Map(); // name -> the error of a failed upload, or "" while it is sent
 const problems = new Map(); // name -> warnings about an uploaded file
+const removed = new Map(); // name -> timer of the deletion, which can be undone until then
 let busy = null; // AbortController of the current question
+let isWarm = false; // an answer was computed: a server's first one includes start-up costs
 
 // ---------------------------------------------------------------- the server
 
@@ -95,18 +99,17 @@ function showDocuments() {
   const listed = documents.filter((doc) => !uploads.has(doc.id) || isPending(doc));
   const uploading = sent.map(([id, error]) => ({ id, error, status: error ? "failed" : "uploading" }));
   $("documents").replaceChildren(...[...uploading, ...listed].map(documentRow));
-  $("summary").textContent = pending.length ? `encoding, ${pending.length} left` : count(documents.length, "document");
+  $("summary").textContent = pending.length ? `encoding, ${pending.length} left` : documents.length;
   const isSample = ({ id }) => samples.documents.some((name) => id === name || id.endsWith(`/${name}`));
   $("questions").hidden = !documents.some(isSample);
 }
 
-/** Return the folder that contains all documents with absolute names. */
-function commonFolder() {
+/** Return a document's name without the folder that contains all documents with absolute names. */
+function shortName(name) {
   const folders = documents.filter(({ id }) => id.startsWith("/")).map(({ id }) => id.slice(0, id.lastIndexOf("/") + 1));
-  return folders.reduce((common, folder) => {
-    while (!folder.startsWith(common)) common = common.slice(0, common.lastIndexOf("/", common.length - 2) + 1);
-    return common;
-  }, folders[0] ?? "");
+  let common = folders[0] ?? "";
+  while (!folders.every((folder) => folder.startsWith(common))) common = common.replace(/[^/]*\/$/, "");
+  return name.startsWith(common) ? name.slice(common.length) : name;
 }
 
 function documentRow(doc) {
@@ -118,39 +121,46 @@ function documentRow(doc) {
     ready: count(doc.chunks ?? 0, "chunk"),
     failed: doc.error,
   };
-  const name = doc.id.startsWith("/") ? doc.id.slice(commonFolder().length) : doc.id;
-  const row = fill("document", { name, status: statuses[doc.status] });
+  const isGone = removed.has(doc.id);
+  const row = fill("document", { name: shortName(doc.id), status: isGone ? "deleted" : statuses[doc.status] });
   row.querySelector(".name").title = doc.id;
+  row.classList.toggle("gone", isGone);
   row.querySelector(".status").classList.toggle("failed", doc.status === "failed");
   const remove = row.querySelector("button");
-  remove.ariaLabel = remove.title = `Delete ${doc.id}`;
+  remove.textContent = isGone ? "Undo" : "×";
+  remove.ariaLabel = remove.title = `${isGone ? "Keep" : "Delete"} ${doc.id}`;
   remove.addEventListener("click", () => {
-    if (remove.textContent === "Delete?") return drop(doc.id, remove);
-    remove.textContent = "Delete?";
-    setTimeout(() => (remove.textContent = "×"), CONFIRM_MS);
+    clearTimeout(removed.get(doc.id));
+    if (!removed.delete(doc.id)) removed.set(doc.id, setTimeout(() => drop(doc.id), UNDO_MS));
+    showDocuments();
   });
   const bar = row.querySelector("progress");
-  bar.hidden = share === null;
+  bar.hidden = share === null || isGone;
   bar.value = share ?? 0;
   for (const text of problems.get(doc.id) ?? []) row.append(fill("problem", { problem: text }));
   return row;
 }
 
-async function drop(name, button) {
-  button.disabled = true;
+async function drop(name) {
+  clearTimeout(removed.get(name));
   uploads.delete(name);
   problems.delete(name);
   if (documents.some((doc) => doc.id === name)) {
-    await call(path(name), { method: "DELETE" }).catch((error) => {
+    await call(path(name), { method: "DELETE", keepalive: true }).catch((error) => {
       if (error.status !== 404) uploads.set(name, error.message);
     });
   }
+  removed.delete(name);
   await refresh();
 }
 
 /** Upload files, one after the other. */
 async function add(files) {
-  for (const { name } of files) uploads.set(name, "");
+  for (const { name } of files) {
+    uploads.set(name, "");
+    clearTimeout(removed.get(name));
+    removed.delete(name);
+  }
   showDocuments();
   for (const file of files) {
     const name = file.name;
@@ -167,6 +177,7 @@ async function add(files) {
 
 /** Wait until all documents are encoded and one can be retrieved. */
 async function ready(say, signal) {
+  await Promise.all([...removed.keys()].map(drop)); // a deleted document is no source of the answer
   for (await refresh(); documents.some(isPending); await refresh()) {
     say(`Waiting: ${count(documents.filter(isPending).length, "document")} left to encode. This happens once.`);
     await new Promise((resolve) => setTimeout(resolve, POLL_MS));
@@ -194,20 +205,30 @@ async function ask(question) {
       { role: "assistant", content: turn.answer },
     ]);
     const body = { model, messages: [...messages, { role: "user", content: question }] };
+    if (hasCorpus && !isWarm && $("race").checked) {
+      lane.say("Warming up: the first answer of a server takes longer.");
+      const first = { model, messages: [{ role: "user", content: "What is this about?" }], max_tokens: 1, policy: "none" };
+      await stream(first, busy.signal, () => {});
+      isWarm = true;
+    }
     const blend = await answer(lane, body, (hits) => showSources(turn, hits));
     turns.push({ question, answer: blend.text });
     keepTurns();
-    if ($("race").checked) {
+    if ($("race").checked && blend.report.policy === "full") {
+      turn.querySelector(".verdict").textContent = `No comparison: ${blend.why || "full prefill was chosen"}`;
+    } else if ($("race").checked) {
       lane = addLane(turn, "Full prefill", "full");
       const first = (seconds) => judge(turn, blend, seconds);
       const full = await answer(lane, { ...body, policy: "full" }, () => {}, first);
       judge(turn, blend, full.seconds, full.text);
     }
   } catch (error) {
-    const text = lane.part("answer");
-    const isStopped = error.name === "AbortError";
-    text.classList.toggle("problem", !isStopped);
-    text.textContent = isStopped ? `${text.textContent} (stopped)` : error.message;
+    lane.part("detail").textContent = error.name === "AbortError" ? "Stopped" : "";
+    if (error.name === "AbortError") return;
+    lane.part("answer").classList.add("problem");
+    lane.part("answer").textContent = error.message;
+    lane.part("time").textContent = "";
+    $("question").value ||= question;
   } finally {
     setBusy(null);
   }
@@ -218,7 +239,7 @@ function addLane(turn, name, kind = "kvrag") {
   box.classList.add(kind);
   turn.querySelector(".lanes").append(box);
   const part = (name) => box.querySelector(`.${name}`);
-  const say = (text) => (part("answer").textContent = text);
+  const say = (text) => part("answer").replaceChildren(...markdown(text));
   return { part, say };
 }
 
@@ -228,11 +249,13 @@ async function answer(lane, body, onSources = () => {}, onFirst = () => {}) {
   let text = "";
   let seconds = null; // to the first token
   let report = null;
+  let end = null;
   const showTime = () => (lane.part("time").textContent = format(seconds ?? (performance.now() - started) / 1000));
   const clock = setInterval(showTime, 100);
   const onEvent = (event) => {
     if (event.citations) onSources(event.citations);
     report = event.kvrag ?? report;
+    end = event.choices[0]?.finish_reason ?? end;
     const { content = "", reasoning_content: thought = "" } = event.choices[0]?.delta ?? {};
     if (!content && !thought) return;
     if (seconds === null) {
@@ -266,10 +289,11 @@ async function answer(lane, body, onSources = () => {}, onFirst = () => {}) {
   if (!text) lane.say("(The model gave an empty answer.)");
   const tokens = (name) => report[`${name}_tokens`].toLocaleString("en");
   const computed = `${tokens("reused")} reused, ${tokens("recomputed")} of them recomputed (ratio ${report.ratio})`;
-  const why = body.policy ? [] : [report.decision, ...report.notes];
+  const why = body.policy ? "" : [report.decision, ...report.notes].filter(Boolean).join("; ");
   const used = `${tokens("prompt")} prompt tokens: ${report.policy === "full" ? "all computed" : computed}`;
-  lane.part("detail").textContent = [used, ...why.filter(Boolean)].join("; ");
-  return { text: text.trim(), seconds, report };
+  const cut = end === "length" && "stopped at the token limit (--max-tokens)";
+  lane.part("detail").textContent = [used, why, cut].filter(Boolean).join("; ");
+  return { text: text.trim(), seconds, report, why };
 }
 
 const format = (seconds) => (seconds < 1 ? `${Math.round(1000 * seconds)} ms` : `${seconds.toFixed(2)} s`);
@@ -280,9 +304,9 @@ function judge(turn, blend, seconds, text) {
   const slow = Math.max(blend.seconds, seconds);
   const bars = turn.querySelectorAll(".bar");
   [blend.seconds, seconds].forEach((time, number) => (bars[number].value = time / slow));
-  const times = `${(slow / Math.min(blend.seconds, seconds)).toFixed(1)}x faster`;
-  const ratio = blend.seconds < seconds ? `First token ${times}` : `Full prefill was ${times}`;
-  const verdict = blend.report.policy === "full" ? "No comparison: full prefill was chosen for both (see above)" : ratio;
+  const times = slow / Math.min(blend.seconds, seconds);
+  const winner = blend.seconds < seconds ? "First token" : "Full prefill was";
+  const verdict = times < 1.05 ? "First tokens equally fast" : `${winner} ${times.toFixed(1)}x faster`;
   const same = text === undefined ? "" : blend.text === text ? ", the same answer" : ", the answers differ";
   turn.querySelector(".verdict").textContent = verdict + same;
 }
@@ -295,8 +319,8 @@ function showSources(turn, hits) {
   box.querySelector("ol").replaceChildren(...hits.map((hit) => {
     const [first, last] = hit.pages ?? [];
     const pages = first === last ? `page ${first}` : `pages ${first}-${last}`;
-    const where = hit.pages ? `${hit.document} (${pages})` : hit.document;
-    return fill("source", { where, start: hit.text.replace(/\s+/g, " ").slice(0, 90), text: hit.text });
+    const where = shortName(hit.document) + (hit.pages ? ` (${pages})` : "");
+    return fill("source", { where, start: hit.text.replace(/\s+/g, " ").slice(0, 200), text: hit.text });
   }));
 }
 
@@ -356,11 +380,12 @@ function listen() {
     event.preventDefault(); // else the browser opens the file
     if (hasCorpus) add([...event.dataTransfer.files]);
   });
-  $("race").addEventListener("change", () => ($("note").hidden = !$("race").checked));
+  window.addEventListener("pagehide", () => [...removed.keys()].forEach(drop));
 }
 
 async function start() {
   listen();
+  $("sidebar").open = innerWidth > 760; // else it covers the chat, as in style.css
   try {
     const names = (await (await call("v1/models")).json()).data.map((model) => model.id);
     $("model").textContent = model = names[0];

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
@@ -12,7 +13,7 @@ import pytest
 from blending import CHUNKS, QUESTION, messages
 from serving import NAME, Served, serving, until
 
-from kvrag import BlendEngine, BlendReport, WarmReport
+from kvrag import BlendEngine, BlendReport, RemoteEngine, WarmReport
 from kvrag.backend.lock import check_left
 from kvrag.server.settings import ApiKey
 
@@ -35,8 +36,8 @@ def test_chunks_are_warmed_listed_and_forgotten(served: Served, engine: BlendEng
     assert (report.chunks, report.new, report.reused) == (2, 2, 0)
     again = engine.warm(CHUNKS[:2], document=["a", "b"], sources="s")
     assert (again.new, again.reused) == (0, 2)  # the same variants as those of a local call
-    assert served.http.get("/v1/chunks").json() == {"documents": ["a", "b"]}
-    assert served.http.get("/v1/chunks", params={"prefix": "b"}).json() == {"documents": ["b"]}
+    assert served.http.get("/v1/chunks").json() == {"documents": ["a", "b"], "encoding": {}}
+    assert served.http.get("/v1/chunks", params={"prefix": "b"}).json()["documents"] == ["b"]
     assert served.ask("\n\n".join(CHUNKS[:2])).json()["kvrag"]["reused_tokens"] > 40
     assert forget(served, "a").json() == {"document": "a", "removed": 1}
     assert forget(served, "a").json()["removed"] == 0
@@ -85,9 +86,9 @@ def test_namespaces_see_their_own_chunks_only(engine: BlendEngine) -> None:
     with serving(engine, key="k1", api_keys=(ApiKey("k1", "one"), ApiKey("k2", "two"))) as served:
         other = {"Authorization": "Bearer k2"}
         served.http.post("/v1/chunks", json={"texts": CHUNKS, "document": "a"}).raise_for_status()
-        assert served.http.get("/v1/chunks", headers=other).json() == {"documents": []}
+        assert served.http.get("/v1/chunks", headers=other).json()["documents"] == []
         assert served.http.delete("/v1/chunks/a", headers=other).json()["removed"] == 0
-        assert served.http.get("/v1/chunks").json() == {"documents": ["a"]}
+        assert served.http.get("/v1/chunks").json()["documents"] == ["a"]
         assert engine.documents(namespace="one") == ["a"]
         for method, path in (("GET", "/v1/chunks"), ("POST", "/v1/chunks"), ("POST", "/tokenize")):
             assert served.http.request(method, path, headers={"Authorization": "Bearer no"}).status_code == 401
@@ -110,6 +111,29 @@ def test_a_client_that_disconnects_ends_the_encoding(
         served.http.post("/v1/chunks", json={"texts": CHUNKS}, timeout=0.3)
     until(lambda: bool(ended), 20)
     until(lambda: served.running() == (0, 0), 20)
+
+
+def test_the_client_reports_progress_while_the_server_encodes_a_document(
+    served: Served, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrag.client.servers._WATCH_S", 0.05)
+    warm, seen, done = engine.warm, threading.Event(), list[tuple[int, int]]()
+
+    def slowly(*args: Any, progress: Any, **kwargs: Any) -> WarmReport:
+        progress(50, 100)
+        assert seen.wait(30)
+        return warm(*args, **kwargs)
+
+    def moved(number: int, total: int) -> None:
+        done.append((number, total))
+        seen.set() if number else None
+
+    monkeypatch.setattr(engine, "warm", slowly)
+    with RemoteEngine(served.url) as remote:
+        remote.warm(CHUNKS, document="a", progress=moved)
+    assert set(done) >= {(2, 4), (4, 4)}
+    assert done == sorted(done)
+    assert served.http.get("/v1/chunks").json()["encoding"] == {}
 
 
 def test_chunks_of_a_request_are_encoded_first(served: Served, engine: BlendEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -390,9 +391,13 @@ def test_token_ids_are_embedded_as_their_texts(client: OpenAI, corpus: Corpus) -
     assert by_ids.usage == by_text.usage
 
 
-def test_the_documentation_page_works_with_keys(engine: BlendEngine) -> None:
+def test_the_documentation_page_works_with_keys_and_offline(engine: BlendEngine) -> None:
     with serving(engine, api_keys=(ApiKey("one"),)) as served:
-        assert "swagger" in httpx.get(f"{served.url}/docs").text
+        page = httpx.get(f"{served.url}/docs").text
+        assert "<code>POST /v1/chat/completions</code> Answer a conversation." in page
+        assert "<code>ChatRequest</code>" in page
+        assert re.findall(r"""(?:src|href|url\()=?["']?([^"'>)]+)""", page) == ["style.css", "data:,", "openapi.json"]
+        assert "script" not in re.findall(r"<(\w+)", page)
         described = httpx.get(f"{served.url}/openapi.json").json()
     assert described["components"]["securitySchemes"]["HTTPBearer"]["scheme"] == "bearer"
     assert {"/v1/responses", "/v1/chat/completions"} <= set(described["paths"])

@@ -102,36 +102,92 @@ def ask(page: Any, question: str, turn: int) -> None:
 def test_a_model_that_is_not_calibrated(page: Any, server: Any, tmp_path: Path) -> None:
     assert "is not calibrated for this store: full prefill answers" in (tmp_path / "stderr").read_text()
     page.goto(server.url)
+    page.fill("#question", "Who is the cook?")
+    page.press("#question", "Enter")
+    page.locator(".verdict", has_text="No comparison: not calibrated (").wait_for()
+    (detail,) = page.locator(".lane .detail").all_inner_texts()  # a second lane would compute the same again
+    assert re.match(r"[\d,]+ prompt tokens: all computed; not calibrated .*, so full prefill is used", detail)
+    assert detail.endswith("; stopped at the token limit (--max-tokens)")
+
+
+def script(page: Any, *deltas: dict[str, str]) -> list[dict[str, Any]]:
+    """Answer the page with these pieces of a stream; return the list of its requests."""
+    asked: list[dict[str, Any]] = []
+    report = {"prompt_tokens": 5, "reused_tokens": 2, "recomputed_tokens": 1, "policy": "query", "ratio": 0.5}
+    events: list[dict[str, Any]] = [{"choices": [{"delta": delta}]} for delta in deltas]
+    events.append({"choices": [{"delta": {}}], "kvrag": {**report, "notes": []}})
+    body = "".join(f"data: {line}\n\n" for line in [*map(json.dumps, events), "[DONE]"])
+
+    def answer(route: Any) -> None:
+        if "max_tokens" not in route.request.post_data_json:  # else the page warms up
+            asked.append(route.request.post_data_json)
+        route.fulfill(content_type="text/event-stream", body=body)
+
+    page.route("**/v1/chat/completions", answer)
+    return asked
+
+
+MARKDOWN = """The **cook** is *Yusuf* `Demir`:
+
+1. soup
+
+2. a dish
+   - with <b>fish</b>
+
+| Day | Dish |
+|---|---:|
+| Monday | **Soup** |
+
+```python
+x = "**not bold**"
+```
+"""
+HOSTILE = """<img src=x onerror="window.hacked=1"> <script>window.hacked=1</script>
+[a](javascript:window.hacked=1) [b](data:text/html,x) ![c](https://evil.example/?secret)
+[d](https://x.example" onclick="y)
+| <svg onload=window.hacked=1> |
+|---|
+"""
+
+
+def test_an_answer_is_shown_as_markdown(page: Any, server: Any) -> None:
+    script(page, *({"content": MARKDOWN[at : at + 7]} for at in range(0, len(MARKDOWN), 7)))
+    page.goto(server.url)
     ask(page, "Who is the cook?", 1)
-    careful, full = page.locator(".lane .detail").all_inner_texts()
-    assert re.fullmatch(r"[\d,]+ prompt tokens: all computed; not calibrated .*, so full prefill is used", careful)
-    assert re.fullmatch(r"[\d,]+ prompt tokens: all computed", full)
-    assert page.inner_text(".verdict").startswith("No comparison: full prefill was chosen for both (see above), the ")
+    answer = page.locator(".answer").first
+    shown = {tag: answer.locator(tag).all_inner_texts() for tag in ("strong", "em", "p code", "ol > li", "ul > li")}
+    assert shown == {
+        "strong": ["cook", "Soup"],
+        "em": ["Yusuf"],
+        "p code": ["Demir"],
+        "ol > li": ["soup", "a dish\n\nwith <b>fish</b>"],
+        "ul > li": ["with <b>fish</b>"],
+    }
+    assert answer.locator("th, td").all_inner_texts() == ["Day", "Dish", "Monday", "Soup"]
+    assert answer.locator("pre").inner_text() == 'x = "**not bold**"'
+    assert page.locator(".lane .detail").first.inner_text() == (
+        "5 prompt tokens: 2 reused, 1 of them recomputed (ratio 0.5)"
+    )
+
+
+@pytest.mark.parametrize("hostile", [HOSTILE, "- " * 9000, "1. " * 9000, "*a **b [c" * 2000])
+def test_hostile_markdown_stays_text(page: Any, server: Any, hostile: str) -> None:
+    addresses: list[str] = []
+    page.on("request", lambda request: addresses.append(request.url))
+    script(page, {"content": hostile})
+    page.goto(server.url)
+    ask(page, "Who is the cook?", 1)
+    assert page.locator(".answer :is(img, svg, script, iframe, [onclick], [onerror], [onload])").count() == 0
+    hrefs = [link.get_attribute("href") for link in page.locator(".answer a").all()]
+    assert all(href == "https://evil.example/?secret" for href in hrefs)  # a link, never loaded as a picture
+    assert page.evaluate("window.hacked") is None
+    assert all(address.startswith((server.url, "data:")) for address in addresses)
 
 
 def test_a_thought_is_folded_and_not_sent_back(page: Any, server: Any) -> None:
     """The stream is scripted: the random model does not think."""
-    asked: list[dict[str, Any]] = []
-    report = {
-        "prompt_tokens": 5,
-        "reused_tokens": 2,
-        "recomputed_tokens": 1,
-        "policy": "query",
-        "ratio": 0.5,
-        "notes": [],
-    }
-
-    def answer(route: Any) -> None:
-        asked.append(route.request.post_data_json)
-        thoughts = [{"reasoning_content": text, "reasoning": text} for text in ("Who else? ", "Yusuf.")]
-        events = [
-            {"choices": [{"delta": delta}]} for delta in (*thoughts, {"content": " Yusuf"}, {"content": " Demir"})
-        ]
-        events.append({"choices": [{"delta": {}}], "kvrag": report})
-        lines = [*map(json.dumps, events), "[DONE]"]
-        route.fulfill(content_type="text/event-stream", body="".join(f"data: {line}\n\n" for line in lines))
-
-    page.route("**/v1/chat/completions", answer)
+    thoughts = [{"reasoning_content": text, "reasoning": text} for text in ("Who else? ", "Yusuf.")]
+    asked = script(page, *thoughts, {"content": " Yusuf"}, {"content": " Demir"})
     page.goto(server.url)
     ask(page, "Who is the cook?", 1)
     lane = page.locator(".lane").first
@@ -150,13 +206,14 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     failed: list[Any] = []
     page.on("request", lambda request: addresses.append(request.url))
     page.on("request", lambda request: asked.append(request.post_data_json) if "chat/" in request.url else None)
+    warm_up = {"messages": [{"role": "user", "content": "What is this about?"}], "max_tokens": 1, "policy": "none"}
     page.on("pageerror", lambda error: failed.append(error))
     page.goto(server.url)
     page.evaluate(WATCH)
 
     # the sample documents are there; a question waits for them
     ask(page, "Who is the cook?", 1)
-    heard = [text for text in page.evaluate("window.heard") if not text.startswith("Waiting: ")]
+    heard = [text for text in page.evaluate("window.heard") if not text.startswith(("Waiting: ", "Warming up: "))]
     assert len(heard) > 2  # not all at once
     assert all(later.startswith(earlier) for earlier, later in pairwise(heard))
     assert not page.locator(".thought").first.is_visible()
@@ -165,7 +222,7 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     assert lanes.locator(".name").all_inner_texts() == ["kvrag", "Full prefill"]
     assert all(re.fullmatch(r"\d+ ms|\d+\.\d\d s", text) for text in lanes.locator(".time").all_inner_texts())
     assert re.search(r"[1-9]\d* reused, [1-9]\d* of them recomputed \(ratio 0.15\)", lanes.first.inner_text())
-    assert re.fullmatch(r"(First token|Full prefill was) .*x faster, the .*", page.inner_text(".verdict"))
+    assert re.fullmatch(r"(First tokens? |Full prefill was ).* (faster|fast), the .*", page.inner_text(".verdict"))
     page.click(".sources > summary")
     page.click(".sources li:first-child summary")
     assert page.locator(".sources li").count() == 5
@@ -173,6 +230,7 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     assert re.fullmatch(r"5 chunks from \d documents", named)
     assert page.is_hidden("#tiny")  # the note about the bundled model
     assert page.inner_text(".sources li:first-child p") in "".join(sample.HANDBOOK.documents().values())
+    assert warm_up.items() <= asked.pop(0).items()
     assert [body.get("policy") for body in asked] == [None, "full"]
     assert asked[0]["messages"] == asked[1]["messages"]
 
@@ -197,14 +255,14 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     page.locator("#documents li", has_text="it is a broken or protected PDF").wait_for()
     page.locator("#documents li", has_text="lines.jsonl").get_by_text("line 2: skipped: it is not JSON").wait_for()
     page.locator("#documents li", has_text="note.md").get_by_text("1 chunk").wait_for()
-    for name in ("handbook/petrel.md", "broken.pdf"):
-        button = page.get_by_label(f"Delete {name}")
-        button.click()
-        assert button.inner_text() == "Delete?"
-        button.click()
-    page.get_by_label("Delete handbook/petrel.md").wait_for(state="detached")
-    page.get_by_text("it is a broken or protected PDF").wait_for(state="detached")
-    page.get_by_text("17 documents").wait_for()
+    for name in ("handbook/petrel.md", "broken.pdf", "note.md"):
+        page.get_by_label(f"Delete {name}").click()
+    page.get_by_label("Keep note.md").click()  # undo
+    page.get_by_label("Keep handbook/petrel.md").wait_for(state="detached")
+    page.get_by_label("Keep broken.pdf").wait_for(state="detached")
+    assert page.get_by_label("Delete handbook/petrel.md").count() == 0
+    page.locator("#summary", has_text="17").wait_for()
+    page.get_by_label("Delete note.md").wait_for()
 
     # dropped beside the box
     page.evaluate("""() => {
@@ -213,17 +271,17 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
         document.body.dispatchEvent(new DragEvent("drop", { dataTransfer: dropped, bubbles: true, cancelable: true }));
     }""")
     page.locator("#documents li", has_text="bees.md").get_by_text("1 chunk").wait_for()
-    page.get_by_text("18 documents").wait_for()
+    page.locator("#summary", has_text="18").wait_for()
 
     # a chunk over two pages
     (tmp_path / "choir.pdf").write_bytes(pdf("The choir meets on Mondays", "in the old fire station."))
     page.set_input_files("#files", [tmp_path / "choir.pdf"])
-    page.get_by_text("19 documents").wait_for()
+    page.locator("#summary", has_text="19").wait_for()
     page.locator("#documents li", has_text="choir.pdf").get_by_text("1 chunk").wait_for()
     ask(page, "Where does the choir meet?", 1)
     page.locator(".sources").last.locator("> summary").click()
     page.locator(".sources li summary", has_text="choir.pdf (pages 1-2)").wait_for()
-    assert [len(body["messages"]) for body in asked[-2:]] == [5, 5], "with the turns from before the reload"
+    assert [len(body["messages"]) for body in asked[-3:]] == [1, 5, 5], "with the turns from before the reload"
 
     # small and dark
     page.set_viewport_size({"width": 390, "height": 844})
@@ -238,5 +296,6 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     page.fill("#question", "Is anybody there?")
     page.press("#question", "Enter")
     page.locator(".problem", has_text="The server does not answer").wait_for()
+    assert page.input_value("#question") == "Is anybody there?"
     assert failed == []
     assert [address for address in addresses if not address.startswith((server.url, "data:"))] == []  # works offline

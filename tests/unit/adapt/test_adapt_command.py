@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,15 +117,14 @@ def test_after_success_the_next_command_is_named(
 
 @pytest.mark.slow
 def test_a_full_disk_at_the_end_keeps_the_training(adapt: Run, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Path.write_bytes
+    real = os.replace
 
-    def full(path: Path, data: bytes) -> int:
-        if path.name.startswith(WEIGHTS):
-            real(path, data[:100])
+    def full(source: Path, path: Path) -> None:
+        if path.name == WEIGHTS:
             raise OSError(28, "No space left on device", str(path))
-        return real(path, data)
+        real(source, path)
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "replace", full)
     code, said, err = adapt("--minutes", "0.1", "--force")
     assert (code, said) == (1, "")
     assert err.splitlines()[-1] == (

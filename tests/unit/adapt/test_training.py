@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -283,11 +284,10 @@ def test_a_full_disk_is_one_line_and_leaves_the_checkpoint(
     train(model, _lessons(model), course, tmp_path, {})
     before = (tmp_path / CHECKPOINT).read_bytes()
 
-    def full(path: Path, data: bytes) -> None:
-        path.touch()
+    def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(KvragError, match=r"cannot write .*: No space left on device"):
         train(model, _lessons(model), Course(**{**vars(course), "minutes": 0.2}), tmp_path, {})
     assert (tmp_path / CHECKPOINT).read_bytes() == before

@@ -34,7 +34,7 @@ def _attended(
 ) -> Tensor:
     """(1, S, HG, D) on the model's last layer."""
     module: Any = model.hf.model.layers[-1].self_attn
-    with torch.inference_mode(), attention_at(model.config, ROWS, model.windows, observer):
+    with torch.inference_mode(), attention_at(model.config, ROWS, ROWS, model.windows, observer):
         return kvrag.backend.transformers.attention._attend(
             module, query, key, value, torch.zeros(1, 1, 1, 1), scaling=0.25
         )[0]

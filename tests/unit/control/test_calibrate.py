@@ -262,11 +262,6 @@ def test_if_no_ratio_reaches_the_target_full_prefill_is_used(warmed: BlendEngine
         ({"policy": "hkvd"}, "policy hkvd, not query"),
         ({"settings": settings_of(BlendConfig(first_tokens=4))}, "other settings (first_tokens)"),
         ({"settings": settings_of(BlendConfig()) | {"smoothing": 5}}, "other settings (smoothing)"),
-        ({"settings": settings_of(BlendConfig()) | {"context": "headings"}}, "other settings (context)"),
-        (
-            {"settings": settings_of(BlendConfig()) | {"metric": "cosine", "min_deviation": 0.2}},
-            "other settings (metric, min_deviation)",
-        ),
     ],
 )
 def test_a_calibration_for_something_else_is_ignored(changes: dict[str, Any], why: str, warmed: BlendEngine) -> None:
@@ -275,13 +270,6 @@ def test_a_calibration_for_something_else_is_ignored(changes: dict[str, Any], wh
     assert report.ratio == 0.15
     assert report.notes == (f"the store's calibration is ignored: it was made for {why}",)
     assert warmed.generate(PROMPT, max_new_tokens=1, policy="none").report.notes == ()
-
-
-def test_a_calibration_of_a_version_with_more_settings_is_used(warmed: BlendEngine) -> None:
-    more = {"seam_before": 0, "deviation_of": "kv", "metric": "l2", "min_deviation": 0.0, "smoothing": 1}
-    _kept(warmed, settings=settings_of(BlendConfig()) | more | {"context": "text"})
-    report = warmed.generate(PROMPT, max_new_tokens=1).report
-    assert (report.ratio, report.notes) == (0.05, ())
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b'{"ratio": 3}', b"null"])

@@ -37,12 +37,12 @@ def ask(tokenizer: Any, hf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Ask a model with this template that wants to say this text; a grammar may keep it from doing so."""
     engines: dict[str, BlendEngine] = {}
     wanted: list[int] = []
-    sample = Row._sample
+    draw = Row.draw
 
-    def wanting(self: Row, logits: torch.Tensor) -> int:
+    def wanting(self: Row, logits: torch.Tensor) -> torch.Tensor:
         logits = torch.zeros_like(logits)
         logits[0, wanted.pop(0) if wanted else 1] = 1
-        return sample(self, logits)
+        return draw(self, logits)
 
     def ask(name: str, text: str, prompt: Any = HELLO, by_letter: bool = False, **options: Any) -> Answer:
         if name not in engines:
@@ -64,7 +64,7 @@ def ask(tokenizer: Any, hf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def letters(theirs: Any, token: int) -> str:
         return str(theirs.convert_ids_to_tokens(token))
 
-    monkeypatch.setattr(Row, "_sample", wanting)
+    monkeypatch.setattr(Row, "draw", wanting)
     yield ask
     for engine in engines.values():
         engine.close()

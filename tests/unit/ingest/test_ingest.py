@@ -457,14 +457,15 @@ def kv_of(kv: Warmer) -> dict[str, list[tuple[torch.Tensor, ...]]]:
     return found
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
 def test_a_warm_stopped_within_a_row_continues_after_its_stored_chunks(
-    opens: Open, hf: Any, computed: list[int], monkeypatch: pytest.MonkeyPatch
+    seconds: float, opens: Open, hf: Any, computed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stored after 10 seconds at most, here after every pass, also if one row has the whole document."""
+    """Stored after every pass, or when stopped, also if one row has the whole document."""
     whole, kv, texts = opens("a", context_tokens=500), opens("b", context_tokens=500), long_document(40)
     whole.warm(*texts, document="a")
     in_one_pass = sum(computed)
-    monkeypatch.setattr(kvrag.ingest.ingest, "_PUT_S", 0.0)
+    monkeypatch.setattr(kvrag.ingest.ingest, "_PUT_S", seconds)
     monkeypatch.setattr("kvrag.ingest.encode.CPU_TOKENS", 128)
     done: list[tuple[int, int]] = []
 
@@ -481,7 +482,8 @@ def test_a_warm_stopped_within_a_row_continues_after_its_stored_chunks(
     assert len(texts) / 4 < kept < len(texts)
     assert kv.store.documents() == {}
     assert done[0][0] == 0
-    assert len(done) > 4, "progress after each pass"
+    assert len(done) > 4 or seconds, "progress after each pass"
+    assert done[-1] == (kv.store.stats().tokens, sum(map(len, map(kv.model.tokenizer.encode, texts))))
     computed.clear()
     report = kv.warm(*texts, document="a")
     assert (report.new, report.reused) == (len(texts) - kept, kept)

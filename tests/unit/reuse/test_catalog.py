@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,12 +17,13 @@ import pytest
 from kvrag.reuse import catalog as catalog_module
 from kvrag.reuse import segment as segment_module
 from kvrag.reuse.catalog import Catalog, _to_merge
-from kvrag.reuse.match import TextRun, match
+from kvrag.reuse.match import match
 from kvrag.reuse.segment import DamagedSegmentError, Segment, join, read, write
 from kvrag.store import FileStore
 from kvrag.store.base import MANIFEST
 from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.protocol import Entry
+from kvrag.types import Run
 
 MIN_RUN = 16
 
@@ -30,7 +32,7 @@ class Store:
     """The part of a store that a catalog uses; processes that share it share the object."""
 
     def __init__(self, folder: Path | None = None, read_only: bool = False) -> None:
-        self.catalog_folder, self.read_only = folder, read_only
+        self.catalog_folder, self.read_only = folder or Path(os.devnull), read_only or folder is None
         self.texts: dict[int, Entry] = {}
         self.log: list[int] = []
         self.forgotten = 0  # number of the oldest removals that were dropped from the log
@@ -82,7 +84,7 @@ def _text(rng: random.Random, length: int = 100) -> list[int]:
     return [rng.randrange(30000) for _ in range(length)]
 
 
-def _match(catalog: Catalog, ids: Any, min_run: int, namespace: str = "") -> list[TextRun]:
+def _match(catalog: Catalog, ids: Any, min_run: int, namespace: str = "") -> list[Run]:
     """Match as a prompt does."""
     catalog.update()
     return catalog.match(ids, min_run, namespace)
@@ -98,7 +100,7 @@ def _settle(catalog: Catalog) -> None:
 
 def _check(catalog: Catalog, present: dict[str, list[int]], absent: dict[str, list[int]]) -> None:
     for text, ids in present.items():
-        assert _match(catalog, ids, MIN_RUN) == [TextRun(0, len(ids), text, 0)]
+        assert _match(catalog, ids, MIN_RUN) == [Run(0, len(ids), text, 0)]
         assert catalog.ids(text).tolist() == ids
     for text, ids in absent.items():
         assert _match(catalog, ids, MIN_RUN) == []
@@ -171,13 +173,13 @@ def test_namespaces_share_nothing(rng: random.Random) -> None:
     anonymous = store.add(_text(rng))
     assert ours != theirs
     catalog = Catalog(store)
-    assert [run.text_key for run in _match(catalog, ids, MIN_RUN, "ours")] == [ours]
-    assert [run.text_key for run in _match(catalog, ids, MIN_RUN, "theirs")] == [theirs]
+    assert [run.key for run in _match(catalog, ids, MIN_RUN, "ours")] == [ours]
+    assert [run.key for run in _match(catalog, ids, MIN_RUN, "theirs")] == [theirs]
     assert _match(catalog, ids, MIN_RUN) == []
     assert _match(catalog, catalog.ids(anonymous), MIN_RUN, "ours") == []
     for _ in range(100):  # more than an anchor has candidates
         store.add([*ids, *_text(rng, 20)], "theirs")
-    assert [run.text_key for run in _match(catalog, ids, MIN_RUN, "ours")] == [ours]
+    assert [run.key for run in _match(catalog, ids, MIN_RUN, "ours")] == [ours]
     segment = Segment.of([*store.entries(0)])
     hashes = segment.postings >> np.uint64(32)
     addresses = (segment.postings & np.uint64(0xFFFFFFFF)).astype(np.int64)
@@ -245,7 +247,7 @@ def test_a_flipped_bit_anywhere_in_a_segment_never_makes_a_wrong_run(tmp_path: P
             segment.check()
         for run in match([segment], prompt, MIN_RUN):
             # the engine compares the ids once more, with those of the chunk that it opens
-            theirs = segment.text(segment.row(run.text_key) or 0)[run.offset : run.offset + len(run)]
+            theirs = segment.text(segment.row(run.key) or 0)[run.offset : run.offset + len(run)]
             assert theirs.tolist() == prompt[run.start : run.stop]
 
 
@@ -317,7 +319,7 @@ def test_prompts_are_matched_while_others_write(tmp_path: Path, rng: random.Rand
         mine = random.Random(seed)
         while not stop.is_set():
             text = mine.choice(list(present))
-            if [run.text_key for run in _match(catalog, present[text], MIN_RUN)] != [text]:
+            if [run.key for run in _match(catalog, present[text], MIN_RUN)] != [text]:
                 errors.append(text)
 
     threads = [threading.Thread(target=ask, args=(catalogs[i % 2], i)) for i in range(4)]

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrag.reuse import match as match_module
-from kvrag.reuse.match import _AGAIN, _COMPARED, _EDGE, _GAP, TextRun, match
+from kvrag.reuse.match import _AGAIN, _COMPARED, _EDGE, _GAP, match
 from kvrag.reuse.segment import GRAM, WINDOW, Segment, gram_hashes, join
 from kvrag.store.protocol import Entry
+from kvrag.types import Run
 
 MIN_RUN = 16
 
@@ -25,7 +26,7 @@ def _segments(chunks: dict[str, list[int]], portions: int = 1) -> list[Segment]:
     return [Segment.of(entries[start : start + size]) for start in range(0, len(entries), size)]
 
 
-def _check_runs(runs: list[TextRun], prompt: list[int], chunks: dict[str, list[int]], min_run: int = MIN_RUN) -> None:
+def _check_runs(runs: list[Run], prompt: list[int], chunks: dict[str, list[int]], min_run: int = MIN_RUN) -> None:
     """Check the properties of every list of runs."""
     end = 0
     for number, run in enumerate(runs):
@@ -34,18 +35,18 @@ def _check_runs(runs: list[TextRun], prompt: list[int], chunks: dict[str, list[i
             assert len(run) >= _AGAIN
             neighbours = runs[max(number - 1, 0) : number] + runs[number + 1 : number + 2]
             assert any(_goes_on(*sorted((run, other), key=lambda run: run.start)) for other in neighbours)
-        assert prompt[run.start : run.stop] == chunks[run.text_key][run.offset : run.offset + len(run)]
+        assert prompt[run.start : run.stop] == chunks[run.key][run.offset : run.offset + len(run)]
         end = run.stop
     assert end <= len(prompt)
 
 
-def _goes_on(run: TextRun, other: TextRun) -> bool:
+def _goes_on(run: Run, other: Run) -> bool:
     """Return whether the second run continues the first one's chunk after a small gap."""
     gaps = other.start - run.stop, other.offset - run.offset - len(run)
-    return run.text_key == other.text_key and all(0 <= gap <= _GAP for gap in gaps)
+    return run.key == other.key and all(0 <= gap <= _GAP for gap in gaps)
 
 
-def _covered(runs: list[TextRun]) -> set[int]:
+def _covered(runs: list[Run]) -> set[int]:
     return {position for run in runs for position in range(run.start, run.stop)}
 
 
@@ -84,7 +85,7 @@ def test_a_common_stretch_of_min_run_tokens_is_always_found_and_a_shorter_one_ne
     before, after = [rng.randrange(30000, 60000) for _ in range(37)], [rng.randrange(30000, 60000) for _ in range(11)]
     prompt = before + chunks["a"][start : start + length] + after
     runs = match(_segments(chunks), prompt, MIN_RUN)
-    assert runs == ([TextRun(37, 37 + length, "a", start)] if length >= MIN_RUN else [])
+    assert runs == ([Run(37, 37 + length, "a", start)] if length >= MIN_RUN else [])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -138,42 +139,42 @@ def test_too_wide_a_gap_is_not_crossed_and_what_follows_a_cut_chunk_is_not_its_o
     chunk = list(range(100))
     far = [*chunk[:40], *range(1000, 1001 + _GAP), *chunk[40:50], *range(2000, 2050)]
     near = [*chunk[:40], *range(1000, 1000 + _GAP), *chunk[40:50], *range(2000, 2050)]
-    assert match(_segments({"a": chunk}), far, MIN_RUN) == [TextRun(0, 40, "a", 0)]
-    assert match(_segments({"a": chunk}), near, MIN_RUN) == [TextRun(0, 40, "a", 0), TextRun(52, 62, "a", 40)]
+    assert match(_segments({"a": chunk}), far, MIN_RUN) == [Run(0, 40, "a", 0)]
+    assert match(_segments({"a": chunk}), near, MIN_RUN) == [Run(0, 40, "a", 0), Run(52, 62, "a", 40)]
     cut = [*chunk[:40], *range(1000, 1020), *chunk[90:93]]
-    assert match(_segments({"a": chunk}), cut, MIN_RUN) == [TextRun(0, 40, "a", 0)]
+    assert match(_segments({"a": chunk}), cut, MIN_RUN) == [Run(0, 40, "a", 0)]
 
 
 def test_overlapping_runs_are_trimmed() -> None:
     text = list(range(200))
     chunks = {"middle": text[50:150], "before": text[0:80], "after": text[130:200]}
     runs = match(_segments(chunks), text, MIN_RUN)
-    assert runs == [TextRun(0, 80, "before", 0), TextRun(80, 150, "middle", 30), TextRun(150, 200, "after", 20)]
+    assert runs == [Run(0, 80, "before", 0), Run(80, 150, "middle", 30), Run(150, 200, "after", 20)]
 
 
 def test_of_the_candidates_of_one_anchor_the_longest_wins() -> None:
     text = list(range(200))
     chunks = {"short": text[50:90], "long": text[40:150], "middle": text[45:120]}
-    assert match(_segments(chunks, portions=3), text, MIN_RUN) == [TextRun(40, 150, "long", 0)]
+    assert match(_segments(chunks, portions=3), text, MIN_RUN) == [Run(40, 150, "long", 0)]
 
 
 def test_a_run_inside_another_is_cut_in_two() -> None:
     outer, inner = list(range(100)), list(range(1000, 1060))
     prompt = outer[:50] + inner + outer[50:]
     runs = match(_segments({"outer": outer, "inner": inner}), prompt, MIN_RUN)
-    assert [(run.text_key, len(run)) for run in runs] == [("outer", 50), ("inner", 60), ("outer", 50)]
+    assert [(run.key, len(run)) for run in runs] == [("outer", 50), ("inner", 60), ("outer", 50)]
 
 
 def test_the_same_chunk_twice_gives_two_runs() -> None:
     chunk = list(range(40))
     runs = match(_segments({"a": chunk}), [*chunk, 99, *chunk], MIN_RUN)
-    assert runs == [TextRun(0, 40, "a", 0), TextRun(41, 81, "a", 0)]
+    assert runs == [Run(0, 40, "a", 0), Run(41, 81, "a", 0)]
 
 
 def test_equal_chunks_under_two_keys_are_used_once() -> None:
     chunk = list(range(40))
     runs = match(_segments({"a": chunk, "b": chunk}), chunk, MIN_RUN)
-    assert runs == [TextRun(0, 40, "a", 0)]
+    assert runs == [Run(0, 40, "a", 0)]
 
 
 def test_boilerplate_in_every_chunk_hides_nothing() -> None:
@@ -186,7 +187,7 @@ def test_boilerplate_in_every_chunk_hides_nothing() -> None:
         runs = match(segments, prompt, MIN_RUN)
         _check_runs(runs, prompt, chunks)
         assert len(_covered(runs)) == len(prompt)
-        assert set(picked) <= {run.text_key for run in runs}
+        assert set(picked) <= {run.key for run in runs}
 
 
 def test_removed_chunks_are_not_matched() -> None:
@@ -200,7 +201,7 @@ def test_removed_chunks_are_not_matched() -> None:
         assert sum(segment.num_alive for segment in some) == 10
         runs = match(some, prompt, MIN_RUN)
         _check_runs(runs, prompt, chunks)
-        assert {run.text_key for run in runs} == set(chunks) - gone
+        assert {run.key for run in runs} == set(chunks) - gone
 
 
 def test_the_right_one_of_ten_thousand_near_duplicates_is_found() -> None:
@@ -215,7 +216,7 @@ def test_the_right_one_of_ten_thousand_near_duplicates_is_found() -> None:
         chunks[f"c{number}"] = chunk
     segments = _segments(chunks, portions=2)
     for key in rng.sample(list(chunks), 20):
-        assert match(segments, chunks[key], MIN_RUN) == [TextRun(0, 200, key, 0)]
+        assert match(segments, chunks[key], MIN_RUN) == [Run(0, 200, key, 0)]
 
 
 @pytest.mark.parametrize("prompt", [[], [1], list(range(7)), list(range(8)), list(range(1000))])
@@ -233,14 +234,14 @@ def test_repetitive_text_is_matched_without_exploding() -> None:
     runs = match(segments, prompt, MIN_RUN)
     _check_runs(runs, prompt, chunks)
     at = prompt.index(2000)
-    assert any(run.start <= at < run.stop and run.text_key == "c20" for run in runs)
+    assert any(run.start <= at < run.stop and run.key == "c20" for run in runs)
 
 
 def test_large_token_ids_and_short_chunks() -> None:
     for length in (8, 9, 15, 16, 17):
         ids = [2**32 - 1 - i for i in range(length)]
         assert len(gram_hashes(np.asarray(ids, np.uint32))) == length - 7
-        assert match(_segments({"a": ids}), [5, *ids, 5], GRAM) == [TextRun(1, 1 + length, "a", 0)]
+        assert match(_segments({"a": ids}), [5, *ids, 5], GRAM) == [Run(1, 1 + length, "a", 0)]
     for length in (0, 7):
         assert len(Segment.of([Entry(1, "a", "", np.arange(length, dtype=np.uint32))]).postings) == 0
 
@@ -356,9 +357,9 @@ def test_a_text_is_not_taken_from_the_inside_of_another(glue: str, portions: int
         prompt = [*_ids(rng, 9), 1, 2, *victims["victim"], 1, 2, *victims["other"], 1, 2, *_ids(rng, 9)]
         end = 11 + len(victims["victim"])
         runs = match(_segments(stored, portions), prompt, MIN_RUN)
-        wanted = [TextRun(11, end, "victim", 0), TextRun(end + 2, end + 2 + len(victims["other"]), "other", 0)]
-        if runs[0].text_key == "after":
-            runs[0] = replace(runs[0], text_key="victim")  # with the same context, namely none
+        wanted = [Run(11, end, "victim", 0), Run(end + 2, end + 2 + len(victims["other"]), "other", 0)]
+        if runs[0].key == "after":
+            runs[0] = replace(runs[0], key="victim")  # with the same context, namely none
         assert runs == wanted
 
 
@@ -368,7 +369,7 @@ def test_a_text_with_merged_ends_is_not_taken_from_the_inside_of_another(missing
     victim = _ids(rng, 90)
     chunks = {"glued": _ids(rng, 50) + victim + [1, 2], "victim": victim}
     prompt = [*_ids(rng, 20), *victim[missing:-1], 9, *_ids(rng, 20)]
-    assert match(_segments(chunks), prompt, MIN_RUN) == [TextRun(20, 109 - missing, "victim", missing)]
+    assert match(_segments(chunks), prompt, MIN_RUN) == [Run(20, 109 - missing, "victim", missing)]
 
 
 def test_an_escaped_text_is_not_taken_from_the_inside_of_another() -> None:
@@ -378,7 +379,7 @@ def test_an_escaped_text_is_not_taken_from_the_inside_of_another() -> None:
     prompt = [*_ids(rng, 20), *victim[:30], 7, 7, 7, *victim[31:60], 7, 7, *victim[61:], *_ids(rng, 20)]
     for stored in (chunks, dict(reversed(chunks.items()))):
         runs = match(_segments(stored), prompt, MIN_RUN)
-        assert [(run.text_key, run.offset, len(run)) for run in runs] == [
+        assert [(run.key, run.offset, len(run)) for run in runs] == [
             ("victim", 0, 30), ("victim", 31, 29), ("victim", 61, 59)
         ]  # fmt: skip
 
@@ -391,7 +392,7 @@ def test_a_text_is_not_taken_from_the_inside_of_many_others(count: int) -> None:
     chunks = {f"glued {i}": _ids(rng, 20) + victim for i in range(count)}
     for stored in ({"victim": victim, **chunks}, {**chunks, "victim": victim}):
         runs = match(_segments(stored), [*_ids(rng, 100), *victim, *_ids(rng, 100)], MIN_RUN)
-        assert runs == [TextRun(100, 300, "victim", 0)]
+        assert runs == [Run(100, 300, "victim", 0)]
 
 
 def test_a_text_covered_by_another_is_still_in_the_prompt() -> None:
@@ -402,16 +403,16 @@ def test_a_text_covered_by_another_is_still_in_the_prompt() -> None:
     prompt = [*text, 1, 2, 3]
     for first in (chunks, dict(reversed(chunks.items()))):
         runs = match(_segments(first), prompt, MIN_RUN)
-        assert {run.text_key for run in runs} == {"first", "second"}
+        assert {run.key for run in runs} == {"first", "second"}
         assert sum(map(len, runs)) == len(text)
 
 
 def test_a_part_of_a_text_is_matched_inside_it_if_nothing_else_matches() -> None:
     rng = random.Random(0)
     text = _ids(rng, 400)
-    assert match(_segments({"a": text}), text[100:300], MIN_RUN) == [TextRun(0, 200, "a", 100)]
+    assert match(_segments({"a": text}), text[100:300], MIN_RUN) == [Run(0, 200, "a", 100)]
     chunks = {"a": text[:250], "next": text[200:]}  # as a splitter with overlap makes them
-    assert match(_segments(chunks), text[30:250], MIN_RUN) == [TextRun(0, 220, "a", 30)]
+    assert match(_segments(chunks), text[30:250], MIN_RUN) == [Run(0, 220, "a", 30)]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -441,7 +442,7 @@ def test_reuse_of_whole_texts_depends_on_the_prompt_alone(seed: int, portions: i
     for run in runs:
         begin = run.start - run.offset
         head = prompt[max(begin + _EDGE, 0) : run.start]
-        if begin + _EDGE >= 0 and head == chunks[run.text_key][_EDGE : run.offset]:
+        if begin + _EDGE >= 0 and head == chunks[run.key][_EDGE : run.offset]:
             continue
         assert len(whole & {*range(run.start, run.stop)}) < 2 * MIN_RUN
     assert len(whole - _covered(runs)) < MIN_RUN * (len(runs) + 1)

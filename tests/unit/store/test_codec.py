@@ -290,8 +290,8 @@ def test_half_precision_models(dtype: torch.dtype, tokenizer: Any, tmp_path: Pat
 # ---------------------------------------------------------------- whose store it is
 
 
-def test_native_keeps_the_keys_of_the_stores_there_are(model: Model, engine: BlendEngine) -> None:
-    assert model.fingerprint.codec == "none"
+def test_the_fingerprint_of_a_model_is_that_of_its_native_store(model: Model, engine: BlendEngine) -> None:
+    assert model.fingerprint.codec == "native"
     assert engine.fingerprint == model.fingerprint
     digests = {model.fingerprint.stored_as(codec).digest for codec in CODECS}
     assert len(digests) == 3

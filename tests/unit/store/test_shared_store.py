@@ -9,6 +9,7 @@ import multiprocessing
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ import pytest
 import redis
 import torch
 from blending import CHUNKS, messages
-from places import Bucket, Faults, Server, free_port, run_valkey
+from places import Bucket, Faults, Server, Stalling, free_port, run_valkey
 from records import FINGERPRINT, A, B, C, has, held, record, text
 
 from kvrag import (
@@ -773,6 +774,66 @@ def test_a_failing_bucket_costs_only_time(
         assert soon(lambda: engine.generate(prompt, ratio=1.0, max_new_tokens=1).report.reused_tokens > 80)
         assert store.check().damaged == 0
         assert store.stats().damaged == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["s3", "valkey"])
+@pytest.mark.parametrize("most", [20, 2000])
+def test_a_network_that_stalls_within_an_answer_costs_only_time(
+    most: int,
+    kind: str,
+    model: Model,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    for name in ("remote.TIMEOUT_S", "objects.TIMEOUT_S", "objects._WRITE_S", "valkey.TIMEOUT_S", "shared.TIMEOUT_S"):
+        monkeypatch.setattr(f"kvrag.store.{name}", 1.0)
+    monkeypatch.setattr("kvrag.store.objects._RETRIES", 1)
+    place: Any = request.getfixturevalue(kind)
+    prompt: Any = messages(*CHUNKS)
+    with contextlib.closing(Stalling(place.port)) as proxy:
+        url = place.url.replace(str(place.port), str(proxy.port)).replace("PLACE", f"stalls-{tmp_path.name}")
+        engine = BlendEngine(model, SharedStore(url, tmp_path, min_free_bytes=0), ram_bytes=0)
+        engine.warm(CHUNKS[:3], document="doc")
+        full = engine.generate(prompt, policy="full", max_new_tokens=8, temperature=0).token_ids
+        store: Any = engine.store
+        store.drop_copies()
+        proxy.left = most
+        answer = engine.generate(prompt, ratio=1.0, policy="random", max_new_tokens=8, temperature=0)
+        assert (answer.token_ids, answer.report.reused_tokens) == (full, 0)
+        calls: list[Callable[[], object]] = [
+            lambda: engine.warm(CHUNKS, document="doc"),
+            lambda: engine.forget("doc"),
+            lambda: store.set_budget("", 10**9),
+            lambda: store.check(),
+            engine.close,
+        ]
+        for call in calls:
+            with ThreadPoolExecutor(1) as pool:
+                error = pool.submit(call).exception(60)
+            assert isinstance(error, StoreError) or (error is None and (most > 20 or call == engine.close))
+
+
+def test_closing_does_not_wait_for_a_request_to_a_dead_store(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, asked, answered = machine("one"), threading.Event(), threading.Event()
+    one.put([A])
+
+    def hang(*_: object) -> Any:
+        asked.set()
+        answered.wait(60)
+        raise StoreError("the network is down")
+
+    monkeypatch.setattr(shared, "_CLOSE_S", 0.01)
+    one._follower.fail(StoreError("the network is down"))
+    one._in_background(hang)
+    assert asked.wait(20)
+    closing = threading.Thread(target=one.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    is_over = not closing.is_alive()
+    answered.set()
+    assert is_over
 
 
 @pytest.mark.slow

@@ -1631,7 +1631,7 @@ def test_a_failed_transaction_does_not_block_the_next(store: FileStore) -> None:
 def test_a_store_of_an_older_version_is_refused_in_one_line(tmp_path: Path) -> None:
     opened(tmp_path / "claimed").close()
     owner = tmp_path / "claimed" / "fingerprint.json"
-    owner.write_text(json.dumps({**json.loads(owner.read_text()), "format": "1"}))
+    owner.write_text(json.dumps({**json.loads(owner.read_text()), "format": "2"}))
     (tmp_path / "unclaimed").mkdir()
     with contextlib.closing(sqlite3.connect(tmp_path / "unclaimed" / "manifest.sqlite")) as connection:
         connection.execute("CREATE TABLE chunks (number INTEGER PRIMARY KEY, key TEXT, ids BLOB, anchors BLOB)")
@@ -1649,7 +1649,7 @@ def test_a_store_of_an_older_version_is_refused_in_one_line(tmp_path: Path) -> N
         assert f"{folder} has another version's format, which this version cannot read" in message
         assert "`kvrag warm --store NEW_FOLDER DOCS`" in message
         assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert FORMAT == 2
+    assert FORMAT == 3
 
 
 # ---------------------------------------------------------------- the stores around it

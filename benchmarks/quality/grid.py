@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.quality.rows import QuestionRow
 from kvrag.backend.transformers import Model
-from kvrag.bench.datasets import QuestionRow
 from kvrag.config import BlendConfig, Sampling
 from kvrag.control.agreement import Record, compare, wilson
 from kvrag.control.prompts import ask, first_word, render

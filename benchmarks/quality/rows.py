@@ -1,4 +1,4 @@
-"""Rows of `kvrag bench quality`: questions from a file, or prompts made from documents."""
+"""Rows of `python -m benchmarks answers`: questions from a file, or prompts made from documents."""
 
 from __future__ import annotations
 

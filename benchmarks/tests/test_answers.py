@@ -1,4 +1,4 @@
-"""`kvrag bench quality`: metrics by hand, the grid, resuming a killed run, and bad input."""
+"""`python -m benchmarks answers`: metrics by hand, the grid, resuming a killed run, and bad input."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 import torch
 from families import build
 
+from benchmarks.__main__ import main
+from benchmarks.quality import answers as command
+from benchmarks.quality import grid
+from benchmarks.quality.grid import exact_match, make_cells, normalise
+from benchmarks.quality.rows import QuestionRow, document_rows, file_rows
 from kvrag import BlendConfig, BlendEngine, KvragError, Model, Sampling
-from kvrag.bench import quality
-from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
-from kvrag.bench.quality import exact_match, make_cells, normalise
-from kvrag.cli import quality as command
-from kvrag.cli.main import main
 from kvrag.control.agreement import Record, divergence, wilson
 from kvrag.control.prompts import make_prompts, search_by_words
 
@@ -110,7 +110,7 @@ def bench(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
     def call(*argv: object) -> Any:
         capsys.readouterr()
-        assert main(["bench", "quality", *_with_rows(argv), "--json"]) == 0
+        assert main(["answers", *_with_rows(argv), "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
     return call
@@ -124,12 +124,12 @@ def fails(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     def call(*argv: object) -> str:
         capsys.readouterr()
         try:
-            code: object = main(["bench", "quality", *_with_rows(argv)])
+            code: object = main(["answers", *_with_rows(argv)])
         except SystemExit as end:  # wrong arguments
             code = end.code
         captured = capsys.readouterr()
         assert (code in (1, 2), captured.out) == (True, "")
-        assert captured.err.splitlines()[-1].startswith("kvrag")
+        assert captured.err.splitlines()[-1].startswith(("kvrag", "python -m benchmarks"))
         return captured.err.splitlines()[-1]
 
     return call
@@ -216,7 +216,7 @@ def test_orders_of_the_same_passages_are_one_context() -> None:
         QuestionRow("4", ("a",), "", ("c",), context="x"),
         QuestionRow("5", ("b",), "", ("c",), context="x"),
     ]
-    assert quality.contexts([quality.Task(row, [1]) for row in rows]).tolist() == [0, 0, 1, 2, 2]
+    assert grid.contexts([grid.Task(row, [1]) for row in rows]).tolist() == [0, 0, 1, 2, 2]
     assert rows[2].key == replace(rows[2], context="x").key, "the same results"
 
 
@@ -231,7 +231,7 @@ def test_documents_are_dropped_after_the_last_row_that_needs_them(
         QuestionRow("2", (first[1], last[0]), "Who?", ("Tarvik",), documents=("first", "last"), library=library),
         QuestionRow("3", (last[1],), "When?", ("last year",), documents=("last",), library={"last": tuple(last)}),
     ]
-    tasks, _ = quality.make_tasks(model, rows, 1)
+    tasks, _ = grid.make_tasks(model, rows, 1)
     cells = make_cells({}, [])
     seen: list[list[str]] = []
     config = BlendConfig(context_tokens=context_tokens)
@@ -240,8 +240,8 @@ def test_documents_are_dropped_after_the_last_row_that_needs_them(
         def watch(done: int, total: int) -> None:
             seen.append(engine.documents())
 
-        journal = quality.Journal(None, {})
-        quality.answer(engine, tasks, cells, Sampling(1, temperature=0), journal, watch)
+        journal = grid.Journal(None, {})
+        grid.answer(engine, tasks, cells, Sampling(1, temperature=0), journal, watch)
     assert seen == ([[], ["first"], ["last"], []] if context_tokens else [[], [], [], []])
     assert list(journal.rows) == [row.key for row in rows]
     assert journal.rows[rows[2].key][1].reused_tokens > 10, "it is encoded when its row is asked"
@@ -249,11 +249,11 @@ def test_documents_are_dropped_after_the_last_row_that_needs_them(
 
 def test_no_answer_is_not_an_article() -> None:
     """SQuAD's normalisation leaves nothing of "the"."""
-    task = quality.Task(QuestionRow("1", (), "", ("the",), beginning="It was", context="x"), [1])
+    task = grid.Task(QuestionRow("1", (), "", ("the",), beginning="It was", context="x"), [1])
     for answer, right in ((" the cat", 1), (" a cat", 0), ("", 0)):
-        journal = quality.Journal(None, {})
+        journal = grid.Journal(None, {})
         journal.add(task.row.key, [Record([1], answer, 0.0, 1, 0, 0, 0, 1.0)])
-        assert quality._table([task], 0, journal)["em"].tolist() == [right]
+        assert grid._table([task], 0, journal)["em"].tolist() == [right]
 
 
 def test_a_killed_run_continues_where_it_stopped(bench: Bench, tmp_path: Path) -> None:
@@ -272,13 +272,13 @@ def test_a_killed_run_continues_where_it_stopped(bench: Bench, tmp_path: Path) -
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The arguments of each measurement of a row."""
-    measure, calls = quality._measure, []
+    measure, calls = grid._measure, []
 
     def counted(*args: Any) -> Any:
         calls.append(args)
         return measure(*args)
 
-    monkeypatch.setattr(quality, "_measure", counted)
+    monkeypatch.setattr(grid, "_measure", counted)
     return calls
 
 
@@ -350,7 +350,7 @@ def test_prompts_are_made_of_a_folder(bench: Bench, folder: Path, tmp_path: Path
 
 def test_the_report_ends_in_one_sentence(folder: Path, bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     result = bench("--docs", folder, *DOCS)
-    assert main(["bench", "quality", "--docs", str(folder), *map(str, DOCS)]) == 0
+    assert main(["answers", "--docs", str(folder), *map(str, DOCS)]) == 0
     captured = capsys.readouterr()
     assert captured.out.splitlines()[-1] == result["verdict"]
     assert "three.txt: skipped: the file is binary" in captured.err
@@ -366,7 +366,7 @@ def test_a_model_without_a_chat_template_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(model.tokenizer.hf, "chat_template", "{{ messages[0].content }}" if has_template else None)
-    assert main(["bench", "quality", "--docs", str(folder), *map(str, DOCS)]) == 0
+    assert main(["answers", "--docs", str(folder), *map(str, DOCS)]) == 0
     assert ("has no chat template: prompts are plain text" in capsys.readouterr().err) != has_template
 
 
@@ -402,14 +402,14 @@ def test_the_verdict(kept: Sequence[float], right: float, said: str) -> None:
 
 def test_a_calibration_measures_the_same(model: Model, tmp_path: Path) -> None:
     rows = document_rows(make_prompts(model, PROSE, search_by_words(PROSE), 6, top_k=2))
-    tasks, _ = quality.make_tasks(model, rows, 8)
+    tasks, _ = grid.make_tasks(model, rows, 8)
     cells = make_cells({"query": BlendConfig()}, [0.1, 0.5])
-    journal = quality.Journal(None, {})
+    journal = grid.Journal(None, {})
     with BlendEngine(model, tmp_path) as engine:
         engine.warm(PROSE)
-        quality.answer(engine, tasks, cells, Sampling(8, temperature=0), journal, lambda done, total: None)
+        grid.answer(engine, tasks, cells, Sampling(8, temperature=0), journal, lambda done, total: None)
         found = engine.calibrate([task.ids for task in tasks], ratios=(0.1, 0.5), save=False)
-    tables = quality.tables(tasks, cells, journal)
+    tables = grid.tables(tasks, cells, journal)
     assert [point.share for point in found.curve] == [table["agree"].mean() for table in tables[2:]]
     same = [
         [ours == theirs for ours, theirs in zip(row[2].tokens, row[0].tokens, strict=True)]
@@ -422,7 +422,7 @@ def test_an_interrupted_run_reports_the_prompts_that_are_done(
     folder: Path, bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = bench("--docs", folder, *DOCS, "--samples", 2)
-    measure, calls = quality._measure, []
+    measure, calls = grid._measure, []
 
     def interrupted(*args: Any) -> Any:
         calls.append(args)
@@ -430,8 +430,8 @@ def test_an_interrupted_run_reports_the_prompts_that_are_done(
             raise KeyboardInterrupt
         return measure(*args)
 
-    monkeypatch.setattr(quality, "_measure", interrupted)
-    assert main(["bench", "quality", "--docs", str(folder), *map(str, DOCS), "--json"]) == 130
+    monkeypatch.setattr(grid, "_measure", interrupted)
+    assert main(["answers", "--docs", str(folder), *map(str, DOCS), "--json"]) == 130
     captured = capsys.readouterr()
     result = json.loads(captured.out)
     assert result["settings"]["samples"] == 2
@@ -529,7 +529,7 @@ def test_nan_is_named(
 def test_the_table(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--samples", 2, "--max-tokens", 2, "--policies", "query,first_k")
     result = bench(*argv, "--out", tmp_path)
-    assert main(["bench", "quality", *_with_rows([*argv, "--out", tmp_path])]) == 0
+    assert main(["answers", *_with_rows([*argv, "--out", tmp_path])]) == 0
     text = capsys.readouterr().out
     for part in ("2 rows of questions.jsonl", "first tokens kept", "TTFT"):
         assert part in text
@@ -539,12 +539,12 @@ def test_the_table(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_without_rows_the_error_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "quality"]) == 1
+    assert main(["answers"]) == 1
     assert capsys.readouterr().err == "kvrag: no questions: pass --docs FOLDER, or --data FILE with questions\n"
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["bench", "quality", "--help"])
+        main(["answers", "--help"])
     assert caught.value.code == 0
     assert "--json" in capsys.readouterr().out

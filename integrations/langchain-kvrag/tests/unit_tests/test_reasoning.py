@@ -12,7 +12,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, Too
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.outputs import ChatGenerationChunk
 from langchain_kvrag import BlendLLM, ChatBlend
-from langchain_kvrag.chat import ChatChunkBuilder
+from langchain_kvrag.chat_models import ChatChunkBuilder
 from langchain_kvrag.messages import template_messages
 
 from kvrag import BlendEngine, CallPiece, Delta, Model, SettingError

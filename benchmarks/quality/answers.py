@@ -1,4 +1,4 @@
-"""`kvrag bench quality`: measure how many of full prefill's answers are kept, per policy and ratio."""
+"""`python -m benchmarks answers`: how many of full prefill's answers are kept, per policy and ratio."""
 
 from __future__ import annotations
 
@@ -13,22 +13,43 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from hashlib import blake2b
 from importlib.metadata import version
+from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from benchmarks.quality.rows import QuestionRow, document_rows, file_rows
 from kvrag.backend.hub import check_model
-from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
-from kvrag.cli.common import progress, require_extra, say
+from kvrag.cli.common import (
+    add_model_arguments,
+    add_number,
+    at_least,
+    checked,
+    existing_path,
+    progress,
+    require_extra,
+    say,
+)
 from kvrag.cli.prompt import text_search
-from kvrag.config import DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES, BlendConfig, Sampling
+from kvrag.config import (
+    CODECS,
+    DEFAULT_CONTEXT,
+    DEFAULT_POLICY,
+    POLICIES,
+    BlendConfig,
+    Sampling,
+    check_policy,
+    check_ratio,
+)
 from kvrag.control.prompts import make_prompts
 from kvrag.errors import SettingError
 from kvrag.retrieval import documents
 from kvrag.retrieval.index import ChunkIndex
 
 if TYPE_CHECKING:
+    from benchmarks.quality.grid import Cell, Journal, Task
     from kvrag.backend.transformers import Model
-    from kvrag.bench.quality import Cell, Journal, Task
+
+T = TypeVar("T")
 
 _REFERENCES = {"full", "none"}
 _DEFAULTS: dict[str, Any] = {
@@ -49,6 +70,78 @@ _DOCS_STOP = ("\n", ". ")  # the question is the rest of one sentence
 _MIN_RIGHT = 0.3  # share of the sentences that a model must complete as the documents do, for a verdict
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options, which `python -m benchmarks quality` has as well."""
+    add_model_arguments(parser)
+    data = "JSON lines with passages, question, answers"
+    parser.add_argument("--data", type=existing_path, metavar="FILE", help=data)
+    docs = "documents to make prompts from, without questions: sentences that break off, for the model to complete"
+    parser.add_argument("--docs", type=existing_path, metavar="FOLDER", help=docs)
+    parser.add_argument(
+        "--samples", type=at_least(1), metavar="N", help="number of questions (default: 200; with --docs 100)"
+    )
+    seeds = "seeds of the prompts that are made, which are pooled"
+    parser.add_argument("--seed", type=at_least(0), nargs="+", default=[0], help=seeds)
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        type=comma_separated(checked(str, check_policy)),
+        metavar="POLICY",
+        help=f"policies to compare with full prefill and plain reuse (default: all; with --docs {DEFAULT_POLICY})",
+    )
+    parser.add_argument(
+        "--ratios",
+        nargs="+",
+        type=comma_separated(checked(float, check_ratio)),
+        default=[[0.05, 0.15, 0.3]],
+        metavar="R",
+        help="0 to 1 (default: 0.05 0.15 0.3)",
+    )
+    parser.add_argument("--codec", choices=CODECS, default="native", help="codec of stored chunks (default: native)")
+    parser.add_argument(
+        "--context-tokens",
+        type=at_least(0),
+        metavar="N",
+        help="encode passages with N tokens of their document as context; 0 = alone (default: as `kvrag warm` if rows "
+        "name documents, else 0)",
+    )
+    parser.add_argument(
+        "--chunk-tokens", type=at_least(16), metavar="N", help="with --docs: maximum tokens per chunk (default: 256)"
+    )
+    parser.add_argument(
+        "--top-k", type=at_least(1), metavar="K", help="with --docs: chunks to retrieve for a prompt (default: 4)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=at_least(1), metavar="N", help="maximum length of an answer (default: 16; with --docs 8)"
+    )
+    parser.add_argument(
+        "--stop",
+        nargs="+",
+        metavar="TEXT",
+        help=r"strings that end an answer; \n = line break (default: \n\n for the reader; with --docs the end of the "
+        "sentence or line)",
+    )
+    parser.add_argument("--instruction", default="", metavar="TEXT", help="text between passages and question")
+    parser.add_argument("--skip-long", action="store_true", help="skip rows that do not fit into the window")
+    add_number(parser, "--ram-bytes", 2 << 30, "size of the RAM tier; 0 = read from disk")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="store rows.jsonl and results.json there; run again to resume"
+    )
+
+
+def comma_separated(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Return a type for argparse: values of a type, separated by commas."""
+
+    def parse(text: str) -> list[T]:
+        values = [kind(word) for word in text.split(",") if word]
+        if not values:
+            raise argparse.ArgumentTypeError("pass at least one")
+        return values
+
+    parse.__name__ = getattr(kind, "__name__", "")
+    return parse
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure, print and store the results."""
     fill(args)
@@ -56,12 +149,12 @@ def run(args: argparse.Namespace) -> int:
     config = chunk_config(rows, args.context_tokens)
     started = time.perf_counter()
     model = load_model(args)
-    from kvrag.bench import quality
+    from benchmarks.quality import grid
 
-    cells = quality.make_cells({name: BlendConfig(policy=name) for name in args.policies}, args.ratios)
+    cells = grid.make_cells({name: BlendConfig(policy=name) for name in args.policies}, args.ratios)
     evaluation = evaluate(args, model, rows, data, cells, config, args.codec)
-    tables = quality.tables(evaluation.tasks, cells, evaluation.journal)
-    summaries = quality.summarise(cells, tables, quality.contexts(evaluation.tasks))
+    tables = grid.tables(evaluation.tasks, cells, evaluation.journal)
+    summaries = grid.summarise(cells, tables, grid.contexts(evaluation.tasks))
     return report(args, evaluation, summaries, started, table)
 
 
@@ -152,7 +245,7 @@ def evaluate(
         data: Description of the rows' source that does not depend on their number.
         config, codec: How chunks are encoded and stored.
     """
-    from kvrag.bench import quality
+    from benchmarks.quality import grid
     from kvrag.engine import BlendEngine
 
     corpus: dict[str, list[str]] = {}
@@ -162,7 +255,7 @@ def evaluate(
     sampling = Sampling(args.max_tokens, temperature=0, stop=_stop(args))
     if not args.json:
         say(f"{len(rows)} rows, {len(cells)} cells")
-    tasks, skipped = quality.make_tasks(model, rows, args.max_tokens, args.instruction, args.skip_long)
+    tasks, skipped = grid.make_tasks(model, rows, args.max_tokens, args.instruction, args.skip_long)
     settings = {  # all that affects a record, besides the row
         "model": model.name,
         "fingerprint": model.fingerprint.digest,
@@ -176,7 +269,7 @@ def evaluate(
         "cells": [asdict(cell) for cell in cells],
         "kvrag": version("kvrag"),
     }
-    journal = quality.Journal(args.out and args.out / "rows.jsonl", settings)
+    journal = grid.Journal(args.out and args.out / "rows.jsonl", settings)
     is_interrupted = False
     try:
         if any(task.row.key not in journal.rows for task in tasks):
@@ -189,7 +282,7 @@ def evaluate(
                         update(done, len(corpus))
                         engine.warm(chunks, document=name)
                 with progress("answering", args.json) as update:
-                    quality.answer(engine, tasks, cells, sampling, journal, update)
+                    grid.answer(engine, tasks, cells, sampling, journal, update)
     except KeyboardInterrupt:
         hint = "run it again to resume" if args.out else "use --out to be able to resume"
         num_tasks, tasks = len(tasks), [task for task in tasks if task.row.key in journal.rows]
@@ -199,7 +292,7 @@ def evaluate(
         is_interrupted = True
     settings |= {
         "samples": len(tasks),
-        "contexts": int(quality.contexts(tasks).max()) + 1,
+        "contexts": int(grid.contexts(tasks).max()) + 1,
         "skipped": skipped,
         "seed": args.seed,
     }
@@ -272,7 +365,7 @@ def report(
         started: Time of `time.perf_counter` when the command started.
         lines: Formats a result.
     """
-    from kvrag.bench.ttft import run_settings
+    from benchmarks.settings import run_settings
 
     result: dict[str, Any] = {
         "settings": evaluation.settings,

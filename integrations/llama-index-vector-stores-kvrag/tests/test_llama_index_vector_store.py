@@ -13,7 +13,6 @@ from blending import CHUNKS
 from llama_index.core import Document, MockEmbedding, StorageContext, VectorStoreIndex, load_index_from_storage
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
-from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.node_parser import TextSplitter
 from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
@@ -24,7 +23,7 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQuery,
     VectorStoreQueryResult,
 )
-from llama_index.llms.kvrag import BlendLLM, PrefetchHandler
+from llama_index.llms.kvrag import BlendLLM
 from llama_index.vector_stores.kvrag import KVWarmVectorStore
 
 from kvrag import FileStore, SettingError
@@ -444,16 +443,15 @@ async def test_a_store_with_texts_reads_ahead_what_it_returns(is_async: bool, ll
     assert len(engine._pipeline.memory) == 2
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-async def test_an_event_handler_reads_ahead_what_any_retriever_returns(is_async: bool, llm: BlendLLM) -> None:
-    engine, root = llm._open(), get_dispatcher()
-    llm.warm([TRAN, KAN])  # MIRA is not warmed
-    nodes = [TextNode(text=text) for text in (MIRA, TRAN, KAN)]
-    retriever = VectorStoreIndex(nodes, embed_model=EMBEDDING).as_retriever(similarity_top_k=3)
-    root.add_event_handler(handler := PrefetchHandler(llm=llm))
-    try:
-        await retriever.aretrieve("Who?") if is_async else retriever.retrieve("Who?")
-    finally:
-        root.event_handlers.remove(handler)
-    engine._prefetcher.wait()
-    assert len(engine._pipeline.memory) == 2
+# ---------------------------------------------------------------- namespaces
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "alice"), ("bob", "bob")])
+def test_a_vector_store_warms_into_its_namespace(
+    given: str | None, expected: str, settings: dict[str, Any], seen: list[tuple[str, str]]
+) -> None:
+    store = KVWarmVectorStore(SimpleVectorStore(), BlendLLM(**settings, namespace="alice"), namespace=given)
+    store.add([TextNode(text=ZEL, id_="1", embedding=[1.0])])
+    store.delete_nodes(["1"])
+    assert {name for name, _ in seen} == {"warm", "documents", "forget"}
+    assert {namespace for _, namespace in seen} == {expected}

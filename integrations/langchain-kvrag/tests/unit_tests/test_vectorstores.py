@@ -24,7 +24,6 @@ from langchain_kvrag import (
     PrefetchHandler,
     SQLiteRecordManager,
 )
-from langchain_tests.integration_tests import VectorStoreIntegrationTests
 
 from kvrag import BlendEngine, KvragError, LLMSettings, SettingError, StoreFullError
 from kvrag.fingerprint import text_key
@@ -76,12 +75,6 @@ def context(engine: BlendEngine, text: str) -> int:
     served = visible_variant(state, alone_only=False)
     assert served is not None
     return state.variants[served]
-
-
-class TestVectorStore(VectorStoreIntegrationTests):
-    @pytest.fixture
-    def vectorstore(self, engine: BlendEngine) -> VectorStore:
-        return KVWarmVectorStore(DeletesAll(self.get_embeddings()), engine)
 
 
 # ---------------------------------------------------------------- indexing

@@ -272,7 +272,10 @@ def test_documents_of_a_call_may_be_a_retrievers_results(
 ) -> None:
     llm = cls(**settings)
     llm.invoke("\n\n".join(chunks), documents=[Document(chunks[0]), chunks[1]])
-    assert llm.warm(chunks[:3]).new == 1
+    done: list[tuple[int, int]] = []
+    report = llm.warm(chunks[:3], progress=lambda number, total: done.append((number, total)))
+    assert report.new == 1
+    assert (done[0], done[-1]) == ((0, report.tokens), (report.tokens, report.tokens))
     (told,) = llm.explain(retrieved=[Document(chunks[0])]).chunks
     assert told.reused > 16
     with pytest.raises(SettingError, match="not one string"):

@@ -1,1 +1,0 @@
-"""Reproducible benchmarks. Each prints its command, shapes, dtype, threads and versions."""

@@ -1,0 +1,72 @@
+"""Speed-up of blending on a random model of a real shape, for `kvrag demo` and `kvrag bench`."""
+
+from __future__ import annotations
+
+import platform
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import torch
+
+from kvrag.backend.transformers.shapes import one_token_words, random_model
+from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO, BlendConfig
+from kvrag.engine import BlendEngine
+
+_CHUNKS, _CHUNK_TOKENS, _QUESTION_TOKENS = 6, 512, 64
+_ROUNDS = 2  # after one that warms up
+
+
+@dataclass(frozen=True)
+class SpeedUp:
+    """Median seconds to the first token of the same prompts, in full and blended.
+
+    `bound` is the speed-up if computing the tokens were the only cost.
+    """
+
+    model: str
+    full_s: float
+    blending_s: float
+    bound: float
+    prompt_tokens: int
+    threads: int
+    processor: str
+
+
+def measure(shape: str = "qwen2.5-0.5b") -> SpeedUp:
+    """Measure answers of one token by a model of this shape.
+
+    The chunks come from the disk, every time in an order that was not there before.
+    """
+    model, rng = random_model(shape), random.Random(0)
+    words = one_token_words(model)
+    chunks = ["".join(rng.choices(words, k=_CHUNK_TOKENS)) for _ in range(_CHUNKS)]
+    seconds: dict[str, list[float]] = {"full": [], DEFAULT_POLICY: []}
+    with (
+        TemporaryDirectory() as folder,
+        BlendEngine(model, folder, BlendConfig(ratio=DEFAULT_RATIO), ram_bytes=0, conversation_bytes=0) as engine,
+    ):
+        engine.warm(chunks)
+        for _ in range(1 + _ROUNDS):
+            rng.shuffle(chunks)
+            question = "".join(rng.choices(words, k=_QUESTION_TOKENS))
+            for policy, measured in seconds.items():
+                started = time.perf_counter()
+                prompt = engine.as_prompt("\n\n".join([*chunks, question]))
+                report = engine.generate(prompt, policy=policy, max_new_tokens=1, temperature=0).report
+                measured.append(time.perf_counter() - started)
+    full_s, blending_s = (median(measured[1:]) for measured in seconds.values())
+    bound = report.prompt_tokens / (report.fresh_tokens + report.recomputed_tokens)
+    return SpeedUp(model.name, full_s, blending_s, bound, report.prompt_tokens, torch.get_num_threads(), processor())
+
+
+def processor() -> str:
+    """Return the name of this machine's processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")

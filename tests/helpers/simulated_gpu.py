@@ -1,0 +1,216 @@
+"""A GPU that a test can count on a machine without one: tensors that say "cuda" and compute on the CPU.
+
+An operation on tensors of both devices is refused as CUDA refuses it, and every operation that makes the CPU wait for
+the GPU is counted: reading a number, a shape that depends on values, and a copy that is not `non_blocking`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+_aten = torch.ops.aten
+_READS = (
+    _aten._local_scalar_dense,
+    _aten.equal,
+    _aten.nonzero,
+    _aten.masked_select,
+    _aten.repeat_interleave,
+    _aten.bincount,
+)
+_INDEXING = (_aten.index, _aten.index_put, _aten.index_put_)
+_COPIES = (_aten.copy_, _aten._to_copy)
+
+
+class OnGpu(Tensor):
+    """A tensor on the GPU; `numbers` has its numbers."""
+
+    @staticmethod
+    def __new__(cls, real: Tensor) -> OnGpu:
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            real.shape,
+            strides=real.stride(),
+            storage_offset=real.storage_offset(),
+            dtype=real.dtype,
+            device="meta",  # in C++, which has no CUDA here
+        )
+        made.numbers = real
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU."""
+        return GPU
+
+    @property
+    def is_meta(self) -> bool:
+        """Not on the device that stands for the GPU."""
+        return False
+
+    def tolist(self) -> Any:
+        """Copy them to the CPU, as the tensor of a GPU does; torch refuses it to other tensors."""
+        return self.cpu().tolist()
+
+    def record_stream(self, stream: Any) -> None:
+        """Do nothing."""
+
+    def __repr__(self) -> str:
+        return f"OnGpu({self.numbers!r})"
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class _Stream:
+    """A stream, or an event of it."""
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def wait_event(self, event: _Stream) -> None:
+        """Do nothing: the CPU does not wait."""
+
+    def synchronize(self) -> None:
+        _note("synchronize")
+
+
+counts: Counter[str] = Counter()
+"""What the CPU has waited for, and copies to the GPU, by name."""
+
+
+def _note(name: str) -> None:
+    counts[name] += 1
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func._can_decompose():  # in inference mode, they arrive as one operation
+        with _Mode():
+            return func.decompose(*args, **kwargs)
+    tensors: list[Tensor] = []
+
+    def real(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            tensors.append(part)
+        return part.numbers if isinstance(part, OnGpu) else part
+
+    packet = func.overloadpacket
+    real_args, real_kwargs = tree_map(real, args), tree_map(real, kwargs)
+    on_gpu = [tensor for tensor in tensors if isinstance(tensor, OnGpu)]
+    on_cpu = [tensor for tensor in tensors if not isinstance(tensor, OnGpu)]
+    to = kwargs.get("device")
+    if to is not None:
+        to = CPU if torch.device(to).type == "cpu" else GPU
+        real_kwargs["device"] = CPU
+    if real_kwargs.pop("pin_memory", None):
+        _note("pinned")
+    if packet is _aten._fused_sdp_choice:
+        return 0  # the plain one: the others have kernels for each device
+    if packet in _COPIES:
+        goes_to = _device(args[0]) if packet is _aten.copy_ else (to or _device(args[0]))
+        comes_from = _device(args[1]) if packet is _aten.copy_ else _device(args[0])
+        waits = not (kwargs.get("non_blocking") or (packet is _aten.copy_ and args[2:] == (True,)))
+        if goes_to.type != comes_from.type:
+            _note(("to_cpu" if goes_to.type == "cpu" else "to_gpu") + ("" if waits else "_async"))
+        is_result_on_gpu = goes_to.type == "cuda"
+    else:
+        is_result_on_gpu = bool(on_gpu) or to == GPU
+        if on_gpu and packet in _READS:
+            _note(packet.__name__)
+        if packet in _INDEXING:
+            for index in filter(None.__ne__, args[1]):
+                if isinstance(index, OnGpu) and index.dtype == torch.bool:
+                    _note("mask_on_gpu")
+                elif on_gpu and not isinstance(index, OnGpu) and index.ndim:
+                    _note("to_gpu")
+                    on_cpu = [tensor for tensor in on_cpu if tensor is not index]
+        if on_gpu and any(tensor.ndim for tensor in on_cpu):
+            raise RuntimeError(f"{func}: expected all tensors to be on the same device, cuda:0 and cpu")
+    known = {id(tensor.numbers): tensor for tensor in on_gpu}
+
+    def wrapped(part: Any) -> Any:
+        if not isinstance(part, Tensor) or isinstance(part, OnGpu) or not is_result_on_gpu:
+            return part
+        return known[id(part)] if id(part) in known else OnGpu(part)
+
+    with torch.inference_mode(False), torch.no_grad():  # tensors of this class cannot be inference tensors
+        result = tree_map(wrapped, func(*real_args, **real_kwargs))
+    return result
+
+
+def _device(tensor: Any) -> torch.device:
+    return GPU if isinstance(tensor, OnGpu) else CPU
+
+
+class _Now:
+    """An executor that runs everything at once: modes belong to a thread."""
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work(*args))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+
+def to_gpu(hf: nn.Module) -> Any:
+    """Move a model's weights and buffers."""
+    for module in hf.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(OnGpu(parameter.data), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = OnGpu(buffer)
+    return hf
+
+
+@contextmanager
+def _lifting() -> Iterator[None]:
+    """Let `torch.tensor(..., device=)` make a CPU tensor and move it, as FakeTensorMode does."""
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(False)
+
+
+@contextmanager
+def simulated_gpu(exists: bool = True) -> Iterator[None]:
+    """Run this thread with such a GPU."""
+    if not exists:
+        yield
+        return
+    stream = _Stream()
+    with (
+        patch("torch.cuda._lazy_init", lambda: None),
+        patch("torch.cuda.get_device_name", lambda device=None: "simulated"),
+        patch("torch.cuda.Stream", lambda device: stream),
+        patch("torch.cuda.current_stream", lambda device=None: stream),
+        patch("torch.cuda.stream", lambda stream: nullcontext()),
+        patch("torch.cuda.synchronize", lambda device=None: _note("synchronize")),
+        _lifting(),
+        patch("kvrag.reuse.load._pool", _Now()),
+        patch("kvrag.reuse.load._lanes", _Now()),
+        _Mode(),
+    ):
+        yield

@@ -1,0 +1,90 @@
+"""How often the CPU waits for a GPU, and that no operation mixes their tensors, on a simulated GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blending import CHUNKS, messages, prepare, relative
+from families import FAMILIES, build
+from simulated_gpu import counts, simulated_gpu, to_gpu
+
+from kvrag import BlendEngine, FileStore, Model
+from kvrag.config import Sampling
+from kvrag.generate.decode import decode
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="simulates the GPU that this machine has")
+
+
+def _small(family: str, num_layers: int) -> Any:
+    """A model of a multiple of four layers."""
+    model_type, changes = FAMILIES[family]
+    config = build(model_type, **changes).config
+    changes = changes | {"num_hidden_layers": num_layers}
+    for name in ("layer_types", "no_rope_layers"):
+        if getattr(config, name, None):
+            changes[name] = list(getattr(config, name)) * (num_layers // 4)
+    return build(model_type, **changes)
+
+
+def _waits(family: str, num_layers: int, num_chunks: int, policy: str, tokenizer: Any, folder: Path) -> Counter[str]:
+    """Counts of one blended prefill on the GPU, whose logits are those of the CPU."""
+    expected = None
+    for on_gpu in (False, True):
+        with simulated_gpu(on_gpu):
+            hf = _small(family, num_layers)
+            model = Model(to_gpu(hf) if on_gpu else hf, tokenizer, family)
+            with BlendEngine(model, FileStore(folder / str(on_gpu), min_free_bytes=0)) as engine:
+                engine.warm(CHUNKS)
+                ids = model.tokenizer.render(messages(*CHUNKS[:num_chunks]))
+                counts.clear()
+                done = prepare(engine, ids, 0.3, policy)
+                counted = counts.copy()
+                assert done.report.recomputed_tokens > 0
+                logits = done.logits.cpu()
+        expected = logits if expected is None else expected
+        assert relative(logits, expected) < 1e-4
+    return counted
+
+
+@pytest.mark.parametrize("policy", ["query", "hkvd"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "llama4", "phi3"])
+def test_a_prefill_waits_for_the_gpu_a_few_times_whatever_its_size(
+    family: str, policy: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    few = _waits(family, 4, 2, policy, tokenizer, tmp_path / "4")
+    many = _waits(family, 12, 4, policy, tokenizer, tmp_path / "12")
+    # each layer's keys and values come from pinned memory, each in one copy that nobody waits for
+    for counted, num_layers in ((few, 4), (many, 12)):
+        assert counted.pop("pinned") == counted.pop("to_gpu_async") == 2 * num_layers
+    assert few == many
+    assert many.total() <= 12, many
+    assert many.keys() <= {"to_cpu", "to_gpu", "synchronize"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("family", ["llama", "llama4", "youtu"])
+def test_a_decode_step_waits_for_the_gpu_once_for_all_its_answers(
+    family: str, temperature: float, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with simulated_gpu():
+        model = Model(to_gpu(_small(family, 8)), tokenizer, family)
+        monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
+        sampling = Sampling(max_new_tokens=30, temperature=temperature, frequency_penalty=0.5, top_p=0.9)
+        for num_rows in (1, 4):
+            answers = []
+            for row in range(num_rows):
+                ids = torch.arange(5 + row, 25)
+                cache = model.new_cache(40)
+                answers.append(decode(model, ids, cache, model.forward(ids[None], cache), sampling))
+            for step in range(8):
+                if step == 3:
+                    counts.clear()
+                for answer in answers:
+                    next(answer)
+            assert counts == {"to_gpu": 5 * 2, "to_cpu": 5}, num_rows
+            for answer in answers:
+                answer.close()

@@ -29,6 +29,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     torch_chunk_gated_delta_rule,
 )
 
+from kvrag.backend.transformers.cache import as_argument
 from kvrag.cli.common import at_least, progress
 
 States = list[tuple[Tensor, ...]]
@@ -123,7 +124,7 @@ def compute(hf: Any, ids: Tensor, rows: Tensor, states: States) -> Tensor:
         if hasattr(layer, "linear_attn"):
             mixed = _recurrent(layer.linear_attn, x, rows, kept)
         else:
-            mixed = layer.self_attn(x, tables, mask, past_key_values=_Written(kept, rows))[0]
+            mixed = layer.self_attn(x, tables, mask, **as_argument(layer.self_attn, _Written(kept, rows)))[0]
         hidden = hidden + mixed
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
     logits: Tensor = hf.lm_head(body.norm(hidden))[0]
@@ -136,7 +137,7 @@ class _Written:
     def __init__(self, kept: tuple[Tensor, ...], rows: Tensor) -> None:
         self._kept, self._rows = kept, rows
 
-    def update(self, *parts: Any) -> list[Tensor]:
+    def update(self, *parts: Any, **_: Any) -> list[Tensor]:
         for kept, part in zip(self._kept, parts[:2], strict=True):
             kept[:, self._rows] = part.transpose(1, 2)
         return [kept.transpose(1, 2) for kept in self._kept]

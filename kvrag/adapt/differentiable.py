@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from kvrag.backend.transformers import adapter
 from kvrag.backend.transformers.adapter import Adapter
-from kvrag.backend.transformers.cache import BlendLayer, StopForward
+from kvrag.backend.transformers.cache import BlendLayer, StopForward, as_argument
 from kvrag.backend.transformers.model import Model
 
 LayerStates = list[tuple[Tensor, Tensor]]
@@ -92,7 +92,7 @@ def _run(model: Model, ids: Tensor, rows: Tensor, keys: Tensor, cache: GraphCach
         input_ids=ids.to(model.device),
         position_ids=rows.to(model.device),
         attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-        past_key_values=cache,
+        **as_argument(model.hf, cache),
         use_cache=True,
         **arguments,
     )

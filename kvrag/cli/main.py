@@ -24,6 +24,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "adapt": ("kvrag.cli.adapt", "train an adapter that makes stored KV agree better with full prefill"),
     "estimate": ("kvrag.cli.estimate", "estimate disk usage before you ingest"),
     "store": ("kvrag.cli.store", "show, check or clean up a store"),
+    "bench": ("kvrag.cli.bench", "measure the time to the first token on this machine"),
     "verify": ("kvrag.cli.verify", "test that blending is exact on your model"),
 }
 _EPILOG = """\

@@ -1,11 +1,10 @@
-"""Speed-up of blending on a random model of a real shape, for `kvrag demo`."""
+"""Speed-up of blending on a random model of a real shape, for `kvrag demo` and `kvrag bench`."""
 
 from __future__ import annotations
 
 import platform
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,7 +15,6 @@ import torch
 from kvrag.backend.transformers.shapes import one_token_words, random_model
 from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO, BlendConfig
 from kvrag.engine import BlendEngine
-from kvrag.types import BlendReport
 
 _CHUNKS, _CHUNK_TOKENS, _QUESTION_TOKENS = 6, 512, 64
 _ROUNDS = 2  # after one that warms up
@@ -29,6 +27,7 @@ class SpeedUp:
     `bound` is the speed-up if computing the tokens were the only cost.
     """
 
+    model: str
     full_s: float
     blending_s: float
     bound: float
@@ -37,12 +36,12 @@ class SpeedUp:
     processor: str
 
 
-def measure(ask: Callable[[BlendEngine, str, list[str], str], BlendReport]) -> SpeedUp:
-    """Measure `ask`, a function of (engine, policy, chunks, question) that answers with one token.
+def measure(shape: str = "qwen2.5-0.5b") -> SpeedUp:
+    """Measure answers of one token by a model of this shape.
 
     The chunks come from the disk, every time in an order that was not there before.
     """
-    model, rng = random_model("qwen2.5-0.5b"), random.Random(0)
+    model, rng = random_model(shape), random.Random(0)
     words = one_token_words(model)
     chunks = ["".join(rng.choices(words, k=_CHUNK_TOKENS)) for _ in range(_CHUNKS)]
     seconds: dict[str, list[float]] = {"full": [], DEFAULT_POLICY: []}
@@ -56,11 +55,12 @@ def measure(ask: Callable[[BlendEngine, str, list[str], str], BlendReport]) -> S
             question = "".join(rng.choices(words, k=_QUESTION_TOKENS))
             for policy, measured in seconds.items():
                 started = time.perf_counter()
-                report = ask(engine, policy, list(chunks), question)
+                prompt = engine.as_prompt("\n\n".join([*chunks, question]))
+                report = engine.generate(prompt, policy=policy, max_new_tokens=1, temperature=0).report
                 measured.append(time.perf_counter() - started)
     full_s, blending_s = (median(measured[1:]) for measured in seconds.values())
     bound = report.prompt_tokens / (report.fresh_tokens + report.recomputed_tokens)
-    return SpeedUp(full_s, blending_s, bound, report.prompt_tokens, torch.get_num_threads(), processor())
+    return SpeedUp(model.name, full_s, blending_s, bound, report.prompt_tokens, torch.get_num_threads(), processor())
 
 
 def processor() -> str:

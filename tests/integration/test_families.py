@@ -137,7 +137,9 @@ def test_the_text_part_of_a_checkpoint_that_also_reads_images_loads(
     tokenizer.save_pretrained(tmp_path / "model")
     model = Model.from_pretrained(tmp_path / "model")
     ids = model.tokenizer.encode(CHUNKS[0])
-    assert relative(model.forward_all(torch.tensor([ids]), model.new_cache(len(ids)))[0], plain_logits(hf, ids)) <= 1e-5
+    # Llama 4 as a whole fails in transformers 5.24.0, on text too
+    full = plain_logits(hf.language_model if model_type == "llama4" else hf, ids)
+    assert relative(model.forward_all(torch.tensor([ids]), model.new_cache(len(ids)))[0], full) <= 1e-5
     assert all(check.passed for check in verify(partial(BlendEngine, model)))
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
     with pytest.raises(PromptError, match="only text is supported, got message content of type 'image_url'"):
@@ -262,7 +264,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt2": ("gpt2", {}, "not by a rotary table"),
     "bloom": ("bloom", {}, "no layer applies rotary"),
     "mpt": ("mpt", {}, "no layer applies rotary"),
-    "gptj": ("gptj", {"rotary_dim": 8}, "not by a rotary table"),
+    "gptj": ("gptj", {"rotary_dim": 8}, "not by a rotary table|position-free keys"),
     "rwkv": ("rwkv", {}, "does not write its keys into the cache"),
     "mamba": ("mamba", {"state_size": 4, "time_step_rank": 4}, f"its linear_attention {_STATE}"),
     "jamba": ("jamba", {"use_mamba_kernels": False}, f"its linear_attention {_STATE}"),

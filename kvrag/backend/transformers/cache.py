@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -11,6 +13,16 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvrag.backend.protocol import CachedKV, LayerSource, Observer
 
 _GROWTH = 256  # positions
+
+
+def as_argument(hf: Any, cache: Cache) -> dict[str, Cache]:
+    """Return a cache as an argument of the model's forward pass, whose name changed with transformers 5.24."""
+    return {_argument(cast(Any, type(hf))): cache}
+
+
+@functools.cache
+def _argument(architecture: Any) -> str:
+    return "cache" if "cache" in inspect.signature(architecture.forward).parameters else "past_key_values"
 
 
 class StopForward(Exception):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from kvrag.backend.transformers.cache import as_argument
 from kvrag.errors import SettingError
 
 P = ParamSpec("P")
@@ -45,7 +46,7 @@ class CompiledForward:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvrag-compiled") if _own_thread(device) else None
         if self._thread:
             self._thread.submit(int).result()  # a thread whose start is interrupted would never end
-        self._cache = _NoCache()
+        self._cache = as_argument(hf, _NoCache())
 
     def run(self, step: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a step, which calls this object, in the right thread."""
@@ -60,7 +61,7 @@ class CompiledForward:
     def __call__(self, **arguments: Any) -> Tensor:
         """Return the model's (B, 1, V) logits."""
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        logits: Tensor = self._forward(**arguments, past_key_values=self._cache).logits
+        logits: Tensor = self._forward(**arguments, **self._cache).logits
         return logits.clone()  # CUDA graphs write every step's logits to the same memory
 
 

@@ -23,7 +23,7 @@ from kvrag.backend.transformers.adapter import Adapter
 from kvrag.backend.transformers.adapter import load as load_adapter
 from kvrag.backend.transformers.adapter import read as read_adapter
 from kvrag.backend.transformers.attention import AttentionObserver, Calls, Step, attention_at, attention_of, suspended
-from kvrag.backend.transformers.cache import BlendCache, StepCache, StopForward
+from kvrag.backend.transformers.cache import BlendCache, StepCache, StopForward, as_argument
 from kvrag.backend.transformers.compiled import CompiledForward
 from kvrag.backend.transformers.interruptible import MOST, Interruptible
 from kvrag.backend.transformers.rotary import probe
@@ -360,7 +360,7 @@ class Model(Backend):
                     input_ids=ids.to(self.device),
                     position_ids=positions[None].to(self.device),
                     attention_mask=mask,
-                    past_key_values=cache,
+                    **as_argument(self.hf, cache),
                     use_cache=True,
                     **({} if all_logits else self._last_logits_only),
                 )
@@ -383,7 +383,7 @@ class Model(Backend):
             if self._compiled:
                 logits = self._compiled(**arguments)
             else:
-                logits = self.hf(**arguments, past_key_values=step).logits
+                logits = self.hf(**arguments, **as_argument(self.hf, step)).logits
         return logits[:, -1].float()
 
     def _interruptible(self, num_rows: int, num_keys: int) -> AbstractContextManager[Any]:

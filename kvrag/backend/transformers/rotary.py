@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvrag.backend.rope import Pairs, rotate, unrotate
-from kvrag.backend.transformers.cache import BlendCache
+from kvrag.backend.transformers.cache import BlendCache, as_argument
 from kvrag.errors import UnsupportedModelError
 
 _TOKENS = 16
@@ -133,7 +133,7 @@ def _observe(hf: Any, num_layers: int, start: int) -> list[_Observation]:
         hf(  # models with other arguments are caught by the table of families
             input_ids=(ids % hf.config.get_text_config().vocab_size)[None],
             position_ids=torch.arange(start, start + _TOKENS, device=device)[None],
-            past_key_values=cache,
+            **as_argument(hf, cache),
             use_cache=True,
         )
     finally:

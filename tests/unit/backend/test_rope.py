@@ -10,6 +10,7 @@ from families import FAMILIES, build
 
 from kvrag import Model
 from kvrag.backend.rope import rotate, unrotate
+from kvrag.backend.transformers.cache import as_argument
 
 ROTARIES = [
     "llama",
@@ -88,7 +89,7 @@ def test_rotated_keys_equal_the_models_own_keys_at_the_new_position(family: str,
     here, there = model.new_cache(40), model.new_cache(40)
     model.forward(ids, here)
     with model.lock, torch.inference_mode():
-        model.hf(input_ids=ids, position_ids=torch.arange(shift, shift + 40)[None], past_key_values=there)
+        model.hf(input_ids=ids, position_ids=torch.arange(shift, shift + 40)[None], **as_argument(model.hf, there))
     for layer in range(model.num_layers):
         keys, own = here.layer(layer)[0], there.layer(layer)[0]
         free = model.unrotate(layer, keys, model.tables(torch.arange(40))[layer])

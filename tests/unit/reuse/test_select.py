@@ -13,6 +13,7 @@ from families import FAMILIES, build
 from torch import Tensor
 
 from kvrag import POLICIES, BlendConfig, BlendEngine, FileStore, Model, SettingError
+from kvrag.backend.transformers.cache import as_argument
 from kvrag.reuse.blend import blend
 from kvrag.reuse.select import select
 from kvrag.reuse.stitch import Stitched
@@ -148,7 +149,7 @@ def _attention(model: Model, stitched: Stitched, layers: list[int], num_queries:
                 input_ids=stitched.ids[fresh][None],
                 position_ids=fresh[None],
                 attention_mask=_mask(model, fresh, len(stitched.ids)),
-                past_key_values=cache,
+                **as_argument(model.hf, cache),
                 output_attentions=True,
             )
     finally:

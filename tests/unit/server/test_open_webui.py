@@ -113,8 +113,8 @@ def test_a_chat(served: Served, more: dict[str, Any]) -> None:
 
 def test_a_title_and_an_error(served: Served) -> None:
     assert served.http.post("/v1/chat/completions", json=TITLE).json()["choices"][0]["message"]["content"]
-    wrong = served.http.post("/v1/chat/completions", json=TITLE | {"min_p": 0.1})
-    assert (wrong.status_code, wrong.json()["error"]["message"]) == (400, "Unknown parameter: 'min_p'.")
+    wrong = served.http.post("/v1/chat/completions", json=TITLE | {"mirostat": 0.1})
+    assert (wrong.status_code, wrong.json()["error"]["message"]) == (400, "Unknown parameter: 'mirostat'.")
 
 
 def test_cached_tokens_are_those_of_chunks_and_of_the_conversation(served: Served, engine: BlendEngine) -> None:

@@ -1,0 +1,41 @@
+"""Memory that the server's threads keep."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import ctypes, sys, threading
+from kvrag.server.run import share_arenas
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+if sys.argv[1] == "shared":
+    share_arenas()
+together = threading.Barrier(6)
+
+def allocate():
+    together.wait()
+    libc.malloc(1000)
+    together.wait()
+
+threads = [threading.Thread(target=allocate) for _ in range(6)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+libc.fdopen.restype = ctypes.c_void_p
+libc.malloc_info(0, ctypes.c_void_p(libc.fdopen(1, b"w")))
+libc.fflush(None)
+"""
+
+
+def _arenas(mode: str) -> int:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, mode], capture_output=True, text=True, check=True, env={})
+    return done.stdout.count("<heap nr=")
+
+
+def test_all_threads_share_two_arenas() -> None:
+    assert _arenas("own") > 2
+    assert _arenas("shared") == 2

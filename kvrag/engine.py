@@ -592,10 +592,14 @@ async def _off_loop(close: Callable[[], None] = lambda: None) -> AsyncIterator[_
         yield run
     finally:
         left.set()
-        if step is not None and not step.done():
-            await asyncio.wait([step])  # cancelled during a step: a running generator cannot be closed
-        thread.shutdown(wait=False)
-        close()
+        try:
+            if step is not None and not step.done():
+                await asyncio.wait([step])  # cancelled during a step: a running generator cannot be closed
+            if step is not None and not step.cancelled():
+                step.exception()  # otherwise asyncio logs it
+        finally:
+            thread.shutdown(wait=False)
+            close()
 
 
 def _within(deltas: Generator[Delta, None, None], timeout: float | None) -> Generator[Delta, None, None]:
@@ -620,6 +624,7 @@ def _within(deltas: Generator[Delta, None, None], timeout: float | None) -> Gene
                     raise
                 raise late from None
             spent += time.perf_counter() - started  # a slow consumer is not slow work
+            started = math.inf  # other answers' steps may ask meanwhile
             if delta is None:
                 return
             if spent > timeout and delta.finish_reason is None:

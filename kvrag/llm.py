@@ -341,7 +341,7 @@ class LLMBase(EngineSettings, AnswerSettings):
         document: str | Sequence[str] = "",
         sources: str | Sequence[str] | None = None,
         namespace: str | None = None,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> WarmReport:
         """Encode every chunk that the store lacks; see `BlendEngine.warm`.
 
@@ -353,7 +353,9 @@ class LLMBase(EngineSettings, AnswerSettings):
             progress: Called with (done, to do) every few seconds.
         """
         chunks, arguments = self._to_warm(texts, document, sources, namespace)
-        return self._open().warm(chunks, progress=progress, **arguments)
+        if progress is not None:
+            arguments["progress"] = progress
+        return self._open().warm(chunks, **arguments)
 
     async def awarm(
         self,

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvrag.backend.hub import READER
 from kvrag.config import DEFAULT_CONTEXT
 from kvrag.errors import KvragError
-
-READER = "reader"  # name of the bundled model
 
 
 @dataclass(frozen=True)

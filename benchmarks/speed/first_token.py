@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.settings import run_settings
 from kvrag.backend.transformers import Model
+from kvrag.backend.transformers.cache import as_argument
 from kvrag.backend.transformers.shapes import SHAPES, one_token_words, random_model
 from kvrag.cli.common import add_number, at_least
 from kvrag.config import DEFAULT_POLICY, BlendConfig
@@ -222,10 +223,10 @@ class PrefixCache:
         output = self._net.hf.generate(
             tensor,
             attention_mask=torch.ones_like(tensor),
-            past_key_values=self._cache if common else None,
+            **(as_argument(self._net.hf, self._cache) if common else {}),
             max_new_tokens=max_new_tokens,
             do_sample=False,
             return_dict_in_generate=True,
         )
-        self._ids, self._cache = ids, output.past_key_values
+        self._ids, self._cache = ids, output["cache" if "cache" in output else "past_key_values"]
         return common, output.sequences[0, len(ids) :].tolist()

@@ -49,7 +49,7 @@ def _ask(url: str, model: str, question: str, number: int, policy: str | None) -
 def main() -> None:
     """Measure and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=sample.READER)
+    parser.add_argument("--model", default="reader")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as store:

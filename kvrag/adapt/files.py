@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from kvrag.backend.transformers.adapter import CONFIG, PLAIN, PREFIX, WEIGHTS, LowRank
 from kvrag.errors import ModelLoadError, reason_of
-from kvrag.store.durable import write_file
+from kvrag.store.durable import TEMPORARY, write_file
+
+_SHARED = 0o666  # an adapter is no secret: whoever serves the model reads it
 
 
 def linear_layers(hf: nn.Module) -> dict[str, nn.Linear]:
@@ -64,13 +66,16 @@ def save(folder: Path, layers: Mapping[str, LowRank], base: str) -> None:
     for name, layer in layers.items():
         weights[f"{PREFIX}{name}.lora_A.weight"] = layer.down
         weights[f"{PREFIX}{name}.lora_B.weight"] = layer.up
-    write_file(folder / WEIGHTS, _as_bytes(weights, {"format": "pt"}))
-    write_file(folder / CONFIG, f"{json.dumps(config, indent=1)}\n".encode())  # last: its presence means an adapter
+    write_file(folder / WEIGHTS, _as_bytes(weights, {"format": "pt"}), mode=_SHARED)
+    text = f"{json.dumps(config, indent=1)}\n"
+    write_file(folder / CONFIG, text.encode(), mode=_SHARED)  # last: its presence means an adapter
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
     """Write tensors and JSON to one file, which appears complete or not at all. Raises OSError."""
-    write_file(path, _as_bytes(tensors, {"content": json.dumps(content)}))
+    for left in path.parent.glob(TEMPORARY):  # by a killed training
+        left.unlink(missing_ok=True)
+    write_file(path, _as_bytes(tensors, {"content": json.dumps(content)}), mode=_SHARED)
 
 
 def _as_bytes(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:

@@ -17,10 +17,14 @@ BUNDLED = (READER, "smollm2")
 """Models that come with a package."""
 
 
+_TRUE = {"1", "ON", "YES", "TRUE"}
+
+
 def check_model(name: str) -> None:
     """Raise ModelLoadError at once if a model cannot be loaded; transformers would ask the hub for half a minute."""
     cache = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    cache = os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(cache, "hub"))
+    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(cache, "hub")
+    cache = os.path.expanduser(cache)
     if name in BUNDLED or any(map(os.path.isdir, (name, f"{cache}/models--{name.replace('/', '--')}"))):
         return
     if name.startswith((".", "/", "~")):
@@ -28,7 +32,7 @@ def check_model(name: str) -> None:
     elif "/" not in name:
         near = get_close_matches(name, BUNDLED, 1)
         hint = f"did you mean {near[0]}?" if near else f"pass {', '.join(BUNDLED)}, OWNER/NAME on the hub, or a folder"
-    elif os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
+    elif is_offline():
         hint = "it is not in the local cache and HF_HUB_OFFLINE is set: unset it, or pass a folder"
     elif not _may_answer(urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")):
         hint = "it is not in the local cache, and the hub cannot be reached: pass a folder with the model's files"
@@ -37,13 +41,20 @@ def check_model(name: str) -> None:
     raise ModelLoadError(f"cannot load model {name!r}: {hint}")
 
 
+def is_offline() -> bool:
+    """Return whether the environment forbids to ask the hub, as huggingface_hub reads it."""
+    return (os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE", "")).upper() in _TRUE
+
+
 def _may_answer(url: SplitResult) -> bool:
     """Return False if a server, or the proxy for it, has no address or refuses connections. A slow one may answer."""
     proxies, host = getproxies(), url.hostname or ""
     proxy = None if proxy_bypass(host) else proxies.get(url.scheme) or proxies.get("all")
     try:
-        url = urlsplit(proxy) if proxy else url
-        address = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+        url = urlsplit(proxy if "://" in proxy else f"http://{proxy}") if proxy else url
+        if not url.hostname or url.scheme not in ("http", "https"):  # a SOCKS proxy, for example
+            return True
+        address = url.hostname, url.port or (443 if url.scheme == "https" else 80)
         socket.create_connection(address, timeout=1, all_errors=True).close()
     except ExceptionGroup as errors:  # one per address of the name
         return errors.subgroup(TimeoutError) is not None

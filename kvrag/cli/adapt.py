@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if is_written:
             save(args.out, layers, model.name)
-        write_file(args.out / _REPORT, json.dumps(result, indent=1).encode())
+        write_file(args.out / _REPORT, json.dumps(result, indent=1).encode(), mode=0o666)
         if is_written:
             (args.out / CHECKPOINT).unlink()
     except OSError as error:

@@ -14,10 +14,11 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+from kvrag.backend.hub import READER
 from kvrag.cli import warm
 from kvrag.cli.common import human_bytes, open_engine, open_index, progress, require_extra, say
 from kvrag.errors import needing
-from kvrag.sample import ARTICLES, ENCODED_ALONE, READER, Sample
+from kvrag.sample import ARTICLES, ENCODED_ALONE, Sample
 
 if TYPE_CHECKING:
     from kvrag.cli.speed import SpeedUp

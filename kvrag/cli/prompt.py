@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvrag.backend.hub import READER
 from kvrag.cli.common import say
-from kvrag.sample import READER
 from kvrag.types import Messages
 
 if TYPE_CHECKING:

@@ -87,7 +87,7 @@ class RemoteEngine:
         document: str | Sequence[str] = "",
         sources: str | Sequence[str] | None = None,
         namespace: str = "",
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> WarmReport:
         """Encode every chunk that the server's store lacks; see `BlendEngine.warm`.
 

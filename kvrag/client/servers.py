@@ -219,7 +219,11 @@ async def warm(
         await server.command("forget", namespace, document=document)
     for part in whole_documents(texts, server.part_bytes):
         columns = zip(("texts", "document", "sources"), map(list, zip(*part, strict=True)), strict=True)
-        with nullcontext() if progress is None else _watched(server, part, namespace, progress, done, len(texts)):
+        with (
+            _watched(server, part, namespace, progress, done, len(texts))
+            if progress and part[0].document
+            else nullcontext()
+        ):
             reports.append(await server.command("warm", namespace, **dict(columns)))
         done += len(part)
         if progress is not None:

@@ -19,7 +19,7 @@ _THREADS = 64  # more generators of one call wait for these
 def together(generators: Sequence[Generator[T, None, None]]) -> Generator[tuple[int, T], None, None]:
     """Run generators at the same time; yield their items, which are never None, in order of arrival with their number.
 
-    Closing this generator, or an exception in one of them, ends all of them after their current step.
+    Closing this generator, or an exception in one of them, ends all of them, at the next check of `is_left`.
     """
     if len(generators) == 1:  # usual for a server: needs no thread
         with closing(generators[0]) as generator:

@@ -292,6 +292,7 @@ class Ingestion(Choosing):
         encoded, seconds, cpu, waits = encode(self._model, chunks, contexts), 0.0, 0.0, self._model.waits
         records: dict[int, ChunkRecord] = {}
         size, stored = 0, time.perf_counter()  # in tokens
+        is_alone = self._model.num_processes == 1  # several store together, so that all do at the same chunk
 
         def store() -> None:
             nonlocal records, size, stored
@@ -313,10 +314,12 @@ class Ingestion(Choosing):
                 context = np.asarray(contexts[number], np.uint32)
                 records[number] = ChunkRecord(key, namespace, ids, context, packed)
                 size += len(ids)
-                if size * self._model.bytes_per_token >= _PUT_BYTES or time.perf_counter() - stored >= _PUT_S:
+                if size * self._model.bytes_per_token >= _PUT_BYTES or (
+                    is_alone and time.perf_counter() - stored >= _PUT_S
+                ):
                     store()
         finally:
-            if records:
+            if records and is_alone:
                 store()
         if choices and self._model.waits == waits:  # otherwise the duration would include other threads' work
             forest = trees(self._model, chunks, contexts)

@@ -106,7 +106,7 @@ def find(paths: Iterable[str | Path]) -> tuple[list[Path], list[Problem]]:
     for path in roots:
         if path.is_dir():
             if not (found := _find_in(path, problems)):
-                why = "skipped: it has no files with text: is a disk not mounted?"
+                why = "skipped: it has no files with text: is a disk not mounted? Else forget its documents"
                 problems.append(Problem(str(path.absolute()), why, is_unreadable=True))
             files |= dict.fromkeys(found)
         elif path.exists():

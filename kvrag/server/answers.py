@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import aclosing, closing, suppress
 from dataclasses import replace
@@ -82,9 +83,11 @@ def _limited(
 ) -> Generator[Piece, None, None]:
     """Yield the answers; their reports say so if the server's limit cut them off."""
     note = f"the answer was cut off: {request.wanted_tokens()} tokens exceed this server's limit of {limit} tokens"
+    lengths: Counter[int] = Counter()
     with closing(answers):
         for number, delta in answers:
-            if delta.report and delta.finish_reason == "length" and request.wanted_tokens() > limit:
+            lengths[number] += len(delta.token_ids)
+            if delta.report and lengths[number] >= limit < request.wanted_tokens() and delta.finish_reason == "length":
                 delta = replace(delta, report=replace(delta.report, notes=(*delta.report.notes, note)))
             yield number, delta
 

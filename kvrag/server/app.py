@@ -46,6 +46,7 @@ from kvrag.server.schemas import (
 )
 from kvrag.server.settings import ServerSettings
 from kvrag.server.state import State, Tenant
+from kvrag.types import WarmReport
 
 T = TypeVar("T")
 
@@ -253,14 +254,16 @@ async def warm_chunks(body: NewChunks, request: Request, state: Server, tenant: 
     options: dict[str, Any] = {"document": body.document, "sources": body.sources, "namespace": tenant.namespace}
 
     def note(done: int, total: int) -> None:
-        tenant.encoding[name] = done, total
+        if name:
+            tenant.encoding[name] = done, total
 
-    try:
-        report = await _result(
-            request, state.answering, lambda: state.engine.warm(body.texts, **options, progress=note)
-        )
-    finally:
-        tenant.encoding.pop(name, None)
+    def work() -> WarmReport:
+        try:
+            return state.engine.warm(body.texts, **options, progress=note)
+        finally:  # of the work, which ends later than the request of a client that leaves
+            tenant.encoding.pop(name, None)
+
+    report = await _result(request, state.answering, work)
     return json_response(report.to_dict())
 
 

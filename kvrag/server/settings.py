@@ -42,7 +42,7 @@ class ServerSettings:
     top_k: int = 4  # as in `ChunkIndex.search`, like `around`
     around: int = 0
     max_tokens: int = 256  # default of requests without a limit ...
-    token_limit: int = 4096  # ... and maximum that a request may ask for
+    token_limit: int = 4096  # ... and maximum, to which requests are cut
     temperature: float | None = None  # default of requests; None = the model's own generation config
     concurrency: int = 16  # requests whose answers are decoded together
     queue: int = 32  # waiting requests per namespace; more are rejected with 429

@@ -47,8 +47,8 @@ def _parts(size: int, work: float) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    rows = x.numel() // x.shape[-1]
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    x, rows = input, input.numel() // input.shape[-1]
     if type(weight) is not torch.nn.Parameter or rows * weight.nbytes <= MOST:  # not of a quantised type
         check_left()
         return linear(x, weight, bias)
@@ -64,9 +64,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
     mask = kwargs.pop("attn_mask", mask)
-    heads = key.shape[1]
+    heads = key.shape[-3]
     work = 4 * query.numel() * key.shape[2] * key.element_size()  # two products, each at half the speed of a linear one
-    if work <= MOST or (mask is not None and mask.shape[-3:-2] not in ((), (1,))):
+    if work <= MOST or query.dim() != 4 or (mask is not None and mask.shape[-3:-2] not in ((), (1,))):
         check_left()
         return scaled_dot_product_attention(query, key, value, mask, *args, **kwargs)
     group = query.shape[1] // heads

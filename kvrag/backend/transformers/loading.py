@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from kvrag.backend.attention import Chunked
-from kvrag.backend.hub import READER, check_model
+from kvrag.backend.hub import READER, check_model, is_offline
 from kvrag.backend.transformers.smollm2 import SMOLLM2, smollm2_path
 from kvrag.errors import (
     KvragError,
@@ -227,7 +227,7 @@ def _explain(name: str, path: str, error: Exception) -> str:
         hint = "accept its licence on the model hub, and log in with `hf auth login`"
     elif os.path.isdir(path):
         hint = "check the files in that folder"
-    elif os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
+    elif is_offline():
         hint = "it is not in the local cache and HF_HUB_OFFLINE is set: unset it, or pass a folder"
     else:
         hint = "check the name and the connection to the hub, or pass a folder with the model's files"

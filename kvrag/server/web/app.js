@@ -18,7 +18,7 @@ const uploads = new Map(); // name -> the error of a failed upload, or "" while 
 const problems = new Map(); // name -> warnings about an uploaded file
 const removed = new Map(); // name -> timer of the deletion, which can be undone until then
 let busy = null; // AbortController of the current question
-let isWarm = false; // an answer was computed: a server's first one includes start-up costs
+const dropping = new Set(); // names whose deletion has begun
 
 // ---------------------------------------------------------------- the server
 
@@ -128,10 +128,11 @@ function documentRow(doc) {
   row.querySelector(".status").classList.toggle("failed", doc.status === "failed");
   const remove = row.querySelector("button");
   remove.textContent = isGone ? "Undo" : "×";
+  remove.disabled = dropping.has(doc.id);
   remove.ariaLabel = remove.title = `${isGone ? "Keep" : "Delete"} ${doc.id}`;
   remove.addEventListener("click", () => {
     clearTimeout(removed.get(doc.id));
-    if (!removed.delete(doc.id)) removed.set(doc.id, setTimeout(() => drop(doc.id), UNDO_MS));
+    if (!removed.delete(doc.id)) removed.set(doc.id, setTimeout(() => drop(doc.id).catch(showDocuments), UNDO_MS));
     showDocuments();
   });
   const bar = row.querySelector("progress");
@@ -143,6 +144,8 @@ function documentRow(doc) {
 
 async function drop(name) {
   clearTimeout(removed.get(name));
+  dropping.add(name);
+  showDocuments();
   uploads.delete(name);
   problems.delete(name);
   if (documents.some((doc) => doc.id === name)) {
@@ -151,6 +154,7 @@ async function drop(name) {
     });
   }
   removed.delete(name);
+  dropping.delete(name);
   await refresh();
 }
 
@@ -205,11 +209,14 @@ async function ask(question) {
       { role: "assistant", content: turn.answer },
     ]);
     const body = { model, messages: [...messages, { role: "user", content: question }] };
-    if (hasCorpus && !isWarm && $("race").checked) {
+    if (hasCorpus && !sessionStorage.isWarm && $("race").checked) {
       lane.say("Warming up: the first answer of a server takes longer.");
       const first = { model, messages: [{ role: "user", content: "What is this about?" }], max_tokens: 1, policy: "none" };
-      await stream(first, busy.signal, () => {});
-      isWarm = true;
+      await stream(first, busy.signal, () => {}).catch((error) => {
+        lane.say("");
+        if (error.name === "AbortError") throw error; // others are the question's, too
+      });
+      sessionStorage.isWarm = true;
     }
     const blend = await answer(lane, body, (hits) => showSources(turn, hits));
     turns.push({ question, answer: blend.text });

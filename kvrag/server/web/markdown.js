@@ -1,10 +1,10 @@
 // Markdown as DOM nodes. A model's words are only ever set as text: HTML in them stays text, images are never loaded.
 
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+/;
-const TABLE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/; // the line below a table's head
+const TABLE = /^\|?\s{0,9}:?-+:?\s{0,9}(\|\s{0,9}:?-+:?\s{0,9})*\|?$/; // the line below a table's head
 const BEGIN = /^\s*(```|#{1,6}\s|\||([-*+]|\d{1,9}[.)])\s)/; // of anything but a paragraph
 // code, bold, italic, link; bounded, because the end may be missing
-const INLINE = /`(.{1,999}?)`|\*\*(?=\S)(.{1,999}?)\*\*|\*(?=\S)(.{1,999}?)\*|\[([^\][]{1,999})\]\((https?:[^\s()]{1,999})\)/g;
+const INLINE = /`(.{1,999}?)`|(?<![\w*])\*\*(?=\S)(.{1,999}?)(?<=\S)\*\*(?![\w*])|(?<![\w*])\*(?=\S)(.{1,999}?)(?<=\S)\*(?![\w*])|\[([^\][]{1,999})\]\((https?:[^\s()]{1,999})\)/g;
 const DEEPEST = 8; // nested lists; hostile text could exhaust the stack
 
 function element(tag, ...children) {
@@ -36,8 +36,9 @@ export function markdown(text, depth = 0) {
     return lines.splice(0, end < 0 ? lines.length : end);
   };
   const kind = (line = "") => line.match(ITEM)?.[2].replace(/\d+/, "1");
+  const isRow = (line) => line.includes("|") && line.length < 2000; // cells take quadratic time
   const row = (line, tag) => {
-    const cells = line.trim().replace(/^\||\|$/g, "").split("|");
+    const cells = line.trim().replace(/^\||\|$/g, "").split(/\|(?=(?:[^`]*`[^`]*`)*[^`]*$)/);
     return element("tr", ...cells.map((cell) => element(tag, ...inline(cell.trim()))));
   };
   while (take((line) => !line.trim()), lines.length) {
@@ -58,8 +59,8 @@ export function markdown(text, depth = 0) {
         list.append(element("li", ...markdown(inner.join("\n"), depth + 1)));
       }
       blocks.push(list);
-    } else if (line.includes("|") && TABLE.test(lines[0] ?? "")) {
-      const [, ...rows] = take((line) => line.includes("|"));
+    } else if (isRow(line) && TABLE.test((lines[0] ?? "").trim())) {
+      const [, ...rows] = take(isRow);
       blocks.push(element("table", row(line, "th"), ...rows.map((line) => row(line, "td"))));
     } else {
       const more = take((line) => line.trim() && !BEGIN.test(line));

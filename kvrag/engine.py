@@ -599,7 +599,8 @@ async def _off_loop(close: Callable[[], None] = lambda: None) -> AsyncIterator[_
                 step.exception()  # otherwise asyncio logs it
         finally:
             thread.shutdown(wait=False)
-            close()
+            if step is None or step.done():  # not if cancelled again during the step
+                close()
 
 
 def _within(deltas: Generator[Delta, None, None], timeout: float | None) -> Generator[Delta, None, None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import threading
@@ -757,7 +758,7 @@ def test_no_chunk_of_an_encoding_that_ends_at_any_check_is_stored(engine: BlendE
 
 
 async def test_cancelling_ends_an_encoding_between_two_layers(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     entered, released = threading.Event(), threading.Event()
 
@@ -775,6 +776,8 @@ async def test_cancelling_ends_an_encoding_between_two_layers(
     assert not engine.model.lock._held, "it has ended"
     assert layers.count == 1
     assert engine.store.stats().chunks == 0
+    gc.collect()
+    assert not caplog.records, "asyncio: exception was never retrieved"
 
 
 def test_leaving_ends_the_wait_for_another_threads_pass(engine: BlendEngine) -> None:

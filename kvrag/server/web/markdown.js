@@ -4,7 +4,7 @@ const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+/;
 const TABLE = /^\|?\s{0,9}:?-+:?\s{0,9}(\|\s{0,9}:?-+:?\s{0,9})*\|?$/; // the line below a table's head
 const BEGIN = /^\s*(```|#{1,6}\s|\||([-*+]|\d{1,9}[.)])\s)/; // of anything but a paragraph
 // code, bold, italic, link; bounded, because the end may be missing
-const INLINE = /`(.{1,999}?)`|(?<![\w*])\*\*(?=\S)(.{1,999}?)(?<=\S)\*\*(?![\w*])|(?<![\w*])\*(?=\S)(.{1,999}?)(?<=\S)\*(?![\w*])|\[([^\][]{1,999})\]\((https?:[^\s()]{1,999})\)/g;
+const INLINE = /`(.{1,999}?)`|(?<![\w*])\*\*(?=\S)((?:(?!\*\*).){1,999}?)(?<=\S)\*\*(?![\w*])|(?<![\w*])\*(?![\s*])(.{1,999}?)(?<=\S)\*(?![\w*])|\[([^\][]{1,999})\]\((https?:[^\s()]{1,999})\)/g;
 const DEEPEST = 8; // nested lists; hostile text could exhaust the stack
 
 function element(tag, ...children) {

@@ -99,18 +99,20 @@ def test_a_client_that_disconnects_ends_the_encoding(
 ) -> None:
     ended: list[bool] = []
 
-    def endless(*args: Any, **kwargs: Any) -> Any:
+    def endless(*args: Any, progress: Any, **kwargs: Any) -> Any:
         try:
             while True:
                 check_left()
         finally:
+            progress(1, 2)  # the last chunks are stored
             ended.append(True)
 
     monkeypatch.setattr(engine, "warm", endless)
     with pytest.raises(httpx.TimeoutException):
-        served.http.post("/v1/chunks", json={"texts": CHUNKS}, timeout=0.3)
+        served.http.post("/v1/chunks", json={"texts": CHUNKS, "document": "a"}, timeout=0.3)
     until(lambda: bool(ended), 20)
     until(lambda: served.running() == (0, 0), 20)
+    until(lambda: not served.http.get("/v1/chunks").json()["encoding"], 20)
 
 
 def test_the_client_reports_progress_while_the_server_encodes_a_document(
@@ -131,6 +133,9 @@ def test_the_client_reports_progress_while_the_server_encodes_a_document(
     monkeypatch.setattr(engine, "warm", slowly)
     with RemoteEngine(served.url) as remote:
         remote.warm(CHUNKS, document="a", progress=moved)
+        monkeypatch.setattr("kvrag.client.servers._watched", None)  # nobody would see it, or no name identifies it
+        remote.warm(CHUNKS, document="a")
+        remote.warm(CHUNKS, progress=moved)
     assert set(done) >= {(2, 4), (4, 4)}
     assert done == sorted(done)
     assert served.http.get("/v1/chunks").json()["encoding"] == {}

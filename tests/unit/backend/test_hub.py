@@ -19,7 +19,8 @@ UNREACHABLE = "it is not in the local cache, and the hub cannot be reached"
 @pytest.fixture(autouse=True)
 def _online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    for name in ("HF_HUB_OFFLINE", *(f"{scheme}_proxy" for scheme in ("http", "https", "all", "no"))):
+    proxies = [f"{scheme}_proxy" for scheme in ("http", "https", "all", "no")]
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", *proxies):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
 
@@ -77,4 +78,22 @@ def test_a_proxy_is_asked_instead(listening: str, closed: str, monkeypatch: pyte
     with pytest.raises(ModelLoadError, match=UNREACHABLE):
         check_model(NAME)
     monkeypatch.setenv("http_proxy", "http://proxy:port")
+    check_model(NAME)
+    monkeypatch.setenv("http_proxy", listening)  # without a scheme
+    check_model(NAME)
+    monkeypatch.setenv("http_proxy", "socks5://proxy.invalid")
+    check_model(NAME)
+
+
+def test_the_cache_and_offline_mode_are_those_of_the_hubs_library(
+    closed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", f"http://{closed}")
+    for offline, reason in (("true", "HF_HUB_OFFLINE is set"), ("false", UNREACHABLE)):
+        monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+        with pytest.raises(ModelLoadError, match=reason):
+            check_model(NAME)
+    monkeypatch.delenv("HF_HUB_CACHE")
+    monkeypatch.setenv("HUGGINGFACE_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "hub" / "models--no--body").mkdir(parents=True)
     check_model(NAME)

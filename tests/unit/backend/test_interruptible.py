@@ -31,7 +31,7 @@ def test_parts_of_products_give_the_same_results(dtype: torch.dtype, most: int) 
     mask = torch.randn(1, 1, 301, 301, dtype=dtype)
     calls: list[Any] = [
         lambda: linear(x, weight),
-        lambda: linear(x, weight, bias),
+        lambda: linear(input=x, weight=weight, bias=bias),
         lambda: scaled_dot_product_attention(query, key, key, is_causal=True, scale=0.3),
         lambda: scaled_dot_product_attention(query, key[:, :3], key[:, :3], mask, enable_gqa=True),
     ]
@@ -43,6 +43,9 @@ def test_parts_of_products_give_the_same_results(dtype: torch.dtype, most: int) 
             with Interruptible():
                 torch.testing.assert_close(call(), wanted)
         assert len(checks) >= 3
+    wanted = scaled_dot_product_attention(query[0], key[0], key[0])
+    with Interruptible():  # without a dimension of batches, it is not split
+        torch.testing.assert_close(scaled_dot_product_attention(query[0], key[0], key[0]), wanted)
 
 
 class Operations(TorchFunctionMode):

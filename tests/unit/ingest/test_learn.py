@@ -231,6 +231,7 @@ def test_closing_the_engine_ends_an_encoding_between_two_layers(
 
     monkeypatch.setattr(engine.model, "_pause", closing)
     engine.generate(messages(PAGE), max_new_tokens=1)
+    learner._looking.submit(int).result()  # it has handed the text over
     learner._encoding.shutdown()
     assert layers == [1]
     assert engine.store.stats().chunks == 0
@@ -248,6 +249,7 @@ def test_a_text_that_is_encoded_while_the_engine_is_closed_is_no_error(
 
     monkeypatch.setattr(engine.store, "put", put)
     engine.generate(messages(PAGE), max_new_tokens=1)
+    _learner(engine)._looking.submit(int).result()  # it has handed the text over
     _learner(engine)._encoding.shutdown()
     assert not caplog.text
 

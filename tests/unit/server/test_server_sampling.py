@@ -22,7 +22,7 @@ def asked(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any
 
     def stream(prompt: Any, **options: Any) -> Iterator[Delta]:
         asked.update(options)
-        yield Delta("Mira", (1,), finish_reason="length", report=replace(REPORT, notes=("a note",)))
+        yield Delta("Mira", (1,) * 1000, finish_reason="length", report=replace(REPORT, notes=("a note",)))
 
     monkeypatch.setattr(engine, "stream", stream)
     return asked

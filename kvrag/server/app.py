@@ -27,6 +27,7 @@ from starlette.responses import Response
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError
 from kvrag.retrieval.documents import SUFFIXES, Content, parse
+from kvrag.retrieval.index import ChunkIndex
 from kvrag.server import page
 from kvrag.server.admission import AdmissionQueue
 from kvrag.server.answers import chat_work, completion_work, respond, while_connected
@@ -42,6 +43,7 @@ from kvrag.server.schemas import (
     NewChunks,
     NewDocument,
     NewFiles,
+    RerankRequest,
     TokenizeRequest,
 )
 from kvrag.server.settings import ServerSettings
@@ -98,11 +100,7 @@ async def complete(body: CompletionRequest, request: Request, state: Server, ten
 @router.post("/v1/embeddings")
 async def embed(body: EmbeddingRequest, request: Request, state: Server, tenant: Caller) -> Response:
     """Embed texts, or token ids of the embedder's tokenizer, with the corpus's embedder."""
-    index = tenant.require_corpus().index
-    if body.model != index.embedder:
-        message = f"unknown embedder {body.model!r:.280}: this server has {index.embedder!r}"
-        raise ApiError(404, message, "model_not_found", "model")
-    inputs = body.inputs()
+    index, inputs = _index(tenant, body.model), body.inputs()
 
     def work() -> tuple[NDArray[np.float32], int]:
         texts = [text if isinstance(text, str) else index.decode(text) for text in inputs]
@@ -118,6 +116,34 @@ async def embed(body: EmbeddingRequest, request: Request, state: Server, tenant:
     data = [{"object": "embedding", "index": number, "embedding": row} for number, row in enumerate(rows)]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return json_response({"object": "list", "data": data, "model": body.model, "usage": usage})
+
+
+@router.post("/v1/rerank")
+async def rerank(body: RerankRequest, request: Request, state: Server, tenant: Caller) -> Response:
+    """Sort documents by how similar they are to a query, by the cosine of the corpus's embedder."""
+    index = _index(tenant, body.model)
+
+    def work() -> tuple[NDArray[np.float32], int]:
+        texts = [body.query, *body.documents]
+        query, *documents = index.embed(texts)
+        return np.stack(documents) @ query, index.count_tokens(texts)
+
+    scores, tokens = await _result(request, state.answering, work)
+    best = np.argsort(-scores, kind="stable")[: body.top_n or None]
+    results = [
+        {"index": int(at), "document": {"text": body.documents[at]}, "relevance_score": float(scores[at])}
+        for at in best
+    ]
+    return json_response({"model": body.model, "results": results, "usage": {"total_tokens": tokens}})
+
+
+def _index(tenant: Tenant, model: str) -> ChunkIndex:
+    """Return the index of the tenant's corpus, if its embedder is this model."""
+    index = tenant.require_corpus().index
+    if model != index.embedder:
+        message = f"unknown embedder {model!r:.280}: this server has {index.embedder!r}"
+        raise ApiError(404, message, "model_not_found", "model")
+    return index
 
 
 @router.get("/v1/models")

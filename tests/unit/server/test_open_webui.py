@@ -171,6 +171,23 @@ def test_embeddings(served: Served) -> None:
     assert len(said["data"]) == 2
 
 
+def test_documents_are_reranked_by_the_embedder(served: Served) -> None:
+    name = served.app.state.kvrag.tenants[""].require_corpus().index.embedder
+    body = {"model": name, "query": CHUNKS[2], "documents": CHUNKS}
+    said = served.http.post("/v1/rerank", json=body).json()
+    scores = [row["relevance_score"] for row in said["results"]]
+    assert said["results"][0] | {"relevance_score": 1} == {
+        "index": 2,
+        "document": {"text": CHUNKS[2]},
+        "relevance_score": 1,
+    }
+    assert (len(scores), scores) == (4, sorted(scores, reverse=True))
+    assert scores[0] == pytest.approx(1, abs=1e-3)
+    assert [row["index"] for row in served.http.post("/v1/rerank", json=body | {"top_n": 1}).json()["results"]] == [2]
+    for wrong, status in (({"model": "gpt"}, 404), ({"documents": []}, 400), ({"query": ""}, 400)):
+        assert served.http.post("/v1/rerank", json=body | wrong).status_code == status
+
+
 def test_the_example_warms_a_knowledge_base(
     served: Served, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvrag.backend.hub import READER
 from kvrag.config import DEFAULT_CONTEXT
 from kvrag.errors import KvragError
 
@@ -89,4 +88,4 @@ HANDBOOK = Sample(
 
 def of(model: str) -> Sample:
     """Return the sample for a model."""
-    return ARTICLES if model == READER else HANDBOOK
+    return ARTICLES if model == "reader" else HANDBOOK

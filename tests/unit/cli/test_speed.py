@@ -49,6 +49,9 @@ def test_the_command_prints_the_speed_up(monkeypatch: pytest.MonkeyPatch, capsys
     result = json.loads(capsys.readouterr().out)
     assert result["model"].startswith("tiny shape")
     assert result["prompt_tokens"] > 6 * 20
+    assert main(["bench", "--model", "large"]) == 1
+    assert "unknown shape 'large'; choose one of qwen2.5-0.5b" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["bench", "--model", "large"])
-    assert "invalid choice: 'large' (choose from 'qwen2.5-0.5b'" in capsys.readouterr().err
+        main(["bench", "--help"])
+    shown = "".join(capsys.readouterr().out.split())
+    assert all(name in shown for name in list(SHAPES)[:-1])  # all but "tiny"

@@ -318,9 +318,12 @@ class Ingestion(Choosing):
                     is_alone and time.perf_counter() - stored >= _PUT_S
                 ):
                     store()
-        finally:
+        except BaseException:
             if records and is_alone:
                 store()
+            raise
+        if records:
+            store()
         if choices and self._model.waits == waits:  # otherwise the duration would include other threads' work
             forest = trees(self._model, chunks, contexts)
             tokens, pairs = sum(tree.num_tokens for tree in forest), sum(tree.num_pairs for tree in forest)

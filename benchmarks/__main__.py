@@ -18,6 +18,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "measure how many of full prefill's answers your model keeps on your documents or questions",
     ),
     "chat": ("benchmarks.speed.chat", "measure the time to first token over the turns of a conversation"),
+    "cancel": ("benchmarks.speed.cancel", "measure how soon a cancelled prefill ends"),
     "codec": ("benchmarks.speed.codec", "measure size and error of the 8- and 4-bit codecs"),
     "decode": ("benchmarks.speed.decode", "measure decoding: several answers together, and one"),
     "deterministic": ("benchmarks.speed.deterministic", "measure the cost of deterministic=True"),

@@ -45,7 +45,7 @@ SHAPES = {
 without linear attention."""
 
 SETTINGS = {"hybrid": (True, False), "hybrid, long memory": (True, True), "dense": (False, False)}
-"""Whether a model has layers of linear attention, and whether their states last longer than as initialised."""
+"""Kinds of models: with layers of linear attention or not; states that last longer than as initialised or not."""
 
 VOCABULARY, BEGIN, QUESTION = 512, 3, 8
 LENGTHS = (128, 256, 512, 2048)

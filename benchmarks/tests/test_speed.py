@@ -40,6 +40,15 @@ def test_deterministic(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: py
         assert result[f"{name}_ratio"] == result[f"deterministic_{name}"] / result[name] > 0
 
 
+def test_cancel(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("benchmarks.speed.cancel.random_model", lambda *_: model)
+    assert main(["cancel", "--tokens", "900", "--repeats", "2", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert len(result["ended_s"]) == 2
+    assert result["max_s"] == max(result["ended_s"])
+    assert result["checks_ratio"] > 0
+
+
 def test_chat(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("benchmarks.speed.chat.random_model", lambda *_: model)
     sizes = ["--turns", "3", "--chunks", "2", "--chunk-tokens", "20", "--question-tokens", "9", "--answer-tokens", "7"]

@@ -16,7 +16,6 @@ READER = "reader"
 BUNDLED = (READER, "smollm2")
 """Models that come with a package."""
 
-
 _TRUE = {"1", "ON", "YES", "TRUE"}
 
 

@@ -79,7 +79,7 @@ class FileStore(KVStore):
 
     @property
     def read_only(self) -> bool:  # type: ignore[override]
-        """Whether all writes fail."""
+        """True if all writes fail."""
         return self._manifest.read_only
 
     def _file(self, name: str) -> Path:

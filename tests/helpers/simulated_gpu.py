@@ -94,7 +94,7 @@ class _Stream:
 
 
 counts: Counter[str] = Counter()
-"""What the CPU has waited for, and copies to the GPU, by name."""
+"""Number of waits of the CPU and of copies to the GPU, by name."""
 
 
 def _note(name: str) -> None:

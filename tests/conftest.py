@@ -13,6 +13,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 from blending import CHUNKS, LayOut, laying_out
+from defaults import is_measured, not_by_the_clock  # noqa: F401
 from families import build
 from places import Bucket, Memory, Server, run_s3, run_valkey
 from transformers import AutoTokenizer
@@ -32,20 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if SLOW & set(item.path.parents) or {"s3", "valkey"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
-
-
-@pytest.fixture(autouse=True)
-def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make tests independent of how busy the machine is: nothing is noticeably faster, and every timing counts."""
-    monkeypatch.setattr("kvrag.control.tuning.CPU_SHARE", 0.0)
-    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("inf"))
-    monkeypatch.setattr("kvrag.control.tuning.STEP", 1.0)
-
-
-@pytest.fixture(autouse=True)
-def is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the default ratio that of the bundled model for all: no calibration of random models finds one."""
-    monkeypatch.setattr("kvrag.fingerprint.Fingerprint.is_bundled", True)
 
 
 @pytest.fixture

@@ -226,7 +226,8 @@ def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Poi
                 once(engine, ids(chunks), DEFAULT_POLICY, 0.15)
         meter: CostModel = engine._tuning._costs
         learned = meter.speed()
-        assert learned is not None
+        if learned is None:
+            raise SystemExit("the machine was too busy to measure its speed: run again when it is idle")
         size = meter.bytes_per_token(net.bytes_per_token)
         for name, count, tokens, policy, ratio, limit in _PREDICTED:
             progress(f"measuring: {name}")

@@ -11,6 +11,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from defaults import not_by_the_clock  # noqa: F401
 from families import build
 from transformers import AutoTokenizer
 
@@ -18,13 +19,6 @@ from kvrag import BlendEngine, FileStore, Model
 from kvrag.backend.transformers.loading import reader_path
 
 torch.set_num_threads(1)  # the models are too small for more
-
-
-@pytest.fixture(autouse=True)
-def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make results independent of the load of the machine: no measured time is long enough to matter."""
-    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("inf"))
-    monkeypatch.setattr("kvrag.control.tuning.STEP", 1.0)
 
 
 @pytest.fixture(scope="session")

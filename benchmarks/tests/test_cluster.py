@@ -183,7 +183,7 @@ def test_prefix_caching_reuses_the_system_prompt_and_a_recent_first_chunk() -> N
     assert few < many < (256 + 512) / 5440
 
 
-@pytest.mark.usefixtures("_not_by_the_clock")
+@pytest.mark.usefixtures("not_by_the_clock")
 def test_the_controller_chooses_full_prefill_where_loading_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", 0.01)  # as installed
     slow = replace(PROFILE, store_bytes_per_s=1e8)

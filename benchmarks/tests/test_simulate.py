@@ -14,7 +14,7 @@ from kvrag.control.cost import full_seconds
 
 
 @pytest.fixture(autouse=True)
-def _as_installed(_not_by_the_clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_installed(not_by_the_clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", 0.01)
     monkeypatch.setattr("kvrag.control.tuning.STEP", 0.05)
 

@@ -14,6 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from defaults import is_measured, not_by_the_clock  # noqa: F401
 from serving import Served, serving
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
@@ -21,24 +22,9 @@ from kvrag.answer import Answering
 
 
 @pytest.fixture(scope="session", autouse=True)
-def is_measured() -> Iterator[None]:
-    """Make the default ratio that of the bundled model for all: no calibration of random models finds one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvrag.fingerprint.Fingerprint.is_bundled", True)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def model() -> Model:
     """Stays loaded between tests."""
     return Model.from_pretrained("reader", dtype="float32")
-
-
-@pytest.fixture(autouse=True)
-def not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make tests independent of how busy the machine is: nothing is ever noticeably faster."""
-    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("inf"))
-    monkeypatch.setattr("kvrag.control.tuning.STEP", 1.0)
 
 
 @pytest.fixture(autouse=True)

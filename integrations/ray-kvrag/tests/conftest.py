@@ -11,7 +11,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
-from frameworks import is_measured, not_by_the_clock  # noqa: F401
+from defaults import is_measured, not_by_the_clock  # noqa: F401
 from places import Bucket, run_s3
 
 torch.set_num_threads(1)  # the models are too small for more

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from defaults import is_measured, not_by_the_clock  # noqa: F401
 
 _HERE = Path(__file__).parent
 
@@ -33,16 +34,3 @@ else:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the models of all tests."""
     return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(autouse=True)
-def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make tests independent of how busy the machine is: nothing is ever noticeably faster."""
-    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("inf"))
-    monkeypatch.setattr("kvrag.control.tuning.STEP", 1.0)
-
-
-@pytest.fixture(autouse=True)
-def _is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the default ratio that of the bundled model for all: no calibration of random models finds one."""
-    monkeypatch.setattr("kvrag.fingerprint.Fingerprint.is_bundled", True)

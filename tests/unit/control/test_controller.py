@@ -27,7 +27,7 @@ GPU = Speed(pass_s=0.025, row_s=4e-5, pair_s=1e-9, stitch_s=1e-6, load=6e9)
 
 
 @pytest.fixture(autouse=True)
-def _by_the_clock(_not_by_the_clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _by_the_clock(not_by_the_clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", 0.01)
     monkeypatch.setattr("kvrag.control.tuning.STEP", 0.05)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvrag.backend.protocol import Backend
+from kvrag.backend.protocol import Backend, KVCache
 
 # per forward pass, padding included: large enough to use all cores, small enough for memory
 BATCH_TOKENS = 4096
@@ -24,20 +24,19 @@ LayerKV = tuple[Tensor, Tensor]
 
 
 class Branch(NamedTuple):
-    """A row that shares its first tokens with the row of a tree, and ends with a chunk."""
+    """The row of one chunk, at its end. It shares its first tokens with the row of a tree, maybe all of them."""
 
-    at: int  # number of the shared tokens
-    ids: list[int]  # the tokens after them
     chunk: int
     first: int  # position of the chunk's first token
+    at: int  # number of the shared tokens
+    ids: list[int]  # the tokens after them
 
 
 @dataclass
 class Tree:
-    """A row to compute, the places of the chunks in it, and its branches, which reuse the KV of shared tokens."""
+    """A row to compute, and the rows of chunks that reuse the KV of its tokens."""
 
     ids: list[int]
-    chunks: dict[int, slice] = field(default_factory=dict)
     branches: list[Branch] = field(default_factory=list)
 
     @property
@@ -53,28 +52,24 @@ class Tree:
 
 
 def encode(
-    model: Backend,
-    chunks: Sequence[Sequence[int]],
-    contexts: Sequence[Sequence[int]] | None = None,
-    most_tokens: int | None = None,
+    model: Backend, chunks: Sequence[Sequence[int]], contexts: Sequence[Sequence[int]] | None = None
 ) -> Iterator[tuple[int, list[LayerKV]]]:
     """Encode chunks after the model's preamble and their contexts. Only the chunks' own KV is kept.
 
     Shared prefixes are computed once, see `trees`. On a CPU, long rows are computed in blocks, and a chunk is yielded
     when it is complete: its number, with keys and values per layer. A pass has at least one chunk, and otherwise at
-    most `most_tokens` or `batch_tokens(model)`.
+    most `batch_tokens(model)`.
     """
-    forest = trees(model, chunks, contexts, most_tokens or BATCH_TOKENS)
-    lengths = {number: len(tree.ids) for number, tree in enumerate(forest) if not tree.branches}
-    numbers = _batches(lengths, most_tokens or batch_tokens(model), model.stable_length)
-    batches = [[forest[number] for number in batch] for batch in numbers]
-    for batch in batches + [[tree] for tree in forest if tree.branches]:
+    whole, branching = [], []
+    for tree in trees(model, chunks, contexts):
+        (branching if tree.num_tokens > len(tree.ids) else whole).append(tree)
+    for batch in [*_batches(whole, batch_tokens(model), model.stable_length), *([tree] for tree in branching)]:
         encoded = _encode_batch(model, batch)
         while True:
             with torch.inference_mode(), model.encoding():  # not while this generator is suspended
-                if (block := next(encoded, None)) is None:
+                if (complete := next(encoded, None)) is None:
                     break
-            yield from block.items()
+            yield from complete.items()
 
 
 def batch_tokens(model: Backend) -> int:
@@ -89,15 +84,12 @@ def _is_slow(model: Backend) -> bool:
 
 
 def trees(
-    model: Backend,
-    chunks: Sequence[Sequence[int]],
-    contexts: Sequence[Sequence[int]] | None = None,
-    most_tokens: int = BATCH_TOKENS,
+    model: Backend, chunks: Sequence[Sequence[int]], contexts: Sequence[Sequence[int]] | None = None
 ) -> list[Tree]:
     """Return the rows that `encode` computes for these chunks.
 
     Attention is causal, so a shared prefix has the same KV in both rows, unless RoPE depends on the length. A row
-    becomes a branch of a longer one if they share at least its first half, and the tree has at most `most_tokens`.
+    becomes a branch of a longer one if they share at least its first half, and the tree has at most `BATCH_TOKENS`.
     """
     preamble, contexts = list(model.preamble), contexts or [()] * len(chunks)
     rows = [[*preamble, *context, *chunk] for context, chunk in zip(contexts, chunks, strict=True)]
@@ -109,14 +101,13 @@ def trees(
         longest = max(cluster, key=lambda number: len(rows[number]))
         tree, left = Tree(rows[longest]), []
         for number in cluster:
-            row, first = rows[number], len(rows[number]) - len(chunks[number])
+            row = rows[number]
             shared = _common(tree.ids, row)
-            if shared == len(row):
-                tree.chunks[number] = slice(first, shared)
-            elif 2 * shared < len(row) or tree.num_tokens + len(row) - shared > most_tokens:
+            own = row[shared:]
+            if own and (2 * shared < len(row) or tree.num_tokens + len(own) > BATCH_TOKENS):
                 left.append(number)
             else:
-                tree.branches.append(Branch(shared, row[shared:], number, first))
+                tree.branches.append(Branch(number, len(row) - len(chunks[number]), shared, own))
         forest.append(tree)
         todo += _clusters(rows, left, model.stable_length)
     return forest
@@ -147,82 +138,96 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
     return low
 
 
-def _encode_batch(model: Backend, batch: Sequence[Tree]) -> Iterator[dict[int, list[LayerKV]]]:
-    """Compute a batch of rows or one tree; yield the KV of the chunks that are complete after each forward pass.
-
-    The last layer's output is not needed: the passes end at its keys and values.
-    """
-    longest, last = max(len(tree.ids) for tree in batch), model.num_layers - 1
-    # where RoPE depends on the length, the pass must include the last position
-    is_divided = len(batch) == 1 and _is_slow(model) and longest <= model.stable_length
-    size = CPU_TOKENS if is_divided else longest
-    # padding needs no mask: it comes after the chunk, where causal attention cannot see it
-    rows = [tree.ids + tree.ids[-1:] * (longest - len(tree.ids)) for tree in batch]
-    cache, last_layer = model.new_cache(max(longest, batch[0].num_tokens)), list[LayerKV]()  # of each pass
-
-    def observe(number: int, keys: Tensor, values: Tensor) -> None:
-        if number == last:
-            last_layer.append((keys, values))
-
-    for start in range(0, longest, size):
-        stop = min(start + size, longest)
-        # branches follow the row's tokens, and the next block overwrites them
-        branches = [branch for branch in batch[0].branches if start < branch.at <= stop]
-        lengths = [(branch.at, len(branch.ids)) for branch in branches]
-        positions = torch.cat([torch.arange(stop), *(torch.arange(at, at + length) for at, length in lengths)])
-        block = torch.tensor([row[start:stop] for row in rows])  # (B, T)
-        if branches:
-            ids = torch.cat([block, torch.tensor([[token for branch in branches for token in branch.ids]])], dim=1)
-            model.forward_until(last, ids, cache, torch.arange(start, stop), lengths, observe)
-        else:
-            positions_of_row = torch.arange(start, stop) if len(batch) == 1 else None
-            model.forward_until(last, block, cache, positions_of_row, observe=observe)
-        places = [(row, *place) for row, tree in enumerate(batch) for place in _complete(tree, branches, start, stop)]
-        first = min((where[0].start for _, _, where in places), default=len(positions))
-        encoded: dict[int, list[LayerKV]] = {chunk: [] for _, chunk, _ in places}
-        tables = model.tables(positions[first:]) if encoded else []
-        for number in range(model.num_layers if encoded else 0):
-            layer = (
-                cache.layer(number) if number < last else (torch.cat(part, 2) for part in zip(*last_layer, strict=True))
-            )
-            keys, values = (part[:, :, first : len(positions)] for part in layer)
-            keys = model.all_heads(model.unrotate(number, keys, tables[number])).cpu()
-            values = model.all_heads(values).cpu()
-            for row, chunk, where in places:
-                slices = [slice(part.start - first, part.stop - first) for part in where]
-                # copies: a view would keep the context's memory alive
-                copies = (torch.cat([part[row, :, tokens] for tokens in slices], 1) for part in (keys, values))
-                encoded[chunk].append((next(copies), next(copies)))
-        keys, values = last_layer.pop()
-        last_layer.append((keys[:, :, : stop - start], values[:, :, : stop - start]))
-        yield encoded
-
-
-def _complete(tree: Tree, branches: Sequence[Branch], start: int, stop: int) -> Iterator[tuple[int, list[slice]]]:
-    """Yield the chunks that a pass over the row's tokens from `start` to `stop` completes, and their places.
-
-    Places are counted through the row up to `stop` and then the branches that begin in between.
-    """
-    yield from ((chunk, [place]) for chunk, place in tree.chunks.items() if start < place.stop <= stop)
-    end = stop
-    for at, ids, chunk, first in branches:
-        begin, end = end, end + len(ids)
-        shared = [slice(first, at)] if first < at else []
-        yield chunk, [*shared, slice(begin + max(first - at, 0), end)]
-
-
-def _batches(lengths: Mapping[int, int], most_tokens: int, stable_length: int) -> Iterator[list[int]]:
-    """Yield row numbers in batches of similar length, of equal length where RoPE depends on the length."""
-    batch: list[int] = []
+def _batches(rows: Sequence[Tree], most_tokens: int, stable_length: int) -> Iterator[list[Tree]]:
+    """Yield rows in batches of similar length, of equal length where RoPE depends on the length."""
+    batch: list[Tree] = []
     filled = 0
-    for number in sorted(lengths, key=lengths.__getitem__):
-        length = lengths[number]
-        has_other_frequencies = bool(batch) and length > stable_length and length != lengths[batch[0]]
+    for tree in sorted(rows, key=lambda tree: len(tree.ids)):
+        length = len(tree.ids)
+        has_other_frequencies = bool(batch) and length > stable_length and length != len(batch[0].ids)
         is_wasteful = filled >= _ENOUGH and length * len(batch) > _PADDING * filled
         if batch and (length * (len(batch) + 1) > most_tokens or has_other_frequencies or is_wasteful):
             yield batch
             batch, filled = [], 0
-        batch.append(number)
+        batch.append(tree)
         filled += length
     if batch:
         yield batch
+
+
+def _encode_batch(model: Backend, batch: Sequence[Tree]) -> Iterator[dict[int, list[LayerKV]]]:
+    """Compute a batch of rows or one tree; yield the KV of the chunks that are complete after each forward pass."""
+    longest = max(len(tree.ids) for tree in batch)
+    # where RoPE depends on the length, the pass must include the last position
+    is_divided = len(batch) == 1 and _is_slow(model) and longest <= model.stable_length
+    size = CPU_TOKENS if is_divided else longest
+    # padding needs no mask: it comes after the chunk, where causal attention cannot see it
+    ids = torch.tensor([tree.ids + tree.ids[-1:] * (longest - len(tree.ids)) for tree in batch])  # (B, T)
+    cache = model.new_cache(max(longest, batch[0].num_tokens))
+    last_layer: list[LayerKV] = []  # of the passes before
+    for start in range(0, longest, size):
+        stop = min(start + size, longest)
+        done = [
+            (row, branch) for row, tree in enumerate(batch) for branch in tree.branches if start < branch.at <= stop
+        ]
+        keys, values = _compute(model, ids[:, start:stop], start, [branch for _, branch in done], cache)
+        yield _kv_of(model, done, stop, cache, [*last_layer, (keys, values)])
+        last_layer.append((keys[:, :, : stop - start], values[:, :, : stop - start]))
+
+
+def _compute(model: Backend, ids: Tensor, start: int, branches: Sequence[Branch], cache: KVCache) -> LayerKV:
+    """Compute the (B, T) tokens of rows from position `start` on, and then the branches' own tokens.
+
+    The next pass overwrites the branches in `cache`. The pass ends at the keys and values of the last layer, whose
+    output is not needed: they are returned.
+    """
+    last, computed = model.num_layers - 1, list[LayerKV]()
+
+    def observe(number: int, keys: Tensor, values: Tensor) -> None:
+        if number == last:
+            computed.append((keys, values))
+
+    rows = torch.arange(start, start + ids.shape[1]) if len(ids) == 1 else None
+    own = [branch for branch in branches if branch.ids]
+    ids = torch.cat([ids, *(torch.tensor([branch.ids]) for branch in own)], dim=1)
+    model.forward_until(last, ids, cache, rows, [(branch.at, len(branch.ids)) for branch in own], observe)
+    return _joined(computed, 2)
+
+
+def _kv_of(
+    model: Backend, complete: Sequence[tuple[int, Branch]], stop: int, cache: KVCache, last_layer: Sequence[LayerKV]
+) -> dict[int, list[LayerKV]]:
+    """Return the KV of chunks by number, from a cache that has their rows up to `stop`, and then the branches.
+
+    Args:
+        complete: The row and the branch of each chunk.
+        last_layer: KV of the last layer, which is not in `cache`, in parts.
+    """
+    if not complete:
+        return {}
+    places: list[list[slice]] = []
+    positions, end = [torch.arange(stop)], stop
+    for _, (_, first, at, ids) in complete:
+        begin, end = end, end + len(ids)
+        own = slice(begin + max(first - at, 0), end)
+        places.append([slice(first, at)] * (first < at) + [own] * bool(ids))
+        positions.append(torch.arange(at, at + len(ids)))
+    skipped = min(place[0].start for place in places)
+    tables = model.tables(torch.cat(positions)[skipped:])
+    encoded: dict[int, list[LayerKV]] = {branch.chunk: [] for _, branch in complete}
+    for number in range(model.num_layers):
+        layer = cache.layer(number) if number < model.num_layers - 1 else _joined(last_layer, 2)
+        keys, values = (part[:, :, skipped:end] for part in layer)
+        keys = model.all_heads(model.unrotate(number, keys, tables[number])).cpu()
+        values = model.all_heads(values).cpu()
+        for (row, branch), place in zip(complete, places, strict=True):
+            taken = (slice(part.start - skipped, part.stop - skipped) for part in place)
+            # copied: a view would keep the context's memory alive
+            encoded[branch.chunk].append(_joined([(keys[row, :, part], values[row, :, part]) for part in taken], 1))
+    return encoded
+
+
+def _joined(parts: Sequence[LayerKV], dim: int) -> LayerKV:
+    """Return keys and values in one piece, copied."""
+    keys, values = zip(*parts, strict=True)
+    return torch.cat(keys, dim), torch.cat(values, dim)

@@ -11,26 +11,24 @@ import torch
 from families import FAMILIES, build
 
 from kvrag import Model
-from kvrag.ingest.encode import _batches, encode, trees
+from kvrag.ingest.encode import Tree, _batches, encode, trees
 
 CHUNKS = [
     [5 + i * 7 % 900 for i in range(start, start + length)] for start, length in enumerate([3, 90, 17, 1, 64, 90, 40])
 ]
 
 
-def _encoded(model: Model, chunks: list[list[int]], batch_tokens: int) -> dict[int, list[tuple[torch.Tensor, ...]]]:
-    return dict(encode(model, chunks, most_tokens=batch_tokens))
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "llama-dynamic", "phi3-longrope", "gemma3", "qwen3_moe"])
 @pytest.mark.parametrize("batch_tokens", [1, 200, 100_000])
-def test_batched_equals_alone(family: str, batch_tokens: int, tokenizer: Any) -> None:
+def test_batched_equals_alone(family: str, batch_tokens: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model_type, changes = FAMILIES[family]
     model = Model(build(model_type, **changes), tokenizer, family)
-    together = _encoded(model, CHUNKS, batch_tokens)
+    for name in ("BATCH_TOKENS", "CPU_TOKENS"):
+        monkeypatch.setattr(f"kvrag.ingest.encode.{name}", batch_tokens)
+    together = dict(encode(model, CHUNKS))
     assert sorted(together) == list(range(len(CHUNKS)))
     for number, chunk in enumerate(CHUNKS):
-        alone = _encoded(model, [chunk], 1)[0]
+        alone = dict(encode(model, [chunk]))[0]
         for ours, theirs in zip(together[number], alone, strict=True):
             for a, b in zip(ours, theirs, strict=True):
                 assert a.shape == (2, len(chunk), 16)
@@ -44,7 +42,8 @@ def test_the_preamble_is_seen_and_dropped(model: Model, hf: Any) -> None:
     cache = model.new_cache(100)
     model.forward(torch.tensor([[*preamble, *chunk]]), cache)
     tables = model.tables(torch.arange(len(preamble), len(preamble) + 40))
-    for number, (keys, values) in enumerate(_encoded(model, [chunk], 1)[0]):
+    own = dict(encode(model, [chunk]))[0]
+    for number, (keys, values) in enumerate(own):
         own_keys, own_values = (tensor[:, :, len(preamble) : len(preamble) + 40] for tensor in cache.layer(number))
         torch.testing.assert_close(values, own_values[0], atol=1e-5, rtol=1e-5)
         turned = keys[None].clone()
@@ -52,30 +51,32 @@ def test_the_preamble_is_seen_and_dropped(model: Model, hf: Any) -> None:
         torch.testing.assert_close(turned, own_keys, atol=1e-5, rtol=1e-5)
     without = model.new_cache(100)
     model.forward(torch.tensor([chunk]), without)
-    assert not torch.allclose(without.layer(1)[1][0, :, :40], _encoded(model, [chunk], 1)[0][1][1], atol=1e-2)
+    assert not torch.allclose(without.layer(1)[1][0, :, :40], own[1][1], atol=1e-2)
+
+
+def _lengths(lengths: list[int], most_tokens: int, stable_length: int) -> list[list[int]]:
+    """Return the lengths of the rows in each batch."""
+    batches = _batches([Tree([0] * length) for length in lengths], most_tokens, stable_length)
+    return [[len(tree.ids) for tree in batch] for batch in batches]
 
 
 def test_batches_hold_every_chunk_once_and_keep_their_bound() -> None:
-    lengths = [(i * 37) % 200 + 1 for i in range(100)]
-    batches = list(_batches({number: length + 5 for number, length in enumerate(lengths)}, 1000, 10**9))
-    assert sorted(number for batch in batches for number in batch) == list(range(100))
-    for batch in batches:
-        assert len(batch) == 1 or (max(lengths[number] for number in batch) + 5) * len(batch) <= 1000
+    lengths = [(i * 37) % 200 + 6 for i in range(100)]
+    batches = _lengths(lengths, 1000, 10**9)
+    assert sorted(length for batch in batches for length in batch) == sorted(lengths)
+    assert all(len(batch) == 1 or max(batch) * len(batch) <= 1000 for batch in batches)
     assert len(batches) < 20
-    assert list(_batches({}, 1000, 10)) == []
+    assert _lengths([], 1000, 10) == []
 
 
 def test_where_rope_follows_the_length_only_equal_lengths_share_a_batch() -> None:
-    lengths = [14, 24, 99, 100, 100, 101, 34]
-    batches = list(_batches(dict(enumerate(lengths)), 10**6, 100))
-    assert sorted(map(sorted, batches)) == [[0, 1, 2, 3, 4, 6], [5]]
-    batches = list(_batches(dict(enumerate([204, 205, 204, 205])), 10**6, 100))
-    assert sorted(map(sorted, batches)) == [[0, 2], [1, 3]]
+    assert _lengths([14, 24, 99, 100, 100, 101, 34], 10**6, 100) == [[14, 24, 34, 99, 100, 100], [101]]
+    assert _lengths([204, 205, 204, 205], 10**6, 100) == [[204, 204], [205, 205]]
 
 
 def test_keys_are_position_free(model: Model) -> None:
     """Layer 0 depends on the token alone: the same token has the same key at every position."""
-    keys, values = _encoded(model, [[7] * 30], 1)[0][0]
+    keys, values = dict(encode(model, [[7] * 30]))[0][0]
     torch.testing.assert_close(keys, keys[:, :1].expand_as(keys), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(values, values[:, :1].expand_as(values), atol=1e-5, rtol=1e-5)
 
@@ -83,8 +84,8 @@ def test_keys_are_position_free(model: Model) -> None:
 def test_the_context_of_a_chunk_is_attended_to_and_dropped(model: Model) -> None:
     """Its KV equals that of one pass over both, at any position."""
     context, chunk = CHUNKS[1], CHUNKS[5]
-    whole = _encoded(model, [context + chunk], 1)[0]
-    own = dict(encode(model, [chunk, chunk], [context, []], most_tokens=1000))
+    whole = dict(encode(model, [context + chunk]))[0]
+    own = dict(encode(model, [chunk, chunk], [context, []]))
     for (keys, values), (all_keys, all_values), (alone_keys, _) in zip(own[0], whole, own[1], strict=True):
         assert keys.shape == values.shape == alone_keys.shape
         torch.testing.assert_close(keys, all_keys[:, len(context) :], atol=1e-4, rtol=1e-4)
@@ -153,16 +154,17 @@ def computed(hf: Any) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("family", BRANCHING)
-@pytest.mark.parametrize("most_tokens", [None, 150, 1])
+@pytest.mark.parametrize("most_tokens", [4096, 150, 1])
 def test_overlapping_chunks_have_the_kv_of_separate_passes(
-    family: str, most_tokens: int | None, tokenizer: Any
+    family: str, most_tokens: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvrag.ingest.encode.BATCH_TOKENS", most_tokens)
     model_type, changes = FAMILIES[family]
     model = Model(build(model_type, **changes), tokenizer, family)
     chunks, contexts = overlapping()
     order = [3, 0, 4, 1, 2]
     chunks, contexts = [chunks[i] for i in order], [contexts[i] for i in order]
-    together = dict(encode(model, chunks, contexts, most_tokens))
+    together = dict(encode(model, chunks, contexts))
     assert sorted(together) == list(range(5))
     for number, (chunk, context) in enumerate(zip(chunks, contexts, strict=True)):
         cache = model.new_cache(500)
@@ -207,26 +209,23 @@ def test_the_last_layer_ends_at_its_keys(model: Model, hf: Any) -> None:
         hook.remove()
 
 
-def test_trees_hold_every_token_of_every_chunk(model: Model) -> None:
+def test_trees_hold_every_token_of_every_chunk(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """For any chunks and contexts."""
     rng = random.Random(0)
     for most_tokens in (1, 60, 4096):
+        monkeypatch.setattr("kvrag.ingest.encode.BATCH_TOKENS", most_tokens)
         for _ in range(40):
             rows = [[rng.randrange(3) for _ in range(rng.randrange(1, 30))] for _ in range(rng.randrange(1, 20))]
             rows += [row[: rng.randrange(1, len(row) + 1)] + rng.choice(rows) for row in rows]
             cuts = [rng.randrange(len(row)) for row in rows]
             contexts = [row[:cut] for row, cut in zip(rows, cuts, strict=True)]
             chunks = [row[cut:] for row, cut in zip(rows, cuts, strict=True)]
-            made = trees(model, chunks, contexts, most_tokens)
-            numbers = [number for tree in made for number in (*tree.chunks, *(b.chunk for b in tree.branches))]
-            assert sorted(numbers) == list(range(len(rows)))
+            made = trees(model, chunks, contexts)
+            assert sorted(branch.chunk for tree in made for branch in tree.branches) == list(range(len(rows)))
             for tree in made:
                 assert tree.num_tokens == len(tree.ids) + sum(len(branch.ids) for branch in tree.branches)
-                assert not tree.branches or tree.num_tokens <= most_tokens
-                for number, place in tree.chunks.items():
-                    assert tree.ids[place] == chunks[number]
-                    assert tree.ids[: place.stop] == [*model.preamble, *rows[number]]
-                for at, ids, number, first in tree.branches:
+                assert tree.num_tokens in (len(tree.ids), min(tree.num_tokens, most_tokens))
+                for number, first, at, ids in tree.branches:
                     row = tree.ids[:at] + ids
                     assert row == [*model.preamble, *rows[number]]
                     assert row[first:] == chunks[number]

@@ -60,7 +60,7 @@ def encode(
     when it is complete: its number, with keys and values per layer. A pass has at least one chunk, and otherwise at
     most `batch_tokens(model)`.
     """
-    whole, branching = [], []
+    whole, branching = list[Tree](), list[Tree]()
     for tree in trees(model, chunks, contexts):
         (branching if tree.num_tokens > len(tree.ids) else whole).append(tree)
     for batch in [*_batches(whole, batch_tokens(model), model.stable_length), *([tree] for tree in branching)]:
@@ -167,11 +167,9 @@ def _encode_batch(model: Backend, batch: Sequence[Tree]) -> Iterator[dict[int, l
     last_layer: list[LayerKV] = []  # of the passes before
     for start in range(0, longest, size):
         stop = min(start + size, longest)
-        done = [
-            (row, branch) for row, tree in enumerate(batch) for branch in tree.branches if start < branch.at <= stop
-        ]
-        keys, values = _compute(model, ids[:, start:stop], start, [branch for _, branch in done], cache)
-        yield _kv_of(model, done, stop, cache, [*last_layer, (keys, values)])
+        ends = [(row, end) for row, tree in enumerate(batch) for end in tree.branches if start < end.at <= stop]
+        keys, values = _compute(model, ids[:, start:stop], start, [branch for _, branch in ends], cache)
+        yield _kv_of(model, ends, stop, cache, [*last_layer, (keys, values)])
         last_layer.append((keys[:, :, : stop - start], values[:, :, : stop - start]))
 
 

@@ -54,13 +54,32 @@ class _Piece:
 
 @dataclass
 class _Tally:
-    """Progress of the encoding, in chunks, tokens and bytes."""
+    """Stores the chunks that a call of `warm` encodes, several at once, and counts tokens, bytes and texts."""
 
+    store: KVStore
+    progress: Progress
     text_keys: set[str] = field(default_factory=set)
     tokens: int = 0
     bytes: int = 0
-    done: int = 0
+    done: int = 0  # tokens, including those of chunks that other processes stored meanwhile
     total: int = 0
+    waiting: list[tuple[str, ChunkRecord]] = field(default_factory=list)  # with their text keys
+    size: int = 0  # of the waiting chunks, in tokens
+    stored: float = 0.0  # when chunks were stored
+
+    def report(self) -> None:
+        self.progress(self.done, self.total)
+
+    def put(self) -> None:
+        """Store the waiting chunks."""
+        waiting, size, self.waiting, self.size = self.waiting, self.size, [], 0
+        if waiting:
+            self.bytes += self.store.put([record for _, record in waiting])
+            self.text_keys.update(text_key for text_key, _ in waiting)
+            self.tokens += size
+            self.done += size
+            self.report()
+        self.stored = time.perf_counter()
 
 
 class Choosing:
@@ -133,7 +152,8 @@ class Choosing:
             elif context:
                 context = [*context, *blank]
             if self._cuts(context, ids):
-                context = context[max(0, len(context) - min(limit, self._room(ids))) :]
+                room = self._outline.context_window - len(self._outline.preamble) - len(ids)
+                context = context[max(0, len(context) - min(limit, room)) :]
             before[source] = [*context, *ids] if source and limit else []
             yield context
 
@@ -150,10 +170,6 @@ class Choosing:
         grown = len(context) - limit
         least, most = (factor * limit for factor in _GROWTH)
         return grown > most or (grown > least and int(text_key("", ids), 16) % (_CUTS * limit) < len(ids))
-
-    def _room(self, ids: Sequence[int]) -> int:
-        """Return the number of tokens that the window has for the context of a text."""
-        return self._outline.context_window - len(self._outline.preamble) - len(ids)
 
     def _choose(self, pieces: Sequence[_Piece], namespace: str, shared: set[str]) -> tuple[list[_Piece], list[_Piece]]:
         """Choose the variant of each piece: with context, or encoded alone if the text is held elsewhere too.
@@ -207,12 +223,12 @@ class Ingestion(Choosing):
             document, names = ON_REQUEST, [ON_REQUEST] * len(names)
         pieces = self._pieces(tokenized, names, sources, namespace, {} if before is None else before)
         documents = {*names, document} if isinstance(document, str) else set(names)  # also those without texts
-        tally = _Tally()
+        tally = _Tally(self._store, progress)
 
         shared: set[str] = set()
         choices, missing = self._choose(pieces, namespace, shared)
         for _ in range(_ROUNDS):
-            self._encode_and_put(missing, namespace, tally, progress)
+            self._encode_and_put(missing, namespace, tally)
             self._hold(choices, documents, namespace, mode)
             # re-check after recording the holders: others may have stored, shared or evicted these texts
             previous = choices
@@ -221,18 +237,7 @@ class Ingestion(Choosing):
                 break
 
         self._tuning.keep_speed()
-        warnings = []
         skipped = len({tuple(ids) for ids, chunk_key in tokenized if not chunk_key})
-        if skipped:
-            warnings.append(
-                f"{skipped} chunks have fewer than {self._config.min_run} tokens and will not be reused: "
-                "they are computed with the rest of the prompt"
-            )
-        if missing:
-            warnings.append(
-                f"{len(missing)} of these chunks were evicted at once: the store's byte budget is too small for "
-                "all of them, raise max_bytes or the namespace's budget"
-            )
         num_texts = len({piece.text_key for piece in pieces})
         return WarmReport(
             chunks=num_texts + skipped,
@@ -242,7 +247,7 @@ class Ingestion(Choosing):
             reused=num_texts - len(tally.text_keys),
             skipped=skipped,
             seconds=time.perf_counter() - started,
-            warnings=tuple(warnings),
+            warnings=tuple(_warnings(skipped, self._config.min_run, len(missing))),
         )
 
     def forget(self, document: str, namespace: str = "") -> list[str]:
@@ -272,62 +277,61 @@ class Ingestion(Choosing):
         rooms += [(part.bytes, part.max_bytes) for part in stats.namespaces if part.namespace == namespace]
         return all(most is None or used + needed <= most for used, most in rooms)
 
-    def _encode_and_put(self, missing: Sequence[_Piece], namespace: str, tally: _Tally, progress: Progress) -> None:
+    def _encode_and_put(self, missing: Sequence[_Piece], namespace: str, tally: _Tally) -> None:
         tally.total += sum(len(choice.ids) for choice in missing)
         if missing or not tally.total:
-            progress(tally.done, tally.total)
+            tally.report()
         for portion in _portions(missing, self._model.bytes_per_token):
             # another process may be warming the same corpus
             wanted = set(self._store.missing([choice.chunk_key for choice in portion]))
             new = [choice for choice in portion if choice.chunk_key in wanted]
             tally.done += sum(len(choice.ids) for choice in portion if choice.chunk_key not in wanted)
             with reporting_memory():
-                self._encode(new, namespace, tally, progress)
+                self._encode(new, namespace, tally)
             if not new:
-                progress(tally.done, tally.total)
+                tally.report()
 
-    def _encode(self, choices: Sequence[_Piece], namespace: str, tally: _Tally, progress: Progress) -> None:
+    def _encode(self, choices: Sequence[_Piece], namespace: str, tally: _Tally) -> None:
         """Encode and store chunks; when this is interrupted, those that are encoded are stored first."""
         chunks, contexts = [choice.ids for choice in choices], [choice.context for choice in choices]
         encoded, seconds, cpu, waits = encode(self._model, chunks, contexts), 0.0, 0.0, self._model.waits
-        records: dict[int, ChunkRecord] = {}
-        size, stored = 0, time.perf_counter()  # in tokens
         is_alone = self._model.num_processes == 1  # several store together, so that all do at the same chunk
-
-        def store() -> None:
-            nonlocal records, size, stored
-            batch, tokens, records, size = records, size, {}, 0
-            tally.bytes += self._store.put([*batch.values()])
-            tally.text_keys.update(choices[number].text_key for number in batch)
-            tally.tokens += tokens
-            tally.done += tokens
-            progress(tally.done, tally.total)
-            stored = time.perf_counter()
-
+        tally.stored = time.perf_counter()
         try:
             for _ in choices:
                 started, cpu_started = time.perf_counter(), time.thread_time()
                 number, layers = next(encoded)
                 seconds, cpu = seconds + time.perf_counter() - started, cpu + time.thread_time() - cpu_started
-                key, ids = choices[number].chunk_key, np.asarray(chunks[number], np.uint32)
+                ids, context = (np.asarray(tokens[number], np.uint32) for tokens in (chunks, contexts))
                 packed = pack(layers, self._codec, f"{self._model.tokenizer.decode(chunks[number][:12])}...")
-                context = np.asarray(contexts[number], np.uint32)
-                records[number] = ChunkRecord(key, namespace, ids, context, packed)
-                size += len(ids)
-                if size * self._model.bytes_per_token >= _PUT_BYTES or (
-                    is_alone and time.perf_counter() - stored >= _PUT_S
-                ):
-                    store()
+                record = ChunkRecord(choices[number].chunk_key, namespace, ids, context, packed)
+                tally.waiting.append((choices[number].text_key, record))
+                tally.size += len(ids)
+                is_large = tally.size * self._model.bytes_per_token >= _PUT_BYTES
+                if is_large or (is_alone and time.perf_counter() - tally.stored >= _PUT_S):
+                    tally.put()
         except BaseException:
-            if records and is_alone:
-                store()
+            if is_alone:
+                tally.put()
             raise
-        if records:
-            store()
+        tally.put()
         if choices and self._model.waits == waits:  # otherwise the duration would include other threads' work
             forest = trees(self._model, chunks, contexts)
             tokens, pairs = sum(tree.num_tokens for tree in forest), sum(tree.num_pairs for tree in forest)
             self._tuning.observe_encoding(tokens, pairs, math.ceil(tokens / batch_tokens(self._model)), seconds, cpu)
+
+
+def _warnings(skipped: int, min_run: int, missing: int) -> Iterator[str]:
+    if skipped:
+        yield (
+            f"{skipped} chunks have fewer than {min_run} tokens and will not be reused: "
+            "they are computed with the rest of the prompt"
+        )
+    if missing:
+        yield (
+            f"{missing} of these chunks were evicted at once: the store's byte budget is too small for "
+            "all of them, raise max_bytes or the namespace's budget"
+        )
 
 
 def _overlap(before: list[int], ids: list[int]) -> int:

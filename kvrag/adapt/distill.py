@@ -10,6 +10,7 @@ which has the answer alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -112,11 +113,8 @@ def write(model: Model, adapter: Adapter | None, lesson: Lesson) -> tuple[LayerS
         for number, (context, _) in enumerate(lesson.rows)
     ]
     positions = torch.tensor(first)[:, None] + torch.arange(width)
-    if adapter is None:
+    with adapter.active() if adapter else nullcontext():
         states = encode_rows(model, ids, positions)
-    else:
-        with adapter.active():
-            states = encode_rows(model, ids, positions)
     taken = places(model, lesson)
     written = [
         tuple(torch.cat([part[number, :, place] for number, place in taken], dim=1)[None] for part in layer)

@@ -6,7 +6,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,15 +55,6 @@ class Course:
     seed: int = 0
 
 
-@dataclass
-class _State:
-    """Content of a checkpoint besides tensors."""
-
-    step: int = 0
-    seconds: float = 0.0
-    loss: float = math.nan
-
-
 Progress = Callable[[float, float, int, float], None]
 """Called with seconds done, seconds to do, the number of steps, and the smoothed loss in nats."""
 
@@ -86,60 +78,122 @@ def train(
         KvragError: A checkpoint cannot be written; the one before it is kept.
     """
     _check(model)
-    layers = new_layers(model.hf, course.rank, course.seed)
-    adapter = Adapter(model.hf, layers)
-    parameters = [part for layer in layers.values() for part in (layer.down, layer.up)]
-    optimiser = torch.optim.AdamW(parameters, lr=course.rate, weight_decay=0.0)
-    path, settings = folder / CHECKPOINT, json.loads(json.dumps({**asdict(course), **identity}))
-    del settings["minutes"]  # a longer training goes on from a shorter one
-    state = _resume(path, settings, layers, optimiser) if path.exists() else _State()
-    progress(state.seconds, 60 * course.minutes, state.step, state.loss)
-    total, saved, config = 60 * course.minutes, time.perf_counter(), BlendConfig(controller="off")
-    wrapped = decoder_layers(model) if model.device.type == "cuda" else []
-    frozen = [parameter for parameter in model.hf.parameters() if parameter.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
+    training = _Training(model, course, folder / CHECKPOINT, identity)
+    adapter, state, total = Adapter(model.hf, training.layers), training.state, 60 * course.minutes
+    saved = time.perf_counter()
+    progress(state.seconds, total, state.step, state.loss)
     try:
-        with checkpointed(wrapped):
+        with _frozen(model), checkpointed(decoder_layers(model) if model.device.type == "cuda" else []):
             while state.seconds < total:
                 started = time.perf_counter()
-                for group in optimiser.param_groups:
-                    warmed, left = min(1.0, (state.step + 1) / _WARM_UP), 1 - state.seconds / total
-                    group["lr"] = course.rate * warmed * left
-                loss = 0.0
-                for number in range(course.lessons):
-                    lesson = lessons.draw(state.step * course.lessons + number)
-                    is_blended = (state.step * course.lessons + number) % 100 < 100 * course.blended
-                    if is_blended:  # its tokens are recomputed for each prompt
-                        lesson = replace(lesson, ends=lesson.ends[:_BLENDED_ENDS])
-                    targets = teach(model, lesson, course.tokens)
-                    part = loss_of(model, adapter, lesson, targets, config if is_blended else None) / course.lessons
-                    part.backward()  # type: ignore[no-untyped-call]
-                    loss += float(part.detach())
-                norm = float(torch.nn.utils.clip_grad_norm_(parameters, 1.0))
-                if not math.isfinite(loss + norm):  # before the weights change: the checkpoint stays good
-                    raise ModelError(
-                        f"the loss of step {state.step} is {loss} and its gradient {norm}: use dtype bfloat16, or a "
-                        "lower --rate with another --out"
-                    )
-                optimiser.step()
-                optimiser.zero_grad()
-                state.loss = loss if math.isnan(state.loss) else _SMOOTHING * state.loss + (1 - _SMOOTHING) * loss
-                state.step += 1
+                loss = _backward(model, adapter, lessons, course, state.step)
+                warmed, left = min(1.0, (state.step + 1) / _WARM_UP), 1 - state.seconds / total
+                training.update(loss, course.rate * warmed * left)
                 state.seconds += time.perf_counter() - started
                 progress(min(state.seconds, total), total, state.step, state.loss)
                 if time.perf_counter() - saved >= _EVERY_S:
-                    _save(path, settings, state, layers, optimiser)
+                    training.save()
                     saved = time.perf_counter()
     except BaseException:
         if state.step and math.isfinite(state.loss):
-            _save(path, settings, state, layers, optimiser)
+            training.save()
         raise
+    training.save()
+    return {name: LowRank(low.down.detach(), low.up.detach(), low.scale) for name, low in training.layers.items()}
+
+
+def _backward(model: Model, adapter: Adapter, lessons: Lessons, course: Course, step: int) -> float:
+    """Add the gradient of one step's lessons; return their mean loss."""
+    loss = 0.0
+    for number in range(step * course.lessons, (step + 1) * course.lessons):
+        lesson, config = lessons.draw(number), None
+        if number % 100 < 100 * course.blended:
+            config = BlendConfig(controller="off")
+            lesson = replace(lesson, ends=lesson.ends[:_BLENDED_ENDS])  # tokens are recomputed for each of them
+        targets = teach(model, lesson, course.tokens)
+        part = loss_of(model, adapter, lesson, targets, config) / course.lessons
+        part.backward()  # type: ignore[no-untyped-call]
+        loss += float(part.detach())
+    return loss
+
+
+@contextmanager
+def _frozen(model: Model) -> Iterator[None]:
+    """Compute no gradients of the model's own weights."""
+    trainable = [parameter for parameter in model.hf.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trainable:
+            parameter.requires_grad_(False)
+        yield
     finally:
-        for parameter in frozen:
+        for parameter in trainable:
             parameter.requires_grad_(True)
-    _save(path, settings, state, layers, optimiser)
-    return {name: LowRank(layer.down.detach(), layer.up.detach(), layer.scale) for name, layer in layers.items()}
+
+
+@dataclass
+class _State:
+    """Content of a checkpoint besides tensors."""
+
+    step: int = 0
+    seconds: float = 0.0
+    loss: float = math.nan  # smoothed
+
+
+class _Training:
+    """An adapter's weights, the state of its training, and the checkpoint of both."""
+
+    def __init__(self, model: Model, course: Course, path: Path, identity: Mapping[str, Any]) -> None:
+        self.layers = new_layers(model.hf, course.rank, course.seed)
+        self._parameters: dict[str, Tensor] = {}
+        for name, layer in self.layers.items():
+            self._parameters |= {f"{name}.down": layer.down, f"{name}.up": layer.up}
+        self._optimiser = torch.optim.AdamW(self._parameters.values(), lr=course.rate, weight_decay=0.0)
+        self._path, self._settings = path, json.loads(json.dumps({**asdict(course), **identity}))
+        del self._settings["minutes"]  # a longer training goes on from a shorter one
+        self.state = self._resumed() if path.exists() else _State()
+
+    def update(self, loss: float, rate: float) -> None:
+        """Change the weights by their gradient, whose loss this is. Raises ModelError if either is not finite."""
+        state = self.state
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), 1.0))
+        if not math.isfinite(loss + norm):  # before the weights change: the checkpoint stays good
+            raise ModelError(
+                f"the loss of step {state.step} is {loss} and its gradient {norm}: use dtype bfloat16, or a "
+                "lower --rate with another --out"
+            )
+        for group in self._optimiser.param_groups:
+            group["lr"] = rate
+        self._optimiser.step()
+        self._optimiser.zero_grad()
+        state.loss = loss if math.isnan(state.loss) else _SMOOTHING * state.loss + (1 - _SMOOTHING) * loss
+        state.step += 1
+
+    def save(self) -> None:
+        tensors = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            tensors |= {f"{name}.{key}": value for key, value in self._optimiser.state[parameter].items()}
+        try:
+            write_tensors(self._path, tensors, {"settings": self._settings, "state": asdict(self.state)})
+        except OSError as error:
+            raise KvragError(f"cannot write {self._path}: {os.strerror(error.errno or 0)}") from error
+
+    def _resumed(self) -> _State:
+        """Read the weights and the optimiser's state from the checkpoint; return the rest of it."""
+        tensors, content = read_tensors(self._path)
+        different = [name for name in self._settings if content["settings"].get(name) != self._settings[name]]
+        if different:
+            raise SettingError(
+                f"{self._path} is of another training (different: {', '.join(different)}): choose another --out, or "
+                "delete it"
+            )
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(tensors[name])
+                # the last layer's output projection never has a gradient, so no state either
+                if f"{name}.step" in tensors:
+                    moments = {key: tensors[f"{name}.{key}"].to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}
+                    self._optimiser.state[parameter] = {"step": tensors[f"{name}.step"], **moments}
+        return _State(**content["state"])
 
 
 def _check(model: Model) -> None:
@@ -151,46 +205,3 @@ def _check(model: Model) -> None:
         raise SettingError(f"{model.name} cannot be adapted: its RoPE frequencies depend on the prompt length")
     if model.is_latent or any(isinstance(window, Chunked) for window in model.windows):
         raise SettingError(f"{model.name} cannot be adapted: it has latents (MLA) or chunked attention")
-
-
-def _tensors(layers: Mapping[str, LowRank], optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return all tensors of a training by name; they are the training's own memory."""
-    tensors = {}
-    for name, layer in layers.items():
-        for part, parameter in (("down", layer.down), ("up", layer.up)):
-            tensors[f"{name}.{part}"] = parameter.detach()
-            for key, value in optimiser.state[parameter].items():
-                tensors[f"{name}.{part}.{key}"] = value
-    return tensors
-
-
-def _save(
-    path: Path, settings: dict[str, Any], state: _State, layers: Mapping[str, LowRank], optimiser: torch.optim.Optimizer
-) -> None:
-    try:
-        write_tensors(path, _tensors(layers, optimiser), {"settings": settings, "state": asdict(state)})
-    except OSError as error:
-        raise KvragError(f"cannot write {path}: {os.strerror(error.errno or 0)}") from error
-
-
-def _resume(
-    path: Path, settings: dict[str, Any], layers: Mapping[str, LowRank], optimiser: torch.optim.Optimizer
-) -> _State:
-    tensors, content = read_tensors(path)
-    different = [name for name in settings if content["settings"].get(name) != settings[name]]
-    if different:
-        raise SettingError(
-            f"{path} is of another training (different: {', '.join(different)}): choose another --out, or delete it"
-        )
-    with torch.no_grad():
-        for name, layer in layers.items():
-            for part, parameter in (("down", layer.down), ("up", layer.up)):
-                prefix = f"{name}.{part}"
-                parameter.copy_(tensors.pop(prefix))
-                # the last layer's output projection never has a gradient, so no state either
-                keys = ("step", "exp_avg", "exp_avg_sq") if f"{prefix}.step" in tensors else ()
-                kept = {key: tensors[f"{prefix}.{key}"] for key in keys}
-                optimiser.state[parameter] = {
-                    key: value if key == "step" else value.to(parameter.device) for key, value in kept.items()
-                }
-    return _State(**content["state"])

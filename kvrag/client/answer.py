@@ -27,38 +27,34 @@ async def deltas_of(
     async for body in responses:
         extras |= {name: body[name] for name in ("kvrag", "kv_transfer_params") if body.get(name)}
         usage = body.get("usage") or usage
-        text, thought, parts = "", "", list[Body]()
-        for choice in body.get("choices") or ():
-            message = choice.get("delta") or choice.get("message") or {}
-            text += message.get("content") or choice.get("text") or ""
-            thought += message.get("reasoning_content") or message.get("reasoning") or ""  # vLLM renamed it
-            parts += [{"index": number, **part} for number, part in enumerate(message.get("tool_calls") or ())]
-            finish = choice.get("finish_reason") or finish
+        text, thought, parts, reason = _content(body)
+        finish = reason or finish
         if is_forced and finish == "length" and not calls and not parts:  # vLLM omits a call that was cut off
             text, parts = "", [{"index": 0}]
         if text or thought or parts:
-            pieces = tuple(_add_call(calls, part) for part in parts)
-            yield Delta(text, call_pieces=pieces, reasoning=thought)
+            yield Delta(text, call_pieces=tuple(_add_call(calls, part) for part in parts), reasoning=thought)
     if finish not in ("stop", "length", "tool_calls", "function_call"):
         raise ServerError(f"the server ended the answer early ({finish or 'the stream broke off'}): retry")
-    is_cut = finish == "length"
-    valid: list[ToolCall] = []
-    invalid: list[InvalidCall] = []
-    for index, call in calls.items():
-        arguments = _arguments(call.arguments, is_cut and index == max(calls))
-        if arguments is None:
-            invalid.append(InvalidCall(call.name, call.arguments, call.id))
-        else:
-            valid.append(ToolCall(call.name, arguments, call.id))
+    valid, invalid = _parsed(calls, is_cut=finish == "length")
     yield Delta(
         "",
-        finish_reason="length" if is_cut else "stop",
+        finish_reason="length" if finish == "length" else "stop",
         report=await report(extras, usage),
         tool_calls=tuple(valid),
         num_tokens=usage.get("completion_tokens") or 0,
         invalid_calls=tuple(invalid),
         reasoning_tokens=(usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0,
     )
+
+
+def _content(body: Body) -> tuple[str, str, list[Body], str]:
+    """Return text, thought, pieces of tool calls, and the reason of the end ("" = none) in a response or an event."""
+    choice = next(iter(body.get("choices") or ()), Body())
+    message = choice.get("delta") or choice.get("message") or {}
+    text = message.get("content") or choice.get("text") or ""
+    thought = message.get("reasoning_content") or message.get("reasoning") or ""  # vLLM renamed it
+    parts = [{"index": number, **part} for number, part in enumerate(message.get("tool_calls") or ())]
+    return text, thought, parts, choice.get("finish_reason") or ""
 
 
 def _add_call(calls: dict[int, CallPiece], part: Body) -> CallPiece:
@@ -70,6 +66,18 @@ def _add_call(calls: dict[int, CallPiece], part: Body) -> CallPiece:
     else:
         calls[index] = replace(before, name=before.name + piece.name, arguments=before.arguments + piece.arguments)
     return piece
+
+
+def _parsed(calls: dict[int, CallPiece], is_cut: bool) -> tuple[list[ToolCall], list[InvalidCall]]:
+    """Return the calls of a complete answer: valid and invalid ones. The last one may be part of a cut off answer."""
+    valid, invalid = list[ToolCall](), list[InvalidCall]()
+    for index, call in calls.items():
+        arguments = _arguments(call.arguments, is_cut and index == max(calls))
+        if arguments is None:
+            invalid.append(InvalidCall(call.name, call.arguments, call.id))
+        else:
+            valid.append(ToolCall(call.name, arguments, call.id))
+    return valid, invalid
 
 
 def _arguments(text: str, is_cut: bool) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import xxhash
@@ -100,17 +101,18 @@ class Log:
                 if time.monotonic() - self._checked > _CHECK_EVERY_S and not self._fits():
                     self._rebuild_from_newest()
                     continue
-                names = [_name(number) for number in range(position + 1, position + 1 + batch)]
-                entries = []
-                for name, content in zip(names, self._remote.read(names), strict=True):
-                    if content is None:
-                        break
-                    entries.append(_decode(content, f"{self._remote.url}/{name}"))
+                entries = self._entries(range(position + 1, position + 1 + batch))
                 if entries and not self._apply_all(position, entries):
                     self._rebuild_from_newest()
                 elif len(entries) < batch:
                     return
                 batch = min(2 * batch, _BATCH)
+
+    def _entries(self, numbers: range) -> list[_Entry]:
+        """Read the operations with these numbers, as far as they exist."""
+        names = list(map(_name, numbers))
+        found = takewhile(lambda pair: pair[1] is not None, zip(names, self._remote.read(names), strict=True))
+        return [_decode(content, f"{self._remote.url}/{name}") for name, content in found if content is not None]
 
     def _apply_all(self, position: int, entries: Sequence[_Entry]) -> bool:
         """Apply operations that follow `position`; return False if they do not match the manifest or were cut."""
@@ -228,7 +230,7 @@ class Log:
         self._note(removed)
 
     def _part(self, number: int, name: str) -> Any:
-        path = f"snapshots/{number:012d}/{name}"
+        path = _path(number, name)
         (content,) = self._remote.read([path])
         if content is None:
             raise _Replaced(f"{self._remote.url}/{path} is missing: try again")
@@ -240,20 +242,22 @@ class Log:
 
     def write_snapshot(self) -> tuple[int, int]:
         """Write a snapshot of the manifest as it is; return its number and the id of its last operation."""
-        index, counters, number = dict(_EMPTY), dict[str, int](), 0
+        counters, parts = dict[str, int](), dict.fromkeys(("rows", "holders", "scores"), 0)
         for kind, page in self._manifest.contents():
             if kind == "counters":  # the first
                 counters.update(page)
-                number = counters.get(_POSITION, 0)
                 continue
-            name = f"snapshots/{number:012d}/{kind}-{index[kind]:06d}"
-            self._remote.write(name, _pack(_listed(page) if kind == "rows" else page))
-            index[kind] += 1
-        index |= {"last": counters.get(_LAST, 0), "budgets": self._manifest.budgets()}
-        index |= {name: counters.get(name, 0) for name in ("damaged", CLOCK)}
+            name = f"{kind}-{parts[kind]:06d}"
+            self._remote.write(
+                _path(counters.get(_POSITION, 0), name), _pack(_listed(page) if kind == "rows" else page)
+            )
+            parts[kind] += 1
+        number, last = (counters.get(name, 0) for name in (_POSITION, _LAST))
+        index = {name: counters.get(name, 0) for name in ("damaged", CLOCK)}
+        index |= {"last": last, "budgets": self._manifest.budgets(), **parts}
         if number:
-            self._remote.write(f"snapshots/{number:012d}/index", _pack(index))
-        return number, index["last"]
+            self._remote.write(_path(number, "index"), _pack(index))
+        return number, last
 
     def trim(self) -> None:
         """Write a snapshot, erase the operations before it, and delete older snapshots."""
@@ -272,6 +276,10 @@ class Log:
 
 def _name(number: int) -> str:
     return f"log/{number:012d}"
+
+
+def _path(snapshot: int, name: str) -> str:
+    return f"snapshots/{snapshot:012d}/{name}"
 
 
 def _listed(rows: Sequence[Sequence[Any]]) -> list[Any]:

@@ -29,6 +29,7 @@ _ROWS = "SELECT key, text, namespace, ids, context_tokens, file, num_bytes FROM 
 _WITH_PREFIX = (  # a range condition, so that SQLite uses the index
     "WHERE namespace = ?1 AND document > '' AND document >= ?2 AND document < ?2 || char(1114111) AND document != ?3"
 )
+_HOLDERS = "holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?, ?)"
 _LISTED = "(SELECT value FROM json_each(?1))"  # SQLite limits the number of parameters
 _BYTES = "SELECT total(bytes) FROM totals WHERE ?1 IS NULL OR namespace = ?1"
 _LOG = 100_000  # number of removals kept
@@ -176,29 +177,20 @@ class Manifest(Database):
 
     def hold(self, document: str, namespace: str, holdings: Sequence[Holding], replace: bool) -> list[Removed]:
         """Record a document's holdings; return the chunks removed because no document relies on them."""
-        name = (namespace, document)
+        name, texts = (namespace, document), {text_key for text_key, _, _ in holdings}
         with self.transaction() as connection:
-            replaced: list[tuple[str, ...]] = [name]
-            same = "namespace = ? AND document = ?"
-            if not replace:
-                same = f"{same} AND text = ? AND source = ?"
+            if replace:
+                let_go = _let_go(connection, "namespace = ? AND document = ?", [name])
+            else:
                 replaced = [(*name, text_key, source) for text_key, _, source in holdings]
-            query = f"SELECT text, key FROM holders WHERE {same}"
-            held = [row for values in replaced for row in connection.execute(query, values).fetchall()]
-            connection.executemany(f"DELETE FROM holders WHERE {same}", replaced)
-            dropped = {text for text, _ in held} - {text_key for text_key, _, _ in holdings}
-            requests = [(namespace, ON_REQUEST, text) for text in dropped]  # prompts do not keep a forgotten text
-            own = "namespace = ? AND document = ? AND text = ?"
-            for values in requests:
-                held += connection.execute(f"SELECT text, key FROM holders WHERE {own}", values).fetchall()
-            connection.executemany(f"DELETE FROM holders WHERE {own}", requests)
-            before = {key for _, key in held}
+                let_go = _let_go(connection, "namespace = ? AND document = ? AND text = ? AND source = ?", replaced)
+            # prompts do not keep a text that its document has lost
+            requests = [(namespace, ON_REQUEST, text) for text in {text for text, _ in let_go} - texts]
+            let_go += _let_go(connection, "namespace = ? AND document = ? AND text = ?", requests)
             rows = [(*name, text_key, source, key) for text_key, key, source in holdings]
-            connection.executemany(
-                "INSERT OR REPLACE INTO holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?, ?)", rows
-            )
+            connection.executemany(f"INSERT OR REPLACE INTO {_HOLDERS}", rows)
             query = "SELECT value FROM json_each(?) WHERE value NOT IN (SELECT key FROM holders)"
-            unheld = connection.execute(query, (json.dumps(sorted(before)),)).fetchall()
+            unheld = connection.execute(query, (json.dumps(sorted({key for _, key in let_go})),)).fetchall()
             return _remove_rows(connection, [key for (key,) in unheld])
 
     def unused_requests(self, since: float) -> list[tuple[str, str]]:
@@ -213,10 +205,8 @@ class Manifest(Database):
     def release(self, requests: Iterable[tuple[str, str]]) -> None:
         """Remove the holders of these request texts, given as (namespace, text key)."""
         with self.transaction() as connection:
-            connection.executemany(
-                "DELETE FROM holders WHERE namespace = ? AND text = ? AND document = ?",
-                [(*request, ON_REQUEST) for request in requests],
-            )
+            held = [(*request, ON_REQUEST) for request in requests]
+            connection.executemany("DELETE FROM holders WHERE namespace = ? AND text = ? AND document = ?", held)
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """Set counters, each 63 bits."""
@@ -250,9 +240,7 @@ class Manifest(Database):
             removed = _remove_rows(connection, [key for (key,) in connection.execute(others)])
             connection.execute("DROP TABLE kept")
             connection.execute("DELETE FROM holders")
-            connection.executemany(
-                "INSERT INTO holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?, ?)", holders
-            )
+            connection.executemany(f"INSERT INTO {_HOLDERS}", holders)
             connection.executemany("UPDATE chunks SET score = ?2 WHERE key = ?1", scores)
         return removed
 
@@ -386,6 +374,14 @@ class Manifest(Database):
     def files(self) -> set[str]:
         """Return the names of all chunks' files."""
         return {row[0] for row in self._all("SELECT file FROM chunks")}
+
+
+def _let_go(connection: sqlite3.Connection, where: str, values: Sequence[tuple[str, ...]]) -> list[tuple[str, str]]:
+    """Delete holdings, once with each of these values; return the texts and the chunks that they had."""
+    query = f"SELECT text, key FROM holders WHERE {where}"
+    held = [row for each in values for row in connection.execute(query, each).fetchall()]
+    connection.executemany(f"DELETE FROM holders WHERE {where}", values)
+    return held
 
 
 def _remove_rows(connection: sqlite3.Connection, keys: Sequence[str], file: str | None = None) -> list[Removed]:

@@ -29,8 +29,8 @@ class MemoryTier:
             place: Moves layers to where this tier keeps them; None = as they are read.
         """
         self.name, self._faster, self.place = name, faster, place
-        self._chunks: LRUCache[str, _Reader] = LRUCache(max_bytes, getsizeof=lambda chunk: chunk.nbytes)
-        self._reading: weakref.WeakSet[_Reader] = weakref.WeakSet()
+        self._chunks: LRUCache[str, _Cached] = LRUCache(max_bytes, getsizeof=lambda chunk: chunk.nbytes)
+        self._reading: weakref.WeakSet[_Keeping] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -92,15 +92,14 @@ class MemoryTier:
             return reader
         if self.max_bytes == 0:
             return reader if self._faster is None else self._faster.keeping(reader, only_free)
-        keeping = _Reader(reader, reader.tier, self, only_free)
+        keeping = _Keeping(reader, self, only_free)
         with self._lock:
             self._reading.add(keeping)
         return keeping
 
-    def keep(self, reader: _Reader) -> None:
+    def keep(self, reader: _Keeping) -> None:
         """Cache a chunk of which all layers were read, unless it was dropped meanwhile."""
-        chunk = _Reader(reader, self.name)
-        chunk.layers = reader.layers
+        chunk = _Cached(reader, self.name, reader.layers)
         with self._lock:
             self._reading.discard(reader)
             room = self.free if reader.only_free else self.max_bytes
@@ -108,18 +107,13 @@ class MemoryTier:
                 self._chunks[reader.key] = chunk
 
 
-class _Reader:
-    """A chunk in a tier, or one that is being read; see ChunkReader."""
+class _Cached:
+    """A chunk in a tier; see ChunkReader."""
 
-    def __init__(
-        self, reader: ChunkReader, tier: str, memory: MemoryTier | None = None, only_free: bool = False
-    ) -> None:
+    def __init__(self, reader: ChunkReader, tier: str, layers: dict[int, Layer]) -> None:
         self.key, self.namespace, self.ids = reader.key, reader.namespace, reader.ids
         self.context_tokens, self.num_layers = reader.context_tokens, reader.num_layers
-        self._reader, self._memory = None if memory is None else reader, memory
-        self.tier, self.only_free = tier, only_free
-        self.layers: dict[int, Layer] = {}
-        self.keeps = True
+        self.tier, self.layers = tier, layers
 
     @property
     def nbytes(self) -> int:
@@ -127,11 +121,28 @@ class _Reader:
 
     @property
     def bytes_read(self) -> int:
-        return self._reader.bytes_read if self._reader else 0
+        return 0
 
     def layer(self, number: int) -> Layer:
-        if self._reader is None or self._memory is None:
-            return self.layers[number]
+        return self.layers[number]
+
+    def close(self) -> None:
+        pass
+
+
+class _Keeping(_Cached):
+    """A chunk that is being read; when it is closed, the tier caches it if all of its layers were read."""
+
+    def __init__(self, reader: ChunkReader, memory: MemoryTier, only_free: bool) -> None:
+        super().__init__(reader, reader.tier, {})
+        self._reader, self._memory, self.only_free = reader, memory, only_free
+        self.keeps = True
+
+    @property
+    def bytes_read(self) -> int:
+        return self._reader.bytes_read
+
+    def layer(self, number: int) -> Layer:
         layer = self._reader.layer(number)
         if self.keeps and (place := self._memory.place):
             placed = place(number, layer)
@@ -141,8 +152,6 @@ class _Reader:
         return layer
 
     def close(self) -> None:
-        if self._reader is None or self._memory is None:
-            return
         self._reader.close()
         if len(self.layers) == self.num_layers:
             self._memory.keep(self)

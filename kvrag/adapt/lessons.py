@@ -71,15 +71,18 @@ class Lessons:
         for question, texts in self._retrieved_for.items():
             for text in texts[:_ABOUT]:
                 self._questions_of[text].append(question)
-        encode = model.tokenizer.encode
-        self._ids = {chunk: encode(chunk) for chunk in chunks}
-        blank = encode("\n\n")
-        self._contexts: dict[str, list[int]] = {}
+        self._ids = {chunk: model.tokenizer.encode(chunk) for chunk in chunks}
+        self._contexts = self._preceding(model.tokenizer.encode("\n\n"))
+
+    def _preceding(self, blank: list[int]) -> dict[str, list[int]]:
+        """Return the tokens before each chunk in its document, as many as it may be encoded with."""
+        contexts: dict[str, list[int]] = {}
         for texts in self._documents.values():
             before: list[int] = []
             for text in texts:
-                self._contexts.setdefault(text, before[len(before) - context_tokens :] if context_tokens else [])
+                contexts.setdefault(text, before[max(0, len(before) - self._context_tokens) :])
                 before = [*before, *(blank if before else []), *self._ids[text]]
+        return contexts
 
     def draw(self, number: int) -> Lesson:
         """Return one lesson; the same number gives the same lesson."""
@@ -99,14 +102,11 @@ class Lessons:
     def _ends(self, texts: Sequence[str], asked: Sequence[str], rng: random.Random) -> list[list[int]]:
         """Return the ids of prompts of these chunks, first the one that they were retrieved for."""
         gaps = [gap.beginning for text in texts for gap in self._gaps_of[text]]
-        questions = [question for text in texts for question in self._questions_of[text]]
-        pairs = zip_longest(*(rng.sample(ends, min(len(ends), _ENDS)) for ends in (questions, gaps)))
+        about = [question for text in texts for question in self._questions_of[text]]
+        pairs = zip_longest(*(rng.sample(ends, min(len(ends), _ENDS)) for ends in (about, gaps)))
         ends = list(dict.fromkeys([*asked, *(end for pair in pairs for end in pair if end)]))[:_ENDS]
-        return [self._render(texts, end) for end in ends]
-
-    def _render(self, texts: Sequence[str], end: str) -> list[int]:
-        """Return the ids of a prompt of chunks and a broken sentence or a question."""
-        return (ask if end in self._retrieved_for else render)(self._model.tokenizer, texts, end)
+        tokenizer, questions = self._model.tokenizer, self._retrieved_for
+        return [(ask if end in questions else render)(tokenizer, texts, end) for end in ends]
 
     def _about(self, rng: random.Random) -> tuple[list[str], list[str]]:
         """Return chunks that retrieval brings for a question, shuffled, and the question."""

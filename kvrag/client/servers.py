@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import quote
@@ -185,10 +185,13 @@ def num_bytes(text: str) -> int:
 
 @contextmanager
 def _watched(
-    server: Server, part: Sequence[NamedText], namespace: str, progress: Progress, before: int, total: int
+    server: Server, part: Sequence[NamedText], namespace: str, progress: Progress | None, before: int, total: int
 ) -> Iterator[None]:
-    """Report every few seconds how many texts of a part are encoded, from a thread, if the server says so."""
+    """Report every few seconds how many texts of a document are encoded, from a thread, if the server says so."""
     is_over, name = threading.Event(), part[0].document
+    if progress is None or not name:
+        yield
+        return
 
     def watch() -> None:
         while not is_over.wait(_WATCH_S):
@@ -219,11 +222,7 @@ async def warm(
         await server.command("forget", namespace, document=document)
     for part in whole_documents(texts, server.part_bytes):
         columns = zip(("texts", "document", "sources"), map(list, zip(*part, strict=True)), strict=True)
-        with (
-            _watched(server, part, namespace, progress, done, len(texts))
-            if progress and part[0].document
-            else nullcontext()
-        ):
+        with _watched(server, part, namespace, progress, done, len(texts)):
             reports.append(await server.command("warm", namespace, **dict(columns)))
         done += len(part)
         if progress is not None:

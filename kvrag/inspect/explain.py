@@ -68,14 +68,14 @@ def explain(
         raise SettingError("retrieved must be a list of strings: the texts of the chunks")
     namespace, prompt = answered.namespace, _Prompt(tokenizer, find, answered, min_run)
     findings = list(prompt.recognised() if retrieved is None else map(prompt.judge, texts))
-    missing = [finding for finding in findings if finding.reason == "never warmed"]
+    missing = {number: one for number, one in enumerate(findings) if one.reason == "never warmed"}
     for name, segment in _others(store, fingerprint) if missing else ():
-        for finding in missing:
+        for number, finding in list(missing.items()):
             ids = tokenizer.encode(finding.text)
             if 2 * sum(map(len, match([segment], ids, min_run, namespace))) >= len(ids):
                 detail = f"in {name}: open that store with its settings, or warm the text here too"
-                findings[findings.index(finding)] = replace(finding, reason="warmed elsewhere", detail=detail)
-        missing = [finding for finding in findings if finding.reason == "never warmed"]
+                findings[number] = replace(finding, reason="warmed elsewhere", detail=detail)
+                del missing[number]
     documents = _documents(store, prompt.chunks, namespace)
     findings = [replace(finding, documents=documents.get(finding.key, ())) for finding in findings]
     findings.sort(key=lambda finding: finding.reason == "reused")
@@ -265,26 +265,28 @@ class _Prompt:
                 key, self.chunks[run.key] = run.key, chunk
         # a splitter may have divided it into several chunks
         is_stored = bool(key) or sum(len(run) for run, _ in stored) >= _VERBATIM * len(ids)
-        reused, found = np.zeros((2, len(ids)), bool)  # by its tokens: a prompt may contain a text twice
-        segment, longest = Segment.of([Entry(1, "", "", np.asarray(ids, np.uint32))]), 0
-        for part in match([segment], self._ids, GRAM):
-            place, longest = slice(part.offset, part.offset + len(part)), max(longest, len(part))
-            if len(part) >= self._min_run:
-                reused[place] |= self._reused[part.start : part.stop]
-                found[place] = True
-        num_reused = int(reused.sum())
-        missed = int((found & ~reused).sum())
-        why = self._why(text, num_reused, len(ids) - num_reused, missed, longest, is_stored)
-        return Finding(text, len(ids), num_reused, *why, key)
+        reused, missed, longest = self._compared(ids)
+        reason, detail = self._why(text, len(ids) - reused, reused, missed, longest, is_stored)
+        return Finding(text, len(ids), reused, reason, detail, key)
 
-    def _why(self, text: str, reused: int, rest: int, missed: int, longest: int, is_stored: bool) -> tuple[Reason, str]:
-        """Return why not more of a text was reused.
+    def _compared(self, ids: list[int]) -> tuple[int, int, int]:
+        """Compare the token ids of a text with the prompt.
 
-        Args:
-            reused, rest: Numbers of its tokens.
-            missed: Number of the rest that are in runs of the prompt which are long enough to be reused.
-            longest: Number of tokens of the longest run of the prompt, 0 if none has `GRAM`.
+        Returns:
+            Number of them that were reused; of others that are in runs long enough to be reused; and of the longest
+            run, 0 if none has `GRAM`.
         """
+        reused, found = np.zeros((2, len(ids)), bool)  # by its tokens: a prompt may contain a text twice
+        longest = 0
+        for run in match([Segment.of([Entry(1, "", "", np.asarray(ids, np.uint32))])], self._ids, GRAM):
+            place, longest = slice(run.offset, run.offset + len(run)), max(longest, len(run))
+            if len(run) >= self._min_run:
+                reused[place] |= self._reused[run.start : run.stop]
+                found[place] = True
+        return int(reused.sum()), int((found & ~reused).sum()), longest
+
+    def _why(self, text: str, rest: int, reused: int, missed: int, longest: int, is_stored: bool) -> tuple[Reason, str]:
+        """Return why the `rest` of a text's tokens was not reused; see `_compared`."""
         if rest <= _EDGES:
             return "reused", ""
         change = self._change(text)
@@ -299,8 +301,8 @@ class _Prompt:
             return "not stored then", "it was warmed after this prompt, or could not be read"
         if change and change[0] != "reused":
             return change
-        if reused:
-            return "reused", ""  # except for a few characters, or the part that is in the prompt
+        if reused:  # except for a few characters, or the part that is in the prompt
+            return "reused", ""
         few = f"at most {longest or GRAM - 1} of its tokens are consecutive in the prompt, fewer than {self._min_run}"
         return "too short", f"{few}: paste it whole and unchanged, separated from the text around it"
 

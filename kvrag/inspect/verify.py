@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def verify(
     """
     with tempfile.TemporaryDirectory(prefix="kvrag-verify-") as folder:
         with open_engine(FileStore(Path(folder), min_free_bytes=0)) as engine:
-            model, codec, prefill = engine.model, engine.codec, engine.prefill
+            model, prefill = engine.model, engine.prefill
             windows = [window for window in model.windows if window is not None and window <= 4096]
             chunks = _texts(model, chunk_tokens or max([128, *(window // 3 for window in windows)]))
             tolerance = _TOLERANCE.get(model.dtype, 1e-4)
@@ -68,33 +68,31 @@ def verify(
 
             progress("ratio 1.0")
             plain = prefill(ids, _PLAIN)
-            reused = plain.reused.nonzero().squeeze(1)
-            keys, expected = (layer[:, :, reused] for layer in (plain.cache.layer(0)[0], _layer0_keys(model, ids)))
-            limit = tolerance + _KEYS[codec]
-            checks = [_check("layer-0 keys of stitched chunks = the model's own", keys, expected, limit)]
+            checks = list[Check]()
+            if not model.fingerprint.adapter:  # it changes what is stored: only recomputed tokens equal full prefill's
+                reused = plain.reused.nonzero().squeeze(1)
+                keys, expected = (layer[:, :, reused] for layer in (plain.cache.layer(0)[0], _layer0_keys(model, ids)))
+                limit = tolerance + _KEYS[engine.codec]
+                checks.append(_check("layer-0 keys of stitched chunks = the model's own", keys, expected, limit))
             blended = prefill(ids, BlendConfig(ratio=1.0, controller="off"))
-            logits = _check("ratio 1.0 = full prefill (logits)", blended.logits, reference, tolerance)
-            checks.append(_relative_to_noise(model, ids, logits))
+            name = "ratio 1.0 = full prefill (logits)"
+            checks.append(_check_logits(model, ids, name, blended.logits, reference, tolerance))
             sampling = Sampling(max_new_tokens=_NEW_TOKENS, temperature=0)
             deltas = decode(model, torch.tensor(ids), blended.cache, blended.logits, sampling)
             answer = [token for delta in deltas for token in delta.token_ids]
             gap = float(reference.max() - reference[0, blended.logits.argmax()]) / float(reference.abs().max())
             checks.append(_check_tokens(model, tokens, answer, is_tie=gap <= tolerance))
 
-            if model.fingerprint.adapter:
-                del checks[0]  # an adapter changes what is stored, so only recomputed tokens equal full prefill's
-            else:
+            if not model.fingerprint.adapter:
                 progress("one chunk after its preamble")
                 alone = _after_preamble(model, chunks[0] + " So the")
-                alone_logits, (reference, _) = prefill(alone, _PLAIN).logits, _reference(model, alone, 0)
-                limit = tolerance + _LOGITS[codec]
-                check = _check("plain reuse after the preamble = full prefill", alone_logits, reference, limit)
-                checks.append(_relative_to_noise(model, alone, check))
+                name, logits = "plain reuse after the preamble = full prefill", prefill(alone, _PLAIN).logits
+                limit = tolerance + _LOGITS[engine.codec]
+                checks.append(_check_logits(model, alone, name, logits, _reference(model, alone, 0)[0], limit))
 
             progress("two answers in one step")
-            step, reference = _step_of_two(model, ids)
-            check = _check("a decode step of two answers = full prefill (logits)", step, reference, tolerance)
-            checks.append(_relative_to_noise(model, ids, check))
+            name = "a decode step of two answers = full prefill (logits)"
+            checks.append(_check_logits(model, ids, name, *_step_of_two(model, ids), tolerance))
 
         progress("restart")
         with open_engine(FileStore(Path(folder), min_free_bytes=0)) as engine:
@@ -152,19 +150,19 @@ def _layer0_keys(model: Model, ids: list[int]) -> Tensor:
     return cache.layer(0)[0]
 
 
-def _relative_to_noise(model: Model, ids: list[int], check: Check) -> Check:
-    """Return a failed check with a higher limit where the model's own results differ as much.
+def _check_logits(model: Model, ids: list[int], name: str, logits: Tensor, reference: Tensor, limit: float) -> Check:
+    """Check logits, with a higher limit where the model's own results for a prompt differ as much.
 
     In half precision, each attention implementation routes other tokens to other experts where their scores nearly tie.
     """
-    if check.passed or model.dtype == torch.float32:
+    check = _check(name, logits, reference, limit)
+    if check.passed or model.dtype == torch.float32 or not model.hf._supports_sdpa:
         return check
     own = []
-    for name in ("sdpa", "eager") if model.hf._supports_sdpa else ():
-        with implementation(model.config, name):
+    for kind in ("sdpa", "eager"):
+        with implementation(model.config, kind):
             own.append(_reference(model, ids[:_NOISE_TOKENS], 0)[0])
-    limit = max(check.limit, 2 * _error(*own)) if own else check.limit
-    return replace(check, limit=limit, passed=check.value <= limit)
+    return _check(name, logits, reference, max(limit, 2 * _error(*own)))
 
 
 def _check_tokens(model: Model, tokens: list[int], answer: list[int], is_tie: bool) -> Check:

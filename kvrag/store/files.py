@@ -75,7 +75,8 @@ class FileStore(KVStore):
             if self._manifest.is_new:
                 self._recover()
             if not self.read_only:
-                self._sweep()
+                for path in self._stale(TEMPORARY, f"chunks/*/{TEMPORARY}"):  # of killed writers
+                    path.unlink(missing_ok=True)
 
     @property
     def read_only(self) -> bool:  # type: ignore[override]
@@ -237,11 +238,9 @@ class FileStore(KVStore):
 
     def delete_leftovers(self) -> int:
         """See KVStore.delete_leftovers. Also deletes temporary files of killed writers."""
-        paths = [path for path in self._chunks.glob("*/*") if _is_stale(path)]
+        paths = self._stale("chunks/*/*")
         known = self._manifest.files()  # read after listing the folder: files written since are not stale
-        leftovers = [path for path in paths if path.name not in known]
-        others = (*self.path.glob("quarantine/*"), *self.path.glob(TEMPORARY))
-        leftovers += [path for path in others if _is_stale(path)]
+        leftovers = [path for path in paths if path.name not in known] + self._stale("quarantine/*", TEMPORARY)
         for path in leftovers:
             path.unlink(missing_ok=True)
         return len(leftovers)
@@ -250,11 +249,9 @@ class FileStore(KVStore):
         """Return the keys of all chunks."""
         return list(map(key_of, self._manifest.files()))
 
-    def _sweep(self) -> None:
-        """Delete temporary files of killed writers."""
-        for path in [*self.path.glob(TEMPORARY), *self._chunks.glob(f"*/{TEMPORARY}")]:
-            if _is_stale(path):
-                path.unlink(missing_ok=True)
+    def _stale(self, *patterns: str) -> list[Path]:
+        """Return the files that match one of these patterns and were not changed for a while."""
+        return [path for pattern in patterns for path in self.path.glob(pattern) if _is_stale(path)]
 
     def close(self) -> None:
         with self._lock:

@@ -172,7 +172,7 @@ class Manifest(Database):
         with self.transaction() as connection:
             removed = _remove_rows(connection, keys, file)
             if counter:
-                self.count(counter, len(removed))
+                connection.execute(COUNT, (counter, len(removed)))
         return removed
 
     def hold(self, document: str, namespace: str, holdings: Sequence[Holding], replace: bool) -> list[Removed]:
@@ -215,12 +215,8 @@ class Manifest(Database):
 
     def publish(self) -> None:
         """Count a publication."""
-        self.count(PUBLICATIONS)
-
-    def count(self, counter: str, by: int = 1) -> None:
-        """Raise a counter."""
         with self.transaction() as connection:
-            connection.execute(COUNT, (counter, by))
+            connection.execute(COUNT, (PUBLICATIONS, 1))
 
     def replace(
         self, rows: Iterable[ManifestRow], holders: Iterable[Sequence[str]], scores: Iterable[Sequence[Any]]

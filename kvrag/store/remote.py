@@ -150,18 +150,19 @@ class RemoteChunk(PackedChunk):
 
     def _range(self, start: int, stop: int) -> Tensor:
         content = torch.empty(stop - start, dtype=torch.uint8)
-        beginning = self._blob.beginning
-        if stop <= len(beginning):
-            content.numpy()[:] = np.frombuffer(beginning, np.uint8)[start:stop]
-            return content
+        content.numpy()[:] = np.frombuffer(self._read(start, stop), np.uint8)
+        return content
+
+    def _read(self, start: int, stop: int) -> bytes | memoryview:
+        if stop <= len(self._blob.beginning):
+            return self._blob.beginning[start:stop]
         number = next((n for n, (first, last) in enumerate(self._groups) if first <= start and stop <= last), None)
         try:
             if number is None:  # a part of the header, before there are groups
-                content.numpy()[:] = np.frombuffer(self._blob.read(start, stop), np.uint8)
-                return content
+                return self._blob.read(start, stop)
             while len(self._fetches) <= number:
                 self._fetch_next()
-            fetched = np.frombuffer(self._fetches[number].result(TIMEOUT_S), np.uint8)
+            fetched = memoryview(self._fetches[number].result(TIMEOUT_S))
         except DamagedChunkError:
             raise
         except (WaitTimeoutError, StoreError) as error:
@@ -170,8 +171,7 @@ class RemoteChunk(PackedChunk):
                 self._failed(StoreError(reason))
             raise ChunkUnreadableError(self.key, reason) from error
         offset = self._groups[number][0]
-        content.numpy()[:] = fetched[start - offset : stop - offset]
-        return content
+        return fetched[start - offset : stop - offset]
 
     def close(self) -> None:
         """See ChunkReader.close. The remaining layers are still fetched, for the local copy."""

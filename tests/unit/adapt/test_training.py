@@ -172,10 +172,11 @@ def _documents(num: int = 3) -> dict[str, list[str]]:
     }
 
 
-def _lessons(model: Model, seed: int = 0) -> Lessons:
+def _lessons(model: Model, seed: int = 0, context_tokens: int = 32) -> Lessons:
     documents = _documents()
     chunks = [chunk for texts in documents.values() for chunk in texts]
-    return Lessons(model, documents, search_by_words(chunks), most_tokens=200, context_tokens=32, seed=seed)
+    settings = {"most_tokens": 200, "context_tokens": context_tokens, "seed": seed}
+    return Lessons(model, documents, search_by_words(chunks), **settings)
 
 
 def test_a_lesson_can_be_drawn_again_and_contains_its_chunks(model: Model) -> None:
@@ -189,6 +190,14 @@ def test_a_lesson_can_be_drawn_again_and_contains_its_chunks(model: Model) -> No
             chunk = lesson.rows[int(run.key)][1]
             assert lesson.beginning[run.start : run.stop] == chunk[run.offset : run.offset + len(run)]
     assert kinds == {False, True}
+
+
+def test_the_context_of_a_chunk_is_all_that_precedes_it_if_that_is_short(model: Model) -> None:
+    first, second, *_ = _documents()["0.txt"]
+    before = model.tokenizer.encode(first)
+    for context_tokens in (0, 7, len(before) + 5):
+        context = _lessons(model, context_tokens=context_tokens)._contexts[second]
+        assert context == before[max(0, len(before) - context_tokens) :], context_tokens
 
 
 def test_too_little_text_is_refused(model: Model) -> None:

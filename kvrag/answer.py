@@ -23,6 +23,7 @@ from kvrag.config import (
     check_namespace,
     check_type,
     fill_options,
+    named_texts,
 )
 from kvrag.errors import SettingError, StoreError
 from kvrag.fingerprint import text_key
@@ -302,7 +303,7 @@ class Answering:
 
     def _warm(self, documents: Sequence[str], namespace: str, notes: list[str]) -> dict[str, str]:
         """Encode the documents that are not stored, and return their text keys by key; adds to `notes`."""
-        tokenized = self._ingestion.tokenize(documents, namespace)
+        tokenized = self._ingestion.tokenize(named_texts(documents), namespace)
         text_keys = [text_key(namespace, ids) for ids, _ in tokenized]
 
         def find_missing() -> dict[str, tuple[str, str]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from kvrag.errors import SettingError
@@ -125,20 +125,29 @@ def check_timeout(timeout: float | None) -> float | None:
     return None if timeout is None else float(timeout)
 
 
-def check_texts(texts: Iterable[str]) -> list[str]:
-    """Return the texts as a list; raise SettingError if they are not strings."""
+class NamedText(NamedTuple):
+    """A text with the names of its document and its source; "" = none."""
+
+    text: str
+    document: str
+    source: str
+
+
+def named_texts(
+    texts: Iterable[str], document: str | Sequence[str] = "", sources: str | Sequence[str] | None = None
+) -> list[NamedText]:
+    """Return the arguments of `BlendEngine.warm`, text by text; raise SettingError if they do not fit together."""
     listed = check_list("texts", texts)
     for number, text in enumerate(listed):
         _require(isinstance(text, str), f"chunk {number} must be a string, got {type(text).__name__}")
-    return listed
-
-
-def per_text(names: str | Sequence[str], num_texts: int, kind: str) -> list[str]:
-    """Return one name per text; raise SettingError if there are more or fewer."""
-    names = [names] * num_texts if isinstance(names, str) else check_list(kind, names)
-    wrong = f"{len(names)} {kind} for {num_texts} texts: give one per text, or a single string"
-    _require(len(names) == num_texts, wrong)
-    return names
+    columns = []
+    for names, kind in ((document, "document names"), (document if sources is None else sources, "sources")):
+        column = [names] * len(listed) if isinstance(names, str) else check_list(kind, names)
+        wrong = f"{len(column)} {kind} for {len(listed)} texts: give one per text, or a single string"
+        _require(len(column) == len(listed), wrong)
+        columns.append(column)
+    check_names(*{name for column in columns for name in column}, *([document] if isinstance(document, str) else ()))
+    return list(map(NamedText, listed, *columns))
 
 
 def check_names(*names: str) -> None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvrag.client.connection import Body
 from kvrag.config import (
     ANSWER_SETTINGS,
     BlendConfig,
     Sampling,
-    check_names,
     check_namespace,
-    check_texts,
     check_timeout,
     fill_options,
-    per_text,
+    named_texts,
 )
 from kvrag.errors import PromptError, SettingError
 from kvrag.types import Messages
@@ -27,25 +25,6 @@ _SAME = _SAMPLING.keys() - {"max_new_tokens"} | {"tools"}  # as OpenAI and vLLM 
 _OTHER = (*ANSWER_SETTINGS, "documents", "tools", "tool_choice", "grammar", "template", "reasoning")
 _SWITCHES = ("enable_thinking", "thinking")  # of thoughts, in chat templates
 _DEFAULTS = dict.fromkeys((*_OTHER, "timeout")) | {"namespace": ""} | _SAMPLING
-
-
-class NamedText(NamedTuple):
-    """A text with the names of its document and its source; "" = none."""
-
-    text: str
-    document: str
-    source: str
-
-
-def named_texts(
-    texts: Iterable[str], document: str | Sequence[str], sources: str | Sequence[str] | None
-) -> list[NamedText]:
-    """Return the arguments of `BlendEngine.warm`, text by text; raise SettingError if they do not fit together."""
-    listed = check_texts(texts)
-    documents = per_text(document, len(listed), "document names")
-    sources = per_text(document if sources is None else sources, len(listed), "sources")
-    check_names(*{*documents, *sources}, *([document] if isinstance(document, str) else ()))
-    return list(map(NamedText, listed, documents, sources))
 
 
 def checked(options: Mapping[str, Any]) -> Body:
@@ -58,7 +37,7 @@ def checked(options: Mapping[str, Any]) -> Body:
         raise SettingError(f"tools must be a list of dicts, got {given['tools']!r:.80}")
     if not (given["reasoning"] is None or isinstance(given["reasoning"], bool)):
         raise SettingError(f"reasoning must be True, False or None, got {given['reasoning']!r:.80}")
-    documents = named_texts(given["documents"] or (), "", None)
+    documents = named_texts(given["documents"] or ())
     sampling = Sampling(**{name: given[name] for name in _SAMPLING})
     return {**given, **{name: getattr(sampling, name) for name in _SAMPLING}, "documents": documents}
 

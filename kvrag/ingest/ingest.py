@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
 from kvrag.backend.protocol import Backend, Outline
-from kvrag.config import BlendConfig, check_names, check_texts, per_text
+from kvrag.config import BlendConfig, NamedText, check_names, named_texts
 from kvrag.control.tuning import Tuning
 from kvrag.errors import SettingError, reporting_memory
 from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.ingest.encode import batch_tokens, encode, trees
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore
+from kvrag.store.base import Progress, no_progress
 from kvrag.store.codec import pack
 from kvrag.types import WarmReport
 
@@ -32,8 +33,6 @@ _LEAST_OVERLAP = 8  # tokens; shorter overlaps are coincidence
 _GROWTH = 5, 12  # minimum and maximum before a context is cut back: longer ones cost more attention than they save
 _CUTS = 4  # between them, about one cut in this many tokens; all three in units of `context_tokens`
 _ROUNDS = 4  # of encoding chunks that other processes evicted or began to share
-
-Progress = Callable[[int, int], None]
 
 Mode = Literal["replace", "add", "on request"]
 """Whether the texts replace those of their documents, are added to them, or came with a prompt. In the last case, they
@@ -88,23 +87,13 @@ class Choosing:
     def __init__(self, model: Outline, store: KVStore, config: BlendConfig, fingerprint: Fingerprint) -> None:
         self._outline, self._store, self._config, self._fingerprint = model, store, config, fingerprint
 
-    def tokenize(
-        self,
-        texts: Iterable[str],
-        namespace: str = "",
-        names: Sequence[tuple[str, str]] = (),
-    ) -> list[tuple[list[int], str | None]]:
-        """Return each text's token ids, and its chunk key if encoded alone: None if it is too short to be matched.
-
-        Args:
-            names: Document and source of each text, for errors.
-        """
+    def tokenize(self, texts: Iterable[NamedText], namespace: str = "") -> list[tuple[list[int], str | None]]:
+        """Return each text's token ids, and its chunk key if encoded alone: None if it is too short to be matched."""
         tokenized: list[tuple[list[int], str | None]] = []
-        for number, text in enumerate(check_texts(texts)):
+        for number, (text, document, source) in enumerate(texts):
             ids = self._outline.tokenizer.encode(text)
-            name, source = names[number] if names else ("", "")
-            chunk = f"chunk {number}" + f" of document {name!r}" * bool(name)
-            chunk += f" from {source!r}" * (source not in ("", name))
+            chunk = f"chunk {number}" + f" of document {document!r}" * bool(document)
+            chunk += f" from {source!r}" * (source not in ("", document))
             self._outline.check_window(len(ids) + len(self._outline.preamble), chunk)
             is_short = len(ids) < self._config.min_run
             tokenized.append((ids, None if is_short else self._fingerprint.chunk_key(ids, (), namespace)))
@@ -112,27 +101,26 @@ class Choosing:
 
     def is_warm(self, texts: Sequence[str], document: str, namespace: str = "") -> bool:
         """Return whether `warm` with these texts of a document would encode nothing and change nothing."""
-        names = [document] * len(texts)
-        pieces = self._pieces(self.tokenize(texts, namespace), names, names, namespace, {})
+        named = named_texts(texts, document)
+        pieces = self._pieces(named, self.tokenize(named, namespace), namespace, {})
         choices, missing = self._choose(pieces, namespace, set())
         held = self._store.documents(document, namespace).get(document, [])
         return not missing and held == sorted({choice.chunk_key for choice in choices})
 
     def _pieces(
         self,
-        texts: Sequence[tuple[list[int], str | None]],
-        names: Sequence[str],
-        sources: Sequence[str],
+        texts: Sequence[NamedText],
+        tokenized: Sequence[tuple[list[int], str | None]],
         namespace: str,
         before: dict[str, list[int]],
     ) -> list[_Piece]:
         """Return the pieces to store: each text once per document and source, at its first position."""
         pieces: dict[tuple[str, str, str], _Piece] = {}
-        contexts = self._preceding([ids for ids, _ in texts], sources, before)
-        for name, source, (ids, chunk_key), context in zip(names, sources, texts, contexts, strict=True):
+        contexts = self._preceding([ids for ids, _ in tokenized], [text.source for text in texts], before)
+        for (_, document, source), (ids, chunk_key), context in zip(texts, tokenized, contexts, strict=True):
             if chunk_key:
-                piece = _Piece(name, source, text_key(namespace, ids), ids, context)
-                pieces.setdefault((name, source, piece.text_key), piece)
+                piece = _Piece(document, source, text_key(namespace, ids), ids, context)
+                pieces.setdefault((document, source, piece.text_key), piece)
         return list(pieces.values())
 
     def _preceding(
@@ -205,7 +193,7 @@ class Ingestion(Choosing):
         document: str | Sequence[str] = "",
         sources: str | Sequence[str] | None = None,
         namespace: str = "",
-        progress: Progress = lambda done, total: None,
+        progress: Progress = no_progress,
         mode: Mode = "replace",
         before: dict[str, list[int]] | None = None,
     ) -> WarmReport:
@@ -214,15 +202,13 @@ class Ingestion(Choosing):
         `before` are the token ids that precede the texts, by source, from an earlier call; changed for the next one.
         """
         started = time.perf_counter()
-        texts = check_texts(texts)
-        names = per_text(document, len(texts), "document names")
-        sources = per_text(document if sources is None else sources, len(texts), "sources")
-        check_names(*{*names, *sources})
-        tokenized = self.tokenize(texts, namespace, list(zip(names, sources, strict=True)))
+        named = named_texts(texts, document, sources)
+        tokenized = self.tokenize(named, namespace)
         if mode == "on request":
-            document, names = ON_REQUEST, [ON_REQUEST] * len(names)
-        pieces = self._pieces(tokenized, names, sources, namespace, {} if before is None else before)
-        documents = {*names, document} if isinstance(document, str) else set(names)  # also those without texts
+            document, named = ON_REQUEST, [text._replace(document=ON_REQUEST) for text in named]
+        pieces = self._pieces(named, tokenized, namespace, {} if before is None else before)
+        # also those without texts
+        documents = {*(text.document for text in named), *([document] if isinstance(document, str) else ())}
         tally = _Tally(self._store, progress)
 
         shared: set[str] = set()

@@ -14,6 +14,7 @@ from itertools import takewhile
 from typing import cast
 
 from kvrag.backend.lock import is_left
+from kvrag.config import named_texts
 from kvrag.errors import KvragError
 from kvrag.fingerprint import text_key
 from kvrag.ingest.ingest import Ingestion
@@ -153,7 +154,7 @@ class Learner:
 
     def _encode(self, text: str, namespace: str, is_forgotten: Callable[[], bool]) -> None:
         try:
-            ((ids, key),) = self._ingestion.tokenize([text], namespace)
+            ((ids, key),) = self._ingestion.tokenize(named_texts([text]), namespace)
         except KvragError:  # longer than the window
             return
         text_id = text_key(namespace, ids)

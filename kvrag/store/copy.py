@@ -62,21 +62,18 @@ def copy_store(
         portion.clear()
 
     for done, key in enumerate(stored, 1):
-        if not converted and not target.missing([key]):
-            counts["present"] += 1
+        try:
+            read = _read(source, key, converted, target)
+        except (DamagedChunkError, ChunkUnreadableError):
+            counts["unreadable"] += 1
+            continue
+        if read is None:
+            continue
+        keys[key], record = read
+        if record:
+            portion.append(record)
         else:
-            try:
-                record = _read(source, key, converted, target)
-            except (DamagedChunkError, ChunkUnreadableError):
-                counts["unreadable"] += 1
-                continue
-            if record is None:
-                continue  # removed meanwhile
-            keys[key] = record.key
-            if record.layers:
-                portion.append(record)
-            else:
-                counts["present"] += 1
+            counts["present"] += 1
         if sum(tensor.nbytes for record in portion for layer in record.layers for tensor in layer) > _PORTION:
             write()
         progress(done, len(stored))
@@ -109,17 +106,21 @@ def _bind(source: KVStore, target: KVStore, codec: str | None) -> Fingerprint | 
     return None if theirs == mine else theirs
 
 
-def _read(source: KVStore, key: str, converted: Fingerprint | None, target: KVStore) -> ChunkRecord | None:
-    """Read a chunk for the target: without layers if the target has it, None if it is no longer stored."""
+def _read(
+    source: KVStore, key: str, converted: Fingerprint | None, target: KVStore
+) -> tuple[str, ChunkRecord | None] | None:
+    """Return a chunk's key in the target, and the chunk unless the target has it; None if it was removed meanwhile."""
+    if converted is None and not target.missing([key]):
+        return key, None
     reader = source.open(key)
     if reader is None:
         return None
     with closing(reader):
         if converted is None:
-            return reader.record()
+            return key, reader.record()
         new = converted.chunk_key(reader.ids.tolist(), reader.context.tolist(), reader.namespace)
         if not target.missing([new]):
-            return ChunkRecord(new, reader.namespace, reader.ids, reader.context, ())
+            return new, None
         record = reader.record()
     with torch.inference_mode():
-        return replace(record, key=new, layers=pack(record.layers, converted.codec, key))
+        return new, replace(record, key=new, layers=pack(record.layers, converted.codec, key))

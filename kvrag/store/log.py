@@ -253,8 +253,8 @@ class Log:
             )
             parts[kind] += 1
         number, last = (counters.get(name, 0) for name in (_POSITION, _LAST))
-        index = {name: counters.get(name, 0) for name in ("damaged", CLOCK)}
-        index |= {"last": last, "budgets": self._manifest.budgets(), **parts}
+        index = {"last": last, "budgets": self._manifest.budgets(), **parts}
+        index |= {name: counters.get(name, 0) for name in ("damaged", CLOCK)}
         if number:
             self._remote.write(_path(number, "index"), _pack(index))
         return number, last

@@ -31,8 +31,8 @@ from kvrag import (
     SettingError,
     WarmReport,
 )
-from kvrag.client.request import NamedText
 from kvrag.client.servers import whole_documents
+from kvrag.config import NamedText
 from kvrag.types import join
 
 OBJECT = {"type": "object"}

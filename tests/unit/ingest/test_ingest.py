@@ -18,6 +18,7 @@ from warmer import OTHER_SECRET, SECRET, SHARED, Warmer, encoded_alone, warmer_o
 
 import kvrag.ingest.ingest
 from kvrag import ContextWindowError, FileStore, Model, SettingError
+from kvrag.config import named_texts
 from kvrag.ingest.encode import batch_tokens
 from kvrag.ingest.ingest import Ingestion
 from kvrag.store import ON_REQUEST
@@ -571,4 +572,5 @@ def test_the_report(kv: Warmer) -> None:
     again = kv.warm(*CHUNKS)
     assert (again.chunks, again.new, again.reused, again.skipped, again.warnings) == (4, 2, 2, 0, ())
     assert kv.warm().chunks == 0
-    assert [key for _, key in kv.ingestion.tokenize(["Too short.", CHUNKS[0]])] == [None, kv.alone(CHUNKS[0])]
+    tokenized = kv.ingestion.tokenize(named_texts(["Too short.", CHUNKS[0]]))
+    assert [key for _, key in tokenized] == [None, kv.alone(CHUNKS[0])]

@@ -424,18 +424,16 @@ class KVStore(ABC):
         self._put_aside(name)
         return True
 
-    def _check_chunks(self, names: Mapping[str, str], progress: Progress, adopted: set[str]) -> StoreCheck:
-        """Check all chunks with a row, and these files by key; add the keys that get a row to `adopted`."""
+    def _check_chunks(self, names: Mapping[str, str], progress: Progress) -> tuple[StoreCheck, set[str]]:
+        """Check all chunks with a row, and these files by key; also return the keys that had no row before."""
         rows = self._manifest.rows()
         files = {**names, **{key: row.file for key, row in rows.items()}}
-        counts = dict.fromkeys(("sound", "damaged", "adopted", "repaired", "unreadable"), 0)
+        found: dict[str, set[str]] = {name: set() for name in ("sound", "damaged", "adopted", "repaired", "unreadable")}
         for done, (key, name) in enumerate(files.items(), 1):
             for count in self._check_chunk(name, key, rows.get(key)):
-                counts[count] += 1
-                if count == "adopted":
-                    adopted.add(key)
+                found[count].add(key)
             progress(done, len(files))
-        return StoreCheck(**counts)
+        return StoreCheck(**{count: len(keys) for count, keys in found.items()}), found["adopted"]
 
     def _check_chunk(self, name: str, key: str, row: ManifestRow | None) -> list[str]:
         """Check one chunk, repair what is possible, and return the StoreCheck counters that it adds to."""

@@ -207,7 +207,7 @@ class FileStore(KVStore):
             if not self.read_only and not self._manifest.is_sound():
                 self._manifest.rebuild()
                 return self._recover(progress)
-            return self._check(progress, set())
+            return self._check(progress)[0]
 
     def _recover(self, progress: Progress = no_progress) -> StoreCheck:
         """Rebuild an empty manifest from the chunk files.
@@ -216,20 +216,19 @@ class FileStore(KVStore):
         as before, also in place of their other variants. Chunks encoded with context get no holder, so they are not
         served until their documents are warmed again, which does not encode them again.
         """
-        adopted = set[str]()  # chunks that other processes store meanwhile get holders of their own
-        result = self._check(progress, adopted)
+        result, adopted = self._check(progress)
         for row in self._manifest.rows().values():
-            if row.key in adopted and not row.context_tokens:
+            if row.key in adopted and not row.context_tokens:  # chunks stored meanwhile get holders of their own
                 self._manifest.hold("", row.namespace, [Holding(row.text_key, row.key, "")], replace=False)
         return result
 
-    def _check(self, progress: Progress, adopted: set[str]) -> StoreCheck:
+    def _check(self, progress: Progress) -> tuple[StoreCheck, set[str]]:
         # of two files of a key, one is a leftover, for `gc`
         names = {key_of(path.name): path.name for path in self._chunks.glob(f"*/*{SUFFIX}")}
-        result = self._check_chunks(names, progress, adopted)
+        found = self._check_chunks(names, progress)
         if not self.read_only:
             self._manifest.recount()
-        return result
+        return found
 
     def _correct(self, row: ManifestRow) -> None:
         self._manifest.correct(row)

@@ -28,11 +28,7 @@ from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError, Remote
 _BEGINNING = 1 << 20  # header, ids and the first layers
 _WRITE_S = 300.0  # seconds for one object
 _CONNECT_S = 5.0
-_RETRIES: Any = {
-    "max_retries": 2,
-    "retry_timeout": timedelta(seconds=10),
-    "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2), "base": 2},
-}
+_RETRIES, _RETRY_S = 2, 10.0
 _CLOCK = "clock"  # written to read the time of the remote
 
 _VARIABLES = {
@@ -80,7 +76,11 @@ class ObjectStore(Remote):
                     "timeout": timedelta(seconds=seconds),
                     "connect_timeout": timedelta(seconds=_CONNECT_S),
                 },
-                retry_config=_RETRIES,
+                retry_config={
+                    "max_retries": _RETRIES,
+                    "retry_timeout": timedelta(seconds=_RETRY_S),
+                    "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2), "base": 2},
+                },
                 **settings,
             )
 

@@ -207,8 +207,8 @@ class Ingestion(Choosing):
         if mode == "on request":
             document, named = ON_REQUEST, [text._replace(document=ON_REQUEST) for text in named]
         pieces = self._pieces(named, tokenized, namespace, {} if before is None else before)
-        # also those without texts
-        documents = {*(text.document for text in named), *([document] if isinstance(document, str) else ())}
+        # also one without texts
+        documents = {text.document for text in named} | ({document} if isinstance(document, str) else set())
         tally = _Tally(self._store, progress)
 
         shared: set[str] = set()

@@ -270,11 +270,8 @@ class _Prompt:
         return Finding(text, len(ids), reused, reason, detail, key)
 
     def _compared(self, ids: list[int]) -> tuple[int, int, int]:
-        """Compare the token ids of a text with the prompt.
-
-        Returns:
-            Number of them that were reused; of others that are in runs long enough to be reused; and of the longest
-            run, 0 if none has `GRAM`.
+        """Return how many of a text's tokens were reused, how many others are in runs that are long enough, and how many
+        the longest run has, 0 if it has fewer than `GRAM`.
         """
         reused, found = np.zeros((2, len(ids)), bool)  # by its tokens: a prompt may contain a text twice
         longest = 0

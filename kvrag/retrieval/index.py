@@ -45,7 +45,7 @@ CREATE INDEX IF NOT EXISTS documents_by_chunk ON documents (chunk);
 Pages = Mapping[str, tuple[int, int]]
 """First and last page of texts of a PDF, from 1."""
 
-_NO_PAGES: Pages = MappingProxyType({})
+NO_PAGES: Pages = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class ChunkIndex:
         texts: Sequence[str],
         document: str = "",
         progress: Callable[[int, int], None] = lambda done, total: None,
-        pages: Pages = _NO_PAGES,
+        pages: Pages = NO_PAGES,
     ) -> int:
         """Set a document's chunks, in order, in place of those from earlier calls; return how many were embedded.
 

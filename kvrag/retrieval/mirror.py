@@ -9,12 +9,11 @@ import zlib
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 
 from kvrag.errors import StoreError
-from kvrag.retrieval.index import ChunkIndex, Hit, Pages
+from kvrag.retrieval.index import NO_PAGES, ChunkIndex, Hit, Pages
 from kvrag.store import SharedStore
 
 logger = logging.getLogger("kvrag")
@@ -89,7 +88,7 @@ class SharedIndex(ChunkIndex):
         texts: Sequence[str],
         document: str = "",
         progress: Callable[[int, int], None] = lambda done, total: None,
-        pages: Pages = MappingProxyType({}),
+        pages: Pages = NO_PAGES,
     ) -> int:
         """See ChunkIndex.add. The document is published before this returns."""
         self._sync()

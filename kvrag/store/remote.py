@@ -155,7 +155,7 @@ class RemoteChunk(PackedChunk):
 
     def _read(self, start: int, stop: int) -> bytes | memoryview:
         if stop <= len(self._blob.beginning):
-            return self._blob.beginning[start:stop]
+            return memoryview(self._blob.beginning)[start:stop]
         number = next((n for n, (first, last) in enumerate(self._groups) if first <= start and stop <= last), None)
         try:
             if number is None:  # a part of the header, before there are groups

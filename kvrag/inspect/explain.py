@@ -270,8 +270,8 @@ class _Prompt:
         return Finding(text, len(ids), reused, reason, detail, key)
 
     def _compared(self, ids: list[int]) -> tuple[int, int, int]:
-        """Return how many of a text's tokens were reused, how many others are in runs that are long enough, and how many
-        the longest run has, 0 if it has fewer than `GRAM`.
+        """Return how many of a text's tokens were reused, how many others are in runs long enough to be reused, and the
+        length of the longest run, 0 if none has `GRAM` tokens.
         """
         reused, found = np.zeros((2, len(ids)), bool)  # by its tokens: a prompt may contain a text twice
         longest = 0

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO, StringIO
-from itertools import accumulate, chain, groupby, islice, zip_longest
+from itertools import accumulate, groupby, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -245,16 +245,12 @@ def _text(content: bytes, parsed: Content, declared: str | None = None) -> str:
     """
     if content.startswith(_NOT_TEXT):
         raise _UnreadableError("it is a PDF, an archive or an Office document: give its name the suffix .pdf or .docx")
-    guesses: Iterable[str] = ()
-    if bom := next(filter(content.startswith, _BOMS), None):
-        sure = [_BOMS[bom]]
-    else:
-        sure, guesses = ["utf-8", *filter(None, [declared])], _guesses(content)
-    for encoding in chain(sure, guesses):
-        text = _decode_or_none(content, encoding)
-        if text is not None and encoding in sure:
+    bom = next(filter(content.startswith, _BOMS), None)
+    for encoding in [_BOMS[bom]] if bom else ["utf-8", *filter(None, [declared])]:
+        if (text := _decode_or_none(content, encoding)) is not None:
             return text
-        if text is not None and _is_plausible(text):
+    for encoding in () if bom else _guesses(content):
+        if (text := _decode_or_none(content, encoding)) is not None and _is_plausible(text):
             parsed.note(f"not in UTF-8: read as {encoding}, a guess; save it as UTF-8 if characters are wrong")
             return text
     raise _UnreadableError("the file is binary: extract its text, for example with OCR from images (tesseract)")

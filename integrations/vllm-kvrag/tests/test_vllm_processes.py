@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from vllm_engines import CHUNKS, checkpoint, distance, lines, prompt_of, reference, started, text_of
+from vllm_kvrag.connector import open_store
+from vllm_kvrag.params import ConnectorSettings
 
 from kvrag import FileStore
 from kvrag.errors import FingerprintMismatchError, KvragError
@@ -99,7 +101,6 @@ def test_a_compiled_model(folder: Path, tmp_path: Path) -> None:
     [
         ("llama", {"worker_cls": None}, "worker-cls"),
         ("mistral-window", {}, "window only"),
-        ("llama", {"enable_lora": True}, "LoRA"),
     ],
 )
 def test_vllm_serves_as_usual_where_it_cannot_blend(
@@ -125,7 +126,13 @@ def test_a_store_of_another_model_stops_the_start(folder: Path, tmp_path: Path) 
         pass
 
 
-@pytest.mark.parametrize("extra", [{"store": "/proc/kvrag"}, {"store": "/dev/null/kv"}, {"raito": 0.1}, {"store": ""}])
+@pytest.mark.parametrize("extra", [{"store": "/proc/kvrag"}, {"raito": 0.1}])
 def test_wrong_settings_stop_the_start(extra: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     with pytest.raises(KvragError), started(checkpoint("llama", folder), tmp_path, extra):
         pass
+
+
+@pytest.mark.parametrize("store", ["/dev/null/kv", ""])
+def test_a_folder_that_cannot_be_a_store_is_refused(store: str) -> None:
+    with pytest.raises(KvragError):
+        open_store(ConnectorSettings.of({"store": store}))

@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 def test_two_processes_blend_as_one_does(folder: Path, tmp_path: Path) -> None:
     model = checkpoint("llama", folder)
     script = [sys.executable, str(HERE / "run_parallel.py"), str(model), str(tmp_path)]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(script, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     seen: dict[str, Any] = {}
     policies = 0
@@ -49,7 +49,7 @@ def test_a_process_that_fails_ends_the_request_in_both(
     """The other one would wait in a collective forever; vLLM computes the prompt."""
     monkeypatch.setenv("KVRAG_FAIL", str(tmp_path / "fail"))
     script = [sys.executable, str(HERE / "run_failures.py"), str(checkpoint("llama", folder)), str(tmp_path / "kv")]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(script, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     answers = lines(done.stdout)
     assert [line["point"] for line in answers] == [each for each in ("stitch", "prepare", "pack", "") for _ in (0, 1)]

@@ -170,7 +170,7 @@ def test_lora_requests_are_served_as_usual(folder: Path, store: Path, warnings: 
 
 def run(script: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(HERE / script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 

@@ -187,7 +187,7 @@ def test_processes_agree_on_what_only_one_of_them_can_read(s3: Bucket, folder: P
         faults.mode = "once"
         script = [sys.executable, str(Path(__file__).parent / "run_shared.py"), str(model)]
         script += [faults.url.replace("PLACE", place), str(tmp_path / "two")]
-        done = subprocess.run(script, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(script, capture_output=True, text=True, timeout=1200)
         assert done.returncode == 0, done.stderr[-3000:]
         assert faults.refused
     *rounds, warmed = lines(done.stdout)

@@ -7,24 +7,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
+import defaults  # noqa: F401  before imports that read the environment
 import pytest
-import torch
 from blending import CHUNKS, LayOut, laying_out
-from defaults import is_measured, not_by_the_clock  # noqa: F401
-from families import build
-from places import Bucket, Memory, Server, run_s3, run_valkey
-from transformers import AutoTokenizer
+from defaults import is_measured, not_by_the_clock, pytest_collection_finish  # noqa: F401
+from places import Memory
+from servers import s3, valkey  # noqa: F401
+from tiny import *  # noqa: F403
 
-import kvrag
-from kvrag import BlendEngine, FileStore, Model
+from kvrag import BlendEngine
 
 ROOT = Path(__file__).parents[1]
 SLOW = {ROOT / "tests" / "slow", ROOT / "benchmarks"}
-
-torch.set_num_threads(1)  # the models are too small for more, and threads that wait for each other cost seconds
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -41,52 +35,6 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     memory = Memory()
     monkeypatch.setattr("kvrag.store.objects.S3Store", memory)
     return memory
-
-
-@pytest.fixture(scope="session")
-def s3() -> Iterator[Bucket]:
-    """An S3 server of this session's own."""
-    with run_s3() as bucket:
-        yield bucket
-
-
-@pytest.fixture(scope="session")
-def valkey() -> Iterator[Server]:
-    """A Valkey server of this session's own."""
-    with run_valkey() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> Any:
-    """The bundled reader's."""
-    return AutoTokenizer.from_pretrained(Path(kvrag.__file__).parent / "reader")
-
-
-@pytest.fixture(scope="session")
-def hf() -> Any:
-    """A tiny random llama."""
-    return build("llama", max_position_embeddings=2048)
-
-
-@pytest.fixture(scope="session")
-def model(hf: Any, tokenizer: Any) -> Model:
-    """The tiny llama, ready to blend."""
-    return Model(hf, tokenizer, "tiny")
-
-
-@pytest.fixture
-def endless(model: Model, monkeypatch: pytest.MonkeyPatch) -> Model:
-    """The tiny llama without an end token, so that answers have the requested length."""
-    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
-    return model
-
-
-@pytest.fixture
-def engine(model: Model, tmp_path: Path) -> Iterator[BlendEngine]:
-    """On a store of its own, nothing warmed."""
-    with BlendEngine(model, FileStore(tmp_path / "kv", min_free_bytes=0)) as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -216,6 +217,8 @@ def test_no_prompt_of_a_load_begins_like_another(settings: dict[str, Any], monke
         await asyncio.sleep(0.001)
         return serve.StreamedAnswer("text", 1, 0.001)
 
+    ticks = itertools.count()  # the clock moves when it is read
+    monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: next(ticks) / 1000))
     monkeypatch.setattr(serve, "ask", ask)
     result = asyncio.run(serve.load("http://test", clients=2, seconds=0.1, model="m", prompts=2, **settings))
     assert result.complete > 4

@@ -1,10 +1,29 @@
-"""Fixtures of all tests: results depend neither on how busy the machine is nor on a calibration."""
+"""What all tests need: offline, one thread each, and results that depend neither on the load nor on a calibration.
+
+A conftest imports this module first, as other imports read the environment.
+"""
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
 
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["OMP_NUM_THREADS"] = "1"  # also of processes: the models are too small for threads, which would only wait
+
 import pytest
+import torch
+
+torch.set_num_threads(1)
+gc.disable()  # importing and collecting makes no garbage, and looking for some takes a third of the time
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is collected, among what the tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import pytest
-import torch
-from defaults import is_measured, not_by_the_clock  # noqa: F401
+from defaults import is_measured, not_by_the_clock, pytest_collection_finish  # noqa: F401
 from serving import Served, serving
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
@@ -25,15 +21,6 @@ from kvrag.answer import Answering
 def model() -> Model:
     """Stays loaded between tests."""
     return Model.from_pretrained("reader", dtype="float32")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The reader is small: threads would wait for each other longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -120,7 +107,7 @@ async def loop_ran(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         def waiting(*args: Any, **kwargs: Any) -> Any:
             runs = threading.Event()
             loop.call_soon_threadsafe(runs.set)
-            ran.append(runs.wait(10))
+            ran.append(runs.wait(60))
             return function(*args, **kwargs)
 
         return waiting

@@ -96,13 +96,19 @@ def run_valkey(*arguments: str) -> Iterator[Server]:
 @contextmanager
 def run_s3() -> Iterator[Bucket]:
     """With credentials for it in the environment."""
-    bucket = Bucket(free_port())
-    code = "from moto.server import main; main()"
-    command = [sys.executable, "-c", code, "-H", "127.0.0.1", "-p", str(bucket.port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    code = """
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+server._thread.join()
+"""
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     os.environ.update(CREDENTIALS)
     try:
-        _await(lambda: urllib.request.urlopen(f"{bucket.endpoint}/moto-api/", timeout=1).close())
+        assert process.stdout is not None
+        bucket = Bucket(int(process.stdout.readline()))
         urllib.request.urlopen(urllib.request.Request(f"{bucket.endpoint}/kvrag", method="PUT")).close()
         yield bucket
     finally:
@@ -220,7 +226,7 @@ def free_port() -> int:
 
 
 def _await(connect: object) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:
         try:
             connect()  # type: ignore[operator]

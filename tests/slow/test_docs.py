@@ -168,6 +168,7 @@ def alone(reader: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     for name, value in vars(Settings).items():
         monkeypatch.setattr(Settings, name, value)
     monkeypatch.setattr(llama_index.core, "global_tokenizer", llama_index.core.global_tokenizer)
+    gc.freeze()  # only what the page makes is looked through
     yield
     set_llm_cache(None)
     gc.collect()

@@ -7,10 +7,10 @@ import gc
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -576,7 +576,7 @@ class Gate:
         def holding(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
             def held(*args: Any) -> torch.Tensor:
                 self.entered.release()
-                assert self._let.acquire(timeout=10), "the event loop was blocked"
+                assert self._let.acquire(timeout=60), "the event loop was blocked"
                 self.passes += 1
                 return forward(*args)
 
@@ -684,7 +684,9 @@ def test_a_timeout_ends_a_prefill_between_two_layers(
 ) -> None:
     engine.warm(CHUNKS)
     wanted = engine.generate(PROMPT, policy="full", max_new_tokens=2, temperature=0).token_ids
-    layers = Layers(engine, lambda: time.sleep(0.1), monkeypatch)
+    now = [0.0]
+    monkeypatch.setattr("kvrag.engine.time", SimpleNamespace(perf_counter=lambda: now[-1]))
+    layers = Layers(engine, lambda: now.append(now[-1] + 0.1), monkeypatch)
     with pytest.raises(kvrag.AnswerTimeoutError, match=r"longer than its timeout of 0\.05 s"):
         engine.generate(PROMPT, policy=policy, ratio=1.0, max_new_tokens=2, timeout=0.05)
     assert layers.count == 1

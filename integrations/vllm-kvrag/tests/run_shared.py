@@ -27,7 +27,7 @@ def main(model: Path, url: str, cache: str) -> None:
         (output,) = llm.generate([prompt], sampling, use_tqdm=False)
         return _answer(output, llm)
 
-    until, reused, number = time.monotonic() + 60, 0, 0
+    until, reused, number = time.monotonic() + 200, 0, 0
     while reused < 150 and time.monotonic() < until:  # both get copies afterwards
         number += 1
         prompt = prompt_of(f"Round {number}.", *CHUNKS[3::-1])  # so that nothing is found in pages

@@ -15,7 +15,7 @@ class Pair:
     """An exchange between two threads in place of two processes."""
 
     def __init__(self) -> None:
-        self._meeting = threading.Barrier(2, timeout=20)
+        self._meeting = threading.Barrier(2, timeout=120)
         self._values: list[Any] = [None, None]
 
     def of(self, rank: int) -> Callable[[Any], list[Any]]:
@@ -36,7 +36,7 @@ def runner() -> Iterator[JobRunner]:
     each.close()
 
 
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never happened"
@@ -93,7 +93,7 @@ def test_a_step_computes_no_more_than_its_rows_but_at_least_one_operation(runner
 
 def test_a_job_that_reads_stalls_no_other_and_no_step(runner: JobRunner) -> None:
     disk = threading.Event()
-    runner.start("slow", lambda job: disk.wait(20))
+    runner.start("slow", lambda job: disk.wait(120))
     runner.start("quick", lambda job: job.call(lambda: 1))
     assert [job.name for job in finish(runner)] == ["quick"]
     assert runner.run(100, is_idle=False) == []
@@ -145,7 +145,7 @@ def test_an_operation_that_ends_the_process_leaves_no_thread_behind(runner: JobR
     job = runner._jobs["a"]
     with pytest.raises(SystemExit):
         runner.run(100, is_idle=True)
-    until(lambda: job.state == "failed", 5)
+    until(lambda: job.state == "failed")
 
 
 @pytest.mark.parametrize("when", ["queued", "reading", "ready"])
@@ -154,11 +154,11 @@ def test_a_cancelled_job_ends_at_its_next_operation(runner: JobRunner, when: str
 
     def work(job: Job) -> None:
         if when == "reading":
-            disk.wait(20)
+            disk.wait(120)
         job.call(lambda: done.append(job.name))
 
     if when == "queued":
-        runner.start("first", lambda job: disk.wait(20), alone=True)
+        runner.start("first", lambda job: disk.wait(120), alone=True)
     runner.start("a", work, alone=when == "queued")
     if when == "ready":
         until(lambda: is_ready(runner, "a"))
@@ -199,13 +199,13 @@ def test_no_thread_outlives_the_engine(when: str) -> None:
         began.set()
         try:
             if when == "reading":
-                disk.wait(20)
+                disk.wait(120)
             job.call(lambda: None)
         finally:
             ended.set()
 
     if when == "queued":
-        runner.start("first", lambda job: disk.wait(20), alone=True)
+        runner.start("first", lambda job: disk.wait(120), alone=True)
     runner.start("a", work, alone=when == "queued")
     if when == "ready":
         until(lambda: is_ready(runner, "a"))
@@ -213,7 +213,7 @@ def test_no_thread_outlives_the_engine(when: str) -> None:
         until(began.is_set)
     runner.close()
     disk.set()
-    until(lambda: set(threading.enumerate()) <= before, 5)
+    until(lambda: set(threading.enumerate()) <= before)
     assert began.is_set() == ended.is_set() == (when != "queued"), "a queued job no longer begins"
 
 
@@ -231,7 +231,7 @@ class Two:
 
     def finish(self, rows: int = 100, number: int = 1, cancelled: str = "") -> list[list[Job]]:
         """Run the same steps in both."""
-        steps = threading.Barrier(2, timeout=20)
+        steps = threading.Barrier(2, timeout=120)
         failures: list[BaseException] = []
 
         def main(rank: int) -> None:
@@ -252,7 +252,7 @@ class Two:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(120)
         for runner in self.runner:
             runner.close()
         assert not failures, failures

@@ -326,7 +326,7 @@ def test_a_slow_disk_stalls_no_other_request(both: Both, texts: list[str], monke
     layer = ChunkFile.layer
 
     def slow(self: ChunkFile, number: int) -> Any:
-        assert disk.wait(60)
+        assert disk.wait(300)
         return layer(self, number)
 
     monkeypatch.setattr(ChunkFile, "layer", slow)
@@ -446,7 +446,7 @@ def test_an_abort_while_the_disk_is_slow(both: Both, texts: list[str], monkeypat
     layer = ChunkFile.layer
 
     def slow(self: ChunkFile, number: int) -> Any:
-        assert disk.wait(60)
+        assert disk.wait(300)
         return layer(self, number)
 
     monkeypatch.setattr(ChunkFile, "layer", slow)

@@ -143,12 +143,6 @@ class WeightConverter:
 # ---------------------------------------------------------------- settings
 
 
-def test_a_cache_in_fp8_is_served_as_usual(folder: Path, store: Path, warnings: list[str]) -> None:
-    with started(checkpoint("llama", folder), store, kv_cache_dtype="fp8") as engine:
-        assert_served_as_usual(engine, "fp8", warnings)
-    assert list(FileStore(store).documents()) == ["a"]
-
-
 def lora(model: Path, folder: Path) -> LoRARequest:
     """A random adapter."""
     hidden = json.loads((model / "config.json").read_text())["hidden_size"]
@@ -171,11 +165,12 @@ def test_lora_requests_are_served_as_usual(folder: Path, store: Path, warnings: 
         (adapted,) = engine.wait(engine.submit(PROMPT, 3, lora_request=request))
         assert distance(plain.logprobs, adapted.logprobs) > 0.01
         assert_served_as_usual(engine, "LoRA", warnings)
+    assert list(FileStore(store).documents()) == ["a"]
 
 
 def run(script: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(HERE / script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 

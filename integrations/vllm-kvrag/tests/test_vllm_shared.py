@@ -5,13 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from places import Bucket, Faults, Server, run_s3, run_valkey
+from places import Bucket, Faults, run_valkey
 from vllm_engines import CHUNKS, QUESTION, Engine, checkpoint, lines, prompt_of, reference, started, until
 from vllm_kvrag.connector import open_store
 from vllm_kvrag.params import ConnectorSettings
@@ -27,18 +26,6 @@ FACTS = [
     "Kan Dror was born in Stelburg. He plays the banjo. He owns a goat and a cat. He studied geology.",
     "Zel Vinford lives in Stinmouth. She studied music. She likes to eat curry and apples. She owns a snake.",
 ]
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[Bucket]:
-    with run_s3() as bucket:
-        yield bucket
-
-
-@pytest.fixture(scope="module")
-def valkey() -> Iterator[Server]:
-    with run_valkey() as server:
-        yield server
 
 
 def store_of(engine: Engine) -> Any:
@@ -200,7 +187,7 @@ def test_processes_agree_on_what_only_one_of_them_can_read(s3: Bucket, folder: P
         faults.mode = "once"
         script = [sys.executable, str(Path(__file__).parent / "run_shared.py"), str(model)]
         script += [faults.url.replace("PLACE", place), str(tmp_path / "two")]
-        done = subprocess.run(script, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(script, capture_output=True, text=True, timeout=1200)
         assert done.returncode == 0, done.stderr[-3000:]
         assert faults.refused
     *rounds, warmed = lines(done.stdout)

@@ -280,7 +280,7 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs[: len(ours)])[known].abs().max())
 
 
-def until(engine: Engine, condition: Callable[[], bool], seconds: float = 60) -> None:
+def until(engine: Engine, condition: Callable[[], bool], seconds: float = 300) -> None:
     """Run steps until the condition holds."""
     end = time.monotonic() + seconds
     while not condition():

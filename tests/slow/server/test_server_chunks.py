@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -97,22 +98,28 @@ def test_namespaces_see_their_own_chunks_only(engine: BlendEngine) -> None:
 def test_a_client_that_disconnects_ends_the_encoding(
     served: Served, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended: list[bool] = []
+    begun, ended = threading.Event(), threading.Event()
 
     def endless(*args: Any, progress: Any, **kwargs: Any) -> Any:
+        begun.set()
         try:
             while True:
                 check_left()
         finally:
             progress(1, 2)  # the last chunks are stored
-            ended.append(True)
+            ended.set()
 
     monkeypatch.setattr(engine, "warm", endless)
-    with pytest.raises(httpx.TimeoutException):
-        served.http.post("/v1/chunks", json={"texts": CHUNKS, "document": "a"}, timeout=0.3)
-    until(lambda: bool(ended), 20)
-    until(lambda: served.running() == (0, 0), 20)
-    until(lambda: not served.http.get("/v1/chunks").json()["encoding"], 20)
+    body = json.dumps({"texts": CHUNKS, "document": "a"}).encode()
+    head = (
+        f"POST /v1/chunks HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(served.address, timeout=60) as client:
+        client.sendall(head.encode() + body)
+        assert begun.wait(60)
+    assert ended.wait(60)
+    until(lambda: served.running() == (0, 0))
+    until(lambda: not served.http.get("/v1/chunks").json()["encoding"])
 
 
 def test_the_client_reports_progress_while_the_server_encodes_a_document(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -266,7 +266,7 @@ def test_a_response_calls_functions(client: OpenAI, engine: BlendEngine, stream:
 def test_a_call_of_a_response_that_is_cut_off_is_incomplete(client: OpenAI) -> None:
     settings: dict[str, Any] = {"model": NAME, "tools": [TOOL], "temperature": 0, "tool_choice": "required"}
     sizes = []
-    for limit in range(1, 64):
+    for limit in range(1, 64, 3):
         *events, last = client.responses.create(**settings, input=QUESTION, max_output_tokens=limit, stream=True)
         if last.type == "response.completed":
             break
@@ -310,7 +310,7 @@ def test_unsupported_options_of_responses_are_refused_in_one_line(
 
 
 def test_a_response_that_fails_in_mid_stream_reports_it(engine: BlendEngine) -> None:
-    with serving(engine, timeout=0.5, token_limit=100_000) as served:
+    with serving(engine, timeout=2, token_limit=100_000) as served:
         body = {"model": NAME, "input": QUESTION, "max_output_tokens": 100_000, "stream": True}
         lines = served.http.post("/v1/responses", json=body).text.splitlines()
     kinds = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
@@ -422,47 +422,59 @@ def test_the_limit_of_a_body_names_its_option(engine: BlendEngine, tmp_path: Pat
 
 def test_a_stream_without_events_is_kept_alive(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvrag.server.answers, "KEEP_ALIVE_S", 0.05)
-    forward = engine.model.forward
+    forward, heard = engine.model.forward, threading.Event()
 
     def slow(*args: Any, **settings: Any) -> Any:
-        time.sleep(0.3)
+        assert heard.wait(60)
         return forward(*args, **settings)
 
     with serving(engine) as served:
         expected = served.ask(QUESTION, max_tokens=2).json()["choices"][0]["message"]["content"]
         monkeypatch.setattr(engine.model, "forward", slow)
-        lines = served.ask(QUESTION, max_tokens=2, stream=True).text.splitlines()
+        body = {**CALL, "max_tokens": 2, "messages": MESSAGES, "stream": True}
+        with served.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = response.iter_lines()
+            assert next(lines) == ": waiting"
+            heard.set()
+            assert list(lines)[-2:] == ["data: [DONE]", ""]
+        heard.clear()
+        threading.Timer(0.3, heard.set).start()
         client = OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
         pieces = client.chat.completions.create(**{**CALL, "max_tokens": 2}, messages=MESSAGES, stream=True)
         said = "".join(piece.choices[0].delta.content or "" for piece in pieces)
-    first = next(number for number, line in enumerate(lines) if line.startswith("data: "))
-    assert lines[:first].count(": waiting") >= 1
     assert said == expected
 
 
 def test_an_error_after_the_first_keep_alive_is_an_event(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvrag.server.answers, "KEEP_ALIVE_S", 0.05)
 
+    heard = threading.Event()
+
     def fails(*args: Any, **settings: Any) -> Any:
-        time.sleep(0.3)
+        assert heard.wait(60)
         raise MemoryError
 
     monkeypatch.setattr(engine.model.hf, "forward", fails)
+    body = {**CALL, "messages": MESSAGES, "stream": True}
     with serving(engine) as served:
-        said = served.ask(QUESTION, stream=True)
+        with served.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = response.iter_lines()
+            assert next(lines) == ": waiting"
+            heard.set()
+            said = "\n".join(lines)
         until(lambda: served.running() == (0, 0))
-    assert (said.status_code, "out_of_memory" in said.text, "[DONE]" in said.text) == (200, True, False)
+    assert (response.status_code, "out_of_memory" in said, "[DONE]" in said) == (200, True, False)
 
 
 def test_a_client_that_disconnects_before_the_first_event_ends_the_work(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kvrag.server.answers, "KEEP_ALIVE_S", 0.05)
-    forward, calls = engine.model.forward, [0]
+    forward, calls, left = engine.model.forward, [0], threading.Event()
 
     def slow(*args: Any, **settings: Any) -> Any:
         calls[0] += 1
-        time.sleep(0.5)
+        assert left.wait(60)
         return forward(*args, **settings)
 
     monkeypatch.setattr(engine.model, "forward", slow)
@@ -470,6 +482,7 @@ def test_a_client_that_disconnects_before_the_first_event_ends_the_work(
     with serving(engine) as served:
         with served.http.stream("POST", "/v1/chat/completions", json=body) as response:
             assert next(response.iter_lines()) == ": waiting"
+        threading.Timer(0.2, left.set).start()
         until(lambda: served.running() == (0, 0))
     assert calls[0] < 20
 

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from shutil import which
@@ -58,21 +59,14 @@ def model_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-@pytest.fixture
-def options() -> list[str]:
-    """Options of the server, which a test may replace."""
-    return ["--ratio", "0.15"]
-
-
-@pytest.fixture
-def server(model_folder: Path, options: list[str], tmp_path: Path) -> Iterator[Any]:
+@contextmanager
+def running(model_folder: Path, folder: Path, *options: str) -> Iterator[Any]:
     """A process of `kvrag chat --web`, with its `url`."""
     arguments = ["--model", str(model_folder), "--store", "kv", "--top-k", "5", "--max-tokens", "12", "--json"]
-    arguments += options
-    process = start(KVRAG, "chat", "--web", *arguments, folder=tmp_path)
+    process = start(KVRAG, "chat", "--web", *arguments, *options, folder=folder)
     try:
-        while not (said := tmp_path / "stdout").exists() or "\n" not in said.read_text():
-            assert process.is_alive(), (tmp_path / "stderr").read_text()
+        while not (said := folder / "stdout").exists() or "\n" not in said.read_text():
+            assert process.is_alive(), (folder / "stderr").read_text()
             time.sleep(0.1)
         process.url = json.loads(said.read_text())["url"]
         yield process
@@ -81,15 +75,28 @@ def server(model_folder: Path, options: list[str], tmp_path: Path) -> Iterator[A
         process.join(60)
 
 
-@pytest.fixture
-def page(server: Any) -> Iterator[Any]:
-    """The page, open."""
+@pytest.fixture(scope="module")
+def url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a server for tests that script its answers."""
+    with running(model_folder, tmp_path_factory.mktemp("server"), "--ratio", "0.15") as process:
+        yield process.url
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=FLAGS)
-        page = browser.new_page(viewport={"width": 1366, "height": 768})
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """An empty page, with a storage of its own."""
+    with browser.new_context(viewport={"width": 1366, "height": 768}) as context:
+        page = context.new_page()
         page.set_default_timeout(120_000)
         yield page
-        browser.close()
 
 
 def ask(page: Any, question: str, turn: int) -> None:
@@ -98,14 +105,14 @@ def ask(page: Any, question: str, turn: int) -> None:
     page.locator(".verdict", has_text=", the").nth(turn - 1).wait_for()  # complete
 
 
-@pytest.mark.parametrize("options", [[]])
-def test_a_model_that_is_not_calibrated(page: Any, server: Any, tmp_path: Path) -> None:
-    assert "is not calibrated for this store: full prefill answers" in (tmp_path / "stderr").read_text()
-    page.goto(server.url)
-    page.fill("#question", "Who is the cook?")
-    page.press("#question", "Enter")
-    page.locator(".verdict", has_text="No comparison: not calibrated (").wait_for()
-    (detail,) = page.locator(".lane .detail").all_inner_texts()  # a second lane would compute the same again
+def test_a_model_that_is_not_calibrated(page: Any, model_folder: Path, tmp_path: Path) -> None:
+    with running(model_folder, tmp_path) as server:
+        assert "is not calibrated for this store: full prefill answers" in (tmp_path / "stderr").read_text()
+        page.goto(server.url)
+        page.fill("#question", "Who is the cook?")
+        page.press("#question", "Enter")
+        page.locator(".verdict", has_text="No comparison: not calibrated (").wait_for()
+        (detail,) = page.locator(".lane .detail").all_inner_texts()  # a second lane would compute the same again
     assert re.match(r"[\d,]+ prompt tokens: all computed; not calibrated .*, so full prefill is used", detail)
     assert detail.endswith("; stopped at the token limit (--max-tokens)")
 
@@ -152,9 +159,9 @@ HOSTILE = """<img src=x onerror="window.hacked=1"> <script>window.hacked=1</scri
 """
 
 
-def test_an_answer_is_shown_as_markdown(page: Any, server: Any) -> None:
+def test_an_answer_is_shown_as_markdown(page: Any, url: str) -> None:
     script(page, *({"content": MARKDOWN[at : at + 7]} for at in range(0, len(MARKDOWN), 7)))
-    page.goto(server.url)
+    page.goto(url)
     ask(page, "Who is the cook?", 1)
     answer = page.locator(".answer").first
     shown = {tag: answer.locator(tag).all_inner_texts() for tag in ("strong", "em", "p code", "ol > li", "ul > li")}
@@ -176,24 +183,24 @@ def test_an_answer_is_shown_as_markdown(page: Any, server: Any) -> None:
     "hostile",
     [HOSTILE, "- " * 9000, "1. " * 9000, "*a **b [c" * 2000, "a|b\n|" + " " * 60_000 + "x", "|`" * 30_000 + "\n|-|"],
 )
-def test_hostile_markdown_stays_text(page: Any, server: Any, hostile: str) -> None:
+def test_hostile_markdown_stays_text(page: Any, url: str, hostile: str) -> None:
     addresses: list[str] = []
     page.on("request", lambda request: addresses.append(request.url))
     script(page, {"content": hostile})
-    page.goto(server.url)
+    page.goto(url)
     ask(page, "Who is the cook?", 1)
     assert page.locator(".answer :is(img, svg, script, iframe, [onclick], [onerror], [onload])").count() == 0
     hrefs = [link.get_attribute("href") for link in page.locator(".answer a").all()]
     assert all(href == "https://evil.example/?secret" for href in hrefs)  # a link, never loaded as a picture
     assert page.evaluate("window.hacked") is None
-    assert all(address.startswith((server.url, "data:")) for address in addresses)
+    assert all(address.startswith((url, "data:")) for address in addresses)
 
 
-def test_a_thought_is_folded_and_not_sent_back(page: Any, server: Any) -> None:
+def test_a_thought_is_folded_and_not_sent_back(page: Any, url: str) -> None:
     """The stream is scripted: the random model does not think."""
     thoughts = [{"reasoning_content": text, "reasoning": text} for text in ("Who else? ", "Yusuf.")]
     asked = script(page, *thoughts, {"content": " Yusuf"}, {"content": " Demir"})
-    page.goto(server.url)
+    page.goto(url)
     ask(page, "Who is the cook?", 1)
     lane = page.locator(".lane").first
     assert lane.locator(".answer").inner_text() == "Yusuf Demir"
@@ -205,7 +212,12 @@ def test_a_thought_is_folded_and_not_sent_back(page: Any, server: Any) -> None:
     assert asked[2]["messages"][1] == {"role": "assistant", "content": "Yusuf Demir"}
 
 
-def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
+def test_a_chat(page: Any, model_folder: Path, tmp_path: Path) -> None:
+    with running(model_folder, tmp_path, "--ratio", "0.15") as server:
+        _chat(page, server, tmp_path)
+
+
+def _chat(page: Any, server: Any, tmp_path: Path) -> None:
     addresses: list[str] = []
     asked: list[dict[str, Any]] = []
     failed: list[Any] = []

@@ -54,7 +54,7 @@ def adapt(
 ) -> Run:
     """Run the command on the tiny random model, with few prompts; return the exit code and what it printed."""
     ticks = iter(range(10**6))
-    monkeypatch.setattr(kvrag.adapt.train.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(kvrag.adapt.train, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     monkeypatch.setattr(Model, "from_pretrained", lambda *args, **kwargs: model)
     monkeypatch.setattr(command, "_HELD_OUT", 3)
     monkeypatch.setattr(command, "HANDBOOK", SimpleNamespace(documents=lambda: {"other": _text(7).upper()}))

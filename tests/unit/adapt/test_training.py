@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,7 +211,7 @@ def _seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     import kvrag.adapt.train as module
 
     ticks = iter(range(10**6))
-    monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
 
 
 def _loss(model: Model, lessons: Lessons, adapter: Adapter | None) -> float:

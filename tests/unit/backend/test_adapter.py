@@ -171,11 +171,11 @@ def test_two_threads_encode_with_one_adapter(model: Model, tmp_path: Path) -> No
     def stay() -> None:
         with adapter.active():
             inside.set()
-            leave.wait(10)
+            leave.wait(60)
 
     thread = threading.Thread(target=stay)
     thread.start()
-    inside.wait(10)
+    assert inside.wait(60)
     with adapter.active():
         together = model.forward(ids, model.new_cache(ids.shape[1]))
         leave.set()

@@ -308,7 +308,7 @@ def test_an_interrupted_wait_leaves_the_lock_usable(alarm: None) -> None:
             entered.set()
 
     threading.Thread(target=enter, daemon=True).start()
-    assert entered.wait(5)
+    assert entered.wait(60)
 
 
 # ---------------------------------------------------------------- loading

@@ -11,10 +11,11 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,12 +46,9 @@ CHUNKS = 78  # of the corpus
 
 
 @pytest.fixture(scope="module", autouse=True)
-def reader() -> Iterator[Model]:
-    """The reader, loaded once, on one thread: it is too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Model.from_pretrained("reader")
-    torch.set_num_threads(threads)
+def reader() -> Model:
+    """Stays loaded between tests."""
+    return Model.from_pretrained("reader")
 
 
 @pytest.fixture(autouse=True)
@@ -305,7 +303,7 @@ def test_progress_begins_at_zero_and_shows_the_speed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter((0.0, 0.1, 5.0, 10.2, 25.0))
-    monkeypatch.setattr("kvrag.cli.common.time.monotonic", lambda: next(times))
+    monkeypatch.setattr("kvrag.cli.common.time", SimpleNamespace(monotonic=lambda: next(times)))
     with progress("encoding", unit="tokens") as report:
         for done in (0, 400, 1020, 2000):
             report(done, 4000)
@@ -859,11 +857,14 @@ def questions(tmp_path: Path) -> Path:
     return path
 
 
-def test_calibrate_by_questions(own: Path, questions: Path, as_json: Json, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_by_questions(
+    own: Path,
+    questions: Path,
+    as_json: Json,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     wanted = ("--store", own, "--questions", questions, "--ratios", "0.6", "--target", "0.1", *CONTEXT)
-    result = as_json("calibrate", *wanted, "--dry-run")
-    assert (result["ratio"], result["saved"]) == (0.6, False)
-    assert not (own / "calibration.json").exists()
     result = as_json("calibrate", *wanted)
     assert [(point["ratio"], point["prompts"]) for point in result["curve"]] == [(0.6, 40)]
     assert (result["ratio"], result["saved"], result["store"]) == (0.6, True, str(own))
@@ -871,12 +872,18 @@ def test_calibrate_by_questions(own: Path, questions: Path, as_json: Json, capsy
     assert json.loads((own / "calibration.json").read_text())["ratio"] == 0.6
     assert as_json("ask", QUESTION, "--store", own)["report"]["ratio"] == 0.6
     assert as_json("ask", QUESTION, "--store", own, "--ratio", "0.3")["report"]["ratio"] == 0.3
-    assert main(["calibrate", *map(str, wanted), "--prompts", "39"]) == 0
+    assert main(["calibrate", *map(str, wanted), "--prompts", "2"]) == 0
     captured = capsys.readouterr()
     assert captured.out.splitlines()[-1].endswith("; nothing was saved")
-    assert "only 39 prompts, and a default takes 40: nothing is saved. Pass 40 or more questions" in captured.err
+    assert "only 2 prompts, and a default takes 40: nothing is saved. Pass 40 or more questions" in captured.err
     assert as_json("calibrate", "--store", own, "--reset")["store"] == str(own)
     assert as_json("ask", QUESTION, "--store", own)["report"]["ratio"] == 0.15
+    before = (own / "calibration.json").read_text()
+    monkeypatch.setattr("kvrag.control.calibrate.PROMPTS", 2)
+    result = as_json("calibrate", *wanted, "--prompts", "2", "--dry-run")
+    assert (result["ratio"], result["saved"]) == (0.6, False)
+    assert (own / "calibration.json").read_text() == before
+    assert as_json("calibrate", *wanted, "--prompts", "2")["saved"]
 
 
 @pytest.mark.slow

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -218,7 +220,7 @@ def test_damaged_measurements_are_refused_whole(damage: dict[str, Any]) -> None:
 
 def test_reads_that_overlap_count_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([1.0, 5.0, 10.0, 12.0])
-    monkeypatch.setattr("kvrag.reuse.trace.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("kvrag.reuse.trace.time", SimpleNamespace(perf_counter=lambda: next(now)))
     trace = Trace(model)
     with trace.reading(), trace.reading():
         pass
@@ -350,7 +352,15 @@ def test_timings_of_a_process_that_waited_for_processors_are_not_used(
     share: float, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvrag.control.tuning.CPU_SHARE", 2 / 3)
-    monkeypatch.setattr(time, "thread_time", lambda: share * time.perf_counter())
+    own = threading.local()
+
+    def clock() -> float:
+        own.now = time.perf_counter()
+        return float(own.now)
+
+    fake = SimpleNamespace(**vars(time) | {"perf_counter": clock, "thread_time": lambda: share * own.now})
+    monkeypatch.setattr("kvrag.reuse.trace.time", fake)
+    monkeypatch.setattr("kvrag.ingest.ingest.time", fake)
     engine.warm(CHUNKS)
     engine.warm(["another text of more than sixteen tokens about a harp, a drum and the hall of Stelburg"])
     assert engine._tuning._costs.knows_passes() == (share > 2 / 3)

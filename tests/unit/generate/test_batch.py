@@ -369,7 +369,7 @@ def test_a_decode_step_waits_for_one_layer_of_a_prefill_only(
         return engine.generate(PROMPTS[0], max_new_tokens=4, temperature=0, ratio=1.0).token_ids
 
     def read() -> None:
-        prefilling.wait(10)
+        assert prefilling.wait(60)
         for delta in deltas:
             events.append("step")
             got.extend(delta.token_ids)

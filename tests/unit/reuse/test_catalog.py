@@ -426,19 +426,18 @@ def test_closing_gives_up_what_is_being_written(
     def slow(*args: object) -> Iterator[object]:
         for portion in portions(*args):
             writing.set()
-            assert closed.wait(10)
+            assert closed.wait(60)
             yield portion
 
     portions = segment_module._Merge.postings
     monkeypatch.setattr(segment_module._Merge, "postings", slow)
     catalog = Catalog(store)
     _match(catalog, [1] * 20, MIN_RUN)
-    assert writing.wait(10)
+    assert writing.wait(60)
     thread = catalog._thread
     closing_thread = threading.Thread(target=catalog.close)
     closing_thread.start()
-    while not catalog._closed.is_set():
-        pass
+    assert catalog._closed.wait(60)
     closed.set()
     closing_thread.join()
     assert thread is not None

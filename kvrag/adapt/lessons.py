@@ -78,10 +78,10 @@ class Lessons:
         """Return the tokens before each chunk in its document, as many as it may be encoded with."""
         contexts: dict[str, list[int]] = {}
         for texts in self._documents.values():
-            before: list[int] = []
+            before: list[int] = []  # as in ingestion: each of the preceding chunks, and a blank line
             for text in texts:
                 contexts.setdefault(text, before[max(0, len(before) - self._context_tokens) :])
-                before = [*before, *(blank if before else []), *self._ids[text]]
+                before = [*before, *self._ids[text], *blank]
         return contexts
 
     def draw(self, number: int) -> Lesson:

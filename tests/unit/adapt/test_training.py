@@ -193,9 +193,10 @@ def test_a_lesson_can_be_drawn_again_and_contains_its_chunks(model: Model) -> No
     assert kinds == {False, True}
 
 
-def test_the_context_of_a_chunk_is_all_that_precedes_it_if_that_is_short(model: Model) -> None:
+def test_the_context_of_a_chunk_is_what_precedes_it_as_in_ingestion(model: Model) -> None:
     first, second, *_ = _documents()["0.txt"]
-    before = model.tokenizer.encode(first)
+    encode = model.tokenizer.encode
+    before = [*encode(first), *encode("\n\n")]
     for context_tokens in (0, 7, len(before) + 5):
         context = _lessons(model, context_tokens=context_tokens)._contexts[second]
         assert context == before[max(0, len(before) - context_tokens) :], context_tokens

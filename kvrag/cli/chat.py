@@ -37,12 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_answer_arguments(parser)
     parser.set_defaults(top_k=None)  # another default in the browser
     web = parser.add_argument_group("in a browser")
-    web.add_argument(
-        "--web",
-        action="store_true",
-        help="chat on a web page, beside full prefill. Opens the browser; an empty store gets sample documents: "
-        "articles of the bundled model's world, or a handbook for other models",
-    )
+    page = "chat on a web page, beside full prefill. Opens the browser; an empty store gets sample documents: "
+    page += "articles of the bundled model's world, or a handbook for other models"
+    web.add_argument("--web", action="store_true", help=page)
     port = "port of the web page (default: any free one)"
     web.add_argument("--port", type=at_least(0, int, 65535), default=0, help=port)
     web.add_argument("--no-browser", action="store_true", help="print the address only")

@@ -24,7 +24,7 @@ from kvrag.cli.common import (
     summary,
 )
 from kvrag.cli.prompt import as_prompt, retrieve
-from kvrag.errors import ContextWindowError, PromptError
+from kvrag.errors import ContextWindowError, PromptError, SettingError
 from kvrag.types import BlendReport, Messages
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
         documents = sample.of(args.model)
         args.top_k, args.chunk_tokens = args.top_k or documents.top_k, documents.chunk_tokens
         return serve.chat(args)
+    if args.port or args.no_browser:
+        raise SettingError("--port and --no-browser need --web")
     args.top_k = args.top_k or 4
     history: Messages = []  # questions and answers, without the retrieved chunks
     last: BlendReport | None = None

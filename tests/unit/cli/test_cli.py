@@ -136,6 +136,7 @@ WRONG = [
     ["warm", __file__, "--chunk-overlap", "256"],
     ["chat", "--store", "missing"],
     ["chat", "--web", "--port", "65536"],
+    ["chat", "--port", "8000"],
     ["store", "stats", "--store", "missing"],
     ["estimate", "missing"],
     ["explain", "missing.txt"],

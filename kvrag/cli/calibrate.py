@@ -134,11 +134,8 @@ def _reset(args: argparse.Namespace) -> int:
     with open_engine(args, is_warmed=True) as engine:
         engine.reset_calibration()
         store = engine.store.stats().path
-    print(
-        json.dumps({"store": store})
-        if args.json
-        else f"no calibration in {store} any more: full prefill is now the default"
-    )
+    said = f"no calibration in {store} any more: full prefill is now the default"
+    print(json.dumps({"store": store}) if args.json else said)
     return 0
 
 
@@ -150,9 +147,8 @@ def _retrieve(engine: BlendEngine, args: argparse.Namespace) -> Sequence[str | M
 
 
 def _print(calibration: Calibration) -> None:
-    print(
-        f"first tokens that match full prefill, policy {calibration.policy}, {calibration.curve[0].prompts} prompts\n"
-    )
+    prompts = f"policy {calibration.policy}, {calibration.curve[0].prompts} prompts"
+    print(f"first tokens that match full prefill, {prompts}\n")
     print(f"{'ratio':>6}{'agree':>9}   95 % interval{'later tokens':>16}")
     for point in calibration.curve:
         later = f"{point.following / point.tokens:.1%} of {point.tokens}" if point.tokens else ""

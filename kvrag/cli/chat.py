@@ -24,7 +24,7 @@ from kvrag.cli.common import (
     summary,
 )
 from kvrag.cli.prompt import as_prompt, retrieve
-from kvrag.errors import ContextWindowError, PromptError
+from kvrag.errors import ContextWindowError, PromptError, SettingError
 from kvrag.types import BlendReport, Messages
 
 if TYPE_CHECKING:
@@ -37,12 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_answer_arguments(parser)
     parser.set_defaults(top_k=None)  # another default in the browser
     web = parser.add_argument_group("in a browser")
-    web.add_argument(
-        "--web",
-        action="store_true",
-        help="chat on a web page, beside full prefill. Opens the browser; an empty store gets sample documents: "
-        "articles of the bundled model's world, or a handbook for other models",
-    )
+    page = "chat on a web page, beside full prefill. Opens the browser; an empty store gets sample documents: "
+    page += "articles of the bundled model's world, or a handbook for other models"
+    web.add_argument("--web", action="store_true", help=page)
     port = "port of the web page (default: any free one)"
     web.add_argument("--port", type=at_least(0, int, 65535), default=0, help=port)
     web.add_argument("--no-browser", action="store_true", help="print the address only")
@@ -54,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
         documents = sample.of(args.model)
         args.top_k, args.chunk_tokens = args.top_k or documents.top_k, documents.chunk_tokens
         return serve.chat(args)
+    if args.port or args.no_browser:
+        raise SettingError("--port and --no-browser need --web")
     args.top_k = args.top_k or 4
     history: Messages = []  # questions and answers, without the retrieved chunks
     last: BlendReport | None = None

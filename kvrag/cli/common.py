@@ -145,9 +145,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "store", metavar="STORE")
     add_setting(parser, "store_cache", metavar="FOLDER")
     add_setting(parser, "codec")
-    add_setting(
-        parser, "namespace", "namespace of the documents and chunks; other namespaces never see them", metavar="NAME"
-    )
+    namespace = "namespace of the documents and chunks; other namespaces never see them"
+    add_setting(parser, "namespace", namespace, metavar="NAME")
 
 
 def add_blend_arguments(parser: argparse.ArgumentParser) -> None:
@@ -225,6 +224,8 @@ def _check_owner(store: str, model: str) -> None:
     """Raise FingerprintMismatchError if a store is certainly another model's; the engine compares the weights."""
     try:
         theirs = str(json.loads(json.loads((Path(store).expanduser() / "fingerprint.json").read_bytes())["model"]))
+    except NotADirectoryError as error:
+        raise StoreError(f"cannot create the store folder {store} ({error.strerror}): choose another one") from None
     except (OSError, ValueError, KeyError, TypeError):  # none yet, in a bucket, or damaged
         return
     # other names may be of the same weights, and a folder may hold those of a bundled model

@@ -17,12 +17,8 @@ _FILES = (".txt", ".md", ".json")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag explain`."""
-    parser.add_argument(
-        "prompt",
-        metavar="PROMPT",
-        help="the final prompt as the chain sends it: a text, a file, or '-' for stdin; JSON = messages or "
-        "the body of a request to OpenAI's API",
-    )
+    prompt = "the final prompt as the chain sends it: a text, a file, or '-' for stdin; JSON = messages or the body of "
+    parser.add_argument("prompt", metavar="PROMPT", help=f"{prompt}a request to OpenAI's API")
     retrieved = "retrieved chunks: files with one chunk each, or .json files with a list of chunks"
     parser.add_argument("--retrieved", nargs="+", default=[], metavar="FILE", help=retrieved)
     parser.add_argument("--html", metavar="FILE", help="write an HTML page with the highlighted prompt")

@@ -47,15 +47,13 @@ _PROBE = "Déjà vu: 3.14 quick brown foxes (or 27) jumped, unbelievably; def f(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag warm`."""
-    parser.add_argument(
-        "paths", nargs="+", metavar="PATH", help="files and folders with " + " ".join(documents.SUFFIXES)
-    )
+    paths = "files and folders with " + " ".join(documents.SUFFIXES)
+    parser.add_argument("paths", nargs="+", metavar="PATH", help=paths)
     add_engine_arguments(parser)
     parser.set_defaults(model=None)  # with --server, the server's
     add_corpus_arguments(parser)
-    parser.add_argument(
-        "--text-field", default="text", metavar="NAME", help="text field of the objects in .jsonl files"
-    )
+    text_field = "text field of the objects in .jsonl files"
+    parser.add_argument("--text-field", default="text", metavar="NAME", help=text_field)
     prune = "drop documents whose files no longer exist in the folders in PATH; what cannot be read is kept"
     parser.add_argument("--prune", action="store_true", help=prune)
     alone = "do not calibrate at the end: a model without a calibration answers by full prefill unless a ratio is given"
@@ -65,15 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     workers = "number of workers with --ray (default: the number of GPUs, or of machines if there are none)"
     cluster.add_argument("--workers", type=at_least(1), metavar="N", help=workers)
     server = parser.add_argument_group("on a server")
-    server.add_argument(
-        "--server",
-        metavar="URL",
-        help="encode on this server, `kvrag serve` or vLLM with kvrag's KV connector; --model is then a name there "
-        "(default: its first model)",
-    )
-    server.add_argument(
-        "--api-key", metavar="KEY", help=f"the server's API key; also read from the environment variable {KEY_VARIABLE}"
-    )
+    url = "encode on this server, `kvrag serve` or vLLM with kvrag's KV connector; --model is then a name there "
+    server.add_argument("--server", metavar="URL", help=f"{url}(default: its first model)")
+    key = f"the server's API key; also read from the environment variable {KEY_VARIABLE}"
+    server.add_argument("--api-key", metavar="KEY", help=key)
     tokenizer = "hub name or folder of the tokenizer that measures chunks for the server (default: --model)"
     server.add_argument("--tokenizer", metavar="NAME", help=tokenizer)
 

@@ -41,6 +41,7 @@ _BOMS = {  # UTF-32's begin with UTF-16's
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
+_EMPTY = "skipped: it has no files with text: is a disk not mounted? Else forget its documents"
 _OLD_OFFICE = b"\xd0\xcf\x11\xe0"
 _NOT_TEXT = (b"%PDF-", b"PK\3\4", _OLD_OFFICE)
 
@@ -106,15 +107,14 @@ def find(paths: Iterable[str | Path]) -> tuple[list[Path], list[Problem]]:
     for path in roots:
         if path.is_dir():
             if not (found := _find_in(path, problems)):
-                why = "skipped: it has no files with text: is a disk not mounted? Else forget its documents"
-                problems.append(Problem(str(path.absolute()), why, is_unreadable=True))
+                problems.append(Problem(str(path.absolute()), _EMPTY, is_unreadable=True))
             files |= dict.fromkeys(found)
         elif path.exists():
             files[path.resolve()] = None
         else:
             raise KvragError(f"{path} does not exist{' or is a broken link' * path.is_symlink()}: check the path")
     if not files:
-        why = "".join(f"; {problem}" for problem in problems if problem.is_unreadable)
+        why = "".join(f"; {problem}" for problem in problems if problem.is_unreadable and problem.message != _EMPTY)
         raise KvragError(f"no files with text in {', '.join(map(str, roots))} (looked for {' '.join(SUFFIXES)}){why}")
     return list(files), problems
 
@@ -157,10 +157,12 @@ def read(path: Path, text_field: str = "text") -> Content:
     Raises:
         KvragError: A package for its kind is not installed.
     """
-    content = Content(str(path))
+    content = Content(_without_surrogates(str(path)))
     try:
         if not path.is_file():  # reading a device or a pipe may never end
             content.note("skipped: it is not a regular file")
+        elif content.file != str(path):
+            content.note("skipped: its name is not valid in this locale's encoding: rename it, or set LC_ALL=C.UTF-8")
         elif path.stat().st_size > _MAX_BYTES:
             content.note("skipped: the file is larger than 1 GiB: split it")
         else:

@@ -140,7 +140,11 @@ class Database:
         except sqlite3.OperationalError as error:
             if not self._path.exists() or _primary(error) not in _UNWRITABLE:
                 raise
-            connection = self._open_to_read()
+            try:
+                connection = self._open_to_read()
+                connection.execute("SELECT 1 FROM texts, chunks, holders, totals, counters, removed LIMIT 0")
+            except sqlite3.OperationalError:
+                raise error from None  # the file is new
             self.read_only = True
         for table in ("texts", "chunks", "holders", "totals", "counters", "removed"):
             connection.execute(f"SELECT * FROM {table} LIMIT 1").fetchone()

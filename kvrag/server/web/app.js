@@ -173,7 +173,7 @@ async function add(files) {
       problems.set(name, skipped.map(({ line, message }) => (line === null ? message : `line ${line}: ${message}`)));
       uploads.delete(name);
     } catch (error) {
-      uploads.set(name, error.message.replace(`${name}: `, "")); // the row already shows the name
+      uploads.set(name, error.message.replace(`${name}: `, "").replace(`${name}, `, "")); // which the row shows
     }
   }
   await refresh();
@@ -230,10 +230,9 @@ async function ask(question) {
       judge(turn, blend, full.seconds, full.text);
     }
   } catch (error) {
-    lane.part("detail").textContent = error.name === "AbortError" ? "Stopped" : "";
+    lane.part("detail").textContent = error.name === "AbortError" ? "Stopped" : error.message;
     if (error.name === "AbortError") return;
-    lane.part("answer").classList.add("problem");
-    lane.part("answer").textContent = error.message;
+    lane.part("detail").classList.add("problem"); // below what has arrived of the answer
     lane.part("time").textContent = "";
     $("question").value ||= question;
   } finally {

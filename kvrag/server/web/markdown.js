@@ -2,7 +2,9 @@
 
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+/;
 const TABLE = /^\|?\s{0,9}:?-+:?\s{0,9}(\|\s{0,9}:?-+:?\s{0,9})*\|?$/; // the line below a table's head
-const BEGIN = /^\s*(```|#{1,6}\s|\||([-*+]|\d{1,9}[.)])\s)/; // of anything but a paragraph
+const RULE = /^\s*([-*_])(\s?\1){2,}\s*$/;
+const QUOTE = /^\s*>\s?/;
+const BEGIN = /^\s*(```|#{1,6}\s|\||>|([-*+]|\d{1,9}[.)])\s)/; // of anything but a paragraph and a rule
 // code, bold, italic, link; bounded, because the end may be missing
 const INLINE = /`(.{1,999}?)`|(?<![\w*])\*\*(?=\S)((?:(?!\*\*).){1,999}?)(?<=\S)\*\*(?![\w*])|(?<![\w*])\*(?![\s*])(.{1,999}?)(?<=\S)\*(?![\w*])|\[([^\][]{1,999})\]\((https?:[^\s()]{1,999})\)/g;
 const DEEPEST = 8; // nested lists; hostile text could exhaust the stack
@@ -26,7 +28,7 @@ function inline(text) {
   return [...nodes, text.slice(end)];
 }
 
-/** Return a text's blocks: paragraphs, headings, lists, tables and code. */
+/** Return a text's blocks: paragraphs, headings, lists, quotations, rules, tables and code. */
 export function markdown(text, depth = 0) {
   if (depth > DEEPEST) return [text];
   const lines = text.split("\n");
@@ -49,6 +51,11 @@ export function markdown(text, depth = 0) {
       lines.shift();
     } else if (marks) {
       blocks.push(element(`h${Math.min(6, marks.length + 2)}`, ...inline(title)));
+    } else if (RULE.test(line)) {
+      blocks.push(element("hr"));
+    } else if (QUOTE.test(line)) {
+      const quoted = [line, ...take((line) => QUOTE.test(line))].map((line) => line.replace(QUOTE, ""));
+      blocks.push(element("blockquote", ...markdown(quoted.join("\n"), depth + 1)));
     } else if (kind(line)) {
       const list = element(/\d/.test(kind(line)) ? "ol" : "ul");
       if (list.tagName === "OL") list.start = parseInt(line, 10);
@@ -63,7 +70,7 @@ export function markdown(text, depth = 0) {
       const [, ...rows] = take(isRow);
       blocks.push(element("table", row(line, "th"), ...rows.map((line) => row(line, "td"))));
     } else {
-      const more = take((line) => line.trim() && !BEGIN.test(line));
+      const more = take((line) => line.trim() && !BEGIN.test(line) && !RULE.test(line));
       blocks.push(element("p", ...inline([line, ...more].join("\n"))));
     }
   }

@@ -117,12 +117,13 @@ def test_a_model_that_is_not_calibrated(page: Any, model_folder: Path, tmp_path:
     assert detail.endswith("; stopped at the token limit (--max-tokens)")
 
 
-def script(page: Any, *deltas: dict[str, str]) -> list[dict[str, Any]]:
-    """Answer the page with these pieces of a stream; return the list of its requests."""
+def script(page: Any, *deltas: dict[str, str], error: str = "") -> list[dict[str, Any]]:
+    """Answer the page with these pieces of a stream, and perhaps an error; return the list of its requests."""
     asked: list[dict[str, Any]] = []
     report = {"prompt_tokens": 5, "reused_tokens": 2, "recomputed_tokens": 1, "policy": "query", "ratio": 0.5}
     events: list[dict[str, Any]] = [{"choices": [{"delta": delta}]} for delta in deltas]
-    events.append({"choices": [{"delta": {}}], "kvrag": {**report, "notes": []}})
+    end = {"error": {"message": error}} if error else {"choices": [{"delta": {}}], "kvrag": {**report, "notes": []}}
+    events.append(end)
     body = "".join(f"data: {line}\n\n" for line in [*map(json.dumps, events), "[DONE]"])
 
     def answer(route: Any) -> None:
@@ -147,6 +148,9 @@ MARKDOWN = """The **cook** is *Yusuf* `Demir`:
 
 2*3*4 f(**kwargs) and **2**
 
+> a quotation
+> with *stress*
+---
 ```python
 x = "**not bold**"
 ```
@@ -164,24 +168,44 @@ def test_an_answer_is_shown_as_markdown(page: Any, url: str) -> None:
     page.goto(url)
     ask(page, "Who is the cook?", 1)
     answer = page.locator(".answer").first
-    shown = {tag: answer.locator(tag).all_inner_texts() for tag in ("strong", "em", "p code", "ol > li", "ul > li")}
+    shown = {
+        tag: answer.locator(tag).all_inner_texts()
+        for tag in ("strong", "em", "blockquote", "p code", "ol > li", "ul > li")
+    }
     assert shown == {
         "strong": ["cook", "Soup", "2"],
-        "em": ["Yusuf"],
+        "em": ["Yusuf", "stress"],
+        "blockquote": ["a quotation\nwith stress"],
         "p code": ["Demir"],
         "ol > li": ["soup", "a dish\n\nwith <b>fish</b>"],
         "ul > li": ["with <b>fish</b>"],
     }
     assert answer.locator("th, td").all_inner_texts() == ["Day", "Dish", "Monday", "Soup a|b"]
+    assert answer.locator("hr").count() == 1
     assert answer.locator("pre").inner_text() == 'x = "**not bold**"'
     assert page.locator(".lane .detail").first.inner_text() == (
         "5 prompt tokens: 2 reused, 1 of them recomputed (ratio 0.5)"
     )
+    page.unroute("**/v1/chat/completions")
+    script(page, {"content": "Half"}, error="out of memory")
+    page.fill("#question", "Who else?")
+    page.press("#question", "Enter")
+    page.locator(".lane .problem", has_text="out of memory").wait_for()
+    assert page.locator(".answer").last.inner_text() == "Half"  # what has arrived stays
+    assert not page.locator(".bar").last.is_visible()  # nothing to compare
 
 
 @pytest.mark.parametrize(
     "hostile",
-    [HOSTILE, "- " * 9000, "1. " * 9000, "*a **b [c" * 2000, "a|b\n|" + " " * 60_000 + "x", "|`" * 30_000 + "\n|-|"],
+    [
+        HOSTILE,
+        "- " * 9000,
+        "1. " * 9000,
+        "*a **b [c" * 2000,
+        "a|b\n|" + " " * 60_000 + "x",
+        "|`" * 30_000 + "\n|-|",
+        "> " * 9000,
+    ],
 )
 def test_hostile_markdown_stays_text(page: Any, url: str, hostile: str) -> None:
     addresses: list[str] = []
@@ -268,8 +292,11 @@ def _chat(page: Any, server: Any, tmp_path: Path) -> None:
     (tmp_path / "note.md").write_text("Yusuf Demir works in the canteen, and he sings while he cooks fish soup.")
     (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 no more than this")
     (tmp_path / "lines.jsonl").write_text('{"text": "Ada Holm works in the archive."}\nno JSON\n')
-    page.set_input_files("#files", [tmp_path / name for name in ("note.md", "broken.pdf", "lines.jsonl")])
+    (tmp_path / "none.jsonl").write_text("no JSON\n")
+    names = ("note.md", "broken.pdf", "lines.jsonl", "none.jsonl")
+    page.set_input_files("#files", [tmp_path / name for name in names])
     page.locator("#documents li", has_text="it is a broken or protected PDF").wait_for()
+    page.locator("#documents .failed").get_by_text(re.compile("^line 1: skipped: it is not JSON")).wait_for()
     page.locator("#documents li", has_text="lines.jsonl").get_by_text("line 2: skipped: it is not JSON").wait_for()
     page.locator("#documents li", has_text="note.md").get_by_text("1 chunk").wait_for()
     for name in ("handbook/petrel.md", "broken.pdf", "note.md"):

@@ -51,6 +51,7 @@ from kvrag.store import (
     files,
     other_stores,
     read_owner,
+    schema,
     visible_variant,
 )
 from kvrag.store.chunkfile import ChunkFile
@@ -1563,6 +1564,23 @@ def test_a_budget_that_cannot_be_written_reports_a_full_disk_and_changes_nothing
     assert all(same(store, record(i)) for i in range(4))
     store._manifest._writer.execute("PRAGMA max_page_count = 100000")
     assert store.set_budget("", 1) == 4
+
+
+@pytest.mark.parametrize("pages", [1, 9])
+def test_a_new_store_on_a_full_disk_reports_it(pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = schema._connect
+
+    def full(database: str, uri: bool = False) -> sqlite3.Connection:
+        connection = connect(database, uri)
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+        return connection
+
+    with monkeypatch.context() as disk:
+        disk.setattr(schema, "_connect", full)
+        for _ in range(2):  # with nothing there, and with what the first attempt has left
+            with pytest.raises(StoreFullError, match=r"disk of .* is full: free space"):
+                opened(tmp_path)
+    opened(tmp_path).close()
 
 
 OPEN = """

@@ -201,8 +201,7 @@ class Tuning:
         costs, cold = self._costs, prompt.cold
         if cold and costs.knows_passes() and costs.speed() is None:
             self._probe(cold[0])
-        workload = self._workload(plan.config, prompt)
-        decision = decide(costs.speed(), workload, plan.ratio)
+        decision = decide(costs.speed(), self._workload(plan.config, prompt), plan.ratio)
         if decision.full and cold and costs.load_age > _KEEP_S:  # full prefill loads nothing
             self._probe(cold[0])
             decision = decide(costs.speed(), self._workload(plan.config, prompt), plan.ratio)

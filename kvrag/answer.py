@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, TypedDict
@@ -40,7 +40,7 @@ from kvrag.request import Pipeline
 from kvrag.reuse.conversation import Begun, Blended, CachedPrefix, Conversations, Turn
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.stitch import Prefilled
-from kvrag.types import BlendReport, Delta, Messages, TokenIds
+from kvrag.types import Delta, Messages, TokenIds
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -132,61 +132,66 @@ class Answering:
     def stream(self, question: Question) -> Generator[Delta, None, None]:
         """See `BlendEngine.stream`."""
         started = time.perf_counter()  # the consumer has asked for the first token
-        tokenizer, prepared, namespace = self._model.tokenizer, question.prepared, question.namespace
-        notes: list[str] = []
+        tokenizer, prepared, reuses = self._model.tokenizer, question.prepared, question.config.reuses_prompts
         ids = prepared.render(tokenizer)
         self._model.check_window(len(ids))
         thoughts, parser = Thoughts.of(tokenizer, ids), prepared.parser(tokenizer, ids)
         before = thoughts.grammar(prepared.template, bool(prepared.tools)) if thoughts else ""
         constraint = constrain(self._model, prepared.grammar, before) if prepared.grammar else None
+        control_tokens = {token for part in (thoughts, parser) if part for token in part.control_tokens}
         room = min(question.sampling.max_new_tokens, self._model.context_window - len(ids))
-        longest, threshold = len(ids) + room, self._model.recompute_threshold
-        if threshold is not None and len(ids) <= threshold < longest:
-            longest += threshold  # two caches, see `Row.recompute`
-        with self._admission.admit(longest * self._model.bytes_per_token) as admitted:
-            begun = self._conversations.begin(namespace, ids)
-            created = self._warm(question.documents, namespace, notes) if question.documents else {}
-            done = self.prefill(ids, question.config, notes, namespace, begun)
-            if created and begun.is_forgotten:
-                self.free(self._ingestion.forget_requests({*created.values()}, namespace))
+        with self._admission.admit(self._most_bytes(len(ids), room)) as admitted:
+            begun = self._conversations.begin(question.namespace, ids)
+            done = self._prefill_with_documents(question, ids, begun)
             # computed now, since a stream may be closed at any point; the answer may change a plain prompt's last token
             generation_prompt = 1 if prepared.is_plain else tokenizer.generation_prompt_length(**prepared.template)
-            control_tokens = {token for part in (thoughts, parser) if part for token in part.control_tokens}
-            cache, sampling = done.cache, question.sampling
-            if self.learner:
-                self.learner.observe(prepared.prompt, begun, done.report.runs)
             answered: Answered | None = None
             answer: list[int] = []
             num_thought = 0
             is_complete = False
             with contextlib.suppress(GeneratorExit):  # a consumer may leave a stream and continue the conversation
-                start = self._model, done.ids, cache, done.logits, sampling
-                alone = question.config.deterministic
-                for delta in decode(*start, constraint, control_tokens, thoughts, alone):
+                start = self._model, done.ids, done.cache, done.logits, question.sampling
+                for delta in decode(*start, constraint, control_tokens, thoughts, question.config.deterministic):
                     answer += delta.token_ids
                     num_thought += delta.reasoning_tokens
                     if answered is None:
-                        new = [run for run in done.report.runs if run.key in created]
-                        created_tokens = sum(int(done.reused[run.start : run.stop].sum()) for run in new)
-                        ttft_s = time.perf_counter() - started
-                        report = replace(done.report, created_tokens=created_tokens, ttft_s=ttft_s)
-                        answered = Answered(done.ids, done.selected, report, namespace)
+                        report = replace(done.report, ttft_s=time.perf_counter() - started)
+                        answered = Answered(done.ids, done.selected, report, question.namespace)
                         self.history.add(answered)
                     delta = parser.parse(delta) if parser else delta
                     admitted.is_working = False
                     if delta.finish_reason:
-                        cut = f"{room} of {sampling.max_new_tokens}" if room < sampling.max_new_tokens else ""
-                        report = _final(answered.report, delta, num_thought == len(answer), cut)
-                        delta = replace(delta, report=report)
+                        notes = _notes(delta, num_thought == len(answer), room, question.sampling.max_new_tokens)
+                        delta = replace(delta, report=replace(report, notes=(*report.notes, *notes)))
                     yield delta
                     admitted.is_working = True
-                    if len(answer) == 1 and question.config.reuses_prompts:
+                    if len(answer) == 1 and reuses:
                         self._keep(begun, done, [], 0)  # for prompts that arrive before the answer is complete
                 is_complete = True
                 self._finish(answered, question)
-            if question.config.reuses_prompts:
+            if reuses:
                 # a step that other answers share may be computing the KV of an abandoned answer's last token
                 self._keep(begun, done, answer if is_complete else answer[:-1], generation_prompt)
+
+    def _most_bytes(self, num_tokens: int, room: int) -> int:
+        """Return the bytes of an answer's KV at full length, with `room` tokens after those of the prompt."""
+        longest, threshold = num_tokens + room, self._model.recompute_threshold
+        if threshold is not None and num_tokens <= threshold < longest:
+            longest += threshold  # two caches, see `Row.recompute`
+        return longest * self._model.bytes_per_token
+
+    def _prefill_with_documents(self, question: Question, ids: list[int], begun: Begun) -> Prefilled:
+        """Prefill the prompt of a question, with its documents."""
+        notes: list[str] = []
+        created = self._warm(question.documents, question.namespace, notes) if question.documents else {}
+        done = self.prefill(ids, question.config, notes, question.namespace, begun)
+        if created and begun.is_forgotten:
+            self.free(self._ingestion.forget_requests({*created.values()}, question.namespace))
+        if self.learner:
+            self.learner.observe(question.prepared.prompt, begun, done.report.runs)
+        new = [run for run in done.report.runs if run.key in created]
+        created_tokens = sum(int(done.reused[run.start : run.stop].sum()) for run in new)
+        return replace(done, report=replace(done.report, created_tokens=created_tokens))
 
     def warm_prefix(self, questions: Sequence[Question]) -> int:
         """Compute and keep what the prompts of several questions begin with; see `BlendEngine.warm_prefix`."""
@@ -356,13 +361,13 @@ class Answering:
         self._conversations.keep(begun, ids, exact, done.cache, done.chunks, blended, replaced)
 
 
-def _final(report: BlendReport, delta: Delta, is_thought: bool, cut: str) -> BlendReport:
-    """Return the report, with notes if the thought left no room for an answer, or the window cut it off."""
-    if delta.finish_reason != "length":
-        return report
-    thought = "the answer ended within the model's thought: raise max_new_tokens, or pass reasoning=False"
-    window = f"the answer has {cut} tokens: the window has no more room, use fewer or shorter chunks"
-    return replace(report, notes=(*report.notes, *[thought] * is_thought, *[window] * bool(cut)))
+def _notes(delta: Delta, is_thought: bool, room: int, max_new_tokens: int) -> Iterator[str]:
+    """Yield notes if the thought left no room for an answer, or the window cut it off."""
+    if delta.finish_reason == "length" and is_thought:
+        yield "the answer ended within the model's thought: raise max_new_tokens, or pass reasoning=False"
+    if delta.finish_reason == "length" and room < max_new_tokens:
+        tokens = f"{room} of {max_new_tokens} tokens"
+        yield f"the answer has {tokens}: the window has no more room, use fewer or shorter chunks"
 
 
 def overridden(config: BlendConfig, **settings: Any) -> BlendConfig:

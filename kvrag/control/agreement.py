@@ -85,9 +85,8 @@ def compare(
             tokens, text = _answer(model, prefilled, sampling)
         else:
             tokens = _likeliest(model, prefilled, answer)
-            same = next(
-                (at for at, pair in enumerate(zip(tokens, answer, strict=True)) if len({*pair}) > 1), len(answer)
-            )
+            differing = (at for at, (ours, full) in enumerate(zip(tokens, answer, strict=True)) if ours != full)
+            same = next(differing, len(answer))
             text = model.tokenizer.decode([token for token in tokens[: same + 1] if token != END])
         if reference is None:
             reference, answer = prefilled.logits, tokens

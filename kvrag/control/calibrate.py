@@ -241,12 +241,10 @@ class _Measured:
 
     def notes(self) -> tuple[str, ...]:
         """Return caveats."""
-        number = len(self.rows)
+        number, guessed = len(self.rows), "full prefill continues them differently from the documents"
         notes = {
             f"{self.left_out} prompts had nothing to recompute and were left out": self.left_out,
-            f"{self.guessed} prompts were left out: full prefill continues them differently from the documents": (
-                self.guessed
-            ),
+            f"{self.guessed} prompts were left out: {guessed}": self.guessed,
             f"interrupted after {number} of {self._count} prompts": self.is_interrupted,
             self.too_long: self.too_long,
             f"only {number} prompts, and a default takes {PROMPTS}: nothing is saved. Pass {PROMPTS} or more questions "

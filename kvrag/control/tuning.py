@@ -111,6 +111,14 @@ def _too_long(calibration: Calibration, length: int) -> tuple[str, ...]:
     return (f"calibrated on prompts of up to {calibration.longest} tokens: calibrate with more chunks for longer ones",)
 
 
+def _careful_plan(config: BlendConfig, cause: str, is_open: bool) -> Plan:
+    """Return full prefill if the choice is open, else the default ratio."""
+    if is_open:
+        return Plan(replace(config, policy="full", ratio=1.0), notes=(f"{cause}, so full prefill is used",))
+    note = f"{cause}; ratio {DEFAULT_RATIO:g} is used because policy or controller was given"
+    return Plan(replace(config, ratio=DEFAULT_RATIO), notes=(note,))
+
+
 def _hidden(speed: Speed, request: Workload, ratio: float, blend_s: float) -> float:
     """Return the largest ratio that takes no longer than `ratio` because loading takes as long."""
     steps = (round(number * STEP, 10) for number in range(1, math.ceil(1 / STEP)))
@@ -149,42 +157,26 @@ class Tuning:
             return Plan(config)
         if config.policy in ("none", "full"):
             return Plan(replace(config, ratio=1.0 if config.policy == "full" else 0.0))
+        is_auto = config.controller == "auto"
+        is_open = is_auto and config.policy == DEFAULT_POLICY
         calibration, note = self._calibrated(config)
-        if calibration is None and not self._backend.fingerprint.is_bundled:
-            plan = self._uncalibrated_plan(config)
-        else:
-            plan = self._calibrated_plan(config, calibration)
-            if calibration is not None and prompt is not None and not plan.is_full:
-                plan = replace(plan, notes=(*plan.notes, *_too_long(calibration, len(prompt.ids))))
+        if calibration is not None and calibration.ratio is not None:
+            plan = Plan(replace(config, ratio=calibration.ratio))
+        elif calibration is not None:
+            cause = f"calibration: no ratio up to {calibration.curve[-1].ratio:g} reaches the target"
+            plan = _careful_plan(config, cause, is_auto)
+        elif self._backend.fingerprint.is_bundled:
+            plan = Plan(replace(config, ratio=DEFAULT_RATIO))
+        else:  # it is not known which answers a ratio would cost
+            plan = _careful_plan(config, f"not calibrated ({REMEDY})", is_open)
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("%s: %s", self._backend.fingerprint.model, plan.notes[0])
+        if calibration and prompt and not plan.is_full:
+            plan = replace(plan, notes=(*plan.notes, *_too_long(calibration, len(prompt.ids))))
         plan = replace(plan, notes=(note, *plan.notes)) if note else plan
-        is_open = config.controller == "auto" and config.policy == DEFAULT_POLICY and not plan.is_full
-        is_open = is_open and not config.deterministic
-        return self._decide(plan, prompt) if is_open and prompt is not None and prompt.runs else plan
-
-    def _calibrated_plan(self, config: BlendConfig, calibration: Calibration | None) -> Plan:
-        """Return the plan at the calibrated ratio, or at the default one without a calibration."""
-        if calibration is None:
-            return Plan(replace(config, ratio=DEFAULT_RATIO))
-        if calibration.ratio is not None:
-            return Plan(replace(config, ratio=calibration.ratio))
-        failure = f"calibration: no ratio up to {calibration.curve[-1].ratio:g} reaches the target"
-        return self._careful_plan(config, failure, config.controller == "auto")
-
-    def _uncalibrated_plan(self, config: BlendConfig) -> Plan:
-        """Return full prefill, as it is not known which answers a ratio would cost; log it once."""
-        is_open = config.controller == "auto" and config.policy == DEFAULT_POLICY
-        plan = self._careful_plan(config, f"not calibrated ({REMEDY})", is_open)
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("%s: %s", self._backend.fingerprint.model, plan.notes[0])
-        return plan
-
-    def _careful_plan(self, config: BlendConfig, cause: str, is_open: bool) -> Plan:
-        """Return full prefill if the choice is open, else the default ratio."""
-        if is_open:
-            return Plan(replace(config, policy="full", ratio=1.0), notes=(f"{cause}, so full prefill is used",))
-        note = f"{cause}; ratio {DEFAULT_RATIO:g} is used because policy or controller was given"
-        return Plan(replace(config, ratio=DEFAULT_RATIO), notes=(note,))
+        decides = is_open and not plan.is_full and not config.deterministic
+        return self._decide(plan, prompt) if decides and prompt and prompt.runs else plan
 
     def calibration(self, config: BlendConfig) -> Calibration | None:
         """Return the stored calibration that is valid for these settings, if any."""
@@ -209,8 +201,7 @@ class Tuning:
         costs, cold = self._costs, prompt.cold
         if cold and costs.knows_passes() and costs.speed() is None:
             self._probe(cold[0])
-        workload = self._workload(plan.config, prompt)
-        decision = decide(costs.speed(), workload, plan.ratio)
+        decision = decide(costs.speed(), self._workload(plan.config, prompt), plan.ratio)
         if decision.full and cold and costs.load_age > _KEEP_S:  # full prefill loads nothing
             self._probe(cold[0])
             decision = decide(costs.speed(), self._workload(plan.config, prompt), plan.ratio)

@@ -135,42 +135,54 @@ class Batch:
             else:
                 logits = rows[0].model.forward_each([row.token for row in rows], [row.cache for row in rows])
         except BaseException as error:
-            for row, length in zip(rows, lengths, strict=True):
-                row.cache.set_length(length)  # some layers may have been written
+            _rewind(rows, lengths)  # some layers may have been written
             if not isinstance(error, Exception):
                 raise
-            if len(rows) > 1:
-                self._max_rows = half = (len(rows) + 1) // 2
-                error.__traceback__ = None  # its frames would keep the tensors of the failed pass
-                self._advance(rows[:half], is_last=False)
-                self._advance(rows[half:], is_last=False)
-            elif isinstance(error, OutOfMemoryError) and not is_last:
-                rows[0].is_parked = True
-            else:
-                rows[0].error = error
-            return
-        done, drawn = 0, list[Tensor]()
-        try:
-            for row, row_logits in zip(rows, logits, strict=True):
-                try:
-                    drawn.append(row.draw(row_logits[None]))
-                except Exception as error:
-                    row.error = error
-                    drawn.append(logits.new_zeros(3, dtype=torch.double))
-            numbers = torch.stack(drawn).tolist()  # waits only once for the device
-            for row, row_logits, own in zip(rows, logits, numbers, strict=True):
-                done += 1
-                try:
-                    if row.error is None:
-                        row.advance(row_logits[None], own)
-                except Exception as error:
-                    row.error = error
-                except BaseException:  # Ctrl-C, and the row may belong to another thread
-                    row.error = ModelError("the answer was interrupted")
-                    raise
-        finally:
-            for row, length in zip(rows[done:], lengths[done:], strict=True):
-                row.cache.set_length(length)  # after an interrupt, their tokens are computed again
+            self._retry(rows, error, is_last)
+        else:
+            _append_tokens(rows, lengths, logits)
+
+    def _retry(self, rows: Sequence[Row], error: Exception, is_last: bool) -> None:
+        """Compute the rows of a failed pass in two passes. One alone waits for memory, or ends with the error."""
+        if len(rows) > 1:
+            self._max_rows = half = (len(rows) + 1) // 2
+            error.__traceback__ = None  # its frames would keep the tensors of the failed pass
+            self._advance(rows[:half], is_last=False)
+            self._advance(rows[half:], is_last=False)
+        elif isinstance(error, OutOfMemoryError) and not is_last:
+            rows[0].is_parked = True
+        else:
+            rows[0].error = error
+
+
+def _append_tokens(rows: Sequence[Row], lengths: Sequence[int], logits: Tensor) -> None:
+    """Draw a token for each row and append it. An error ends only its own row, an interrupt takes the others back."""
+    done, drawn = 0, list[Tensor]()
+    try:
+        for row, row_logits in zip(rows, logits, strict=True):
+            try:
+                drawn.append(row.draw(row_logits[None]))
+            except Exception as error:
+                row.error = error
+                drawn.append(row_logits.new_zeros(3, dtype=torch.double))
+        numbers = torch.stack(drawn).tolist()  # waits only once for the device
+        for row, row_logits, own in zip(rows, logits, numbers, strict=True):
+            done += 1
+            try:
+                if row.error is None:
+                    row.advance(row_logits[None], own)
+            except Exception as error:
+                row.error = error
+            except BaseException:  # Ctrl-C, and the row may belong to another thread
+                row.error = ModelError("the answer was interrupted")
+                raise
+    finally:
+        _rewind(rows[done:], lengths[done:])  # after an interrupt, their tokens are computed again
+
+
+def _rewind(rows: Sequence[Row], lengths: Sequence[int]) -> None:
+    for row, length in zip(rows, lengths, strict=True):
+        row.cache.set_length(length)
 
 
 _batches: weakref.WeakKeyDictionary[Model, Batch] = weakref.WeakKeyDictionary()

@@ -106,9 +106,7 @@ def guarded(schema: Mapping[str, Any]) -> dict[str, Any]:
 def literal(tokenizer: Tokenizer, text: str) -> str:
     """Return a text as Lark terms; llguidance accepts marks by number only."""
     pieces = tokenizer.split(text)
-    return " ".join(
-        f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece, ensure_ascii=False) for piece in pieces
-    )
+    return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part, ensure_ascii=False) for part in pieces)
 
 
 def _closed(schema: Any) -> Any:

@@ -99,24 +99,21 @@ class Row:
             raise SettingError("no token can be sampled: relax the sampling settings or the model's generation config")
         token = int(number)
         if token in self.model.eos_ids:
-            self._finish(Delta(self._text.rest(), (), "stop", **self._text.thought()))
+            self._add(Delta(self._text.rest(), (), "stop", **self._text.thought()))
             return
         num_top = self._sampling.logprobs
         logprobs = () if num_top is None else (logprob(logits, token, num_top),)
         text = self._text.push(token)
-        if self._text.stopped:
-            self._finish(Delta(text, (token,), "stop", logprobs=logprobs, **self._text.thought()))
-            return
         self._left -= 1
-        is_complete = self._constraint is not None and self._constraint.push(token)
+        is_complete = self._text.stopped or (self._constraint is not None and self._constraint.push(token))
+        finish: FinishReason | None = None
         if is_complete or self._left <= 0:
-            text += self._text.rest()
-            finish: FinishReason = "stop" if is_complete or self._text.stopped else "length"
-            self._finish(Delta(text, (token,), finish, logprobs=logprobs, **self._text.thought()))
-            return
-        self._buffer[0, self._length] = self.token = token
-        self._length += 1
-        self.deltas.append(Delta(text, (token,), logprobs=logprobs, **self._text.thought()))
+            text += "" if self._text.stopped else self._text.rest()
+            finish = "stop" if is_complete or self._text.stopped else "length"
+        else:
+            self._buffer[0, self._length] = self.token = token
+            self._length += 1
+        self._add(Delta(text, (token,), finish, logprobs=logprobs, **self._text.thought()))
 
     @torch.inference_mode()
     def draw(self, logits: Tensor) -> Tensor:
@@ -146,9 +143,9 @@ class Row:
         error, self.error, self.is_done = self.error, None, True
         return error
 
-    def _finish(self, delta: Delta) -> None:
+    def _add(self, delta: Delta) -> None:
         self.deltas.append(delta)
-        self.is_done = True
+        self.is_done = delta.finish_reason is not None
 
 
 class _Text:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from kvrag.backend.transformers.tokenizer import AnswerRegions, Tokenizer, checked_message, is_token_ids
-from kvrag.config import Grammar, check_json
+from kvrag.config import Grammar, check_json, check_type
 from kvrag.errors import PromptError, SettingError
 from kvrag.generate.dialects import CHANNELS, CLOSE, DIALECTS, HERMES, OPEN, Dialect, translate
 from kvrag.generate.grammar import guarded, literal
@@ -120,7 +120,8 @@ def prepare(
     """
     is_plain = not isinstance(prompt, (list, tuple)) or is_token_ids(prompt)
     variables = {**switch(tokenizer, reasoning, is_plain), **(template or {})}
-    known = tuple(_checked_tool(tool) for tool in _listed(tools))
+    listed = check_type("tools", tools, list | tuple | None, "a list of dicts") or ()
+    known = tuple(_checked_tool(tool) for tool in listed)
     forced = _forced(choice, _names(known))
     if choice == "none":
         known = ()
@@ -129,12 +130,10 @@ def prepare(
             raise PromptError("tools need a chat prompt: pass the prompt as a list of messages")
         return Prepared(cast(str | TokenIds, prompt), variables, grammar)
     messages = [_with_parsed_arguments(checked_message(message)) for message in cast(Messages, prompt)]
-    source = tokenizer.template_text(known or None)
-    form = next((form for form in DIALECTS if form.has in source and form.lacks not in source), None)
-    is_rendered = (form is not None or tokenizer.response_template is not None) and tokenizer.renders_tools()
+    form, is_rendered = _template_form(tokenizer, known)
     # a prompt is the same with and without a forced call, so that they share KV, even if that call has another format
-    is_free = not known or not (forced or grammar is not None)
-    is_native = is_rendered and (is_free or (form is not None and form.call != ""))
+    is_constrained = known and (forced or grammar is not None)
+    is_native = is_rendered and (not is_constrained or (form is not None and form.call != ""))
     dialect = form if form and is_native else HERMES
     if not is_rendered:
         messages = _as_text(messages, known)
@@ -142,21 +141,17 @@ def prepare(
         messages = [_with_json_arguments(message) for message in messages]
     if not known:
         return Prepared(messages, variables, grammar)
-    if forced and grammar is not None:
-        raise SettingError("a forced tool_choice and a grammar exclude each other: leave out one of them")
-    if forced:
-        allowed = [tool for tool in known if tool["function"]["name"] in forced]
-        grammar = _call_grammar(tokenizer, dialect, allowed)
-    elif grammar is not None:
-        grammar = _call_grammar(tokenizer, dialect, known, grammar)
+    if is_constrained:
+        grammar = _call_grammar(tokenizer, dialect, known, forced, grammar)
     variables = {"tools": list(known), **variables} if is_rendered else variables
     return Prepared(messages, variables, grammar, known, is_native, forced, dialect)
 
 
-def _listed(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
-    if tools is not None and not isinstance(tools, (list, tuple)):
-        raise SettingError(f"tools must be a list of dicts, got {tools!r:.80}")
-    return tools or ()
+def _template_form(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> tuple[Dialect | None, bool]:
+    """Return the dialect of the chat template, if it is a known one, and whether the template renders tools."""
+    source = tokenizer.template_text(tools or None)
+    form = next((form for form in DIALECTS if form.has in source and form.lacks not in source), None)
+    return form, (form is not None or tokenizer.response_template is not None) and tokenizer.renders_tools()
 
 
 def _names(tools: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -173,8 +168,7 @@ def _checked_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     name, parameters = function["name"], function.get("parameters") or {"type": "object", "properties": {}}
     if not re.fullmatch(r"[\w.-]+", name):
         raise SettingError(f"a tool's name may have letters, digits, '_', '-' and '.' only, got {name!r}")
-    if not isinstance(parameters, Mapping):
-        raise SettingError(f"the parameters of tool {name} must be a JSON schema, got {parameters!r:.80}")
+    check_type(f"the parameters of tool {name}", parameters, Mapping, "a JSON schema")
     check_json(f"tool {name}", tool)
     return {"type": "function", "function": {**function, "parameters": dict(parameters)}}
 
@@ -217,16 +211,10 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    calls = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
-        for call in message.get("tool_calls") or ()
-    ]
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return {**message, "tool_calls": calls} if calls else message
 
 
@@ -258,9 +246,16 @@ def _message_as_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call_grammar(
-    tokenizer: Tokenizer, dialect: Dialect, tools: Sequence[Mapping[str, Any]], answer: Grammar | None = None
+    tokenizer: Tokenizer,
+    dialect: Dialect,
+    tools: Sequence[Mapping[str, Any]],
+    forced: Sequence[str],
+    answer: Grammar | None,
 ) -> Grammar:
-    """Return the grammar of one call of one of these tools, or of the answer."""
+    """Return the grammar of one call of a forced tool; if none is forced, of one call of a tool or of the answer."""
+    if forced and answer is not None:
+        raise SettingError("a forced tool_choice and a grammar exclude each other: leave out one of them")
+    tools = [tool for tool in tools if not forced or tool["function"]["name"] in forced]
     rules = [
         f"call_{number}: " + " ".join(_terms(tokenizer, dialect, tool["function"])) for number, tool in enumerate(tools)
     ]

@@ -29,6 +29,7 @@ from torch import Tensor
 from kvrag.backend.protocol import Backend, KVCache
 from kvrag.config import ANSWER_SETTINGS, BlendConfig
 from kvrag.errors import out_of_memory
+from kvrag.reuse.lookup import Match
 from kvrag.reuse.match import match
 from kvrag.reuse.segment import Segment
 from kvrag.store.protocol import ChunkReader, Entry
@@ -69,16 +70,6 @@ class Blended:
         return has_same_settings and self.config.ratio >= config.ratio
 
 
-class _Part(NamedTuple):
-    """Tokens of a stretch from position `start` on."""
-
-    key: str
-    namespace: str
-    start: int
-    ids: NDArray[np.uint32]
-    layers: Sequence[Layer]
-
-
 @dataclass(eq=False)
 class KeptStretch:
     """KV of consecutive tokens, computed after those of its parents. Its fields are replaced, never changed."""
@@ -108,13 +99,6 @@ class KeptStretch:
         """Its tokens, indexed."""
         return Segment.of([Entry(1, str(id(self)), self.namespace, self.ids.astype(np.uint32))])
 
-    def part(self, offset: int, length: int) -> _Part:
-        """Return some of its tokens with their KV."""
-        at = slice(offset, offset + length)
-        layers = [(keys[:, :, at], values[:, :, at]) for keys, values in self.layers]
-        ids = self.ids[at].astype(np.uint32)
-        return _Part(f"{id(self)} {offset} {length}", self.namespace, self.start + offset, ids, layers)
-
     def cut(self, length: int, layers: Sequence[Layer] | None = None) -> None:
         """Drop all but the first tokens; `layers` are those of the first tokens, if they were copied already."""
         layers = layers or [_copied(layer, 0, length) for layer in self.layers]
@@ -129,13 +113,51 @@ class KeptStretch:
         )
         start = self.start + length
         chunks = tuple(placed for placed in self.chunks if placed[0] >= start)
-        lower = KeptStretch(
-            self.namespace, start, self.ids[length:], rest, chunks, None, self, self.children, self.used
-        )
+        lower = replace(self, start=start, ids=self.ids[length:], layers=rest, chunks=chunks, parent=self)
         for child in lower.children:
             child.parent = lower
         self.cut(length, first)
         self.children = (lower,)
+
+    def add(self, child: KeptStretch) -> None:
+        """Add a child."""
+        child.parent, self.children = self, (*self.children, child)
+
+    def remove(self) -> None:
+        """Remove it, with its children, from its parent."""
+        if self.parent is not None:
+            self.parent.children = tuple(child for child in self.parent.children if child is not self)
+
+    def drop_from(self, position: int) -> None:
+        """Drop a position, in it or in a parent, and all after it; blended stretches are dropped as a whole."""
+        stretch = self
+        while stretch.parent is not None and position < stretch.start:
+            stretch = stretch.parent
+        if position <= stretch.start or stretch.blended:
+            stretch.remove()
+            return
+        stretch.children = ()
+        try:
+            stretch.cut(position - stretch.start)
+        except (MemoryError, RuntimeError):  # no memory for a copy of the rest
+            stretch.remove()
+
+    def exact_child(self, token: int) -> KeptStretch | None:
+        """Return the child with full prefill's KV that begins with a token."""
+        return next((child for child in self.children if not child.blended and child.ids[0] == token), None)
+
+    def parents(self) -> list[KeptStretch]:
+        """Return its parents, from the root on."""
+        parents, above = deque[KeptStretch](), self.parent
+        while above is not None:
+            parents.appendleft(above)
+            above = above.parent
+        return list(parents)
+
+    def keys_before(self, length: int) -> frozenset[str]:
+        """Return the keys of the chunks up to its first tokens, on which their KV depends."""
+        keys = {key for position, key in self.chunks if position < self.start + length}
+        return frozenset(keys.union(key for parent in self.parents() for _, key in parent.chunks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,15 +187,6 @@ class Begun:
     ids: Sequence[int]
     keys: frozenset[str] = frozenset()  # of the chunks on which its KV may depend
     is_forgotten: bool = False  # a chunk or a text in it was dropped: its KV is not kept
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """A stretch of a prompt that stood in another place or context before, with its KV."""
-
-    run: Run
-    reader: ChunkReader
-    keys: frozenset[str]  # of the stored chunks that its KV may depend on
 
 
 class Conversations:
@@ -218,48 +231,49 @@ class Conversations:
         with self._changing():
             path = self._walk(prompt[:-1], namespace)  # the last token is always computed: its logits are needed
             exact = sum(length for _, length in path)
-            best, last, turns, is_all = exact, None, 0, False
-            for stretch, length in path:
-                for child in stretch.children if length == len(stretch.ids) else ():
-                    if child.blended and child.blended.is_as_good_as(config):
-                        found, asked, whole = _turns(prompt, child, child.blended.turns)
-                        if found > best:
-                            best, last, turns, is_all = found, child, asked, whole
-            if best < config.min_run:
+            whole = [stretch for stretch, length in path if length == len(stretch.ids)]
+            continued = _longest(prompt, [child for stretch in whole for child in stretch.children], config)
+            if continued and continued.length > exact:
+                last, length, exact = continued.stretch, continued.length, continued.stretch.start
+                path = [*((parent, len(parent.ids)) for parent in last.parents()), (last, length - exact)]
+            else:
+                continued, length = None, exact
+            if length < config.min_run:
                 return None
-            if last is not None:
-                path = [*_path_to(last), (last, best - last.start)]
-                exact = last.start
             self._touch([stretch for stretch, _ in path])
-            return CachedPrefix(
-                best,
-                exact,
-                tuple((stretch.layers, length) for stretch, length in path if length),
-                tuple(sorted({placed for stretch, _ in path for placed in stretch.chunks if placed[0] < best})),
-                last.blended.turns[:turns] if last and last.blended else (),
-                last.blended.with_context if last and last.blended else {},
-                last if is_all else None,
-            )
+            parts = tuple((stretch.layers, part) for stretch, part in path if part)
+            chunks = {placed for stretch, _ in path for placed in stretch.chunks if placed[0] < length}
+            prefix = CachedPrefix(length, exact, parts, tuple(sorted(chunks)))
+            if continued is None or (blended := continued.stretch.blended) is None:
+                return prefix
+            turns, replaced = blended.turns[: continued.number], continued.stretch if continued.is_all else None
+            return replace(prefix, turns=turns, with_context=blended.with_context, continued=replaced)
 
     def find_earlier(
         self, backend: Backend, ids: Sequence[int], free: Sequence[slice], min_run: int, namespace: str
-    ) -> list[Earlier]:
-        """Return what else of a prompt is kept, in ascending order: runs in the `free` slices of its positions."""
+    ) -> list[tuple[Match, ChunkReader]]:
+        """Return what else of a prompt is kept, in ascending order: runs in the `free` slices of its positions.
+
+        They stood in another place or context before.
+        """
         prompt = np.asarray(ids, np.uint32)
+        found: list[tuple[Match, KeptStretch, int]] = []
         with self._changing():
             stretches = [stretch for stretch in self._stretches(namespace) if len(stretch.ids) >= min_run]
             stretches = sorted(stretches, key=lambda stretch: stretch.used)[-_SEARCHED:]
             by_key = {str(id(stretch)): stretch for stretch in stretches}
             segments = [stretch.segment for stretch in stretches]
-            found: list[tuple[Run, _Part, frozenset[str]]] = []
             for place in free:
                 tokens = prompt[place.start : min(place.stop, len(ids) - _QUESTION)]
                 for run in match(segments, tokens, min_run, namespace):
-                    part = by_key[run.key].part(run.offset, len(run))
-                    keys = _keys_before(by_key[run.key], run.offset + len(run))
-                    found.append((Run(run.start + place.start, run.stop + place.start, part.key, 0), part, keys))
-                    self._touch([by_key[run.key]])
-        return [Earlier(run, _PartReader(backend, part), keys) for run, part, keys in found]  # waits for the model
+                    stretch = by_key[run.key]
+                    keys = stretch.keys_before(run.offset + len(run))
+                    key = f"{run.key} {run.offset} {len(run)}"
+                    placed = Run(run.start + place.start, run.stop + place.start, key, 0)
+                    found.append((Match(placed, "", 0, keys), replace(stretch), run.offset))
+                    self._touch([stretch])
+        # waits for the model
+        return [(earlier, _PartReader(backend, earlier.run, stretch, offset)) for earlier, stretch, offset in found]
 
     def begin(self, namespace: str, ids: Sequence[int]) -> Begun:
         """Record that the answer to a prompt begins. While the result lives, `drop` and `drop_texts` mark it."""
@@ -296,8 +310,8 @@ class Conversations:
             if exact < len(ids):
                 tail = self._copy(namespace, ids, exact, cache, chunks, blended)  # first: there may be no memory
                 if continued is not None:
-                    _remove(continued)
-                _add(last, tail)
+                    continued.remove()
+                last.add(tail)
                 self._touch([tail])
             self._shrink()
 
@@ -323,7 +337,7 @@ class Conversations:
             for stretch in list(self._stretches()):
                 at = next((position for position, key in stretch.chunks if key in dropped), None)
                 if at is not None:
-                    _drop_from(stretch, at)
+                    stretch.drop_from(at)
 
     def drop_texts(self, texts: Sequence[Entry]) -> None:
         """Drop all KV of and after these texts, also that of answers in progress at their end.
@@ -340,7 +354,7 @@ class Conversations:
                 while parent is not None and len(ids) < len(stretch.ids) + _BEFORE:
                     ids, parent = np.concatenate([parent.ids[-_BEFORE:], ids]), parent.parent
                 if runs := match(parts, ids.astype(np.uint32), _LEAST, stretch.namespace):
-                    _drop_from(stretch, max(stretch.stop - len(ids) + runs[0].start - runs[0].offset, 0))
+                    stretch.drop_from(max(stretch.stop - len(ids) + runs[0].start - runs[0].offset, 0))
 
     @property
     def num_bytes(self) -> int:
@@ -365,7 +379,7 @@ class Conversations:
         path = [(stretch, 0)] if stretch else []
         at = 0
         while stretch is not None and at < len(ids) and path[-1][1] == len(stretch.ids):
-            stretch = _exact_child(stretch, ids[at])
+            stretch = stretch.exact_child(ids[at])
             if stretch is not None:
                 length = _common(ids[at:], stretch.ids)
                 path.append((stretch, length))
@@ -385,7 +399,7 @@ class Conversations:
             stretch.chunks = tuple(sorted({*stretch.chunks, *inside}))
         if last.stop < len(ids):
             new = self._copy(namespace, ids, last.stop, cache, chunks)
-            _add(last, new)
+            last.add(new)
             path.append((new, len(new.ids)))
         self._touch([stretch for stretch, _ in path])
         return path[-1][0]
@@ -396,7 +410,7 @@ class Conversations:
         while total > self.max_bytes:
             oldest = min((end for end in self._stretches() if not end.children), key=lambda end: end.used)
             total -= oldest.num_bytes
-            _remove(oldest)
+            oldest.remove()
         for namespace in [name for name, root in self._roots.items() if not root.children]:
             del self._roots[namespace]
 
@@ -430,15 +444,16 @@ class Conversations:
 
 
 class _PartReader:
-    """A part of a stretch as a chunk; see ChunkReader."""
+    """Tokens of a stretch, from `offset` on, as the chunk of a run; see ChunkReader."""
 
     tier, bytes_read = "ram", 0
 
-    def __init__(self, backend: Backend, part: _Part) -> None:
-        self.key, self.namespace, self.ids, self.num_layers = part.key, part.namespace, part.ids, len(part.layers)
-        self.context_tokens = max(part.start, 1)
-        self._backend, self._layers = backend, part.layers
-        self._tables = backend.tables(torch.arange(part.start, part.start + len(part.ids)))
+    def __init__(self, backend: Backend, run: Run, stretch: KeptStretch, offset: int) -> None:
+        at, start = slice(offset, offset + len(run)), stretch.start + offset
+        self.key, self.namespace, self.ids = run.key, stretch.namespace, stretch.ids[at].astype(np.uint32)
+        self.num_layers, self.context_tokens = len(stretch.layers), max(start, 1)
+        self._backend, self._layers = backend, [(keys[:, :, at], values[:, :, at]) for keys, values in stretch.layers]
+        self._tables = backend.tables(torch.arange(start, start + len(run)))
 
     def layer(self, number: int) -> Layer:
         keys, values = self._layers[number]
@@ -453,59 +468,34 @@ def _copied(layer: Layer, start: int, stop: int) -> Layer:
     return keys[:, :, start:stop].clone(), values[:, :, start:stop].clone()
 
 
-def _exact_child(stretch: KeptStretch, token: int) -> KeptStretch | None:
-    return next((child for child in stretch.children if not child.blended and child.ids[0] == token), None)
+class _Continued(NamedTuple):
+    """A prompt's prefix of whole turns that ends in a blended stretch."""
+
+    stretch: KeptStretch
+    length: int
+    number: int  # of turns
+    is_all: bool  # the prompt has no further tokens in common with the stretch
 
 
-def _path_to(stretch: KeptStretch) -> list[tuple[KeptStretch, int]]:
-    """Return the parents of a stretch, whole, from the root on."""
-    path: list[tuple[KeptStretch, int]] = []
-    while (parent := stretch.parent) is not None:
-        path.insert(0, (parent, len(parent.ids)))
-        stretch = parent
-    return path
+def _longest(prompt: NDArray[np.int64], children: Sequence[KeptStretch], config: BlendConfig) -> _Continued | None:
+    """Return the longest prefix of a prompt that ends in one of the blended stretches; None without any."""
+    usable = [child for child in children if child.blended and child.blended.is_as_good_as(config)]
+    return max((_turns(prompt, child) for child in usable), key=lambda turns: turns.length, default=None)
 
 
-def _turns(prompt: NDArray[np.int64], stretch: KeptStretch, turns: Sequence[Turn]) -> tuple[int, int, bool]:
-    """Return the length of a prompt's prefix of whole turns, their number, and whether it has no more in common."""
+def _turns(prompt: NDArray[np.int64], stretch: KeptStretch) -> _Continued:
+    """Return what a prompt can continue of a blended stretch."""
+    assert stretch.blended is not None
+    turns = stretch.blended.turns
     common = stretch.start + _common(prompt[stretch.start : -1], stretch.ids)
-    length, number = 0, 0
     if not stretch.chunks:  # no chunk was blended for a question
-        return common, sum(turn.stop <= common for turn in turns), common == stretch.stop
+        return _Continued(stretch, common, sum(turn.stop <= common for turn in turns), common == stretch.stop)
+    length, number = 0, 0
     for turn, end in zip(turns, [*(turn.start for turn in turns[1:]), stretch.stop], strict=True):
         if common < turn.asked or len(prompt) <= turn.stop:
             break
         length, number = min(common, end), number + 1
-    return length, number, length == common
-
-
-def _keys_before(stretch: KeptStretch, length: int) -> frozenset[str]:
-    """Return the keys of the chunks up to the first tokens of a stretch, on which their KV depends."""
-    keys = {key for position, key in stretch.chunks if position < stretch.start + length}
-    return frozenset(keys | {key for parent, _ in _path_to(stretch) for _, key in parent.chunks})
-
-
-def _add(parent: KeptStretch, child: KeptStretch) -> None:
-    child.parent, parent.children = parent, (*parent.children, child)
-
-
-def _drop_from(stretch: KeptStretch, position: int) -> None:
-    """Drop a position and all after it; blended stretches are dropped as a whole."""
-    while stretch.parent is not None and position < stretch.start:
-        stretch = stretch.parent
-    if position <= stretch.start or stretch.blended:
-        _remove(stretch)
-        return
-    stretch.children = ()
-    try:
-        stretch.cut(position - stretch.start)
-    except (MemoryError, RuntimeError):  # no memory for a copy of the rest
-        _remove(stretch)
-
-
-def _remove(stretch: KeptStretch) -> None:
-    if stretch.parent is not None:
-        stretch.parent.children = tuple(child for child in stretch.parent.children if child is not stretch)
+    return _Continued(stretch, length, number, length == common)
 
 
 def _common(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:

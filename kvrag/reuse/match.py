@@ -21,8 +21,9 @@ Where a run ends before its text does, the text is followed over a small gap: ch
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,6 @@ from kvrag.reuse.segment import (
     GRAM,
     PAD,
     WINDOW,
-    Hashes,
     Ids,
     Numbers,
     Segment,
@@ -59,21 +59,26 @@ _BLOCK = 4096  # candidates compared at once: temporaries stay in the CPU's cach
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run and the location of its text."""
+    """A run and the text that it is from; `position + shift` is the address of a token in the text's segment."""
 
     start: int
     stop: int
+    shift: int
     segment: int
     row: int  # of the text
-    address: int  # of the run's first token
-    first: int  # of the text ...
-    last: int  # ... and its end
+    first: int  # address of the text ...
+    last: int  # ... and of its end
 
+
+_Place = tuple[int, int, int, int, int]
+"""Segment, row and address of a candidate, and the addresses where its text begins and ends."""
 
 _Candidates = NDArray[np.int64]
-"""(8, N) places that share a stretch with the prompt, in the order of trial. Each has the rank of its anchor, its
-position in the prompt, segment, row and address, the addresses where its text begins and ends, and whether the prompt
-seems to have the text from its beginning, see `_have_start`."""
+"""(7, N) grams of the prompt that are also in a text, in the order of trial; those of one anchor follow each other.
+
+Each has its position in the prompt, its segment, row and address, the addresses where the text begins and ends, and
+whether the prompt seems to have the text from its beginning.
+"""
 
 
 def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[Run]:
@@ -88,67 +93,87 @@ def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, n
     min_run = max(min_run, GRAM)
     if len(prompt) < min_run or not segments:
         return []
+    candidates = _find_candidates(segments, prompt, min_run, namespace)
+    cover = _Cover(segments, prompt.tobytes(), min_run)
+    cover.add(candidates[:, candidates[-1].astype(bool)], from_start=True)
+    cover.add(candidates, from_start=False)
+    return [Run(r.start, r.stop, segments[r.segment].text_key(r.row), r.start + r.shift - r.first) for r in cover.runs]
+
+
+# ---------------------------------------------------------------- candidates
+
+
+def _find_candidates(segments: Sequence[Segment], prompt: Ids, min_run: int, namespace: str) -> _Candidates:
+    """Return the candidates of the prompt's anchors, starting with the rarest anchor."""
     hashes = salted(gram_hashes(prompt), np.uint64(salt(namespace)))
     if min_run >= GRAM + WINDOW - 1:
         minima = window_minima(hashes)
         positions = minima[np.concatenate([[True], minima[1:] != minima[:-1]])]
     else:
         positions = np.arange(len(hashes))  # shorter stretches need not share an anchor
-    candidates = _look_up(segments, prompt, positions, spread(hashes[positions]), min_run, namespace)
-    has_start = candidates[-1].astype(bool)
-    raw = prompt.tobytes()
-    runs: list[_Run] = []
-    for tried, from_start in ((candidates[:, has_start], True), (candidates, False)):
-        runs = _bridge(segments, raw, _cover(segments, raw, tried, min_run, runs, from_start), frozenset(runs))
-    return [Run(r.start, r.stop, segments[r.segment].text_key(r.row), r.address - r.first) for r in runs]
-
-
-def _look_up(
-    segments: Sequence[Segment], prompt: Ids, positions: Numbers, hashes: Hashes, min_run: int, namespace: str
-) -> _Candidates:
-    """Return the candidates of all anchors, starting with the rarest anchor."""
-    postings = [segment.find(hashes) for segment in segments]
-    total = np.sum([count for _, count in postings], axis=0)
-    order = np.argsort(total, kind="stable")
-    order = order[np.searchsorted(total[order], 1) :]  # anchors with postings, the rarest first
-    total = total[order]
-    take = np.minimum(total, _CANDIDATES)
-    take[np.cumsum(take) > _PER_TOKEN * len(prompt)] = 1
-    rank = np.repeat(np.arange(len(order)), take)
-    within = np.arange(len(rank)) - np.repeat(np.cumsum(take) - take, take)
-    # spread evenly over all postings, others for each anchor, so that a text is found among many that contain it
-    turn = (np.arange(len(order)) * _GOLDEN & 0xFFFFFFFF) * total >> 32
-    choice = (within * total[rank] + np.where(take > 1, turn, 0)[rank]) // take[rank]
-    anchor = order[rank]
+    postings = [segment.find(spread(hashes[positions])) for segment in segments]
+    anchors, choices = _choose(np.sum([count for _, count in postings], axis=0), _PER_TOKEN * len(prompt))
     window = min(min_run, PAD)
     padding = np.zeros(PAD, np.uint32)
     padded = np.concatenate([padding, prompt, padding])
     # (T, W) tokens around every position: `window - GRAM` tokens before it and `window` from it on
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * window - GRAM)[PAD - window + GRAM :]
-    parts = [np.empty((8, 0), np.int64)]
-    before = np.zeros(len(hashes), np.int64)
+    parts, orders = [np.empty((7, 0), np.int64)], [np.empty(0, np.int64)]
     for number, (segment, (begin, count)) in enumerate(zip(segments, postings, strict=True)):
-        at = choice - before[anchor]
-        before += count
-        indices = np.flatnonzero((at >= 0) & (at < count[anchor]))
-        if len(indices) == 0:
-            continue
-        posting = segment.postings.take(begin[anchor[indices]] + at[indices])
-        address = (posting & np.uint64(0xFFFFFFFF)).astype(np.int64)
-        position = positions[anchor[indices]]
+        order = np.flatnonzero((choices >= 0) & (choices < count[anchors]))
+        chosen = segment.postings.take(begin[anchors[order]] + choices[order])
+        choices = choices - count[anchors]  # among the postings of the other segments
+        address = (chosen & np.uint64(0xFFFFFFFF)).astype(np.int64)
+        position = positions[anchors[order]]
         shared = _share_a_run(windows, position, segment, address, window)
-        indices, address, position = indices[shared], address[shared], position[shared]
+        order, address, position = order[shared], address[shared], position[shared]
         row = np.searchsorted(segment.starts, address, "right") - 1
-        inside = (row >= 0) & (row < len(segment))
+        is_live = (row >= 0) & (row < len(segment))
         row = row.clip(0, len(segment) - 1)
         space = segment.namespaces.index(namespace) if namespace in segment.namespaces else -1
-        inside &= segment.alive[row] & (segment.spaces[row] == space)
+        is_live &= segment.alive[row] & (segment.spaces[row] == space)
         first, last = segment.starts[row], segment.starts[row + 1]
-        from_start = _have_start(prompt, position, segment, address, first)
-        columns = rank[indices], position, np.full(len(indices), number), row, address, first, last, from_start
-        parts.append(np.stack(columns)[:, inside])
-    candidates = np.concatenate(parts, axis=1)
-    return candidates[:, np.argsort(candidates[0], kind="stable")]
+        has_start = _have_start(prompt, position, segment, address, first)
+        columns = position, np.full(len(row), number), row, address, first, last, has_start
+        parts.append(np.stack(columns)[:, is_live])
+        orders.append(order[is_live])
+    return np.concatenate(parts, axis=1)[:, np.argsort(np.concatenate(orders), kind="stable")]
+
+
+def _choose(counts: Numbers, most: int) -> tuple[Numbers, Numbers]:
+    """Choose postings from the number that each anchor has, the rarest anchor first, about `most` of all.
+
+    Returns:
+        The anchor of each chosen posting, and its number among the anchor's postings, ascending.
+    """
+    order = np.argsort(counts, kind="stable")
+    order = order[np.searchsorted(counts[order], 1) :]  # anchors with postings
+    total = counts[order]
+    take = np.minimum(total, _CANDIDATES)
+    take[np.cumsum(take) > most] = 1
+    rank = np.repeat(np.arange(len(order)), take)
+    within = np.arange(len(rank)) - np.repeat(np.cumsum(take) - take, take)
+    # spread evenly over all postings, others for each anchor, so that a text is found among many that contain it
+    turn = (np.arange(len(order)) * _GOLDEN & 0xFFFFFFFF) * total >> 32
+    return order[rank], (within * total[rank] + np.where(take > 1, turn, 0)[rank]) // take[rank]
+
+
+def _share_a_run(
+    windows: NDArray[np.uint32], position: Numbers, segment: Segment, address: Numbers, window: int
+) -> NDArray[np.int64]:
+    """Return the candidates whose gram and enough tokens around it for a run (or the window) are equal."""
+    back, shared = window - GRAM, [np.empty(0, np.int64)]
+    text_windows = np.lib.stride_tricks.sliding_window_view(segment.ids, 2 * window - GRAM)
+    for begin in range(0, len(position), _BLOCK):
+        p, o = position[begin : begin + _BLOCK], address[begin : begin + _BLOCK]
+        same = windows[p] == text_windows[(o - back).clip(0, len(text_windows) - 1)]
+        forward = np.where(same[:, back:].all(axis=1), window, same[:, back:].argmin(axis=1))
+        enough = forward >= GRAM
+        if back:
+            before = same[:, :back][:, ::-1]
+            enough &= forward + np.where(before.all(axis=1), back, before.argmin(axis=1)) >= window
+        shared.append(begin + np.flatnonzero(enough))
+    return np.concatenate(shared)
 
 
 def _have_start(
@@ -164,162 +189,135 @@ def _have_start(
     return (address - first <= _EDGE) | ((at >= 0) & same)
 
 
-def _share_a_run(
-    windows: NDArray[np.uint32], position: Numbers, segment: Segment, address: Numbers, window: int
-) -> NDArray[np.int64]:
-    """Return the candidates whose gram and enough tokens around it for a run (or the window) are equal."""
-    back, shared = window - GRAM, []
-    text_windows = np.lib.stride_tricks.sliding_window_view(segment.ids, 2 * window - GRAM)
-    for begin in range(0, len(position), _BLOCK):
-        p, o = position[begin : begin + _BLOCK], address[begin : begin + _BLOCK]
-        same = windows[p] == text_windows[(o - back).clip(0, len(text_windows) - 1)]
-        forward = np.where(same[:, back:].all(axis=1), window, same[:, back:].argmin(axis=1))
-        enough = forward >= GRAM
-        if back:
-            before = same[:, :back][:, ::-1]
-            enough &= forward + np.where(before.all(axis=1), back, before.argmin(axis=1)) >= window
-        shared.append(begin + np.flatnonzero(enough))
-    return np.concatenate(shared)
+# ---------------------------------------------------------------- cover
 
 
-def _cover(
-    segments: Sequence[Segment], prompt: bytes, c: _Candidates, min_run: int, taken: list[_Run], from_start: bool
-) -> list[_Run]:
-    """Add the best candidate of each anchor in turn, up to other runs; ascending.
+class _Cover:
+    """The runs found so far, ascending and disjoint."""
 
-    The longest candidate is the best, of several the one that is closest to the end of its text. With `from_start`,
-    only texts whose first half is in the prompt are taken. No more than `_EDGE` tokens may be missing before the run,
-    and candidates with fewer are better than longer ones.
-    """
-    end = len(prompt) // 4
-    is_covered = bytearray(end)
-    for run in taken:
-        is_covered[run.start : run.stop] = b"\1" * (run.stop - run.start)
-    c = c[:, ~np.frombuffer(is_covered, bool)[c[1]]]
-    if c.shape[1] == 0:
-        return taken
-    rank, position, *columns, _ = c
-    groups = np.flatnonzero(np.diff(rank, prepend=-1)).tolist()  # the candidates of one anchor each
-    positions = position[groups].tolist()
-    segment, row, address, first, last = (column.tolist() for column in columns)
-    taken, starts = list(taken), [run.start for run in taken]
-    budget = max(int(_FROM_START * end), _LEAST) if from_start else _COMPARED * end
-    for p, i, j in zip(positions, groups, [*groups[1:], len(segment)], strict=True):
-        if from_start and budget <= 0:
-            break
-        if is_covered[p]:
-            continue
-        k = bisect_right(starts, p)
-        low = taken[k - 1].stop if k else 0
-        high = starts[k] if k < len(starts) else end
-        if p + GRAM > high or high - low < min_run:
-            continue  # too little is left of the gap
-        best, rating, least = None, (-_EDGE, 0, 0), min_run
-        for n in range(i, j if budget > 0 else i + 1):
-            o, most_back, most = address[n], min(p - low, address[n] - first[n]), min(high - p, last[n] - address[n])
-            if most_back + most < least:
+    def __init__(self, segments: Sequence[Segment], prompt: bytes, min_run: int) -> None:
+        self.runs: list[_Run] = []
+        self._texts = [segment.raw for segment in segments]
+        self._prompt, self._end, self._min_run = prompt, len(prompt) // 4, min_run
+        self._budget = 0  # comparisons left
+
+    def add(self, candidates: _Candidates, from_start: bool) -> None:
+        """Add the best candidate of each anchor in turn, up to other runs; then what continues these over gaps.
+
+        With `from_start`, only texts whose first half is in the prompt are taken.
+        """
+        starts = [run.start for run in self.runs]
+        bridged = frozenset(starts)
+        is_covered = bytearray(self._end)
+        for run in self.runs:
+            is_covered[run.start : run.stop] = b"\1" * (run.stop - run.start)
+        candidates = candidates[:, ~np.frombuffer(is_covered, bool)[candidates[0]]]
+        groups = np.flatnonzero(np.diff(candidates[0], prepend=-1)).tolist()  # of one anchor each
+        anchors, places = candidates[0, groups].tolist(), candidates[1:-1].tolist()
+        self._budget = max(int(_FROM_START * self._end), _LEAST) if from_start else _COMPARED * self._end
+        for p, (group, next_group) in zip(anchors, pairwise([*groups, candidates.shape[1]]), strict=True):
+            if from_start and self._budget <= 0:
+                break
+            if is_covered[p]:
                 continue
-            budget -= 1
-            raw = segments[segment[n]].raw
-            forward = _equal(prompt, p, raw, o, most, 1)
-            if forward < GRAM or most_back + forward < least:
+            k = bisect_right(starts, p)
+            low, high = self.runs[k - 1].stop if k else 0, starts[k] if k < len(starts) else self._end
+            if p + GRAM > high or high - low < self._min_run:
+                continue  # too little is left of the gap
+            tried = slice(group, next_group if self._budget > 0 else group + 1)
+            best = self._best(p, zip(*(column[tried] for column in places), strict=True), low, high, from_start)
+            if best is not None:
+                self.runs.insert(k, best)
+                starts.insert(k, best.start)
+                is_covered[best.start : best.stop] = b"\1" * (best.stop - best.start)
+        self._bridge(bridged)
+
+    def _best(self, p: int, places: Iterable[_Place], low: int, high: int, from_start: bool) -> _Run | None:
+        """Return the best run around `p` that lies between `low` and `high`; None if all are too short.
+
+        The longest is the best, of several the one that is closest to the end of its text. With `from_start`, no more
+        than `_EDGE` tokens may be missing before the run, and runs with fewer are better than longer ones.
+        """
+        best, rating, least = None, (-_EDGE, 0, 0), self._min_run
+        for place in places:
+            run = self._extend(p, place, low, high, least)
+            if run is None:
                 continue
-            back = _equal(prompt, p, raw, o, most_back, -1)
-            if back + forward < least:
+            missing = self._missing(run, low) if from_start else 0
+            length, rest = run.stop - run.start, run.last - run.stop - run.shift
+            rated = -missing, length, -rest
+            if rated <= rating or (from_start and not self._has_first_half(run, high)):
                 continue
-            run = _Run(p - back, p + forward, segment[n], row[n], o - back, first[n], last[n])
-            missing = 0
-            if from_start:
-                missing, steps = _missing(prompt, raw, run, low)
-                budget -= steps
-            rated = -missing, back + forward, o + forward - last[n]
-            if rated <= rating:
-                continue
-            if from_start:
-                has_half, steps = _has_first_half(segments, prompt, run, high, budget // _STEP)
-                budget -= steps * _STEP
-                if not has_half:
-                    continue
             best, rating = run, rated
             if not missing:  # otherwise a shorter one can be better
-                least = back + forward + (o + forward == last[n])
-        if best is not None:
-            taken.insert(k, best)
-            starts.insert(k, best.start)
-            is_covered[best.start : best.stop] = b"\1" * (best.stop - best.start)
-    return taken
+                least = length + (not rest)
+        return best
+
+    def _extend(self, p: int, place: _Place, low: int, high: int, least: int) -> _Run | None:
+        """Return the run around `p`, between `low` and `high`; None if it has fewer than `least` tokens."""
+        segment, row, address, first, last = place
+        most_back, most = min(p - low, address - first), min(high - p, last - address)
+        if most_back + most < least:
+            return None
+        self._budget -= 1
+        text = self._texts[segment]
+        forward = _equal(self._prompt, p, text, address, most, 1)
+        if forward < GRAM or most_back + forward < least:
+            return None
+        back = _equal(self._prompt, p, text, address, most_back, -1)
+        if back + forward < least:
+            return None
+        return _Run(p - back, p + forward, address - p, segment, row, first, last)
+
+    def _missing(self, run: _Run, low: int) -> int:
+        """Return how many tokens at the beginning of a run's text are missing before it in the prompt.
+
+        The tokens of the run before, which ends at `low`, can be this text, too.
+        """
+        address = run.start + run.shift
+        missing = address - run.first
+        if not missing or run.start > low:
+            return missing
+        covered = _equal(self._prompt, low, self._texts[run.segment], address, min(low, missing), -1)
+        self._budget -= covered // _PER_STEP
+        return missing - covered
+
+    def _has_first_half(self, run: _Run, high: int) -> bool:
+        """Return whether the prompt has a run's text up to its half, over as many gaps as the budget allows.
+
+        The tokens of the next run, which starts at `high`, can be this text, too.
+        """
+        stop, half = run.stop + run.shift, (run.first + run.last) // 2
+        if stop < half and run.stop == high:
+            most = min(self._end - high, half - stop)
+            stop += _equal(self._prompt, high, self._texts[run.segment], stop, most, 1)
+        pieces = islice(_onward(self._texts, self._prompt, run, high, 1), max(self._budget // _STEP, 0))
+        while stop < half and (piece := next(pieces, None)):
+            stop = piece.stop + piece.shift
+            self._budget -= _STEP
+        return stop >= half
+
+    def _bridge(self, done: frozenset[int]) -> None:
+        """Add the continuations of the runs after, and before, a gap; `done`: starts of runs that have theirs."""
+        runs: list[_Run] = []
+        borders = [*(run.start for run in self.runs), self._end]
+        for run, border in zip(self.runs, borders[1:], strict=True):
+            if run.start in done:
+                runs.append(run)
+                continue
+            runs += [*_onward(self._texts, self._prompt, run, runs[-1].stop if runs else 0, -1)][::-1]
+            runs += [run, *_onward(self._texts, self._prompt, run, border, 1)]
+        self.runs = runs
 
 
-def _missing(prompt: bytes, raw: memoryview, run: _Run, low: int) -> tuple[int, int]:
-    """Return how many tokens at the beginning of a run's text are missing before it in the prompt, and the cost.
-
-    The tokens of the run before, which ends at `low`, can be this text, too.
-    """
-    missing = run.address - run.first
-    if not missing or run.start > low:
-        return missing, 0
-    covered = _equal(prompt, low, raw, run.address, min(low, missing), -1)
-    return missing - covered, covered // _PER_STEP
-
-
-def _has_first_half(segments: Sequence[Segment], prompt: bytes, run: _Run, high: int, steps: int) -> tuple[bool, int]:
-    """Return whether the prompt has a run's text up to its half, and the gaps crossed to find out, at most `steps`.
-
-    The tokens of the next run, which starts at `high`, can be this text, too.
-    """
-    stop, half = run.address + run.stop - run.start, (run.first + run.last) // 2
-    if stop < half and run.stop == high:
-        stop += _equal(prompt, high, segments[run.segment].raw, stop, min(len(prompt) // 4 - high, half - stop), 1)
-    crossed, pieces = 0, _onward(segments, prompt, run, high, 1)
-    while stop < half and crossed < steps and (piece := next(pieces, None)):
-        stop = piece.address + piece.stop - piece.start
-        crossed += 1
-    return stop >= half, crossed
-
-
-def _equal(a: bytes | memoryview, i: int, b: bytes | memoryview, j: int, most: int, direction: int) -> int:
-    """Return the number of equal tokens from `i` and `j` on (direction 1) or before them (-1), at most `most`."""
-    done, size = 0, 64
-    while done < most:
-        size = min(size, most - done)
-        begin = done if direction > 0 else -done - size
-        x, y = (int.from_bytes(raw[4 * (k + begin) : 4 * (k + begin + size)], "little") for raw, k in ((a, i), (b, j)))
-        if x != y:
-            different = x ^ y
-            if direction > 0:
-                return done + ((different & -different).bit_length() - 1) // 32
-            return done + size - 1 - (different.bit_length() - 1) // 32
-        done += size
-        size = min(4 * size, 4096)
-    return done
-
-
-def _bridge(segments: Sequence[Segment], prompt: bytes, runs: list[_Run], done: frozenset[_Run]) -> list[_Run]:
-    """Add the continuations of the runs after, and before, a gap; those of the runs in `done` are there already."""
-    bridged: list[_Run] = []
-    begin, end = 0, len(prompt) // 4
-    for number, run in enumerate(runs):
-        if run in done:
-            bridged.append(run)
-            begin = run.stop
-            continue
-        bridged += [*_onward(segments, prompt, run, begin, -1)][::-1]
-        bridged.append(run)
-        bridged += _onward(segments, prompt, run, runs[number + 1].start if number + 1 < len(runs) else end, 1)
-        begin = bridged[-1].stop
-    return bridged
-
-
-def _onward(segments: Sequence[Segment], prompt: bytes, run: _Run, border: int, direction: int) -> Iterator[_Run]:
+def _onward(texts: Sequence[memoryview], prompt: bytes, run: _Run, border: int, direction: int) -> Iterator[_Run]:
     """Yield stretches of the run's text that follow each other after gaps, up to a border in the prompt.
 
     Every step covers `_AGAIN` tokens or is the last, so the work is linear.
     """
-    raw = segments[run.segment].raw
-    if direction > 0:
-        p, o, text_border = run.stop, run.address + run.stop - run.start, run.last
-    else:
-        p, o, text_border = run.start, run.address, run.first
+    raw = texts[run.segment]
+    p, text_border = (run.stop, run.last) if direction > 0 else (run.start, run.first)
+    o = p + run.shift
     while min(abs(border - p), abs(text_border - o)) >= _AGAIN:
         gap = _next(prompt, p, border, raw, o, text_border)
         if gap is None:
@@ -327,8 +325,8 @@ def _onward(segments: Sequence[Segment], prompt: bytes, run: _Run, border: int, 
         p, o = p + direction * gap[0], o + direction * gap[1]
         most = min(abs(border - p), abs(text_border - o))
         length = _equal(prompt, p, raw, o, most, direction)
-        start, address = (p, o) if direction > 0 else (p - length, o - length)
-        yield _Run(start, start + length, run.segment, run.row, address, run.first, run.last)
+        start = p if direction > 0 else p - length
+        yield _Run(start, start + length, o - p, run.segment, run.row, run.first, run.last)
         p, o = p + direction * length, o + direction * length
 
 
@@ -353,3 +351,20 @@ def _near(raw: bytes | memoryview, at: int, border: int) -> bytes:
     if border >= at:
         return bytes(raw[4 * at : 4 * min(at + _GAP + _AGAIN, border)])
     return memoryview(raw[4 * max(at - _GAP - _AGAIN, border) : 4 * at]).cast("I")[::-1].tobytes()
+
+
+def _equal(a: bytes | memoryview, i: int, b: bytes | memoryview, j: int, most: int, direction: int) -> int:
+    """Return the number of equal tokens from `i` and `j` on (direction 1) or before them (-1), at most `most`."""
+    done, size = 0, 64
+    while done < most:
+        size = min(size, most - done)
+        begin = done if direction > 0 else -done - size
+        x, y = (int.from_bytes(raw[4 * (k + begin) : 4 * (k + begin + size)], "little") for raw, k in ((a, i), (b, j)))
+        if x != y:
+            different = x ^ y
+            if direction > 0:
+                return done + ((different & -different).bit_length() - 1) // 32
+            return done + size - 1 - (different.bit_length() - 1) // 32
+        done += size
+        size = min(4 * size, 4096)
+    return done

@@ -56,8 +56,8 @@ class Prompt:
         stops = [*(run.start for run in self.runs), len(self.ids)]
         gaps = [slice(start, stop) for start, stop in zip(starts, stops, strict=True)]
         found = self.conversations.find_earlier(backend, self.ids, gaps, self.config.min_run, self.namespace)
-        matches = [*self.matches, *(Match(earlier.run, "", 0, earlier.keys) for earlier in found)]
-        readers = {**self.readers, **{earlier.run.key: earlier.reader for earlier in found}}
+        matches = [*self.matches, *(earlier for earlier, _ in found)]
+        readers = {**self.readers, **{reader.key: reader for _, reader in found}}
         return replace(self, matches=sorted(matches, key=lambda match: match.run.start), readers=readers)
 
     @property

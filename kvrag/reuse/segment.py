@@ -281,77 +281,77 @@ def _count(counts: NDArray[np.uint32], postings: Hashes) -> None:
         counts[values[0] + 1 :][: len(sizes)] += sizes.astype(np.uint32)
 
 
-class _Merge:
-    """The arrays of one segment with the live texts of several; long arrays are yielded in portions."""
+def _merge(segments: Sequence[Segment]) -> tuple[dict[str, Any], dict[str, Iterable[NDArray[Any]]]]:
+    """Return `last` and `namespaces` of one segment with the live texts of several, and the portions of its arrays.
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self._segments = segments
-        self.last = max(segment.last for segment in segments)
-        rows = [np.flatnonzero(segment.alive) for segment in segments]
-        pairs = list(zip(segments, rows, strict=True))
-        self._starts = np.concatenate([[0], *(np.diff(segment.starts)[alive] for segment, alive in pairs)]).cumsum()
-        self._starts += PAD
-        self._shifts, begin = [], 0  # added to the addresses of each row
-        for segment, alive in pairs:
-            shift = np.zeros(len(segment) + 1, np.int64)
-            shift[alive] = self._starts[begin : begin + len(alive)] - segment.starts[alive]
-            self._shifts.append(shift.astype(np.uint64))
-            begin += len(alive)
-        self.namespaces = tuple(sorted({name for segment in segments for name in segment.namespaces}))
-        number = {name: i for i, name in enumerate(self.namespaces)}
-        spaces = [np.array([number[name] for name in segment.namespaces], np.uint32) for segment in segments]
-        self._tables = {
-            "starts": self._starts,
-            "numbers": np.concatenate([segment.numbers[alive] for segment, alive in pairs]),
-            "keys": np.concatenate([segment.keys[alive] for segment, alive in pairs]),
-            "spaces": np.concatenate([of[s.spaces[alive]] for of, (s, alive) in zip(spaces, pairs, strict=True)]),
-        }
-        self._counts = _zero_counts(sum(len(segment.postings) for segment in segments))
+    The arrays are to be read in their order.
+    """
+    rows = [np.flatnonzero(segment.alive) for segment in segments]
+    pairs = list(zip(segments, rows, strict=True))
+    starts = np.concatenate([[0], *(np.diff(segment.starts)[alive] for segment, alive in pairs)]).cumsum() + PAD
+    namespaces = sorted({name for segment in segments for name in segment.namespaces})
+    number = {name: i for i, name in enumerate(namespaces)}
+    spaces = [np.array([number[name] for name in segment.namespaces], np.uint32) for segment in segments]
+    counts = _zero_counts(sum(len(segment.postings) for segment in segments))
+    arrays: dict[str, Iterable[NDArray[Any]]] = {
+        "ids": _live_ids(segments),
+        "postings": _live_postings(segments, rows, starts, counts),
+        "directory": (np.cumsum(counts, dtype=np.uint32) for _ in range(1)),  # known after the postings
+        "starts": [starts],
+        "numbers": [np.concatenate([segment.numbers[alive] for segment, alive in pairs])],
+        "keys": [np.concatenate([segment.keys[alive] for segment, alive in pairs])],
+        "spaces": [np.concatenate([of[s.spaces[alive]] for of, (s, alive) in zip(spaces, pairs, strict=True)])],
+    }
+    return {"last": max(segment.last for segment in segments), "namespaces": namespaces}, arrays
 
-    def arrays(self) -> dict[str, Iterable[NDArray[Any]]]:
-        """Return the portions of each array, to be read in this order."""
-        directory = (np.cumsum(self._counts, dtype=np.uint32) for _ in range(1))  # known after the postings
-        tables = {name: [table] for name, table in self._tables.items()}
-        return {"ids": self.ids(), "postings": self.postings(), "directory": directory, **tables}
 
-    def ids(self) -> Iterator[Ids]:
-        """Yield the tokens of all texts, padded."""
-        pad = np.zeros(PAD, np.uint32)
-        yield pad
-        for segment in self._segments:
-            borders = np.flatnonzero(np.diff(segment.alive.astype(np.int8), prepend=0, append=0))
-            for first, last in borders.reshape(-1, 2).tolist():  # stretches of texts that are alive
-                for begin in range(segment.starts[first], segment.starts[last], _PORTION):
-                    yield segment.ids[begin : min(begin + _PORTION, segment.starts[last])]
-        yield pad
+def _live_ids(segments: Sequence[Segment]) -> Iterator[Ids]:
+    """Yield the tokens of all live texts, padded."""
+    pad = np.zeros(PAD, np.uint32)
+    yield pad
+    for segment in segments:
+        borders = np.flatnonzero(np.diff(segment.alive.astype(np.int8), prepend=0, append=0))
+        for first, last in borders.reshape(-1, 2).tolist():  # stretches of texts that are alive
+            for begin in range(segment.starts[first], segment.starts[last], _PORTION):
+                yield segment.ids[begin : min(begin + _PORTION, segment.starts[last])]
+    yield pad
 
-    def postings(self) -> Iterator[Hashes]:
-        """Yield the postings in ascending order."""
-        total = sum(len(segment.postings) for segment in self._segments)
-        borders = np.linspace(0, 1 << 32, total // _PORTION + 2).astype(np.uint64)[1:-1] << _SHIFT
-        cuts = [[0, *np.searchsorted(s.postings, borders).tolist(), len(s.postings)] for s in self._segments]
-        for number in range(len(borders) + 1):
-            parts = []
-            for segment, shift, cut in zip(self._segments, self._shifts, cuts, strict=True):
-                portion = segment.postings[cut[number] : cut[number + 1]]
-                if segment.num_alive == len(segment):
-                    parts.append(portion + shift[0])
-                    continue
-                rows = np.searchsorted(segment.starts, (portion & _LOW).astype(np.int64), "right") - 1
-                alive = segment.alive.take(rows, mode="clip")
-                parts.append((portion + shift[rows])[alive])
-            merged = np.concatenate(parts)
-            merged.sort()
-            _count(self._counts, merged)
-            yield merged
+
+def _live_postings(
+    segments: Sequence[Segment], rows: Sequence[Numbers], starts: Numbers, counts: NDArray[np.uint32]
+) -> Iterator[Hashes]:
+    """Yield the postings of the live texts, which are in these rows, in ascending order, and count them.
+
+    `starts` are the new addresses of the texts.
+    """
+    shifts, begin = list[Hashes](), 0  # added to the addresses of each row
+    for segment, alive in zip(segments, rows, strict=True):
+        moved = np.zeros(len(segment) + 1, np.int64)
+        moved[alive] = starts[begin : begin + len(alive)] - segment.starts[alive]
+        shifts.append(moved.astype(np.uint64))
+        begin += len(alive)
+    total = sum(len(segment.postings) for segment in segments)
+    borders = np.linspace(0, 1 << 32, total // _PORTION + 2).astype(np.uint64)[1:-1] << _SHIFT
+    cuts = [[0, *np.searchsorted(s.postings, borders).tolist(), len(s.postings)] for s in segments]
+    for number in range(len(borders) + 1):
+        parts = []
+        for segment, shift, cut in zip(segments, shifts, cuts, strict=True):
+            portion = segment.postings[cut[number] : cut[number + 1]]
+            if segment.num_alive == len(segment):
+                parts.append(portion + shift[0])
+                continue
+            row = np.searchsorted(segment.starts, (portion & _LOW).astype(np.int64), "right") - 1
+            parts.append((portion + shift[row])[segment.alive.take(row, mode="clip")])
+        merged = np.concatenate(parts)
+        merged.sort()
+        _count(counts, merged)
+        yield merged
 
 
 def join(segments: Sequence[Segment]) -> Segment:
     """Return one segment, in memory, of all live texts."""
-    merge = _Merge(segments)
-    arrays: dict[str, Any] = {name: np.concatenate([*portions]) for name, portions in merge.arrays().items()}
-    alive = np.ones(len(arrays["numbers"]), bool)
-    return Segment(**arrays, namespaces=merge.namespaces, alive=alive, last=merge.last)
+    facts, portions = _merge(segments)
+    return _assembled(facts, {name: np.concatenate([*parts]) for name, parts in portions.items()})
 
 
 def write(segments: Sequence[Segment], folder: Path, check: Callable[[], None] = lambda: None) -> str:
@@ -361,18 +361,17 @@ def write(segments: Sequence[Segment], folder: Path, check: Callable[[], None] =
     """
     for segment in segments:
         segment.check()
-    merge = _Merge(segments)
-    last, namespaces = merge.last, list(merge.namespaces)
-    footer: dict[str, Any] = {"last": last, "window": WINDOW, "namespaces": namespaces, "arrays": {}}
+    facts, portions = _merge(segments)
+    footer: dict[str, Any] = {**facts, "window": WINDOW, "arrays": {}}
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=".tmp", delete=False) as file:
         try:
-            for name, portions in merge.arrays().items():
-                footer["arrays"][name] = _write_array(file, portions, check)
+            for name, parts in portions.items():
+                footer["arrays"][name] = _write_array(file, parts, check)
             text = json.dumps(footer).encode()
             file.write(text + len(text).to_bytes(8, "little") + xxhash.xxh3_64_digest(text) + _MAGIC)
             file.flush()
             os.fsync(file.fileno())
-            name = f"{last}-{os.path.basename(file.name)[1:-4]}{SUFFIX}"
+            name = f"{facts['last']}-{os.path.basename(file.name)[1:-4]}{SUFFIX}"
             os.replace(file.name, folder / name)
         except BaseException:
             with suppress(OSError):
@@ -411,15 +410,14 @@ def read(path: Path) -> Segment:
             for name, d in footer["arrays"].items()
         }
         digests = {name: d["digest"] for name, d in footer["arrays"].items()}
-        segment = Segment(
-            **arrays,
-            namespaces=tuple(footer["namespaces"]),
-            alive=np.ones(len(arrays["numbers"]), bool),
-            last=footer["last"],
-            name=path.name,
-            digests=digests,
-        )
+        segment = _assembled(footer, arrays, name=path.name, digests=digests)
         segment.check(("starts", "numbers", "keys", "spaces"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedSegmentError(path.name, error) from error
     return segment
+
+
+def _assembled(facts: Mapping[str, Any], arrays: Mapping[str, Any], **file: Any) -> Segment:
+    """Return a segment of these arrays, with all texts alive. `facts` has `last` and `namespaces`."""
+    alive = np.ones(len(arrays["numbers"]), bool)
+    return Segment(**arrays, namespaces=tuple(facts["namespaces"]), alive=alive, last=facts["last"], **file)

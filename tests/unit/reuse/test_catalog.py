@@ -429,8 +429,8 @@ def test_closing_gives_up_what_is_being_written(
             assert closed.wait(60)
             yield portion
 
-    portions = segment_module._Merge.postings
-    monkeypatch.setattr(segment_module._Merge, "postings", slow)
+    portions = segment_module._live_postings
+    monkeypatch.setattr(segment_module, "_live_postings", slow)
     catalog = Catalog(store)
     _match(catalog, [1] * 20, MIN_RUN)
     assert writing.wait(60)

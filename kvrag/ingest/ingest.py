@@ -19,7 +19,7 @@ import numpy as np
 from kvrag.backend.protocol import Backend, Outline
 from kvrag.config import BlendConfig, check_names, check_texts, per_text
 from kvrag.control.tuning import Tuning
-from kvrag.errors import SettingError, reporting_memory
+from kvrag.errors import PromptError, SettingError, reporting_memory
 from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.ingest.encode import batch_tokens, encode, trees
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore
@@ -70,10 +70,7 @@ class Choosing:
         self._outline, self._store, self._config, self._fingerprint = model, store, config, fingerprint
 
     def tokenize(
-        self,
-        texts: Iterable[str],
-        namespace: str = "",
-        names: Sequence[tuple[str, str]] = (),
+        self, texts: Iterable[str], namespace: str = "", names: Sequence[tuple[str, str]] = ()
     ) -> list[tuple[list[int], str | None]]:
         """Return each text's token ids, and its chunk key if encoded alone: None if it is too short to be matched.
 
@@ -82,10 +79,13 @@ class Choosing:
         """
         tokenized: list[tuple[list[int], str | None]] = []
         for number, text in enumerate(check_texts(texts)):
-            ids = self._outline.tokenizer.encode(text)
             name, source = names[number] if names else ("", "")
             chunk = f"chunk {number}" + f" of document {name!r}" * bool(name)
             chunk += f" from {source!r}" * (source not in ("", name))
+            try:
+                ids = self._outline.tokenizer.encode(text)
+            except PromptError as error:
+                raise PromptError(f"{chunk}: {error}") from None
             self._outline.check_window(len(ids) + len(self._outline.preamble), chunk)
             is_short = len(ids) < self._config.min_run
             tokenized.append((ids, None if is_short else self._fingerprint.chunk_key(ids, (), namespace)))

@@ -3,7 +3,7 @@
 No capable model is available offline. So the answers come from a parrot: a random Mistral that attends to about twenty
 tokens, with an output layer fitted to give the answers that the suite expects. Everything else, from the chat template
 to the parsed call, is the same as with any model. KVRAG_TEST_MODEL=smollm2 runs the suite on a small model that answers
-freely, in about half an hour: it fails the agent loop, and structured output whose strings have no maximum length.
+freely, in about half an hour: all pass but the agent loop, for which it should call a tool without being forced to.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ WITH_TOOLS = {
 DOCUMENT = CHUNKS[3]
 FREE = os.environ.get("KVRAG_TEST_MODEL")
 MODELS = (FREE, "reader") if FREE else ("parrot", "other-parrot")
+AGAINST_LOOPS = {"repetition_penalty": 1.1} if FREE else {}  # it would repeat a phrase in a string until max_tokens
 
 
 @torch.inference_mode()
@@ -129,7 +130,7 @@ class TestChatModel(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": MODELS[0], "timeout": 600}
+        return {"model": MODELS[0], "timeout": 600, **AGAINST_LOOPS}
 
     @property
     def model_override_value(self) -> str:
@@ -178,7 +179,7 @@ class TestChatModelOnServer(TestChatModel):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": NAME, "base_url": self.url}
+        return {"model": NAME, "base_url": self.url, **AGAINST_LOOPS}
 
     @property
     def supports_model_override(self) -> bool:

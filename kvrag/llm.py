@@ -124,7 +124,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
     Attributes:
         engine: An existing engine; excludes the settings that select a model and a store.
         timeout: Seconds until an answer fails, also per call: with an `AnswerTimeoutError`, which is a TimeoutError, or
-            a `ServerError` from the server in `base_url`. A local model checks it after every token.
+            a `ServerError` from the server in `base_url`. A local model also checks it during prefill.
         api_key, max_retries: As in `RemoteEngine`; without effect unless `base_url` is given.
     """
 

@@ -177,17 +177,18 @@ def _forced(choice: str | Mapping[str, Any] | None, names: tuple[str, ...]) -> t
     """Return the names of the tools of which one must be called."""
     if choice in (None, "auto", "none"):
         return ()
+    name: Any = choice
     if isinstance(choice, Mapping):
         function = choice.get("function", choice)  # Anthropic's form has the name beside the type
-        choice = function.get("name") if isinstance(function, Mapping) else None
-    if choice in ("required", "any") and names:
+        name = function.get("name") if isinstance(function, Mapping) else None
+    if name in ("required", "any") and names:
         return names
-    if choice not in names:
+    if name not in names:
         raise SettingError(
             f"tool_choice must be auto, none, required, any or a tool's name ({', '.join(names) or 'no tools given'}), "
-            f"got {choice!r}"
+            f"got {choice!r:.120}"
         )
-    return (choice,)
+    return (name,)
 
 
 # ---------------------------------------------------------------- prompt

@@ -19,7 +19,7 @@ import numpy as np
 from kvrag.backend.protocol import Backend, Outline
 from kvrag.config import BlendConfig, NamedText, check_names, named_texts
 from kvrag.control.tuning import Tuning
-from kvrag.errors import SettingError, reporting_memory
+from kvrag.errors import PromptError, SettingError, reporting_memory
 from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.ingest.encode import batch_tokens, encode, trees
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore
@@ -91,9 +91,12 @@ class Choosing:
         """Return each text's token ids, and its chunk key if encoded alone: None if it is too short to be matched."""
         tokenized: list[tuple[list[int], str | None]] = []
         for number, (text, document, source) in enumerate(texts):
-            ids = self._outline.tokenizer.encode(text)
             chunk = f"chunk {number}" + f" of document {document!r}" * bool(document)
             chunk += f" from {source!r}" * (source not in ("", document))
+            try:
+                ids = self._outline.tokenizer.encode(text)
+            except PromptError as error:
+                raise PromptError(f"{chunk}: {error}") from None
             self._outline.check_window(len(ids) + len(self._outline.preamble), chunk)
             is_short = len(ids) < self._config.min_run
             tokenized.append((ids, None if is_short else self._fingerprint.chunk_key(ids, (), namespace)))

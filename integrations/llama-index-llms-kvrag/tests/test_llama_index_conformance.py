@@ -1,7 +1,8 @@
-"""BlendLLM under the suite for any LlamaIndex LLM."""
+"""BlendLLM under the suite for any LlamaIndex LLM, on random weights; on those of KVRAG_TEST_MODEL=smollm2 if set."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,23 @@ from llama_index.core.llms import LLM
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.llms.kvrag import BlendLLM
 from llama_index.vector_stores.kvrag import KVWarmVectorStore
-from llm_conformance import LLMTests
+from llm_conformance import Events, LLMTests
 from serving import NAME, Served, serving
 
 from kvrag import BlendEngine
 from kvrag.answer import Answering
 
+FREE = os.environ.get("KVRAG_TEST_MODEL")
+
 
 class TestBlendLLM(LLMTests):
-    context_window = 2048
+    context_window = 8192 if FREE else 2048
     reuses = True
 
     @pytest.fixture
     def make(self, tiny: Path, tmp_path: Path) -> Callable[[int], LLM]:
         return lambda max_tokens: BlendLLM(
-            model=tiny, store=tmp_path / "kv", dtype="float32", temperature=0, max_tokens=max_tokens
+            model=FREE or tiny, store=tmp_path / "kv", dtype="float32", temperature=0, max_tokens=max_tokens
         )
 
     @pytest.fixture
@@ -48,6 +51,10 @@ class TestBlendLLM(LLMTests):
     def no_conversations(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Prompts that begin alike would share the tokens of template and question, too."""
         monkeypatch.setattr("kvrag.reuse.conversation.Conversations.find", lambda *_: None)
+
+    def check_coverage(self, llm: Any, events: Events, least: float) -> None:
+        # nodes are a third shorter in tokens of a large vocabulary: what is lost between them is a larger share
+        super().check_coverage(llm, events, least - 0.03 if FREE else least)
 
     def vector_store(self, llm: Any, **changes: Any) -> KVWarmVectorStore:
         return KVWarmVectorStore(SimpleVectorStore(), llm, **changes)

@@ -483,7 +483,7 @@ def tool_without_arguments() -> dict[str, Any]:
         ({"tools": [tool("look", where={1, 2})]}, "tool look is not JSON"),
         ({"tools": [{"type": "function", "function": {"name": "look", "parameters": [1]}}]}, "must be a JSON schema"),
         ({"tools": TOOLS, "tool_choice": "smell"}, r"a tool's name \(look, count, rest\), got 'smell'"),
-        ({"tools": TOOLS, "tool_choice": {"type": "any"}}, "tool_choice must be"),
+        ({"tools": TOOLS, "tool_choice": {"type": "any"}}, "tool_choice must be .*got {'type': 'any'}"),
         ({"tool_choice": "any"}, "no tools given"),
         ({"tools": TOOLS, "tool_choice": "any", "grammar": Grammar(regex="a")}, "exclude each other"),
         ({"tools": TOOLS, "grammar": Grammar(regex="a")}, "must be a json_schema"),

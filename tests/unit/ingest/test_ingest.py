@@ -17,7 +17,7 @@ from families import FAMILIES, build
 from warmer import OTHER_SECRET, SECRET, SHARED, Warmer, encoded_alone, warmer_on
 
 import kvrag.ingest.ingest
-from kvrag import ContextWindowError, FileStore, Model, SettingError
+from kvrag import ContextWindowError, FileStore, Model, PromptError, SettingError
 from kvrag.config import named_texts
 from kvrag.ingest.encode import batch_tokens
 from kvrag.ingest.ingest import Ingestion
@@ -550,12 +550,14 @@ def test_contexts_stay_below_the_length_at_which_rope_changes(tmp_path: Path, to
 def test_errors_name_the_document_and_the_source_of_a_chunk(kv: Warmer) -> None:
     long = "word " * 3000
     for names, sources, said in (
-        ("a.txt", None, "chunk 1 of document 'a.txt' has "),
-        (["a.txt", "b.txt"], ["x.pdf", "y.pdf"], "chunk 1 of document 'b.txt' from 'y.pdf' has "),
-        ("", None, "chunk 1 has "),
+        ("a.txt", None, "chunk 1 of document 'a.txt'"),
+        (["a.txt", "b.txt"], ["x.pdf", "y.pdf"], "chunk 1 of document 'b.txt' from 'y.pdf'"),
+        ("", None, "chunk 1"),
     ):
-        with pytest.raises(ContextWindowError, match=said):
+        with pytest.raises(ContextWindowError, match=f"{said} has "):
             kv.ingestion.warm(["short", long], document=names, sources=sources)
+        with pytest.raises(PromptError, match=f"{said}: the text has a lone surrogate at character 4"):
+            kv.ingestion.warm(["short", "long\ud800"], document=names, sources=sources)
         with pytest.raises(SettingError, match="chunk 1 must be a string"):
             kv.ingestion.warm(["short", 1], document=names, sources=sources)  # type: ignore[list-item]
 

@@ -74,7 +74,7 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
     Attributes:
         engine: An existing engine, instead of the settings that select a model and a store.
         timeout: Seconds until an answer fails, also per call: with an `AnswerTimeoutError`, which is a TimeoutError, or
-            a `ServerError` from the server in `base_url`. A local model checks it after every token.
+            a `ServerError` from the server in `base_url`. A local model also checks it during prefill.
         max_retries, api_key: For the server in `base_url`; without effect on a local model. `api_key` defaults to the
             environment variable KVRAG_API_KEY.
 

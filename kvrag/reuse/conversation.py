@@ -89,7 +89,7 @@ class KeptStretch:
     layers: Sequence[Layer]  # keys and values of each layer, each (1, H, T, D), rotated
     chunks: tuple[Placed, ...] = ()  # that begin in it, ascending
     blended: Blended | None = None  # None: equals full prefill's
-    parent: KeptStretch | None = None
+    parent: Callable[[], KeptStretch | None] = lambda: None  # weak: without a cycle, dropped KV is freed at once
     children: tuple[KeptStretch, ...] = ()  # exact ones begin with different tokens
     used: int = 0  # time of the last use
 
@@ -130,10 +130,10 @@ class KeptStretch:
         start = self.start + length
         chunks = tuple(placed for placed in self.chunks if placed[0] >= start)
         lower = KeptStretch(
-            self.namespace, start, self.ids[length:], rest, chunks, None, self, self.children, self.used
+            self.namespace, start, self.ids[length:], rest, chunks, None, weakref.ref(self), self.children, self.used
         )
         for child in lower.children:
-            child.parent = lower
+            child.parent = weakref.ref(lower)
         self.cut(length, first)
         self.children = (lower,)
 
@@ -336,9 +336,9 @@ class Conversations:
                 found = not begun.is_forgotten and match(parts, begun.ids, _LEAST, begun.namespace)
                 begun.is_forgotten = begun.is_forgotten or bool(found)
             for stretch in list(self._stretches()):
-                ids, parent = stretch.ids, stretch.parent
+                ids, parent = stretch.ids, stretch.parent()
                 while parent is not None and len(ids) < len(stretch.ids) + _BEFORE:
-                    ids, parent = np.concatenate([parent.ids[-_BEFORE:], ids]), parent.parent
+                    ids, parent = np.concatenate([parent.ids[-_BEFORE:], ids]), parent.parent()
                 if runs := match(parts, ids.astype(np.uint32), _LEAST, stretch.namespace):
                     _drop_from(stretch, max(stretch.stop - len(ids) + runs[0].start - runs[0].offset, 0))
 
@@ -460,7 +460,7 @@ def _exact_child(stretch: KeptStretch, token: int) -> KeptStretch | None:
 def _path_to(stretch: KeptStretch) -> list[tuple[KeptStretch, int]]:
     """Return the parents of a stretch, whole, from the root on."""
     path: list[tuple[KeptStretch, int]] = []
-    while (parent := stretch.parent) is not None:
+    while (parent := stretch.parent()) is not None:
         path.insert(0, (parent, len(parent.ids)))
         stretch = parent
     return path
@@ -486,13 +486,13 @@ def _keys_before(stretch: KeptStretch, length: int) -> frozenset[str]:
 
 
 def _add(parent: KeptStretch, child: KeptStretch) -> None:
-    child.parent, parent.children = parent, (*parent.children, child)
+    child.parent, parent.children = weakref.ref(parent), (*parent.children, child)
 
 
 def _drop_from(stretch: KeptStretch, position: int) -> None:
     """Drop a position and all after it; blended stretches are dropped as a whole."""
-    while stretch.parent is not None and position < stretch.start:
-        stretch = stretch.parent
+    while position < stretch.start and (parent := stretch.parent()) is not None:
+        stretch = parent
     if position <= stretch.start or stretch.blended:
         _remove(stretch)
         return
@@ -504,8 +504,8 @@ def _drop_from(stretch: KeptStretch, position: int) -> None:
 
 
 def _remove(stretch: KeptStretch) -> None:
-    if stretch.parent is not None:
-        stretch.parent.children = tuple(child for child in stretch.parent.children if child is not stretch)
+    if (parent := stretch.parent()) is not None:
+        parent.children = tuple(child for child in parent.children if child is not stretch)
 
 
 def _common(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:

@@ -27,6 +27,7 @@ import torch
 from blending import CHUNKS, messages, plain_logits, prepare, relative
 from records import FINGERPRINT, HELPERS, file_of, holding, opened, packed, record, same, served, text
 
+import kvrag.store.schema
 from kvrag import (
     BlendEngine,
     DamagedChunkError,
@@ -1563,6 +1564,29 @@ def test_a_budget_that_cannot_be_written_reports_a_full_disk_and_changes_nothing
     assert all(same(store, record(i)) for i in range(4))
     store._manifest._writer.execute("PRAGMA max_page_count = 100000")
     assert store.set_budget("", 1) == 4
+
+
+@pytest.mark.parametrize("pages", [1, 4, 9])
+def test_a_disk_that_is_full_while_the_manifest_is_created_loses_no_chunk(
+    pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path)
+    store.put([record(1)])
+    store.close()
+    (tmp_path / "manifest.sqlite").unlink()
+
+    def limited(*args: Any, connect: Any = kvrag.store.schema._connect, **options: Any) -> Any:
+        connection = connect(*args, **options)
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+        return connection
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kvrag.store.schema, "_connect", limited)
+        for _ in range(2):
+            with pytest.raises(StoreFullError, match=r"disk of .* is full: free space"):
+                opened(tmp_path)
+    with contextlib.closing(opened(tmp_path)) as again:
+        assert same(again, record(1))
 
 
 OPEN = """

@@ -137,8 +137,9 @@ def run(args: argparse.Namespace) -> int:
     if args.replicas != (1, 1):
         raise SettingError("--replicas needs --ray")
     settings, config = read_settings(args), read_config(args)  # report mistakes before the slow imports
-    from kvrag.server.run import bind, make_server, url
+    from kvrag.server.run import bind, make_server, share_arenas, url
 
+    share_arenas()  # before the engine starts threads
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     with ExitStack() as stack:
         taken = stack.enter_context(bind(args.host, args.port))

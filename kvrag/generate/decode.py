@@ -65,8 +65,10 @@ def decode(
     row.advance(logits, row.draw(logits).tolist())
     batch = _batch_of(model)
     try:
-        while not row.is_done or row.deltas:
-            yield batch.take(row)
+        delta: Delta | None = None
+        while delta is None or delta.finish_reason is None:  # not `row.is_done`, which another thread sets later
+            delta = batch.take(row)
+            yield delta
     finally:
         batch.leave(row)
 

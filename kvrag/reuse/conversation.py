@@ -80,7 +80,7 @@ class KeptStretch:
     layers: Sequence[Layer]  # keys and values of each layer, each (1, H, T, D), rotated
     chunks: tuple[Placed, ...] = ()  # that begin in it, ascending
     blended: Blended | None = None  # None: equals full prefill's
-    parent: KeptStretch | None = None
+    parent: Callable[[], KeptStretch | None] = lambda: None  # weak: without a cycle, dropped KV is freed at once
     children: tuple[KeptStretch, ...] = ()  # exact ones begin with different tokens
     used: int = 0  # time of the last use
 
@@ -113,26 +113,26 @@ class KeptStretch:
         )
         start = self.start + length
         chunks = tuple(placed for placed in self.chunks if placed[0] >= start)
-        lower = replace(self, start=start, ids=self.ids[length:], layers=rest, chunks=chunks, parent=self)
+        lower = replace(self, start=start, ids=self.ids[length:], layers=rest, chunks=chunks, parent=weakref.ref(self))
         for child in lower.children:
-            child.parent = lower
+            child.parent = weakref.ref(lower)
         self.cut(length, first)
         self.children = (lower,)
 
     def add(self, child: KeptStretch) -> None:
         """Add a child."""
-        child.parent, self.children = self, (*self.children, child)
+        child.parent, self.children = weakref.ref(self), (*self.children, child)
 
     def remove(self) -> None:
         """Remove it, with its children, from its parent."""
-        if self.parent is not None:
-            self.parent.children = tuple(child for child in self.parent.children if child is not self)
+        if (parent := self.parent()) is not None:
+            parent.children = tuple(child for child in parent.children if child is not self)
 
     def drop_from(self, position: int) -> None:
         """Drop a position, in it or in a parent, and all after it; blended stretches are dropped as a whole."""
         stretch = self
-        while stretch.parent is not None and position < stretch.start:
-            stretch = stretch.parent
+        while position < stretch.start and (parent := stretch.parent()) is not None:
+            stretch = parent
         if position <= stretch.start or stretch.blended:
             stretch.remove()
             return
@@ -148,10 +148,10 @@ class KeptStretch:
 
     def parents(self) -> list[KeptStretch]:
         """Return its parents, from the root on."""
-        parents, above = deque[KeptStretch](), self.parent
-        while above is not None:
-            parents.appendleft(above)
-            above = above.parent
+        parents, below = deque[KeptStretch](), self
+        while (parent := below.parent()) is not None:
+            parents.appendleft(parent)
+            below = parent
         return list(parents)
 
     def keys_before(self, length: int) -> frozenset[str]:
@@ -350,9 +350,9 @@ class Conversations:
                 found = not begun.is_forgotten and match(parts, begun.ids, _LEAST, begun.namespace)
                 begun.is_forgotten = begun.is_forgotten or bool(found)
             for stretch in list(self._stretches()):
-                ids, parent = stretch.ids, stretch.parent
+                ids, parent = stretch.ids, stretch.parent()
                 while parent is not None and len(ids) < len(stretch.ids) + _BEFORE:
-                    ids, parent = np.concatenate([parent.ids[-_BEFORE:], ids]), parent.parent
+                    ids, parent = np.concatenate([parent.ids[-_BEFORE:], ids]), parent.parent()
                 if runs := match(parts, ids.astype(np.uint32), _LEAST, stretch.namespace):
                     stretch.drop_from(max(stretch.stop - len(ids) + runs[0].start - runs[0].offset, 0))
 

@@ -37,7 +37,7 @@ def url(taken: socket.socket) -> str:
 
 
 def share_arenas() -> None:
-    """Let all threads allocate from two of glibc's arenas: by default each thread has one, which keeps memory."""
+    """Let all threads that start from now on share two of glibc's arenas: else each has one, which keeps memory."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt and "MALLOC_ARENA_MAX" not in os.environ:
         mallopt(-8, 2)  # M_ARENA_MAX
@@ -57,7 +57,6 @@ class _Server(uvicorn.Server):
 
 def make_server(app: FastAPI, shutdown_timeout: float) -> uvicorn.Server:
     """Return a server for an app of `create_app`. `.run([socket])` runs it, `should_exit` stops it."""
-    share_arenas()
     config = uvicorn.Config(
         app,
         http="h11",

@@ -130,7 +130,8 @@ class Database:
             connection.execute("PRAGMA synchronous=NORMAL")  # a lost row is a miss, and `check` adopts its file
             connection.execute(f"PRAGMA user_version={FORMAT}")
             connection.create_function("raised", 5, raised)
-            connection.executescript(_SCHEMA)
+            with connection:  # all of it, or it is new again
+                connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA}")
             # positions are never reused, even when a damaged manifest is rebuilt
             connection.execute(
                 "INSERT INTO sqlite_sequence SELECT 'removed', ?"
@@ -138,7 +139,7 @@ class Database:
                 (time.time_ns() // 1000,),
             )
         except sqlite3.OperationalError as error:
-            if not self._path.exists() or _primary(error) not in _UNWRITABLE:
+            if self.is_new or not self._path.exists() or _primary(error) not in _UNWRITABLE:
                 raise
             try:
                 connection = self._open_to_read()

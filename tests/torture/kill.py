@@ -32,30 +32,17 @@ from kvrag.errors import KvragError
 from kvrag.fingerprint import text_key
 from kvrag.ingest.encode import encode
 from kvrag.store.manifest import Manifest
+from kvrag.store.remote import Remote
 from torture import tiny
 from torture.campaign import Campaign
 
 _PER_STORE = 10  # kills before a new store
 _SECONDS = {"folder": 0.6, "valkey": 1.0, "s3": 2.0}  # of work before a process is killed, at most
 _TEXTS = 24
-_STEPS = {
-    "fsync": os,
-    "replace": os,
-    "unlink": os,
-    "add": Manifest,
-    "hold": Manifest,
-    "evict": Manifest,
-    "remove": Manifest,
-}
-_SHARED_STEPS = {
-    "put_chunk": None,  # of the place
-    "create": None,
-    "delete_chunks": None,
-    "replace": os,
-    "add": Manifest,
-    "hold": Manifest,
-    "remove": Manifest,
-}
+Step = Callable[..., Any]
+_STEPS: list[Step] = [os.fsync, os.replace, os.unlink, Manifest.add, Manifest.hold, Manifest.coldest, Manifest.remove]
+_REMOTE_STEPS: list[Step] = [Remote.put_chunk, Remote.create, Remote.delete_chunks]
+_SHARED_STEPS: list[Step] = [*_REMOTE_STEPS, os.replace, Manifest.add, Manifest.hold, Manifest.remove]
 
 
 @dataclass
@@ -116,7 +103,7 @@ def run(campaign: Campaign) -> None:
                 journal, budget = _Journal(), rng.choice([None, None, 900_000])
                 store = _Store(kind, place_of(str(number)), budget, campaign.folder / "caches" / str(number))
             with campaign.case(number):
-                step = rng.choice([None, rng.choice([*(_STEPS if kind == "folder" else _SHARED_STEPS)])])
+                step = rng.choice([None, rng.choice(_STEPS if kind == "folder" else _SHARED_STEPS)])
                 fates["after a step" if step else "at a random time"] += 1
                 _kill_one(context, rng, store, step, journal, number)
                 _audit(store, journal, rng, number)
@@ -134,7 +121,7 @@ def _places(kind: str, folder: Path) -> Iterator[Callable[[str], str]]:
 
 
 def _kill_one(
-    context: Any, rng: random.Random, store: _Store, step: str | None, journal: _Journal, number: int
+    context: Any, rng: random.Random, store: _Store, step: Step | None, journal: _Journal, number: int
 ) -> None:
     """Let two processes work, kill one of them, and a moment later stop or kill the other one."""
     workers: list[tuple[BaseProcess, Connection]] = []
@@ -179,7 +166,7 @@ def _kill_one(
     assert not journal.wrong, journal.wrong.pop()
 
 
-def work(pipe: Connection, store: _Store, name: str, seed: str, deadly: tuple[str | None, int] | None) -> None:
+def work(pipe: Connection, store: _Store, name: str, seed: str, deadly: tuple[Step | None, int] | None) -> None:
     """Warm, forget and answer until the end; report each operation's beginning and end."""
     rng = random.Random(seed)
     engine = store.engine(name, ram_bytes=rng.choice([0, 1 << 30]), learn=rng.random() < 0.5)
@@ -208,10 +195,10 @@ def work(pipe: Connection, store: _Store, name: str, seed: str, deadly: tuple[st
     engine.close()
 
 
-def _arm(store: Any, name: str, count: int) -> None:
+def _arm(store: Any, step: Step, count: int) -> None:
     """Kill this process right after one of the next calls of a function."""
-    owner = (_STEPS if isinstance(store, FileStore) else _SHARED_STEPS)[name] or type(store._remote)
-    real, left = getattr(owner, name), [count]
+    owner = type(store._remote) if step in _REMOTE_STEPS else Manifest if step in vars(Manifest).values() else os
+    real, left = getattr(owner, step.__name__), [count]
 
     def deadly(*args: Any, **kwargs: Any) -> Any:
         result = real(*args, **kwargs)
@@ -220,7 +207,7 @@ def _arm(store: Any, name: str, count: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(owner, name, deadly)
+    setattr(owner, step.__name__, deadly)
 
 
 # -------------------------------------------------------------------- what has to be there

@@ -18,6 +18,7 @@ import kvrag.generate.admission
 from kvrag import BlendEngine, Delta, KvragError, Model, ModelError, Sampling, SettingError
 from kvrag.errors import OutOfMemoryError
 from kvrag.generate.decode import AHEAD, _batch_of, decode
+from kvrag.generate.row import Row
 
 PROMPTS = [messages(*CHUNKS), messages(CHUNKS[1]), messages(*CHUNKS[:2]), [{"role": "user", "content": "Hello"}]]
 LENGTHS = (5, 90, 40)
@@ -230,6 +231,27 @@ def test_a_closed_answer_leaves_nothing_behind(start: Start, endless: Model) -> 
     deltas.close()
     assert gone() is None
     assert not _batch_of(endless)._rows
+
+
+def test_an_answer_ends_while_another_thread_still_adds_its_last_token(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = start(5, 4), start(40)
+    tokens(first, 2)  # it takes part in the steps from now on
+    waiting = threading.Thread(target=lambda: tokens(first))
+    ended: list[bool] = []
+
+    def slowly(row: Row, delta: Delta) -> None:
+        row.deltas.append(delta)
+        if delta.finish_reason is not None and not ended:
+            waiting.start()
+            waiting.join(10)
+            ended.append(not waiting.is_alive())
+        row.is_done = delta.finish_reason is not None
+
+    monkeypatch.setattr(Row, "_add", slowly)
+    tokens(second)
+    assert ended == [True]
 
 
 def test_a_batch_that_is_closed_ends_its_answers(engine: BlendEngine, endless: Model) -> None:

@@ -7,7 +7,7 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -351,7 +351,7 @@ def test_two_turns_of_one_conversation_at_once_do_not_disturb_each_other(talk: T
         conversations._roots.clear()
         root = conversations._roots[""] = KeptStretch("", 0, origins[0].ids[:0], ())
         for origin in origins:
-            origin.parent, origin.children = root, ()
+            origin.parent, origin.children = weakref.ref(root), ()
             root.children, root = (origin,), origin
 
     alone = []
@@ -558,7 +558,23 @@ def test_without_memory_for_a_copy_nothing_is_kept_and_nothing_is_lost(monkeypat
     assert _lengths(conversations) == [(0, 100)]
     _keep(conversations, [*range(60), *range(500, 560)], exact=120)
     assert _lengths(conversations) == [(0, 60), (60, 100), (60, 120)]
-    assert [child.parent.stop for child in conversations._stretches() if child.parent and child.start] == [60, 60]
+    parents = [child.parent() for child in conversations._stretches() if child.start]
+    assert [parent.stop for parent in parents if parent] == [60, 60]
+
+
+@pytest.mark.parametrize("drop", [lambda kept: kept.drop(["a"]), Conversations.close])
+def test_dropped_kv_is_freed_without_a_garbage_collection(drop: Callable[[Conversations], None]) -> None:
+    conversations = Conversations(1 << 20, 1000, 1)
+    for middle in range(200, 203):
+        _keep(conversations, [*range(100), *[middle] * 60], exact=160, a=0)
+    kept = [*map(weakref.ref, conversations._stretches())]
+    assert len(kept) == 4
+    gc.disable()
+    try:
+        drop(conversations)
+        assert not [reference for reference in kept if reference()]
+    finally:
+        gc.enable()
 
 
 def test_a_chunk_that_was_stored_later_is_known_in_kv_computed_before() -> None:

@@ -1566,21 +1566,27 @@ def test_a_budget_that_cannot_be_written_reports_a_full_disk_and_changes_nothing
     assert store.set_budget("", 1) == 4
 
 
-@pytest.mark.parametrize("pages", [1, 9])
-def test_a_new_store_on_a_full_disk_reports_it(pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = schema._connect
+@pytest.mark.parametrize("pages", [1, 4, 9])
+def test_a_disk_that_is_full_while_the_manifest_is_created_loses_no_chunk(
+    pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path)
+    store.put([record(1)])
+    store.close()
+    (tmp_path / "manifest.sqlite").unlink()
 
-    def full(database: str, uri: bool = False) -> sqlite3.Connection:
-        connection = connect(database, uri)
+    def limited(*args: Any, connect: Any = schema._connect, **options: Any) -> Any:
+        connection = connect(*args, **options)
         connection.execute(f"PRAGMA max_page_count = {pages}")
         return connection
 
-    with monkeypatch.context() as disk:
-        disk.setattr(schema, "_connect", full)
-        for _ in range(2):  # with nothing there, and with what the first attempt has left
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "_connect", limited)
+        for _ in range(2):
             with pytest.raises(StoreFullError, match=r"disk of .* is full: free space"):
                 opened(tmp_path)
-    opened(tmp_path).close()
+    with contextlib.closing(opened(tmp_path)) as again:
+        assert same(again, record(1))
 
 
 OPEN = """

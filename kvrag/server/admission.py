@@ -28,9 +28,8 @@ class AdmissionQueue:
         """Create an empty queue that admits `places` requests, while `queue` requests per namespace may wait."""
         self._places, self._queue = places, queue
         self._running: Counter[str] = Counter()
-        self._waiting: dict[
-            str, deque[asyncio.Future[None]]
-        ] = {}  # never contains an empty queue; the first one is next
+        # never contains an empty queue; the first one is next
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._pool = ThreadPoolExecutor(places, thread_name_prefix=f"kvrag-{name}")
         self._idle = asyncio.Event()
         self._idle.set()

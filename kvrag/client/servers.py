@@ -189,10 +189,11 @@ def _watched(
     server: Server, part: Sequence[NamedText], namespace: str, progress: Progress | None, before: int, total: int
 ) -> Iterator[None]:
     """Report every few seconds how many texts of a document are encoded, from a thread, if the server says so."""
-    is_over, name = threading.Event(), part[0].document
+    name = part[0].document
     if progress is None or not name:
         yield
         return
+    is_over = threading.Event()
 
     def watch() -> None:
         while not is_over.wait(_WATCH_S):

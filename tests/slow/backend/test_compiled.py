@@ -43,13 +43,10 @@ def _filled(model: Model, length: int) -> KVCache:
     "family",
     [
         "llama",
-        "mistral-window",
         "phi3-longrope",
         "gemma3",
         "gemma4-shared",
         "gpt_oss",
-        "qwen3_moe",
-        "smollm3",
         "llama4",
     ],
 )
@@ -72,12 +69,9 @@ def test_a_step_is_one_graph_for_all_lengths_and_numbers_of_rows(
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="on a CPU, torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("own_thread", [False, True])
-def test_answers_are_the_same(
-    own_thread: bool, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the real compiler, blended prompts, one answer and several at the same time."""
-    monkeypatch.setattr(compiled, "_own_thread", lambda device: own_thread)
+def test_answers_are_the_same(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real compiler, blended prompts, one answer and several at the same time, in a thread as on a GPU."""
+    monkeypatch.setattr(compiled, "_own_thread", lambda device: True)
     hf = build("llama", num_hidden_layers=2)
     prompts = [messages(*CHUNKS[:count], question=f"Question {count}?") for count in (1, 3, 2)]
     answers = []

@@ -140,7 +140,8 @@ def test_the_client_reports_progress_while_the_server_encodes_a_document(
     monkeypatch.setattr(engine, "warm", slowly)
     with RemoteEngine(served.url) as remote:
         remote.warm(CHUNKS, document="a", progress=moved)
-        monkeypatch.setattr("kvrag.client.servers._watched", None)  # nobody would see it, or no name identifies it
+        # no thread is started: nobody would see it, or no name identifies it
+        monkeypatch.setattr("kvrag.client.servers.threading", None)
         remote.warm(CHUNKS, document="a")
         remote.warm(CHUNKS, progress=moved)
     assert set(done) >= {(2, 4), (4, 4)}

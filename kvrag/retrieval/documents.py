@@ -41,7 +41,6 @@ _BOMS = {  # UTF-32's begin with UTF-16's
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-_EMPTY = "skipped: it has no files with text: is a disk not mounted? Else forget its documents"
 _OLD_OFFICE = b"\xd0\xcf\x11\xe0"
 _NOT_TEXT = (b"%PDF-", b"PK\3\4", _OLD_OFFICE)
 
@@ -103,20 +102,22 @@ def find(paths: Iterable[str | Path]) -> tuple[list[Path], list[Problem]]:
     """
     files: dict[Path, None] = {}
     problems: list[Problem] = []
+    empty: list[Problem] = []
     roots = [Path(path) for path in paths]
     for path in roots:
         if path.is_dir():
             if not (found := _find_in(path, problems)):
-                problems.append(Problem(str(path.absolute()), _EMPTY, is_unreadable=True))
+                why = "skipped: it has no files with text: is a disk not mounted? Else forget its documents"
+                empty.append(Problem(str(path.absolute()), why, is_unreadable=True))
             files |= dict.fromkeys(found)
         elif path.exists():
             files[path.resolve()] = None
         else:
             raise KvragError(f"{path} does not exist{' or is a broken link' * path.is_symlink()}: check the path")
     if not files:
-        why = "".join(f"; {problem}" for problem in problems if problem.is_unreadable and problem.message != _EMPTY)
+        why = "".join(f"; {problem}" for problem in problems if problem.is_unreadable)
         raise KvragError(f"no files with text in {', '.join(map(str, roots))} (looked for {' '.join(SUFFIXES)}){why}")
-    return list(files), problems
+    return list(files), problems + empty
 
 
 def _find_in(folder: Path, problems: list[Problem]) -> list[Path]:

@@ -141,11 +141,7 @@ class Database:
         except sqlite3.OperationalError as error:
             if self.is_new or not self._path.exists() or _primary(error) not in _UNWRITABLE:
                 raise
-            try:
-                connection = self._open_to_read()
-                connection.execute("SELECT 1 FROM texts, chunks, holders, totals, counters, removed LIMIT 0")
-            except sqlite3.OperationalError:
-                raise error from None  # the file is new
+            connection = self._open_to_read()
             self.read_only = True
         for table in ("texts", "chunks", "holders", "totals", "counters", "removed"):
             connection.execute(f"SELECT * FROM {table} LIMIT 1").fetchone()

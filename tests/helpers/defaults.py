@@ -1,4 +1,4 @@
-"""What all tests need: offline, one thread each, and results that depend neither on the load nor on a calibration.
+"""Defaults of all tests: offline, one thread, and results that depend neither on the load nor on a calibration.
 
 A conftest imports this module first, as other imports read the environment.
 """

@@ -1,4 +1,8 @@
-"""BlendLLM under the suite for any LlamaIndex LLM, on random weights; on those of KVRAG_TEST_MODEL=smollm2 if set."""
+"""BlendLLM under the suite for any LlamaIndex LLM, on random weights; on those of KVRAG_TEST_MODEL=smollm2 if set.
+
+With smollm2, in about 25 minutes, seven tests of coverage fail: its larger vocabulary makes nodes a third shorter, and
+the few tokens between them, which are computed, a larger share of a prompt (1.1 % instead of 1 in `compact`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from llama_index.core.llms import LLM
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.llms.kvrag import BlendLLM
 from llama_index.vector_stores.kvrag import KVWarmVectorStore
-from llm_conformance import Events, LLMTests
+from llm_conformance import LLMTests
 from serving import NAME, Served, serving
 
 from kvrag import BlendEngine
@@ -51,10 +55,6 @@ class TestBlendLLM(LLMTests):
     def no_conversations(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Prompts that begin alike would share the tokens of template and question, too."""
         monkeypatch.setattr("kvrag.reuse.conversation.Conversations.find", lambda *_: None)
-
-    def check_coverage(self, llm: Any, events: Events, least: float) -> None:
-        # nodes are a third shorter in tokens of a large vocabulary: what is lost between them is a larger share
-        super().check_coverage(llm, events, least - 0.03 if FREE else least)
 
     def vector_store(self, llm: Any, **changes: Any) -> KVWarmVectorStore:
         return KVWarmVectorStore(SimpleVectorStore(), llm, **changes)

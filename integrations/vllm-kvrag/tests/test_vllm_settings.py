@@ -143,6 +143,12 @@ class WeightConverter:
 # ---------------------------------------------------------------- settings
 
 
+def test_a_cache_in_fp8_is_served_as_usual(folder: Path, store: Path, warnings: list[str]) -> None:
+    with started(checkpoint("llama", folder), store, kv_cache_dtype="fp8") as engine:
+        assert_served_as_usual(engine, "fp8", warnings)
+    assert list(FileStore(store).documents()) == ["a"]
+
+
 def lora(model: Path, folder: Path) -> LoRARequest:
     """A random adapter."""
     hidden = json.loads((model / "config.json").read_text())["hidden_size"]

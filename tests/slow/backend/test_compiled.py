@@ -43,10 +43,13 @@ def _filled(model: Model, length: int) -> KVCache:
     "family",
     [
         "llama",
+        "mistral-window",
         "phi3-longrope",
         "gemma3",
         "gemma4-shared",
         "gpt_oss",
+        "qwen3_moe",
+        "smollm3",
         "llama4",
     ],
 )

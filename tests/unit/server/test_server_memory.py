@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from kvrag import SettingError
+from kvrag.cli import serve
 
 SCRIPT = """
 import ctypes, sys, threading
@@ -39,3 +46,21 @@ def _arenas(mode: str) -> int:
 def test_all_threads_share_two_arenas() -> None:
     assert _arenas("own") > 2
     assert _arenas("shared") == 2
+
+
+def test_the_command_shares_them_before_the_engine_starts_threads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    order: list[str] = []
+
+    def build(*_: object) -> None:
+        order.append("engine")
+        raise SettingError("enough")
+
+    monkeypatch.setattr("kvrag.server.run.share_arenas", lambda: order.append("arenas"))
+    monkeypatch.setattr(serve, "build", build)
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    with pytest.raises(SettingError, match="enough"):
+        serve.run(parser.parse_args(["--store", str(tmp_path), "--port", "0"]))
+    assert order == ["arenas", "engine"]

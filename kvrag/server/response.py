@@ -6,13 +6,14 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 from kvrag.engine import BlendEngine
 from kvrag.retrieval.index import Hit
 from kvrag.server.schemas import AnswerFields, ChatRequest
-from kvrag.types import BlendReport, CallPiece, Delta, TokenLogprob
+from kvrag.types import Answer, CallPiece, Delta, TokenLogprob, join
 
 Piece = tuple[int, Delta] | list[Hit]
 """A piece of an answer: first the retrieved chunks, if any, then the number of a choice and its next delta."""
@@ -27,43 +28,35 @@ class Choice:
 
     Attributes:
         has_one_call: Tool calls after the first are dropped.
+        calls: Tool calls in OpenAI's form.
         offset: Length of the text of the tokens whose log probabilities were sent.
     """
 
     has_one_call: bool = False
-    text: str = ""
-    reasoning: str = ""
+    deltas: list[Delta] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    num_tokens: int = 0
-    reasoning_tokens: int = 0
-    report: BlendReport | None = None
-    is_cut_off: bool = False
     offset: int = 0
+
+    @cached_property
+    def answer(self) -> Answer:
+        """The complete answer."""
+        return join(self.deltas)
+
+    @property
+    def finish_reason(self) -> str:
+        """OpenAI's finish reason of the complete answer."""
+        return "tool_calls" if self.calls and self.answer.finish_reason == "stop" else self.answer.finish_reason
 
     def add(self, delta: Delta) -> Delta:
         """Add a delta; return it without the calls that the client does not see."""
         pieces = tuple(piece for piece in delta.call_pieces if piece.index == 0 or not self.has_one_call)
-        self.text += delta.text
-        self.reasoning += delta.reasoning
         for piece in pieces:
             if piece.id:
                 function = {"name": piece.name, "arguments": ""}
                 self.calls.append({"id": piece.id, "type": "function", "function": function})
             self.calls[piece.index]["function"]["arguments"] += piece.arguments
-        self.logprobs += delta.logprobs
-        self.num_tokens += delta.num_tokens
-        self.reasoning_tokens += delta.reasoning_tokens
-        if delta.finish_reason is not None:
-            self.report, self.is_cut_off = delta.report, delta.finish_reason == "length"
+        self.deltas.append(delta)
         return replace(delta, call_pieces=pieces)
-
-    @property
-    def finish_reason(self) -> str | None:
-        """OpenAI's finish reason; None while the answer is incomplete."""
-        if self.report is None:
-            return None
-        return "length" if self.is_cut_off else "tool_calls" if self.calls else "stop"
 
 
 class Builder:
@@ -130,9 +123,9 @@ class ResponseBuilder(Builder):
         shown = choice.add(delta)
         if shown.text or shown.call_pieces or shown.logprobs or (shown.reasoning and self._is_chat):
             yield self._chunk(number, self._content(shown), self._logprobs(shown.logprobs, choice))
-        if choice.report is not None:
+        if delta.finish_reason is not None:
             last = self._chunk(number, {} if self._is_chat else "", finish_reason=choice.finish_reason)
-            yield last | {"kvrag": choice.report.to_dict()}
+            yield last | {"kvrag": choice.answer.report.to_dict()}
 
     def whole(self) -> dict[str, Any]:
         """See Builder."""
@@ -148,16 +141,15 @@ class ResponseBuilder(Builder):
         return (*usage, "[DONE]")
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        assert choice.report is not None
-        choice.offset = 0
-        body: dict[str, Any] = {"index": index, "logprobs": self._logprobs(choice.logprobs, choice)}
-        body |= {"finish_reason": choice.finish_reason, "kvrag": choice.report.to_dict()}
+        answer, choice.offset = choice.answer, 0
+        body: dict[str, Any] = {"index": index, "logprobs": self._logprobs(answer.logprobs, choice)}
+        body |= {"finish_reason": choice.finish_reason, "kvrag": answer.report.to_dict()}
         if not self._is_chat:
-            return body | {"text": choice.text}
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+            return body | {"text": answer.text}
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if choice.calls:
-            message |= {"content": choice.text or None, "tool_calls": choice.calls}
-        return body | {"message": message | _thought(choice.reasoning)}
+            message |= {"content": answer.text or None, "tool_calls": choice.calls}
+        return body | {"message": message | _thought(answer.reasoning)}
 
     def _content(self, delta: Delta) -> Any:
         if not self._is_chat:
@@ -181,7 +173,8 @@ class ResponseBuilder(Builder):
 
     def _usage(self) -> dict[str, Any]:
         # the choices of one prompt follow each other, and the report of its first answer has the cached tokens
-        return openai_usage([choice for _, choice in sorted(self._choices.items())], self._request.num_choices())
+        answers = [choice.answer for _, choice in sorted(self._choices.items())]
+        return openai_usage(answers, self._request.num_choices())
 
     def _chunk(
         self, number: int, content: Any, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
@@ -197,17 +190,17 @@ class ResponseBuilder(Builder):
         return envelope | {"system_fingerprint": self._fingerprint, "choices": choices}
 
 
-def openai_usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
-    """Return OpenAI's usage. The prompt of `per_prompt` choices counts once."""
-    reports = [choice.report for choice in choices[::per_prompt] if choice.report is not None]
-    prompt, answers = sum(report.prompt_tokens for report in reports), sum(choice.num_tokens for choice in choices)
+def openai_usage(answers: Sequence[Answer], per_prompt: int) -> dict[str, Any]:
+    """Return OpenAI's usage. The prompt of `per_prompt` answers counts once."""
+    reports = [answer.report for answer in answers[::per_prompt]]
+    prompt, answered = sum(row.prompt_tokens for row in reports), sum(answer.num_tokens for answer in answers)
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": answers,
-        "total_tokens": prompt + answers,
+        "completion_tokens": answered,
+        "total_tokens": prompt + answered,
         # chunks encoded for this answer were not cached
         "prompt_tokens_details": {"cached_tokens": sum(row.reused_tokens - row.created_tokens for row in reports)},
-        "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
+        "completion_tokens_details": {"reasoning_tokens": sum(answer.reasoning_tokens for answer in answers)},
     }
 
 

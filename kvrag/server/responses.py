@@ -16,6 +16,7 @@ from kvrag.server.schemas import ChatRequest, Common, Contextual, Effort, Reques
 from kvrag.types import CallPiece, Delta, Messages
 
 _LOGPROBS = "message.output_text.logprobs"
+_STATUS = {"stop": "completed", "length": "incomplete"}  # by the engine's finish reason
 
 # items with text: the start of the id, fields, and the part that takes the text
 _NEW: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -217,18 +218,18 @@ class ResponsesBuilder(Builder):
             yield from self._add_text("message", shown.text)
         for piece in shown.call_pieces:
             yield from self._add_arguments(piece)
-        for is_whole, calls in ((True, shown.tool_calls), (False, shown.invalid_calls)):
-            ended = {call.id for call in calls}
-            for item in self._calls():
-                if item["call_id"] in ended:
-                    item["status"] = "completed" if is_whole else "incomplete"
-                    done = {"name": item["name"], "arguments": item["arguments"]}
-                    yield self._item_event("function_call_arguments.done", item, **done)
-                    yield self._item_event("output_item.done", item)
-        if self._choice.report is not None:
+        ended = dict.fromkeys((call.id for call in shown.tool_calls), "completed")
+        ended |= dict.fromkeys((call.id for call in shown.invalid_calls), "incomplete")
+        for item in self._calls():
+            if item["call_id"] in ended:
+                item["status"] = ended[item["call_id"]]
+                done = {"name": item["name"], "arguments": item["arguments"]}
+                yield self._item_event("function_call_arguments.done", item, **done)
+                yield self._item_event("output_item.done", item)
+        if delta.finish_reason is not None:
             if not self._output:
                 yield from self._open("message")
-            yield from self._close("incomplete" if self._choice.is_cut_off else "completed")
+            yield from self._close(_STATUS[delta.finish_reason])
 
     def last_events(self) -> Sequence[Event]:
         """See Builder."""
@@ -244,11 +245,10 @@ class ResponsesBuilder(Builder):
 
     def whole(self) -> dict[str, Any]:
         """See Builder."""
-        choice, usage = self._choice, openai_usage([self._choice], 1)
-        assert choice.report is not None
+        answer, usage = self._choice.answer, openai_usage([self._choice.answer], 1)
         return self._body | {
-            "status": "incomplete" if choice.is_cut_off else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if choice.is_cut_off else None,
+            "status": _STATUS[answer.finish_reason],
+            "incomplete_details": {"reason": "max_output_tokens"} if answer.finish_reason == "length" else None,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
@@ -256,7 +256,7 @@ class ResponsesBuilder(Builder):
                 "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
             },
-            "kvrag": choice.report.to_dict(),
+            "kvrag": answer.report.to_dict(),
             **self._extras,
         }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -62,32 +61,30 @@ def run(args: argparse.Namespace) -> int:
     if args.reset:
         return _reset(args)
     ratios = tuple(dict.fromkeys(args.ratios or GRID))
-    with open_engine(args, is_warmed=True, context_tokens=args.context_tokens) as engine, ExitStack() as stack:
-        prompts = _retrieve(engine, args) if args.questions else None
-        search = None
-        if prompts is None:
-            index = stack.enter_context(open_index(engine, args.namespace))
-            if len(index):
-                search = text_search(index)
-            elif not args.json:
+    with (
+        open_engine(args, is_warmed=True, context_tokens=args.context_tokens) as engine,
+        open_index(engine, args.namespace) as index,
+    ):
+        prompts = _retrieve(engine, index, args) if args.questions else None
+        if prompts is None and not args.json:
+            if not len(index):
                 say("no chunk index beside this store: chunks are retrieved by the rare words that they share")
-            if not args.json:
-                say("making prompts from the chunks")
-        report = stack.enter_context(progress("calibrating", args.json))
-        calibration = engine.calibrate(
-            prompts,
-            namespace=args.namespace,
-            policy=args.policy,
-            target=args.target,
-            sure=args.sure,
-            ratios=ratios,
-            count=args.prompts,
-            chunks=args.top_k,
-            search=search,
-            seed=args.seed,
-            save=not args.dry_run,
-            progress=report,
-        )
+            say("making prompts from the chunks")
+        with progress("calibrating", args.json) as report:
+            calibration = engine.calibrate(
+                prompts,
+                namespace=args.namespace,
+                policy=args.policy,
+                target=args.target,
+                sure=args.sure,
+                ratios=ratios,
+                count=args.prompts,
+                chunks=args.top_k,
+                search=text_search(index) if len(index) else None,
+                seed=args.seed,
+                save=not args.dry_run,
+                progress=report,
+            )
         store = engine.store.stats().path
     is_saved = calibration.is_usable and not args.dry_run
     if args.json:
@@ -139,11 +136,10 @@ def _reset(args: argparse.Namespace) -> int:
     return 0
 
 
-def _retrieve(engine: BlendEngine, args: argparse.Namespace) -> Sequence[str | Messages]:
+def _retrieve(engine: BlendEngine, index: ChunkIndex, args: argparse.Namespace) -> Sequence[str | Messages]:
     questions = read_questions(args.questions)[: args.prompts]
-    with open_index(engine, args.namespace) as index:
-        require_chunks(index)
-        return [as_prompt(engine, [retrieve(engine, index, question, args)[1]]) for question in questions]
+    require_chunks(index)
+    return [as_prompt(engine, [retrieve(engine, index, question, args)[1]]) for question in questions]
 
 
 def _print(calibration: Calibration) -> None:

@@ -8,12 +8,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvrag.backend.hub import BUNDLED, READER, check_model
@@ -42,6 +41,12 @@ T = TypeVar("T")
 _REDRAW_S, _LINE_S = 0.1, 10.0  # seconds between lines of progress, on a terminal and without one
 _CLEAR = "\r\x1b[K"  # removes a line of progress from a terminal
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+# arguments of the engine that some commands have options for
+_ENGINE_OPTIONS = ("ram_bytes", "device_bytes", "conversation_bytes", "batch_bytes", "learn")
+_EXTRAS = {
+    "cli": ("faiss", "sentence_transformers", "langchain_text_splitters"),
+    "server": ("fastapi", "uvicorn", "prometheus_client", "python_multipart"),
+}
 
 
 def checked(kind: Callable[[str], T], check: Callable[[T], object]) -> Callable[[str], T]:
@@ -184,16 +189,11 @@ def stream(engine: BlendEngine, prompt: str | Messages, args: argparse.Namespace
 
 
 def open_engine(
-    args: argparse.Namespace,
-    sizes: Mapping[str, int] = MappingProxyType({}),
-    is_warmed: bool = False,
-    compile_decode: bool = False,
-    **config: Any,
+    args: argparse.Namespace, is_warmed: bool = False, compile_decode: bool = False, **config: Any
 ) -> BlendEngine:
-    """Open the engine for `add_engine_arguments`.
+    """Open the engine for `add_engine_arguments`, and for the command's other options of the engine.
 
     Args:
-        sizes: Sizes of its memory, as arguments of `BlendEngine`.
         is_warmed: Create no store.
         compile_decode: As in `Model.from_pretrained`.
         config: Fields of its `BlendConfig`.
@@ -216,8 +216,8 @@ def open_engine(
     store = default_store(model, args.codec) if args.store is None else args.store
     if is_warmed and args.store is None and not (store / "chunks").is_dir():
         raise _nothing_warmed(store)
-    learn = getattr(args, "learn", False)
-    return BlendEngine(model, store, settings, codec=args.codec, store_cache=args.store_cache, learn=learn, **sizes)
+    options = {name: getattr(args, name) for name in _ENGINE_OPTIONS if name in args}
+    return BlendEngine(model, store, settings, codec=args.codec, store_cache=args.store_cache, **options)
 
 
 def _check_owner(store: str, model: str) -> None:
@@ -275,11 +275,11 @@ def _nothing_warmed(folder: Path) -> StoreError:
     )
 
 
-def require_extra() -> None:
-    """Raise KvragError if the extra for reading and retrieval is not installed."""
-    for module in ("faiss", "sentence_transformers", "langchain_text_splitters"):
+def require_extra(extra: str = "cli") -> None:
+    """Raise KvragError if the extra, by default the one for reading and retrieval, is not installed."""
+    for module in _EXTRAS[extra]:
         if find_spec(module) is None:
-            raise KvragError(f"{module} is not installed: pip install 'kvrag[cli]'")
+            raise KvragError(f"{module} is not installed: pip install 'kvrag[{extra}]'")
 
 
 def existing_store(store: str) -> str:

@@ -11,7 +11,6 @@ import webbrowser
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,7 @@ from kvrag.cli.common import (
 )
 from kvrag.cli.prompt import stuff
 from kvrag.config import ANSWER_SETTINGS, BlendConfig
-from kvrag.errors import KvragError, SettingError
+from kvrag.errors import SettingError
 from kvrag.llm import SETTINGS
 from kvrag.retrieval import documents
 from kvrag.server.settings import ApiKey, ServerSettings
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 
 _KEYS = "KVRAG_API_KEY"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
-_MEMORY = ("ram_bytes", "device_bytes", "conversation_bytes", "batch_bytes")  # arguments of the engine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,14 +122,12 @@ def chat(args: argparse.Namespace) -> int:
     """Serve the web page of `kvrag chat --web`: its options, and the default of all others."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return run(argparse.Namespace(**{**vars(parser.parse_args([])), **vars(args)}))
+    return run(parser.parse_args([], args))
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    for module in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
-        if find_spec(module) is None:
-            raise KvragError(f"{module} is not installed: pip install 'kvrag[server]'")
+    require_extra("server")
     if args.ray is not None:
         return int(ray_command("serve")(args))
     if args.replicas != (1, 1):
@@ -166,8 +162,7 @@ def build(
     from kvrag.server.app import create_app
 
     say(f"loading {args.model}")
-    sizes = {name: getattr(args, name) for name in _MEMORY}
-    engine = stack.enter_context(open_engine(args, sizes, compile_decode=args.compile_decode, **config))
+    engine = stack.enter_context(open_engine(args, compile_decode=args.compile_decode, **config))
     is_careful = args.ratio is None and args.policy is None and args.controller != "off"
     if is_careful and engine.calibration is None and not engine.fingerprint.is_bundled:
         say(f"{args.model} is not calibrated for this store: full prefill answers until `kvrag calibrate` was run")

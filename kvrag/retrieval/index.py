@@ -139,11 +139,11 @@ class ChunkIndex:
         texts = [text for text in dict.fromkeys(texts) if text.strip()]
         vectors: dict[str, NDArray[np.float32]] = {}
         while True:
-            with self._transaction() as db:  # another document's removal may drop a chunk that existed a moment ago
+            with self._transaction():  # another document's removal may drop a chunk that existed a moment ago
                 known = "SELECT 1 FROM chunks WHERE text = ?"
                 new = [text for text in texts if text not in vectors and not self._read(known, (text,))]
                 if not new:
-                    self._enter(db, texts, vectors, document, pages)
+                    self._enter(texts, vectors, document, pages)
                     break
             progress(0, len(new))
             for start in range(0, len(new), _BATCH):
@@ -154,9 +154,9 @@ class ChunkIndex:
 
     def remove(self, document: str) -> int:
         """Remove a document; return the number of chunks dropped, which no other document has."""
-        with self._transaction() as db:
-            self._clear(db, document)
-            return self._drop_orphans(db)
+        with self._transaction():
+            self._clear(document)
+            return self._drop_orphans()
 
     def search(self, question: str, k: int = 4, around: int = 0) -> list[Hit]:
         """Return the chunks nearest to a question, best first.
@@ -243,13 +243,13 @@ class ChunkIndex:
     # ---------------------------------------------------------------- inside
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
+    def _transaction(self) -> Iterator[None]:
         with self._lock:
             self._faiss = None
             try:
                 with self._db:  # commits, or rolls back
                     self._db.execute("BEGIN IMMEDIATE")
-                    yield self._db
+                    yield
             except sqlite3.Error as error:
                 raise StoreError(f"cannot write the chunk index {self.path}: {error}") from error
 
@@ -260,51 +260,44 @@ class ChunkIndex:
             except sqlite3.Error as error:
                 raise StoreError(f"cannot read the chunk index {self.path}: {error}") from error
 
+    # within a transaction, like the next two
     def _enter(
-        self,
-        db: sqlite3.Connection,
-        texts: Sequence[str],
-        vectors: dict[str, NDArray[np.float32]],
-        document: str,
-        pages: Pages,
+        self, texts: Sequence[str], vectors: dict[str, NDArray[np.float32]], document: str, pages: Pages
     ) -> None:
-        db.execute("INSERT OR IGNORE INTO settings VALUES ('embedder', ?)", (self.embedder,))
-        db.executemany(
+        self._db.execute("INSERT OR IGNORE INTO settings VALUES ('embedder', ?)", (self.embedder,))
+        self._db.executemany(
             "INSERT OR IGNORE INTO chunks (text, vector) VALUES (?, ?)",
             [(text, vector.tobytes()) for text, vector in vectors.items()],
         )
-        self._clear(db, document)
-        db.executemany(
+        self._clear(document)
+        self._db.executemany(
             "INSERT INTO documents SELECT ?, ?, id FROM chunks WHERE text = ?",
             [(document, position, text) for position, text in enumerate(texts)],
         )
-        db.executemany(
+        self._db.executemany(
             "INSERT INTO pages VALUES (?, ?, ?, ?)",
             [(document, position, *pages[text]) for position, text in enumerate(texts) if text in pages],
         )
-        self._drop_orphans(db)
+        self._drop_orphans()
 
-    @staticmethod
-    def _clear(db: sqlite3.Connection, document: str) -> None:
+    def _clear(self, document: str) -> None:
         for table in ("documents", "pages"):
-            db.execute(f"DELETE FROM {table} WHERE document = ?", (document,))
+            self._db.execute(f"DELETE FROM {table} WHERE document = ?", (document,))
 
-    @staticmethod
-    def _drop_orphans(db: sqlite3.Connection) -> int:
-        return db.execute("DELETE FROM chunks WHERE id NOT IN (SELECT chunk FROM documents)").rowcount
+    def _drop_orphans(self) -> int:
+        return self._db.execute("DELETE FROM chunks WHERE id NOT IN (SELECT chunk FROM documents)").rowcount
 
     def _neighbours(self, chunk: int, around: int) -> list[Any]:
-        """Return (id, document, text, first and last page) of the chunk and its neighbours, in one of its documents."""
-        where = "SELECT document, position FROM documents WHERE chunk = ? ORDER BY document, position LIMIT 1"
-        places = self._read(where, (chunk,))
-        if not places:
-            return []  # another process dropped it after the vectors were read
-        ((document, position),) = places
+        """Return (id, document, text, first and last page) of the chunk and its neighbours, in one of its documents.
+
+        There are none if another process dropped it after the vectors were read.
+        """
         return self._read(
-            "SELECT id, document, text, first, last FROM documents JOIN chunks ON id = chunk "
-            "LEFT JOIN pages USING (document, position) "
-            "WHERE document = ? AND position BETWEEN ? AND ? ORDER BY position",
-            (document, position - around, position + around),
+            "WITH hit AS (SELECT document, position AS place FROM documents WHERE chunk = ? ORDER BY 1, 2 LIMIT 1) "
+            "SELECT id, document, text, first, last FROM hit JOIN documents USING (document) "
+            "JOIN chunks ON id = chunk LEFT JOIN pages USING (document, position) "
+            "WHERE position BETWEEN place - ? AND place + ? ORDER BY position",
+            (chunk, around, around),
         )
 
     def _vectors(self) -> tuple[NDArray[np.int64], Any]:

@@ -61,8 +61,8 @@ class SharedIndex(ChunkIndex):
     def _drop(self, document: str) -> int:
         """Remove a document from this machine's copy; if that is interrupted, it is repeated."""
         removed = super().remove(document)
-        with self._transaction() as db:
-            db.execute("DELETE FROM mirrored WHERE document = ?", (document,))
+        with self._transaction():
+            self._db.execute("DELETE FROM mirrored WHERE document = ?", (document,))
         return removed
 
     def _copy(self, name: str, version: str, content: bytes) -> None:
@@ -72,9 +72,9 @@ class SharedIndex(ChunkIndex):
             raise StoreError(f"the documents were embedded with {embedder}: pass --embedder {embedder}")
         vectors = {text: np.frombuffer(base64.b64decode(vector), np.float32) for text, vector in record["chunks"]}
         pages = {text: (first, last) for text, first, last in record["pages"]}
-        with self._transaction() as db:
-            self._enter(db, list(vectors), vectors, document, pages)
-            db.execute("INSERT OR REPLACE INTO mirrored VALUES (?, ?, ?)", (name, version, document))
+        with self._transaction():
+            self._enter(list(vectors), vectors, document, pages)
+            self._db.execute("INSERT OR REPLACE INTO mirrored VALUES (?, ?, ?)", (name, version, document))
 
     def _try_sync(self) -> None:
         """Search this machine's copy if the store cannot be reached."""
@@ -107,8 +107,8 @@ class SharedIndex(ChunkIndex):
         published = self._published(name)
         if version not in published or self._store.read_published(self._folder, version) != content:  # damaged
             self._store.publish(self._folder, version, content, [other for other in published if other != version])
-        with self._transaction() as db:
-            db.execute("INSERT OR REPLACE INTO mirrored VALUES (?, ?, ?)", (name, version, document))
+        with self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO mirrored VALUES (?, ?, ?)", (name, version, document))
         return added
 
     def _published(self, name: str) -> list[str]:

@@ -189,9 +189,9 @@ def _encode(
     with progress("encoding", args.json, unit) as report:
         for name, texts in chunks.items():
 
-            def moved(done: int, total: int, before: int = before, here: int = len(texts)) -> None:
+            def moved(done: int, total: int, before: int = before) -> None:
                 nonlocal encoded
-                encoded = before + (done if new_tokens is not None else here * done // max(total, 1))
+                encoded = before + done
                 report(encoded, number)
 
             try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import mimetypes
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
@@ -189,12 +188,7 @@ async def add_document(request: Request, state: Server, tenant: Caller) -> Respo
         added = [await _add(corpus, document, content) for document, content in contents.items()]
         return json_response(added[0] if len(added) == 1 else {"object": "list", "data": added}, 202)
     try:  # FastAPI reads no JSON where it may be a form as well
-        content = json.loads(await request.body())
-    except (ValueError, RecursionError):
-        message = "the body is not valid JSON: send JSON, or a form with files"
-        raise ApiError(400, message, "invalid_json") from None
-    try:
-        body = NewDocument.model_validate(content)
+        body = NewDocument.model_validate_json(await request.body())
     except ValidationError as error:
         problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
         raise RequestValidationError(problems) from None

@@ -40,8 +40,8 @@ class CorpusTask:
     number: int
     action: Literal["add", "drop"]
     document: str
-    texts: tuple[str, ...] = field(default=(), repr=False)
-    pages: tuple[int, ...] = field(default=(), repr=False)
+    texts: Sequence[str] = field(default=(), repr=False)
+    pages: Sequence[int] = field(default=(), repr=False)
     error: str = ""
 
 
@@ -114,7 +114,7 @@ class Corpus:
         with self._changed:
             if self.count_pending() >= MAX_PENDING:
                 raise ApiError(429, f"{MAX_PENDING} documents are waiting: retry later", "queue_full")
-            self._put(CorpusTask(self._next, "add", document, tuple(texts), tuple(pages)))
+            self._put(CorpusTask(self._next, "add", document, texts, pages))
             return self.status(document)
 
     def remove(self, document: str) -> None:
@@ -303,7 +303,7 @@ def _tasks_in(folder: Path) -> dict[int, CorpusTask]:
     for path in sorted(folder.glob("*.json")):
         try:
             task = _read_task(path)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError):
             path.rename(path.with_suffix(".damaged"))
             logger.warning("%s is damaged: add the document again", path)
         else:
@@ -312,5 +312,4 @@ def _tasks_in(folder: Path) -> dict[int, CorpusTask]:
 
 
 def _read_task(path: Path) -> CorpusTask:
-    fields = json.loads(path.read_text())
-    return CorpusTask(**{**fields, "texts": tuple(fields["texts"]), "pages": tuple(fields["pages"])})
+    return CorpusTask(**json.loads(path.read_text()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvrag.config import check_namespace
+from kvrag.config import check_namespace, check_number
 from kvrag.errors import SettingError
 
 TEMPLATE = "{context}\n\nQuestion: {question}"
@@ -53,12 +53,11 @@ class ServerSettings:
     def __post_init__(self) -> None:
         least = dict.fromkeys(("top_k", "max_tokens", "concurrency", "max_body", "max_upload"), 1)
         for name, bound in {**least, "token_limit": self.max_tokens, "around": 0, "queue": 0}.items():
-            if getattr(self, name) < bound:
-                raise SettingError(f"{name} must be at least {bound}, got {getattr(self, name)}")
+            check_number(name, getattr(self, name), bound, whole=True)
         if not 0 < self.timeout < float("inf"):
             raise SettingError(f"timeout must be a positive number of seconds, got {self.timeout}")
-        if self.temperature is not None and not 0 <= self.temperature <= 2:
-            raise SettingError(f"temperature must be in [0, 2], got {self.temperature}")
+        if self.temperature is not None:
+            check_number("temperature", self.temperature, most=2)
         if not self.name:
             raise SettingError("the model name must not be empty")
         check_namespace(self.namespace)

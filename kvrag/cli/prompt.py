@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvrag.backend.hub import READER
 from kvrag.cli.common import say
+from kvrag.server.settings import TEMPLATE, fill
 from kvrag.types import Messages
 
 if TYPE_CHECKING:
@@ -18,11 +19,10 @@ if TYPE_CHECKING:
 _INSTRUCTION = "Use the following context to answer the question. If it does not say, say that you do not know."
 
 
-def stuff(engine: BlendEngine, question: str, hits: Sequence[Hit]) -> str:
-    """Return the chunks joined by blank lines, followed by the question."""
+def template(engine: BlendEngine) -> str:
+    """Return the template of prompts with retrieved chunks."""
     # the reader was trained on bare context and would read an instruction as part of it
-    head = [] if engine.model.name == READER else [_INSTRUCTION]
-    return "\n\n".join([*head, *(hit.text for hit in hits), f"Question: {question}"])
+    return TEMPLATE if engine.model.name == READER else f"{_INSTRUCTION}\n\n{TEMPLATE}"
 
 
 def retrieve(
@@ -32,7 +32,7 @@ def retrieve(
     from kvrag.retrieval.index import fitting
 
     def message(hits: Sequence[Hit]) -> dict[str, str]:
-        return {"role": "user", "content": stuff(engine, question, hits)}
+        return {"role": "user", "content": fill(template(engine), [hit.text for hit in hits], question)}
 
     found, tokenizer = index.search(question, args.top_k, args.around), engine.model.tokenizer
     used = len(tokenizer.render(as_prompt(engine, [message([])])))

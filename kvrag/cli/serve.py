@@ -30,7 +30,7 @@ from kvrag.cli.common import (
     retrieval_folder,
     say,
 )
-from kvrag.cli.prompt import stuff
+from kvrag.cli.prompt import template
 from kvrag.config import ANSWER_SETTINGS, BlendConfig
 from kvrag.errors import SettingError
 from kvrag.llm import SETTINGS
@@ -158,7 +158,6 @@ def build(
     Args:
         is_replica: Other servers of this machine may work on the same corpus.
     """
-    from kvrag.retrieval.index import Hit
     from kvrag.server.app import create_app
 
     say(f"loading {args.model}")
@@ -169,7 +168,7 @@ def build(
     if args.store_bytes is not None:
         engine.store.max_bytes = args.store_bytes
     if args.prompt_template is None:  # same prompt as `kvrag ask`
-        settings = replace(settings, template=stuff(engine, "{question}", [Hit("{context}", "", 1.0)]))
+        settings = replace(settings, template=template(engine))
     corpora = []
     for namespace in () if args.no_corpus else settings.namespaces:
         index = stack.enter_context(open_index(engine, namespace, args.embedder))

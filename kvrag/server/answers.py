@@ -21,7 +21,7 @@ from kvrag.retrieval.index import Hit, fitting
 from kvrag.server.errors import ApiError, ClientDisconnected, describe, json_response, log
 from kvrag.server.response import Builder, Event, Piece
 from kvrag.server.schemas import AnswerFields, ChatRequest, CompletionRequest, Document, Retrieval
-from kvrag.server.settings import ServerSettings
+from kvrag.server.settings import ServerSettings, fill
 from kvrag.server.state import State, Tenant
 from kvrag.types import Delta, Messages
 
@@ -109,7 +109,7 @@ def _fitting(engine: BlendEngine, settings: ServerSettings, messages: Messages, 
 def place_context(messages: Messages, settings: ServerSettings, texts: list[str]) -> None:
     """Insert texts into the last user message with the template. Changes `messages`."""
     number, question = _question(messages)
-    messages[number] = {**messages[number], "content": settings.prompt(texts, question)}
+    messages[number] = {**messages[number], "content": fill(settings.template, texts, question)}
 
 
 def _question(messages: Messages) -> tuple[int, str]:

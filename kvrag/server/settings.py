@@ -10,6 +10,13 @@ from kvrag.errors import SettingError
 TEMPLATE = "{context}\n\nQuestion: {question}"
 
 
+def fill(template: str, context: list[str], question: str) -> str:
+    """Return a prompt template filled in; the texts of the context are joined by blank lines."""
+    before, _, after = template.partition("{question}")
+    joined = "\n\n".join(context)  # placeholders inside the question or the context are not replaced
+    return before.replace("{context}", joined) + question + after.replace("{context}", joined)
+
+
 @dataclass(frozen=True, slots=True)
 class ApiKey:
     """An API key and the namespace of its requests."""
@@ -76,9 +83,3 @@ class ServerSettings:
     def rag_name(self) -> str:
         """Name of the model with retrieval."""
         return f"{self.name}-rag"
-
-    def prompt(self, context: list[str], question: str) -> str:
-        """Return the template filled in."""
-        before, _, after = self.template.partition("{question}")
-        joined = "\n\n".join(context)  # placeholders inside the question or the context are not replaced
-        return before.replace("{context}", joined) + question + after.replace("{context}", joined)

@@ -38,7 +38,7 @@ from kvrag.server.answers import EventStream
 from kvrag.server.corpus import Corpus
 from kvrag.server.response import ResponseBuilder
 from kvrag.server.schemas import ChatRequest
-from kvrag.server.settings import ApiKey, ServerSettings
+from kvrag.server.settings import ApiKey, ServerSettings, fill
 
 PAGE = Path(__file__).parents[3] / "docs" / "server.md"
 QUESTION = "Who likes curry?"
@@ -928,7 +928,7 @@ def test_settings_are_validated() -> None:
     ):
         with pytest.raises(kvrag.SettingError):
             ServerSettings(**{"name": NAME, **wrong})
-    filled = ServerSettings(name=NAME, template="{question}! {context}").prompt(["a {question}", "b"], "{context}?")
+    filled = fill("{question}! {context}", ["a {question}", "b"], "{context}?")
     assert filled == "{context}?! a {question}\n\nb"
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from contextvars import copy_context
+from itertools import count
 from typing import TypeVar
 
 from kvrag.backend.lock import is_left
@@ -20,16 +21,17 @@ T = TypeVar("T")
 class AdmissionQueue:
     """Admits a number of requests at a time, queues some more, and rejects the rest with 429.
 
-    Every namespace has its own FIFO queue. Free places are assigned to the queues in rotation, so that no namespace
-    blocks another one. Call all methods on the event loop.
+    A free place goes to the namespace whose last admission is longest ago, so that no namespace blocks another one, and
+    there to the request that has waited longest. Call all methods on the event loop.
     """
 
     def __init__(self, places: int, queue: int, name: str) -> None:
         """Create an empty queue that admits `places` requests, while `queue` requests per namespace may wait."""
         self._places, self._queue = places, queue
         self._running: Counter[str] = Counter()
-        # never contains an empty queue; the first one is next
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._waiting: list[tuple[str, asyncio.Future[None]]] = []  # with their namespaces, the oldest first
+        self._admissions = count(1)
+        self._last: Counter[str] = Counter()  # number of each namespace's last admission
         self._pool = ThreadPoolExecutor(places, thread_name_prefix=f"kvrag-{name}")
         self._idle = asyncio.Event()
         self._idle.set()
@@ -41,7 +43,7 @@ class AdmissionQueue:
 
     def waiting(self, namespace: str) -> int:
         """Return the number of waiting requests of the namespace."""
-        return len(self._waiting.get(namespace, ()))
+        return sum(name == namespace for name, _ in self._waiting)
 
     async def run(
         self,
@@ -110,10 +112,9 @@ class AdmissionQueue:
     def close(self) -> None:
         """Reject waiting and new requests with 503."""
         self.is_stopping = True
-        for queue in self._waiting.values():
-            for admission in queue:
-                if not admission.done():
-                    admission.set_exception(_stopping())
+        for _, admission in self._waiting:
+            if not admission.done():
+                admission.set_exception(_stopping())
         self._waiting.clear()
 
     async def _admit(self, namespace: str) -> None:
@@ -125,15 +126,12 @@ class AdmissionQueue:
         if self.waiting(namespace) >= self._queue:
             raise ApiError(429, "too many requests are waiting: retry later", "queue_full")
         admission = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(namespace, deque()).append(admission)
+        self._waiting.append((namespace, admission))
         try:
             await admission
         except BaseException:
-            queue = self._waiting.get(namespace, deque())
-            if admission in queue:
-                queue.remove(admission)
-                if not queue:
-                    del self._waiting[namespace]
+            if (namespace, admission) in self._waiting:
+                self._waiting.remove((namespace, admission))
             elif not admission.cancelled() and admission.exception() is None:
                 self._release(namespace)  # admitted and cancelled at the same time
             raise
@@ -143,16 +141,14 @@ class AdmissionQueue:
 
     def _take_place(self, namespace: str) -> None:
         self._running[namespace] += 1
+        self._last[namespace] = next(self._admissions)
         self._idle.clear()
 
     def _release(self, namespace: str) -> None:
         self._running[namespace] -= 1
         while self._waiting and self._has_place():
-            following = next(iter(self._waiting))
-            queue = self._waiting.pop(following)
-            admission = queue.popleft()
-            if queue:
-                self._waiting[following] = queue  # moves to the end
+            following, admission = min(self._waiting, key=lambda request: self._last[request[0]])
+            self._waiting.remove((following, admission))
             if not admission.done():
                 self._take_place(following)
                 admission.set_result(None)

@@ -228,7 +228,7 @@ async def test_namespaces_have_their_own_queues_and_are_admitted_in_rotation() -
     work.go.release()
     await asyncio.gather(*waiting)
     assert order == ["a", "b", "c", "a"]
-    assert queue._waiting == {}
+    assert queue._waiting == []
 
 
 def test_no_endpoint_and_no_dependency_takes_one_of_the_shared_threads() -> None:

@@ -61,10 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.reset:
         return _reset(args)
     ratios = tuple(dict.fromkeys(args.ratios or GRID))
-    with (
-        open_engine(args, is_warmed=True, context_tokens=args.context_tokens) as engine,
-        open_index(engine, args.namespace) as index,
-    ):
+    with open_engine(args, is_warmed=True) as engine, open_index(engine, args.namespace) as index:
         prompts = _retrieve(engine, index, args) if args.questions else None
         if prompts is None and not args.json:
             if not len(index):
@@ -87,12 +84,12 @@ def run(args: argparse.Namespace) -> int:
             )
         store = engine.store.stats().path
     is_saved = calibration.is_usable and not args.dry_run
+    verdict = _verdict(calibration, is_saved)
     if args.json:
-        verdict = _verdict(calibration, is_saved)
         print(json.dumps(asdict(calibration) | {"store": store, "saved": is_saved, "verdict": verdict}))
     else:
         _print(calibration)
-        print(f"\n{_verdict(calibration, is_saved)}" + (f"; stored in {store}" if is_saved else ""))
+        print(f"\n{verdict}" + (f"; stored in {store}" if is_saved else ""))
         if not args.questions:
             say("the prompts were made from the chunks: pass your own questions with --questions FILE")
     return 130 if calibration.interrupted else 0

@@ -188,15 +188,12 @@ def stream(engine: BlendEngine, prompt: str | Messages, args: argparse.Namespace
     return text.strip(), report
 
 
-def open_engine(
-    args: argparse.Namespace, is_warmed: bool = False, compile_decode: bool = False, **config: Any
-) -> BlendEngine:
-    """Open the engine for `add_engine_arguments`, and for the command's other options of the engine.
+def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, is_warmed: bool = False) -> BlendEngine:
+    """Open the engine for `add_engine_arguments`, and for the command's other options of model and engine.
 
     Args:
+        config: None = the default, with the command's --context-tokens.
         is_warmed: Create no store.
-        compile_decode: As in `Model.from_pretrained`.
-        config: Fields of its `BlendConfig`.
 
     Raises:
         StoreError: There is no store, with `is_warmed`.
@@ -206,18 +203,17 @@ def open_engine(
         if is_warmed:
             existing_store(args.store)
         _check_owner(args.store, args.model)
-    settings = BlendConfig(**config)
+    config = config or BlendConfig(context_tokens=getattr(args, "context_tokens", DEFAULT_CONTEXT))
     from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine, default_store
 
-    model = Model.from_pretrained(
-        args.model, dtype=args.dtype, device=args.device, compile_decode=compile_decode, adapter=args.adapter
-    )
+    settings = {"dtype": args.dtype, "device": args.device, "adapter": args.adapter}
+    model = Model.from_pretrained(args.model, **settings, compile_decode=getattr(args, "compile_decode", False))
     store = default_store(model, args.codec) if args.store is None else args.store
     if is_warmed and args.store is None and not (store / "chunks").is_dir():
         raise _nothing_warmed(store)
     options = {name: getattr(args, name) for name in _ENGINE_OPTIONS if name in args}
-    return BlendEngine(model, store, settings, codec=args.codec, store_cache=args.store_cache, **options)
+    return BlendEngine(model, store, config, codec=args.codec, store_cache=args.store_cache, **options)
 
 
 def _check_owner(store: str, model: str) -> None:

@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
 def build(
     args: argparse.Namespace,
     settings: ServerSettings,
-    config: dict[str, Any],
+    config: BlendConfig,
     stack: ExitStack,
     is_replica: bool = False,
 ) -> Any:
@@ -161,7 +161,7 @@ def build(
     from kvrag.server.app import create_app
 
     say(f"loading {args.model}")
-    engine = stack.enter_context(open_engine(args, compile_decode=args.compile_decode, **config))
+    engine = stack.enter_context(open_engine(args, config))
     is_careful = args.ratio is None and args.policy is None and args.controller != "off"
     if is_careful and engine.calibration is None and not engine.fingerprint.is_bundled:
         say(f"{args.model} is not calibrated for this store: full prefill answers until `kvrag calibrate` was run")
@@ -199,17 +199,15 @@ def _keys(args: argparse.Namespace) -> tuple[ApiKey, ...]:
     return tuple(ApiKey.parse(key, args.namespace) for key in given)
 
 
-def read_config(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of the engine's BlendConfig; also check the options of the corpus."""
+def read_config(args: argparse.Namespace) -> BlendConfig:
+    """Return the engine's configuration; also check the options of the corpus."""
     if not args.no_corpus:
         require_extra()
         documents.check_lengths(args.chunk_tokens, args.chunk_overlap)
     config = {name: value for name in ANSWER_SETTINGS if (value := getattr(args, name)) is not None}
     if args.policy is not None:
         config = {"controller": "off", **config}  # as in requests that name a policy
-    config["context_tokens"] = args.context_tokens
-    BlendConfig(**config)
-    return config
+    return BlendConfig(context_tokens=args.context_tokens, **config)
 
 
 def _corpus(

@@ -64,7 +64,7 @@ class EncodingWorker:
 
     def _open(self) -> tuple[BlendEngine, ChunkIndex]:
         if self._opened is None:
-            engine = open_engine(self._args, context_tokens=self._args.context_tokens)
+            engine = open_engine(self._args)
             self._opened = engine, open_index(engine, self._args.namespace, self._args.embedder)
         return self._opened
 

@@ -117,7 +117,8 @@ def test_serve_compiles_if_asked(only_captured: None, tmp_path: Path) -> None:
     for wanted in (True, False):
         args = parser.parse_args(["--store", str(tmp_path), *(["--compile-decode"] if wanted else []), "--no-corpus"])
         with ExitStack() as stack:
-            model = serve.build(args, serve.read_settings(args), {}, stack).state.kvrag.engine.model
+            app = serve.build(args, serve.read_settings(args), serve.read_config(args), stack)
+            model = app.state.kvrag.engine.model
             assert (model._compiled is not None) == wanted
 
 

@@ -265,7 +265,7 @@ def test_the_server_encodes_chunks_with_the_same_context() -> None:
     from kvrag.cli import serve
 
     args = _parser(["serve"]).parse_args(["serve", "--context-tokens", "8"])
-    assert BlendConfig(**serve.read_config(args)).context_tokens == 8
+    assert serve.read_config(args).context_tokens == 8
 
 
 def test_documents_whose_files_are_gone_are_reported_and_dropped_on_request(
@@ -404,7 +404,7 @@ def test_warm_on_a_server_names_its_own_options(fails: Callable[..., str]) -> No
 def test_serve_reports_documents_that_no_key_reads(warmed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = _parser(["serve"]).parse_args(["serve", "--store", str(warmed), "--api-key", "team:secret", "--no-corpus"])
     with ExitStack() as stack:
-        app = serve.build(args, serve.read_settings(args), {}, stack)
+        app = serve.build(args, serve.read_settings(args), BlendConfig(), stack)
         serve._announce(args, serve.read_settings(args), "http://here", app.state.kvrag)
     said = "no API key reads the 30 documents in the namespace (default): pass a key without NAME"
     assert said in capsys.readouterr().err

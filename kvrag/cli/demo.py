@@ -85,18 +85,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chain(
-    engine: BlendEngine, policy: str | None, retrieve: Callable[[str], list[str]], max_tokens: int
+    engine: BlendEngine, policy: str | None, context: Callable[[str], str]
 ) -> Callable[[str], tuple[str, dict[str, Any]]]:
-    """Return an ordinary LCEL chain, as a function from a question to the answer and its report."""
+    """Return an ordinary LCEL chain, as a function from a question to the answer and its report.
+
+    Args:
+        context: Returns the retrieved chunks for a question.
+    """
     from langchain_core.prompts import ChatPromptTemplate
     from langchain_core.runnables import RunnablePassthrough
     from langchain_kvrag import ChatBlend
 
-    def context(question: str) -> str:
-        return "\n\n".join(retrieve(question))
-
     prompt = ChatPromptTemplate.from_template("{context}\n\n{question}")
-    llm = ChatBlend(engine=engine, max_tokens=max_tokens, temperature=0, policy=policy, controller="off")
+    llm = ChatBlend(engine=engine, max_tokens=16, temperature=0, policy=policy, controller="off")
     chain = {"context": context, "question": RunnablePassthrough()} | prompt | llm
 
     def ask(question: str) -> tuple[str, dict[str, Any]]:
@@ -116,10 +117,10 @@ def _ask_all(sample: Sample, store: str, quiet: bool) -> tuple[dict[str, Any], l
     warmed, answers = warm.warm_here(args), []
     with open_engine(args) as engine, open_index(engine, "") as index:
 
-        def retrieve(question: str) -> list[str]:
-            return [hit.text for hit in index.search(question, sample.top_k, sample.around)]
+        def context(question: str) -> str:
+            return "\n\n".join(hit.text for hit in index.search(question, sample.top_k, sample.around))
 
-        asks = {way: _chain(engine, policy, retrieve, 16) for way, policy in WAYS.items()}
+        asks = {way: _chain(engine, policy, context) for way, policy in WAYS.items()}
         for ask in asks.values():
             ask("What is this about?")  # the first answer of a process includes start-up costs
         with progress("asking", quiet) as show:

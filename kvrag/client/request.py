@@ -69,11 +69,7 @@ def body_of(model: str, prompt: str | Messages, options: Body, is_stream: bool) 
     if options["grammar"] is not None and options["grammar"].json_schema is not None:
         schema = {"name": "answer", "schema": dict(options["grammar"].json_schema)}
         body["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return _without_empty(body)
-
-
-def _without_empty(settings: Body) -> Body:
-    return {name: value for name, value in settings.items() if value is not None and value not in ("", [], (), {})}
+    return {name: value for name, value in body.items() if value is not None and value not in ("", [], (), {})}
 
 
 def _choice(choice: str | Mapping[str, Any] | None) -> Any:

@@ -64,7 +64,7 @@ def verify(
             engine.warm(chunks)
             ids = _after_preamble(model, "\n\n".join(reversed(chunks)) + "\n\nWhich of these places is the oldest?")
             progress("full prefill by transformers")
-            reference, tokens = _reference(model, ids)
+            reference, tokens = _reference(model, ids), _greedy_tokens(model, ids)
 
             progress("ratio 1.0")
             plain = prefill(ids, _PLAIN)
@@ -88,7 +88,7 @@ def verify(
                 alone = _after_preamble(model, chunks[0] + " So the")
                 name, logits = "plain reuse after the preamble = full prefill", prefill(alone, _PLAIN).logits
                 limit = tolerance + _LOGITS[engine.codec]
-                checks.append(_check_logits(model, alone, name, logits, _reference(model, alone, 0)[0], limit))
+                checks.append(_check_logits(model, alone, name, logits, _reference(model, alone), limit))
 
             progress("two answers in one step")
             name = "a decode step of two answers = full prefill (logits)"
@@ -120,17 +120,19 @@ def _after_preamble(model: Model, text: str) -> list[int]:
 
 
 @torch.inference_mode()
-def _reference(model: Model, ids: list[int], new_tokens: int = _NEW_TOKENS) -> tuple[Tensor, list[int]]:
-    """Return (1, V) logits and greedy tokens by transformers alone."""
-    tensor = torch.tensor([ids], device=model.device)
+def _reference(model: Model, ids: list[int]) -> Tensor:
+    """Return (1, V) logits by transformers alone."""
     with model.lock:
-        logits = model.hf(tensor).logits[:, -1].float()
-        if new_tokens == 0:
-            return logits, []
-        output = model.hf.generate(
-            tensor, attention_mask=torch.ones_like(tensor), max_new_tokens=new_tokens, do_sample=False
-        )
-    return logits, [token for token in output[0, len(ids) :].tolist() if token not in model.eos_ids]
+        return model.hf(torch.tensor([ids], device=model.device)).logits[:, -1].float()
+
+
+def _greedy_tokens(model: Model, ids: list[int]) -> list[int]:
+    """Return tokens by transformers alone."""
+    prompt = torch.tensor([ids], device=model.device)
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": _NEW_TOKENS, "do_sample": False}
+    with model.lock:
+        output = model.hf.generate(prompt, **options)
+    return [token for token in output[0, len(ids) :].tolist() if token not in model.eos_ids]
 
 
 def _step_of_two(model: Model, ids: list[int]) -> tuple[Tensor, Tensor]:
@@ -141,7 +143,7 @@ def _step_of_two(model: Model, ids: list[int]) -> tuple[Tensor, Tensor]:
     for length, cache in zip(lengths, caches, strict=True):
         model.forward(torch.tensor([ids[:length]]), cache)
     logits = model.forward_each([ids[length] for length in lengths], caches)
-    return logits, torch.cat([_reference(model, ids[: length + 1], 0)[0] for length in lengths])
+    return logits, torch.cat([_reference(model, ids[: length + 1]) for length in lengths])
 
 
 def _layer0_keys(model: Model, ids: list[int]) -> Tensor:
@@ -161,7 +163,7 @@ def _check_logits(model: Model, ids: list[int], name: str, logits: Tensor, refer
     own = []
     for kind in ("sdpa", "eager"):
         with implementation(model.config, kind):
-            own.append(_reference(model, ids[:_NOISE_TOKENS], 0)[0])
+            own.append(_reference(model, ids[:_NOISE_TOKENS]))
     return _check(name, logits, reference, max(limit, 2 * _error(*own)))
 
 

@@ -220,13 +220,12 @@ async function ask(question) {
     }
     const blend = await answer(lane, body, (hits) => showSources(turn, hits));
     turns.push({ question, answer: blend.text });
-    keepTurns();
+    sessionStorage.setItem("kvrag-turns", JSON.stringify(turns)); // for a reload of the tab
     if ($("race").checked && blend.report.policy === "full") {
       turn.querySelector(".verdict").textContent = `No comparison: ${blend.why || "full prefill was chosen"}`;
     } else if ($("race").checked) {
       lane = addLane(turn, "Full prefill", "full");
-      const first = (seconds) => judge(turn, blend, seconds);
-      const full = await answer(lane, { ...body, policy: "full" }, () => {}, first);
+      const full = await answer(lane, { ...body, policy: "full" }, () => {}, (seconds) => judge(turn, blend, seconds));
       judge(turn, blend, full.seconds, full.text);
     }
   } catch (error) {
@@ -250,7 +249,7 @@ function addLane(turn, name, kind = "kvrag") {
 }
 
 /** Stream an answer into a lane. Drops the oldest turn, and tries again, while the prompt exceeds the context window. */
-async function answer(lane, body, onSources = () => {}, onFirst = () => {}) {
+async function answer(lane, body, onSources, onFirst = () => {}) {
   let started = performance.now();
   let text = "";
   let seconds = null; // to the first token
@@ -345,11 +344,6 @@ function setBusy(controller) {
   busy = controller;
   $("send").textContent = busy ? "Stop" : "Ask";
   $("questions").disabled = !!busy;
-}
-
-/** Keep the conversation in the tab, for a reload. */
-function keepTurns() {
-  sessionStorage.setItem("kvrag-turns", JSON.stringify(turns));
 }
 
 function restoreTurns() {

@@ -26,7 +26,6 @@ from starlette.responses import Response
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError
 from kvrag.retrieval.documents import SUFFIXES, Content, parse
-from kvrag.retrieval.index import ChunkIndex
 from kvrag.server import page
 from kvrag.server.admission import AdmissionQueue
 from kvrag.server.answers import chat_work, completion_work, respond, while_connected
@@ -97,15 +96,9 @@ async def complete(body: CompletionRequest, request: Request, state: Server, ten
 
 
 @router.post("/v1/embeddings")
-async def embed(body: EmbeddingRequest, request: Request, state: Server, tenant: Caller) -> Response:
+async def embed(body: EmbeddingRequest, request: Request, tenant: Caller) -> Response:
     """Embed texts, or token ids of the embedder's tokenizer, with the corpus's embedder."""
-    index, inputs = _index(tenant, body.model), body.inputs()
-
-    def work() -> tuple[NDArray[np.float32], int]:
-        texts = [text if isinstance(text, str) else index.decode(text) for text in inputs]
-        return index.embed(texts), index.count_tokens(texts)
-
-    vectors, tokens = await _result(request, state.answering, work)
+    vectors, tokens = await _embedded(request, tenant, body.model, body.inputs())
     if body.dimensions not in (None, vectors.shape[1]):
         raise ApiError(400, f"dimensions must be {vectors.shape[1]}", "unsupported_value", "dimensions")
     rows = [
@@ -118,16 +111,10 @@ async def embed(body: EmbeddingRequest, request: Request, state: Server, tenant:
 
 
 @router.post("/v1/rerank")
-async def rerank(body: RerankRequest, request: Request, state: Server, tenant: Caller) -> Response:
+async def rerank(body: RerankRequest, request: Request, tenant: Caller) -> Response:
     """Sort documents by how similar they are to a query, by the cosine of the corpus's embedder."""
-    index = _index(tenant, body.model)
-
-    def work() -> tuple[NDArray[np.float32], int]:
-        texts = [body.query, *body.documents]
-        query, *documents = index.embed(texts)
-        return np.stack(documents) @ query, index.count_tokens(texts)
-
-    scores, tokens = await _result(request, state.answering, work)
+    vectors, tokens = await _embedded(request, tenant, body.model, [body.query, *body.documents])
+    scores = vectors[1:] @ vectors[0]
     best = np.argsort(-scores, kind="stable")[: body.top_n or None]
     results = [
         {"index": int(at), "document": {"text": body.documents[at]}, "relevance_score": float(scores[at])}
@@ -136,13 +123,20 @@ async def rerank(body: RerankRequest, request: Request, state: Server, tenant: C
     return json_response({"model": body.model, "results": results, "usage": {"total_tokens": tokens}})
 
 
-def _index(tenant: Tenant, model: str) -> ChunkIndex:
-    """Return the index of the tenant's corpus, if its embedder is this model."""
+async def _embedded(
+    request: Request, tenant: Tenant, model: str, inputs: Sequence[str | list[int]]
+) -> tuple[NDArray[np.float32], int]:
+    """Return the vectors of texts, or token ids, by the embedder with this name, and the number of their tokens."""
     index = tenant.require_corpus().index
     if model != index.embedder:
         message = f"unknown embedder {model!r:.280}: this server has {index.embedder!r}"
         raise ApiError(404, message, "model_not_found", "model")
-    return index
+
+    def work() -> tuple[NDArray[np.float32], int]:
+        texts = [text if isinstance(text, str) else index.decode(text) for text in inputs]
+        return index.embed(texts), index.count_tokens(texts)
+
+    return await _result(request, _state(request).answering, work)
 
 
 @router.get("/v1/models")

@@ -69,13 +69,9 @@ def completion_work(state: State, tenant: Tenant, request: CompletionRequest) ->
         message = f"the model {request.model!r} supports /v1/chat/completions only"
         raise ApiError(400, message, "invalid_value", "model")
     calls, prompts = _calls(state, tenant, request), request.prompts()
-    repeated = [prompt for prompt in prompts for _ in calls]
-
-    def work() -> Generator[Piece, None, None]:
-        answers = state.engine.stream_batch(repeated, calls * len(prompts), documents=request.chunks)
-        yield from _limited(answers, request, state.settings.token_limit)
-
-    return work
+    repeated, calls = [prompt for prompt in prompts for _ in calls], calls * len(prompts)
+    engine, limit = state.engine, state.settings.token_limit
+    return lambda: _limited(engine.stream_batch(repeated, calls, documents=request.chunks), request, limit)
 
 
 def _limited(

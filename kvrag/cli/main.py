@@ -13,19 +13,19 @@ from typing import Any, NoReturn
 from kvrag import __version__
 from kvrag.errors import KvragError, out_of_memory
 
-_COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("kvrag.cli.demo", "run the offline demo, about a minute"),
-    "warm": ("kvrag.cli.warm", "encode files and folders into a store"),
-    "ask": ("kvrag.cli.ask", "ask a question about the warmed documents"),
-    "chat": ("kvrag.cli.chat", "ask several questions in a conversation"),
-    "explain": ("kvrag.cli.explain", "explain what was reused of a prompt, and why not more"),
-    "serve": ("kvrag.cli.serve", "serve a model and a corpus with OpenAI's API"),
-    "calibrate": ("kvrag.cli.calibrate", "find how much to recompute on your model and corpus"),
-    "adapt": ("kvrag.cli.adapt", "train an adapter that makes stored KV agree better with full prefill"),
-    "estimate": ("kvrag.cli.estimate", "estimate disk usage before you ingest"),
-    "store": ("kvrag.cli.store", "show, check or clean up a store"),
-    "bench": ("kvrag.cli.bench", "measure the time to the first token on this machine"),
-    "verify": ("kvrag.cli.verify", "test that blending is exact on your model"),
+_COMMANDS = {  # modules of kvrag.cli, with their help
+    "demo": "run the offline demo, about a minute",
+    "warm": "encode files and folders into a store",
+    "ask": "ask a question about the warmed documents",
+    "chat": "ask several questions in a conversation",
+    "explain": "explain what was reused of a prompt, and why not more",
+    "serve": "serve a model and a corpus with OpenAI's API",
+    "calibrate": "find how much to recompute on your model and corpus",
+    "adapt": "train an adapter that makes stored KV agree better with full prefill",
+    "estimate": "estimate disk usage before you ingest",
+    "store": "show, check or clean up a store",
+    "bench": "measure the time to the first token on this machine",
+    "verify": "test that blending is exact on your model",
 }
 _EPILOG = """\
 first:                  kvrag demo
@@ -62,8 +62,8 @@ def _parser(argv: Sequence[str]) -> Parser:
     )
     parser.add_argument("-V", "--version", action="version", version=f"kvrag {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, help_text) in _COMMANDS.items():
-        add_command(subparsers, name, module, help_text, name in argv)
+    for name, help_text in _COMMANDS.items():
+        add_command(subparsers, name, f"kvrag.cli.{name}", help_text, name in argv)
     return parser
 
 

@@ -182,10 +182,13 @@ async def add_document(request: Request, state: Server, tenant: Caller) -> Respo
         added = [await _add(corpus, document, content) for document, content in contents.items()]
         return json_response(added[0] if len(added) == 1 else {"object": "list", "data": added}, 202)
     try:  # FastAPI reads no JSON where it may be a form as well
-        body = NewDocument.model_validate_json(await request.body())
+        body = NewDocument.model_validate(await request.json())
     except ValidationError as error:
         problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
         raise RequestValidationError(problems) from None
+    except (ValueError, RecursionError):
+        message = "the body is not valid JSON: send JSON, or a form with files"
+        raise ApiError(400, message, "invalid_json") from None
     if not body.text.strip():
         raise ApiError(400, "the text is empty: send one with content", "invalid_value", "text")
     name = body.id if body.id is not None else f"doc-{time.time_ns():x}"

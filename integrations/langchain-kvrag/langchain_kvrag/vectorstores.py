@@ -274,7 +274,7 @@ class KVWarmVectorStore(VectorStore):
 
         They are encoded in the order of their metadata: `page`, `row`, `chunk` and the like, then `start_index`. Among
         equals, the order of adding counts, where the store lists in it. The chunks of a source whose order is still
-        unknown are encoded without context, with a warning.
+        unknown are encoded without context, and documents that cannot be encoded are left out, with a warning.
 
         Without `ids`, or with `whole`, the KV of all other documents is dropped, for example after a killed program.
 

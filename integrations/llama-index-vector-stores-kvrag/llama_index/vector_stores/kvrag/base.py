@@ -85,7 +85,8 @@ class KVWarmVectorStore(BasePydanticVectorStore):
     def warm(self, nodes: Sequence[BaseNode], *, whole: bool = False) -> WarmReport:
         """Encode nodes that are already in the vector store and have no KV, in the order of their `start_char_idx`.
 
-        The nodes of a document in which several lack it are encoded without context, with a warning.
+        The nodes of a document in which several lack it are encoded without context, and nodes that cannot be encoded
+        are left out, with a warning.
 
         Args:
             whole: True = these are all nodes: the KV of all others is dropped. Needed with in-memory vector stores,

@@ -203,6 +203,8 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
         if is_warmed:
             existing_store(args.store)
         _check_owner(args.store, args.model)
+    elif is_warmed and not any((cache := Path.home() / ".cache" / "kvrag").glob("*/chunks")):
+        raise _nothing_warmed(cache)
     config = config or BlendConfig(context_tokens=getattr(args, "context_tokens", DEFAULT_CONTEXT))
     from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine, default_store

@@ -44,7 +44,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 # arguments of the engine that some commands have options for
 _ENGINE_OPTIONS = ("ram_bytes", "device_bytes", "conversation_bytes", "batch_bytes", "learn")
 _EXTRAS = {
-    "cli": ("sentence_transformers", "langchain_text_splitters"),
+    "cli": ("faiss", "sentence_transformers", "langchain_text_splitters"),
     "server": ("fastapi", "uvicorn", "prometheus_client", "python_multipart"),
 }
 

@@ -1,7 +1,7 @@
 """ChunkIndex: vector search over chunks, for the CLI, the server and the examples. Frameworks have their own.
 
 One SQLite file holds texts, documents and vectors, so every change is one transaction and several processes can share
-the file; a copy of the vectors in memory is searched.
+the file; faiss searches a copy in memory.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ChunkIndex:
         """
         self.path = Path(path)
         self._lock = threading.RLock()  # chains retrieve in their own threads
-        self._cached: tuple[int, list[int], NDArray[np.float32]] | None = None  # data version, chunk ids, vectors
+        self._faiss: tuple[int, NDArray[np.int64], Any] | None = None  # data version, chunk ids, index
         try:
             self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None, check_same_thread=False)
             self._db.executescript(_SCHEMA)
@@ -169,15 +169,17 @@ class ChunkIndex:
             raise SettingError(f"k must be at least 1 and around at least 0, got {k} and {around}")
         if not len(self):
             return []
-        (vector,) = self.embed([question])
+        vector = self.embed([question])
         with self._lock:
-            ids, vectors = self._vectors()
-            scores = vectors.reshape(-1, len(vector)) @ vector
+            ids, index = self._vectors()
+            if not len(ids):
+                return []
+            scores, rows = index.search(vector, min(k, len(ids)))
             hits: dict[int, Hit] = {}
-            for row in np.argsort(-scores, kind="stable")[:k].tolist():
-                for chunk, document, text, first, last in self._neighbours(ids[row], around):
+            for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True):
+                for chunk, document, text, first, last in self._neighbours(int(ids[row]), around):
                     pages = None if first is None else (first, last)
-                    hits.setdefault(chunk, Hit(text, document, float(scores[row]), pages))
+                    hits.setdefault(chunk, Hit(text, document, score, pages))
             return list(hits.values())
 
     def documents(self) -> list[str]:
@@ -243,7 +245,7 @@ class ChunkIndex:
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         with self._lock:
-            self._cached = None
+            self._faiss = None
             try:
                 with self._db:  # commits, or rolls back
                     self._db.execute("BEGIN IMMEDIATE")
@@ -298,14 +300,20 @@ class ChunkIndex:
             (chunk, around, around),
         )
 
-    def _vectors(self) -> tuple[list[int], NDArray[np.float32]]:
-        """Return the chunks' ids and vectors, joined; read again after a change by this or another process."""
+    def _vectors(self) -> tuple[NDArray[np.int64], Any]:
+        """Return chunk ids and the faiss index over them; read again after a change by this or another process."""
         ((version,),) = self._read("PRAGMA data_version")
-        if self._cached is None or self._cached[0] != version:
+        if self._faiss is None or self._faiss[0] != version:
             rows = self._read("SELECT id, vector FROM chunks ORDER BY id")
-            vectors = np.frombuffer(b"".join(vector for _, vector in rows), np.float32)
-            self._cached = version, [number for number, _ in rows], vectors
-        return self._cached[1:]
+            index = None
+            if rows:
+                vectors = np.frombuffer(b"".join(vector for _, vector in rows), np.float32).reshape(len(rows), -1)
+                with needing("kvrag[cli]"):
+                    import faiss
+                index = faiss.IndexFlatIP(vectors.shape[1])
+                index.add(vectors)
+            self._faiss = version, np.array([number for number, _ in rows], np.int64), index
+        return self._faiss[1:]
 
 
 def load_embedder(name: str, extra: str = "kvrag[cli]", **settings: Any) -> Any:

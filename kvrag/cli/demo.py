@@ -141,8 +141,11 @@ def _measure() -> SpeedUp:
 
 
 def cpu() -> tuple[float, float, float]:
-    """Return the machine's CPU time so far, in ticks: in all, idle, and of this process."""
-    ticks = [int(word) for word in Path("/proc/stat").read_text().split(maxsplit=9)[1:9]]
+    """Return the machine's CPU time so far, in ticks: in all, idle, and of this process; zeros except on Linux."""
+    try:
+        ticks = [int(word) for word in Path("/proc/stat").read_text().split(maxsplit=9)[1:9]]
+    except OSError:
+        return 0, 0, 0
     return sum(ticks), sum(ticks[3:5]), time.process_time() * os.sysconf("SC_CLK_TCK")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import random
 import time
 from dataclasses import dataclass
@@ -64,5 +65,8 @@ def measure(shape: str = "qwen2.5-0.5b") -> SpeedUp:
 
 def processor() -> str:
     """Return the name of this machine's processor."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")

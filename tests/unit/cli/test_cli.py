@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -31,7 +32,7 @@ from kvrag.backend.transformers.smollm2 import SMOLLM2
 from kvrag.cli import demo, serve
 from kvrag.cli.common import human_bytes, progress
 from kvrag.cli.main import _COMMANDS, _parser, main
-from kvrag.cli.speed import SpeedUp
+from kvrag.cli.speed import SpeedUp, processor
 from kvrag.config import DEFAULT_POLICY
 from kvrag.store import FileStore
 
@@ -826,6 +827,15 @@ def test_the_demo_compares_no_times_on_a_busy_machine() -> None:
     lines = demo.speed_lines(SpeedUp("a model", 2.0, 6.6, 6.9, 3146, 2, "CPU"), note)
     assert lines[0] == note
     assert not any("slower" in line for line in lines)
+
+
+def test_a_machine_without_proc_can_run_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert demo.busy_note(demo.cpu(), demo.cpu()) == ""
+    assert processor() == platform.processor()
 
 
 def test_the_demos_columns_stay_apart_on_a_slow_machine() -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard, cast
 from weakref import WeakKeyDictionary
 
 import xxhash
-from cachetools import LRUCache, cachedmethod
+from cachetools import LRUCache, cached, cachedmethod
 from tokenizers.decoders import DecodeStream
 from transformers import TokenizersBackend
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -345,13 +345,10 @@ class TextStream:
         return str(self._hf.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False))
 
 
+@cached(WeakKeyDictionary[Any, threading.Lock](), key=lambda hf: hf, lock=threading.Lock())
 def _lock_of(hf: Any) -> threading.Lock:
     """Return the lock of a tokenizer, which keeps state about control tokens: one thread at a time, in all models."""
-    with _LOCK:
-        return _LOCKS.setdefault(hf, threading.Lock())
-
-
-_LOCK, _LOCKS = threading.Lock(), WeakKeyDictionary[Any, threading.Lock]()
+    return threading.Lock()
 
 
 def is_token_ids(prompt: object) -> TypeGuard[TokenIds]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -248,11 +248,14 @@ def _call_grammar(
     """Return the grammar of one call of a forced tool; if none is forced, of one call of a tool or of the answer."""
     if forced and answer is not None:
         raise SettingError("a forced tool_choice and a grammar exclude each other: leave out one of them")
-    tools = [tool for tool in tools if not forced or tool["function"]["name"] in forced]
-    rules = [
-        f"call_{number}: " + " ".join(_terms(tokenizer, dialect, tool["function"])) for number, tool in enumerate(tools)
-    ]
-    alternatives = [f"call_{number}" for number in range(len(tools))]
+    before, between, after = re.split("NAME|ARGUMENTS", dialect.call)
+    rules = list[str]()
+    for function in (tool["function"] for tool in tools if not forced or tool["function"]["name"] in forced):
+        head = literal(tokenizer, before + function["name"] + between)
+        # a separate schema, so that its $refs are resolved from its root
+        schema = json.dumps(guarded(function["parameters"]))
+        rules.append(f"call_{len(rules)}: {head} %json {schema} {literal(tokenizer, after)}")
+    alternatives = [f"call_{number}" for number in range(len(rules))]
     if answer is not None:
         if answer.json_schema is None:
             raise SettingError("with tools, a grammar must be a json_schema: convert it, or leave out the tools")
@@ -260,14 +263,6 @@ def _call_grammar(
         rules.append(f"answer: {header} %json {json.dumps(guarded(answer.json_schema))}")
         alternatives.append("answer")
     return Grammar(lark="\n".join([f"start: {' | '.join(alternatives)}", *rules]))
-
-
-def _terms(tokenizer: Tokenizer, dialect: Dialect, function: Mapping[str, Any]) -> Iterator[str]:
-    before, between, after = re.split("NAME|ARGUMENTS", dialect.call)
-    yield literal(tokenizer, before + function["name"] + between)
-    # a separate schema, so that its $refs are resolved from its root
-    yield f"%json {json.dumps(guarded(function['parameters']))}"
-    yield literal(tokenizer, after)
 
 
 # ---------------------------------------------------------------- answer

@@ -115,9 +115,9 @@ class Model(Backend):
         self._calls: Calls = {}
         self._compiled: CompiledForward | None = None
         with loading.refuse_failures(hf.config):
-            layers = probe(hf, self.config.num_hidden_layers, shift=min(37, self.stable_length // 4))
-            self._rotary, self._devices, self.is_latent = layers.rotary, layers.devices, layers.is_latent
-            self.num_layers, self.bytes_per_token = len(layers.rotary), layers.bytes_per_token
+            found = probe(hf, self.config.num_hidden_layers, shift=min(37, self.stable_length // 4))
+            self._rotary, self._devices, self.bytes_per_token, self.is_latent = found
+            self.num_layers = len(self._rotary)
             self._layer_bytes = sum(weights.nbytes for weights in hf.parameters()) // self.num_layers
             self._check_attention()
             self.tables(torch.arange(_TRIAL_TOKENS))

@@ -58,25 +58,12 @@ def _once(table: Tensor, form: Form) -> Tensor:
     return table.contiguous()
 
 
-@dataclass(frozen=True)
-class Layers:
-    """Findings about the layers that have KV of their own.
-
-    Attributes:
-        rotary: Rotation of each layer's keys; None = not rotated.
-        devices: Device of each layer.
-        bytes_per_token: KV bytes per token, all layers.
-        is_latent: See `BlendCache`.
-    """
-
-    rotary: list[LayerRotary | None]
-    devices: list[torch.device]
-    bytes_per_token: int
-    is_latent: bool
-
-
-def probe(hf: Any, num_layers: int, shift: int) -> Layers:
+def probe(hf: Any, num_layers: int, shift: int) -> tuple[list[LayerRotary | None], list[torch.device], int, bool]:
     """Observe a model of `num_layers` layers, the last of which may use the KV of earlier ones.
+
+    Returns:
+        For each layer that has KV of its own, the rotation of its keys (None = not rotated) and its device; their KV
+            bytes per token; and `is_latent`, see `BlendCache`.
 
     Raises:
         UnsupportedModelError: A layer has no KV, or its keys are rotated in an unknown way.
@@ -92,7 +79,7 @@ def probe(hf: Any, num_layers: int, shift: int) -> Layers:
     if not any(rotary):
         _refuse("no layer applies rotary position embedding (learned or absolute positions, or none)")
     kv = [part for layer in passes[0] for part in (layer.keys, layer.values)]
-    return Layers(rotary, [keys.device for keys in kv[::2]], sum(part.nbytes for part in kv) // _TOKENS, is_latent)
+    return rotary, [keys.device for keys in kv[::2]], sum(part.nbytes for part in kv) // _TOKENS, is_latent
 
 
 @dataclass

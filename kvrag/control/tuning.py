@@ -288,8 +288,7 @@ class Tuning:
 
     def _recall_speed(self) -> None:
         try:
-            measured = cost.read(self._texts.read_text(cost.FILE), self._machine)
-            if measured is not None:
+            if (measured := cost.read(self._texts.read_text(cost.FILE)).get(self._machine)) is not None:
                 self._costs.take(measured)
         except StoreError as error:
             logger.warning("measured speeds are ignored: %s", error)

@@ -156,11 +156,8 @@ class Model(Backend):
         key = json.dumps([str(name_or_path), settings], default=str)
         own = {option: settings.pop(option) for option in ("preamble", "compile_decode", "adapter")}
         name = str(name_or_path)
-
-        def load() -> Model:
-            return cls(*loading.load(name, **settings), name, settings["allow_unverified"], **own)
-
-        return _shared.get(key, load)
+        allow = settings["allow_unverified"]
+        return _shared.get(key, lambda: cls(*loading.load(name, **settings), name, allow, **own))
 
     def _check_attention(self) -> None:
         """Raise UnsupportedModelError unless all layers use transformers' attention interface."""

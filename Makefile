@@ -59,6 +59,7 @@ test-oldest: .venv-oldest/.done
 
 .venv-oldest/.done: $(PROJECTS)
 	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install --quiet --upgrade pip
 	grep -v '^transformers==' constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/pip install --quiet -c .venv-oldest/constraints.txt '$(OLDEST)' \
 		-e '.[cli,server,dev,docs,examples]' $(FRAMEWORKS)

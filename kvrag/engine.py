@@ -175,6 +175,7 @@ class BlendEngine:
         sources: str | Sequence[str] | None = None,
         namespace: str = "",
         progress: Callable[[int, int], None] = lambda done, total: None,
+        skip_invalid: bool = False,
     ) -> WarmReport:
         """Encode every chunk that the store lacks. Pass the texts as prompts will contain them, in reading order.
 
@@ -188,15 +189,18 @@ class BlendEngine:
                 `document`.
             namespace: Namespace of the chunks: prompts of other namespaces never reuse them.
             progress: Called with (tokens done, tokens to do) after each portion.
+            skip_invalid: Leave out texts that cannot be encoded, with a warning in the report, instead of encoding
+                none.
 
         Raises:
-            PromptError: A text cannot be encoded.
+            PromptError: A text cannot be encoded; its number is the error's `chunk`.
             ContextWindowError: A chunk is longer than the model's window.
             ModelError: The model overflows on a chunk, or there is not enough memory (OutOfMemoryError).
             StoreError: A chunk cannot be stored; chunks stored before are kept.
         """
         self._check_open()
-        report = self._ingestion.warm(texts, document, sources, check_namespace(namespace), progress)
+        check_namespace(namespace)
+        report = self._ingestion.warm(texts, document, sources, namespace, progress, skip_invalid=skip_invalid)
         self._lookup.refresh()  # the next prompt finds them, whatever other threads are doing
         self._answering.notice_removals(self.store.removals())  # of the chunks that these replace
         return report
@@ -286,11 +290,12 @@ class BlendEngine:
         document: str | Sequence[str] = "",
         sources: str | Sequence[str] | None = None,
         namespace: str = "",
+        skip_invalid: bool = False,
     ) -> WarmReport:
         """Like `warm`, off the event loop. Cancelling it stops the work; chunks stored before are kept."""
         options: dict[str, Any] = {"document": document, "sources": sources, "namespace": namespace}
         async with _off_loop() as run:
-            return await run(partial(self.warm, texts, **options))
+            return await run(partial(self.warm, texts, **options, skip_invalid=skip_invalid))
 
     # ---------------------------------------------------------------- answers
 

@@ -67,7 +67,9 @@ class AnswerTimeoutError(KvragError, TimeoutError):
 
 
 class PromptError(KvragError):
-    """The prompt cannot be answered as it is."""
+    """The prompt cannot be answered as it is, or a chunk cannot be encoded; `chunk` is its number among the texts."""
+
+    chunk: int | None = None
 
 
 class ContextWindowError(PromptError):

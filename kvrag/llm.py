@@ -10,8 +10,8 @@ import asyncio
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import scrypt
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_h
 from kvrag.client.connection import KEY_VARIABLE, root_of
 from kvrag.client.request import checked
 from kvrag.config import CODECS, CONTROLLERS, HISTORIES, POLICIES, Grammar, check_codec, check_number, without_password
-from kvrag.errors import KvragError, SettingError
+from kvrag.errors import KvragError, PromptError, SettingError
 
 if TYPE_CHECKING:  # the command line reads the table, and importing torch takes seconds
     from kvrag.client import RemoteEngine
@@ -38,11 +38,27 @@ LONGER = "raise max_tokens, or limit the length of strings and lists in the sche
 _ONLY_PER_CALL = ("documents", "tools", "tool_choice", "grammar", "response_format", "template", "timeout")
 # arguments of other LLM classes: usage is always sent, and forced calls and schemas are always strict
 _WITHOUT_EFFECT = ("stream_usage", "stream_options", "strict", "user")
+_PLACES = ("page_label", "page", "row")  # in the metadata that the frameworks' loaders write
 
 
 def template_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
     """Return a tool call in the form of chat templates."""
     return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
+
+
+@contextmanager
+def naming_places(chunks: Sequence[Any]) -> Iterator[None]:
+    """Name the id and the page of a framework's document or node in the error that refuses it."""
+    try:
+        yield
+    except PromptError as error:
+        chunk = None if error.chunk is None else chunks[error.chunk]
+        place = {"id": getattr(chunk, "node_id", getattr(chunk, "id", None))}
+        metadata = getattr(chunk, "metadata", {})
+        place |= {name: metadata.get(name) for name in _PLACES}
+        if named := ", ".join(f"{name} {value!r}" for name, value in place.items() if value is not None):
+            error.args = (f"{error} ({named})",)
+        raise
 
 
 def _row(default: T, about: str, choices: Sequence[str] = ()) -> T:
@@ -342,6 +358,7 @@ class LLMBase(EngineSettings, AnswerSettings):
         sources: str | Sequence[str] | None = None,
         namespace: str | None = None,
         progress: Callable[[int, int], None] | None = None,
+        skip_invalid: bool = False,
     ) -> WarmReport:
         """Encode every chunk that the store lacks; see `BlendEngine.warm`.
 
@@ -351,11 +368,13 @@ class LLMBase(EngineSettings, AnswerSettings):
             sources: Names of their sources; None = those recorded in the documents or nodes.
             namespace: None = this object's namespace.
             progress: Called with (done, to do) every few seconds.
+            skip_invalid: Leave out texts that cannot be encoded, with a warning, instead of encoding none.
         """
-        chunks, arguments = self._to_warm(texts, document, sources, namespace)
+        chunks, arguments = self._to_warm(texts, document, sources, namespace, skip_invalid)
         if progress is not None:
             arguments["progress"] = progress
-        return self._open().warm(chunks, **arguments)
+        with naming_places(chunks):
+            return self._open().warm(self._texts(chunks), **arguments)
 
     async def awarm(
         self,
@@ -364,23 +383,26 @@ class LLMBase(EngineSettings, AnswerSettings):
         document: str | Sequence[str] = "",
         sources: str | Sequence[str] | None = None,
         namespace: str | None = None,
+        skip_invalid: bool = False,
     ) -> WarmReport:
         """Like `warm`, off the event loop. Cancelling it stops the work; chunks stored before are kept."""
-        chunks, arguments = self._to_warm(texts, document, sources, namespace)
+        chunks, arguments = self._to_warm(texts, document, sources, namespace, skip_invalid)
         engine = await asyncio.to_thread(self._open)
-        return await engine.awarm(chunks, **arguments)
+        with naming_places(chunks):
+            return await engine.awarm(self._texts(chunks), **arguments)
 
     def _to_warm(
-        self, texts: Iterable[Any], document: str | Sequence[str], sources: Any, namespace: str | None
-    ) -> tuple[list[str], dict[str, Any]]:
-        """Return the texts and the other arguments of the engine's `warm`."""
+        self, texts: Iterable[Any], document: str | Sequence[str], sources: Any, namespace: str | None, skip: bool
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return the documents and the other arguments of the engine's `warm`."""
         # one document or node is iterable, too: over its fields
         if isinstance(texts, str | Mapping) or hasattr(texts, "model_fields") or not isinstance(texts, Iterable):
             raise SettingError(f"texts must be a list of documents or texts, got one {type(texts).__name__}")
         chunks = list(texts)
         if sources is None and any(self._source(chunk) for chunk in chunks):
             sources = [self._source(chunk) for chunk in chunks]
-        return self._texts(chunks), {"document": document, "sources": sources, "namespace": self._in(namespace)}
+        names = {"document": document, "sources": sources, "namespace": self._in(namespace)}
+        return chunks, names | {"skip_invalid": skip}
 
     def prefetch(self, texts: Iterable[Any], *, namespace: str | None = None) -> None:
         """Start to read the KV of documents, nodes or texts into memory; see `BlendEngine.prefetch`.

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from inspect import isawaitable
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote
 
 from kvrag.blocking import run
+from kvrag.errors import PromptError
 from kvrag.fingerprint import text_key
 from kvrag.llm import LLMBase
 
@@ -168,7 +170,8 @@ class VectorStoreKV:
                 missing = chunks  # a text's context is the text before it, stored or not
             sources |= dict.fromkeys(missing, "" if is_unknown else source)
         sources |= dict.fromkeys(named.keys() - before - sources.keys(), "")  # too short: for the report
-        report = self._warm([named[name].text for name in sources], list(sources), list(sources.values()))
+        to_encode = [named[name].text for name in sources]
+        report = self._warm(to_encode, list(sources), list(sources.values()), skip_invalid=True)
         self.forget(before - named.keys())
         kept = {text.text for text in named.values()} - {named[name].text for name in sources}
         report = replace(report, chunks=report.chunks + len(kept), reused=report.reused + len(kept))
@@ -193,8 +196,11 @@ class VectorStoreKV:
             engine, namespace = engine._open(), engine._in(self._namespace)
         if not hasattr(engine, "store"):
             return before & named.keys()
-        ids = {name: engine.encode(text.text) for name, text in named.items()}
-        keys = {name: text_key(namespace, ids[name]) for name in named}
+        ids: dict[str, list[int]] = {}
+        for name, text in named.items():
+            with suppress(PromptError):  # warming skips it
+                ids[name] = engine.encode(text.text)
+        keys = {name: text_key(namespace, ids[name]) for name in ids}
         states = engine.store.look_up(list(dict.fromkeys(keys.values())))
 
         def has_kv(name: str) -> bool:
@@ -202,7 +208,7 @@ class VectorStoreKV:
             held = {state.sources.get(source) for source in (named[name].source, "")}  # "": encoded alone
             return name in before and not held.isdisjoint(state.variants)
 
-        return {name for name in named if len(ids[name]) < engine.config.min_run or has_kv(name)}
+        return {name for name in ids if len(ids[name]) < engine.config.min_run or has_kv(name)}
 
     def drop(self, ids: Iterable[Id], left: Present) -> None:
         """Drop the KV of the ids that the vector store no longer has; of none if these are unknown."""
@@ -234,8 +240,8 @@ class VectorStoreKV:
         digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
         return self._prefix + _path(of) + digest
 
-    def _warm(self, texts: Sequence[str], names: Sequence[str], sources: Sequence[str]) -> WarmReport:
-        report = self._llm.warm(texts, document=names, sources=sources, namespace=self._namespace)
+    def _warm(self, texts: Sequence[str], names: Sequence[str], sources: Sequence[str], **options: bool) -> WarmReport:
+        report = self._llm.warm(texts, document=names, sources=sources, namespace=self._namespace, **options)
         for warning in report.warnings:
             logger.warning(warning)
         return report

@@ -206,6 +206,8 @@ def open_engine(
         if is_warmed:
             existing_store(args.store)
         _check_owner(args.store, args.model)
+    elif is_warmed and not any((cache := Path.home() / ".cache" / "kvrag").glob("*/chunks")):
+        raise _nothing_warmed(cache)
     settings = BlendConfig(**config)
     from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine, default_store

@@ -88,6 +88,7 @@ class RemoteEngine:
         sources: str | Sequence[str] | None = None,
         namespace: str = "",
         progress: Callable[[int, int], None] | None = None,
+        skip_invalid: bool = False,
     ) -> WarmReport:
         """Encode every chunk that the server's store lacks; see `BlendEngine.warm`.
 
@@ -95,7 +96,7 @@ class RemoteEngine:
         every few seconds (`kvrag serve`). If a request fails, chunks encoded before are kept: call it again.
         """
         named = named_texts(texts, document, sources)
-        return run(warm(named, document, self._served, check_namespace(namespace), progress))
+        return run(warm(named, document, self._served, check_namespace(namespace), progress, skip_invalid))
 
     async def awarm(
         self,
@@ -104,10 +105,12 @@ class RemoteEngine:
         document: str | Sequence[str] = "",
         sources: str | Sequence[str] | None = None,
         namespace: str = "",
+        skip_invalid: bool = False,
     ) -> WarmReport:
         """Like `warm`, without blocking the event loop. Cancelling it ends the encoding on the server."""
         named = named_texts(texts, document, sources)
-        return await warm(named, document, await self._server(self._async), check_namespace(namespace))
+        server = await self._server(self._async)
+        return await warm(named, document, server, check_namespace(namespace), skip_invalid=skip_invalid)
 
     def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
         """Do nothing: a server reads ahead the chunks that it retrieves itself."""

@@ -216,6 +216,7 @@ async def warm(
     server: Server,
     namespace: str,
     progress: Progress | None = None,
+    skip_invalid: bool = False,
 ) -> WarmReport:
     """Encode texts; without any, forget the document. `progress` needs a blocking connection."""
     reports: list[Body] = []
@@ -224,8 +225,9 @@ async def warm(
         await server.command("forget", namespace, document=document)
     for part in whole_documents(texts, server.part_bytes):
         columns = zip(("texts", "document", "sources"), map(list, zip(*part, strict=True)), strict=True)
+        options = {"skip_invalid": True} if skip_invalid else {}  # older servers do not know it
         with _watched(server, part, namespace, progress, done, len(texts)):
-            reports.append(await server.command("warm", namespace, **dict(columns)))
+            reports.append(await server.command("warm", namespace, **dict(columns), **options))
         done += len(part)
         if progress is not None:
             progress(done, len(texts))

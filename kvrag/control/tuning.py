@@ -178,7 +178,9 @@ class Tuning:
             try:
                 text = self._texts.read_text(calibrate.FILE)
                 self._calibration = (Calibration.from_json(text) if text else None), ""
-            except (StoreError, ValueError) as error:
+            except StoreError as error:  # the next prompt reads it again
+                return None, f"no calibration: {error}; if this lasts, run `kvrag calibrate` again"
+            except ValueError as error:
                 remedy = f"ignored; run `kvrag calibrate` again ({error})"
                 self._calibration = None, f"{self._path}/{calibrate.FILE} is damaged: {remedy}"
         calibration, note = self._calibration

@@ -19,7 +19,7 @@ import numpy as np
 from kvrag.backend.protocol import Backend, Outline
 from kvrag.config import BlendConfig, NamedText, check_names, named_texts
 from kvrag.control.tuning import Tuning
-from kvrag.errors import PromptError, SettingError, reporting_memory
+from kvrag.errors import ContextWindowError, PromptError, SettingError, reporting_memory
 from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.ingest.encode import batch_tokens, encode, trees
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore
@@ -89,18 +89,21 @@ class Choosing:
 
     def tokenize(self, texts: Iterable[NamedText], namespace: str = "") -> list[tuple[list[int], str | None]]:
         """Return each text's token ids, and its chunk key if encoded alone: None if it is too short to be matched."""
-        tokenized: list[tuple[list[int], str | None]] = []
-        for number, (text, document, source) in enumerate(texts):
-            chunk = f"chunk {number}" + f" of document {document!r}" * bool(document)
-            chunk += f" from {source!r}" * (source not in ("", document))
-            try:
-                ids = self._outline.tokenizer.encode(text)
-            except PromptError as error:
-                raise PromptError(f"{chunk}: {error}") from None
+        return [self._tokenized(number, text, namespace) for number, text in enumerate(texts)]
+
+    def _tokenized(self, number: int, text: NamedText, namespace: str) -> tuple[list[int], str | None]:
+        chunk = f"chunk {number}" + f" of document {text.document!r}" * bool(text.document)
+        chunk += f" from {text.source!r}" * (text.source not in ("", text.document))
+        try:
+            ids = self._outline.tokenizer.encode(text.text)
             self._outline.check_window(len(ids) + len(self._outline.preamble), chunk)
-            is_short = len(ids) < self._config.min_run
-            tokenized.append((ids, None if is_short else self._fingerprint.chunk_key(ids, (), namespace)))
-        return tokenized
+        except PromptError as error:
+            error.chunk = number
+            if not isinstance(error, ContextWindowError):  # which names it
+                error.args = (f"{chunk}: {error}",)
+            raise
+        is_short = len(ids) < self._config.min_run
+        return ids, None if is_short else self._fingerprint.chunk_key(ids, (), namespace)
 
     def is_warm(self, texts: Sequence[str], document: str, namespace: str = "") -> bool:
         """Return whether `warm` with these texts of a document would encode nothing and change nothing."""
@@ -199,19 +202,28 @@ class Ingestion(Choosing):
         progress: Progress = no_progress,
         mode: Mode = "replace",
         before: dict[str, list[int]] | None = None,
+        skip_invalid: bool = False,
     ) -> WarmReport:
         """See BlendEngine.warm.
 
         `before` are the token ids that precede the texts, by source, from an earlier call; changed for the next one.
         """
         started = time.perf_counter()
-        named = named_texts(texts, document, sources)
-        tokenized = self.tokenize(named, namespace)
+        given, named, tokenized, refused = named_texts(texts, document, sources), [], [], []
+        for number, text in enumerate(given):
+            try:
+                tokenized.append(self._tokenized(number, text, namespace))
+                named.append(text)
+            except PromptError as error:
+                if not skip_invalid:
+                    raise
+                refused.append(f"skipped: {error}")
         if mode == "on request":
             document, named = ON_REQUEST, [text._replace(document=ON_REQUEST) for text in named]
+            given = named
         pieces = self._pieces(named, tokenized, namespace, {} if before is None else before)
         # also one without texts
-        documents = {text.document for text in named} | ({document} if isinstance(document, str) else set())
+        documents = {text.document for text in given} | ({document} if isinstance(document, str) else set())
         tally = _Tally(self._store, progress)
 
         shared: set[str] = set()
@@ -236,7 +248,7 @@ class Ingestion(Choosing):
             reused=num_texts - len(tally.text_keys),
             skipped=skipped,
             seconds=time.perf_counter() - started,
-            warnings=tuple(_warnings(skipped, self._config.min_run, len(missing))),
+            warnings=(*refused, *_warnings(skipped, self._config.min_run, len(missing))),
         )
 
     def forget(self, document: str, namespace: str = "") -> list[str]:

@@ -277,7 +277,7 @@ async def delete_document(document: str, tenant: Caller) -> Response:
 async def warm_chunks(body: NewChunks, request: Request, state: Server, tenant: Caller) -> Response:
     """Encode the chunks that the store lacks, and return the report. They are not retrieved by the -rag model."""
     name = body.document if isinstance(body.document, str) else next(iter(body.document), "")
-    options: dict[str, Any] = {"document": body.document, "sources": body.sources, "namespace": tenant.namespace}
+    options = body.model_dump() | {"namespace": tenant.namespace}
 
     def note(done: int, total: int) -> None:
         if name:
@@ -285,7 +285,7 @@ async def warm_chunks(body: NewChunks, request: Request, state: Server, tenant: 
 
     def work() -> WarmReport:
         try:
-            return state.engine.warm(body.texts, **options, progress=note)
+            return state.engine.warm(**options, progress=note)
         finally:  # of the work, which ends later than the request of a client that leaves
             tenant.encoding.pop(name, None)
 

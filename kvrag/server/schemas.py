@@ -315,3 +315,4 @@ class NewChunks(Request):
     texts: list[str]
     document: str | list[str] = ""
     sources: str | list[str] | None = None
+    skip_invalid: bool = False

@@ -289,6 +289,8 @@ def _has_tables(connection: sqlite3.Connection, folder: Path) -> bool:
 _DAMAGED = (sqlite3.DatabaseError, UnicodeDecodeError)  # SQLite's messages repeat file content
 _UNWRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_FULL)
 
+_FULL = sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE  # the second one: no room for the index of the log
+
 
 def _primary(error: Exception) -> int:
     """Return SQLite's primary error code, without the extended code in the upper bits."""
@@ -312,8 +314,8 @@ def translated(folder: Path) -> Iterator[None]:
     except sqlite3.ProgrammingError as error:
         raise StoreError(f"the store {folder} is closed") from error
     except (*_DAMAGED, OSError) as error:
-        number = getattr(error, "errno", None)
-        if _primary(error) == sqlite3.SQLITE_FULL or number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        number, code = getattr(error, "errno", None), getattr(error, "sqlite_errorcode", None)
+        if code in _FULL or number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StoreFullError(
                 f"the disk of {folder} is full: free space, set a smaller max_bytes, or choose another store folder"
             ) from error

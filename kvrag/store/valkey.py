@@ -42,7 +42,8 @@ class ValkeyStore(Remote):
         self._client: Any = redis.Redis(
             socket_timeout=TIMEOUT_S,
             socket_connect_timeout=_CONNECT_S,
-            retry=Retry(ExponentialBackoff(cap=1, base=0.05), 1),
+            # not after timeouts: a server that stalls would be waited for again
+            retry=Retry(ExponentialBackoff(cap=1, base=0.05), 1, (redis.ConnectionError,)),
             health_check_interval=30,
             **connection,
         )

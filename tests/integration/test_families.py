@@ -269,7 +269,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "mamba": ("mamba", {"state_size": 4, "time_step_rank": 4}, f"its linear_attention {_STATE}"),
     "jamba": ("jamba", {"use_mamba_kernels": False}, f"its linear_attention {_STATE}"),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, f"its conv {_STATE}"),
-    "deepseek_v32": ("deepseek_v32", {}, "indexed_attention layers are neither full, sliding nor chunked attention"),
+    "deepseek_v32": ("deepseek_v32", {}, "attention layers are neither full, sliding nor chunked attention"),
     "doge": ("doge", {}, "a trial forward pass with a cache and a mask failed"),
     "jetmoe": ("jetmoe", {}, "it attends to other keys than those in its cache"),
     "gpt_neox_japanese": ("gpt_neox_japanese", {}, "do not use transformers' attention interface"),
@@ -309,6 +309,9 @@ def test_unsupported_models_are_refused_with_the_reason(name: str, tokenizer: An
 
 @pytest.mark.parametrize("model_type", HYBRIDS)
 def test_hybrids_are_refused_from_the_configuration(model_type: str) -> None:
+    # the oldest transformers that is supported does not have the first, and sees the second only in its layers
+    if model_type in ("kimi_linear", "recurrent_gemma") and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip(f"transformers {transformers.__version__} does not tell from the configuration")
     with pytest.raises(UnsupportedModelError, match=rf"{model_type} models cannot be blended: .*{_STATE}"):
         loading.refuse_unsupported(AutoConfig.for_model(model_type), allow_unverified=True)
 

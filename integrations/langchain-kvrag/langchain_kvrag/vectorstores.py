@@ -14,6 +14,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from kvrag import BlendEngine, KvragError, RemoteEngine, SettingError, WarmReport
+from kvrag.llm import naming_places
 from kvrag.vectorstore import Adding, Existing, VectorStoreKV, uncancelled
 from langchain_kvrag.listing import adocuments_by_id, documents_by_id, listed_ids, lists_in_order, place
 from langchain_kvrag.settings import BlendSettings, source_name
@@ -141,16 +142,24 @@ class KVWarmVectorStore(VectorStore):
             PromptError, StoreError: A document cannot be encoded, or its KV cannot be stored; nothing is added.
         """
         adding = self._plan(documents, kwargs.get("ids"))
-        return self._kv.add(
-            adding, lambda: self.vectorstore.add_documents(documents, **kwargs), self._present, self._checked(adding)
-        )
+        with naming_places(documents):
+            return self._kv.add(
+                adding,
+                lambda: self.vectorstore.add_documents(documents, **kwargs),
+                self._present,
+                self._checked(adding),
+            )
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Like `add_documents`, off the event loop."""
         adding = await asyncio.to_thread(self._plan, documents, kwargs.get("ids"))
-        return await self._kv.aadd(
-            adding, lambda: self.vectorstore.aadd_documents(documents, **kwargs), self._apresent, self._checked(adding)
-        )
+        with naming_places(documents):
+            return await self._kv.aadd(
+                adding,
+                lambda: self.vectorstore.aadd_documents(documents, **kwargs),
+                self._apresent,
+                self._checked(adding),
+            )
 
     # LangChain's own methods add nothing from a generator, and drop texts without an id
 
@@ -240,7 +249,8 @@ class KVWarmVectorStore(VectorStore):
     def _update_documents(self, ids: list[str], documents: list[Document]) -> None:
         adding = self._plan(documents, ids)
         update: Callable[..., None] = self.vectorstore.update_documents  # type: ignore[attr-defined]
-        self._kv.add(adding, lambda: update(ids, documents), self._present)
+        with naming_places(documents):
+            self._kv.add(adding, lambda: update(ids, documents), self._present)
         present = self._present(adding.ids)
         if present is not None:
             self._kv.keep(adding, present)  # the store ignores unknown ids
@@ -264,7 +274,7 @@ class KVWarmVectorStore(VectorStore):
 
         They are encoded in the order of their metadata: `page`, `row`, `chunk` and the like, then `start_index`. Among
         equals, the order of adding counts, where the store lists in it. The chunks of a source whose order is still
-        unknown are encoded without context, with a warning.
+        unknown are encoded without context, and documents that cannot be encoded are left out, with a warning.
 
         Without `ids`, or with `whole`, the KV of all other documents is dropped, for example after a killed program.
 

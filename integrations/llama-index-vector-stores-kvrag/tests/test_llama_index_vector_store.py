@@ -26,7 +26,7 @@ from llama_index.core.vector_stores.types import (
 from llama_index.llms.kvrag import BlendLLM
 from llama_index.vector_stores.kvrag import KVWarmVectorStore
 
-from kvrag import FileStore, SettingError
+from kvrag import ContextWindowError, FileStore, SettingError
 from kvrag.fingerprint import text_key
 from kvrag.ingest import ingest
 from kvrag.store import visible_variant
@@ -340,6 +340,9 @@ async def test_an_add_that_fails_leaves_the_earlier_kv(is_async: bool, llm: Blen
         await add(node("1", MIRA), node("2", TRAN))
     assert (stored(llm), llm.documents()) == (0, [])
     failing.is_failing = False
+    with pytest.raises(ContextWindowError, match=r"'llama_index/default/d/' .*\(id '3', page_label '7'\)"):
+        await add(node("1", MIRA), node("3", "word " * 5000, page_label="7"))
+    assert (stored(llm), llm.documents()) == (0, [])
     await add(node("1", MIRA), node("2", TRAN))
     before = llm.documents()
     assert (stored(llm), len(before)) == (2, 2)

@@ -254,8 +254,12 @@ def test_a_text_without_enough_pages(both: Both, prompt: str, text: str, error: 
     assert "too long" not in FileStore(both.store).documents()
 
 
-def test_short_and_empty_texts(both: Both) -> None:
-    assert both.vllm.warm(["", "a", "a b"], document="short")["skipped"] == 3
+def test_short_and_empty_texts_and_one_beyond_the_window(both: Both) -> None:
+    texts = ["", "a", "word " * 5000, "a b"]
+    report = both.vllm.ask("a", mode="warm", texts=texts, document="short", skip_invalid=True).report
+    assert report is not None
+    assert report["skipped"] == 3
+    assert report["warnings"][0].startswith("skipped: chunk 2 of document 'short' has ")
     assert both.vllm.ask("a", 3).report is None
     assert reused(both.vllm.ask([5], 3, ratio=0.5)) == 0
     report = both.vllm.ask([5], mode="warm", document="short").report

@@ -97,7 +97,10 @@ class RequestParams:
         config: Blend settings.
         namespace: Namespace of the chunks.
         tag: Name under which the report is kept for a later request of mode "report".
-        texts, contexts, document, sources, replace: See `WarmTask`; `texts` None = the prompt.
+        texts, document, sources, skip_invalid: Arguments of `BlendEngine.warm`; `texts` None = the prompt.
+        replace: Whether these are all texts of the document.
+        contexts: Token ids that precede the texts in their sources, by source, from the report of an earlier task;
+            None = the texts begin their sources, and the report contains no contexts.
         prefix: Prefix of the document names to list in mode "documents".
         ignored: Error messages of the parameters that were ignored.
     """
@@ -111,6 +114,7 @@ class RequestParams:
     contexts: dict[str, list[int]] | None = None
     document: str | list[str] = ""
     sources: str | list[str] | None = None
+    skip_invalid: bool = False
     replace: bool = True
     prefix: str = ""
     ignored: tuple[str, ...] = ()
@@ -190,6 +194,9 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "contexts": _checked("contexts", _is_contexts, "token ids by source, as an earlier report has them"),
     "document": _names("document"),
     "sources": _optional(_names("sources")),
-    "replace": _checked("replace", lambda value: isinstance(value, bool), "true or false"),
+    **{
+        name: _checked(name, lambda value: isinstance(value, bool), "true or false")
+        for name in ("skip_invalid", "replace")
+    },
     "prefix": _checked("prefix", lambda value: isinstance(value, str), "a string"),
 }

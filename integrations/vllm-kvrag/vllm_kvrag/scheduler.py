@@ -140,9 +140,7 @@ class RequestTracker:
         task: Task
         if params.mode == "warm":
             texts = params.texts if params.texts is not None else [self._text(entry.ids)]
-            task = WarmTask(
-                texts, blocks, params.document, params.sources, params.namespace, params.contexts, params.replace
-            )
+            task = WarmTask(texts, blocks, params)
         elif params.mode == "forget":
             task = ForgetTask(params.document if isinstance(params.document, str) else "", params.namespace)
         else:

@@ -16,6 +16,7 @@ from kvrag.reuse.conversation import CachedPrefix
 from kvrag.reuse.lookup import Lookup, Match
 from kvrag.reuse.prompt import Prompt
 from kvrag.store import KVStore, MemoryTier
+from vllm_kvrag.params import RequestParams
 from vllm_kvrag.runner import Job
 
 if TYPE_CHECKING:  # the scheduler's process creates tasks without it
@@ -58,22 +59,11 @@ class BlendTask:
 
 @dataclass(frozen=True)
 class WarmTask:
-    """Texts to encode and store; arguments as in `BlendEngine.warm`.
-
-    Attributes:
-        blocks: Pages to compute in.
-        contexts: Token ids that precede the texts in their sources, by source, from the report of an earlier task;
-            None = the texts begin their sources, and the report contains no contexts.
-        replaces: Whether these are all texts of the document.
-    """
+    """Texts to encode in the pages `blocks`, and to store."""
 
     texts: list[str]
     blocks: list[int]
-    document: str | list[str]
-    sources: str | list[str] | None
-    namespace: str
-    contexts: dict[str, list[int]] | None
-    replaces: bool
+    params: RequestParams
 
 
 @dataclass(frozen=True)
@@ -135,11 +125,12 @@ class TaskHandler:
     def _warm(self, task: WarmTask, job: Job) -> dict[str, Any]:
         # the null block, which no request reads, has room for the preamble
         ingestion = self._ingestion([0, *task.blocks], job)
-        mode: Mode = "replace" if task.replaces else "add"
-        before = dict(task.contexts or {})
-        warmed = ingestion.warm(task.texts, task.document, task.sources, task.namespace, mode=mode, before=before)
-        report = asdict(warmed)
-        if task.contexts is not None:
+        params, before = task.params, dict(task.params.contexts or {})
+        mode: Mode = "replace" if params.replace else "add"
+        names = params.document, params.sources, params.namespace
+        skip = params.skip_invalid
+        report = asdict(ingestion.warm(task.texts, *names, mode=mode, before=before, skip_invalid=skip))
+        if params.contexts is not None:
             report["contexts"] = {source: ids for source, ids in before.items() if ids}
         return report
 

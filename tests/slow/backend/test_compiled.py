@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from blending import CHUNKS, messages, relative
 from families import FAMILIES, build
+from packaging.version import Version
 
 from kvrag import BlendEngine, FileStore, Model, SettingError, UnsupportedModelError
 from kvrag.backend.protocol import KVCache
@@ -44,7 +46,12 @@ def _filled(model: Model, length: int) -> KVCache:
     [
         "llama",
         "mistral-window",
-        "phi3-longrope",
+        pytest.param(
+            "phi3-longrope",
+            marks=pytest.mark.skipif(
+                Version(transformers.__version__) < Version("5.24"), reason="its older code looks at the lengths"
+            ),
+        ),
         "gemma3",
         "gemma4-shared",
         "gpt_oss",

@@ -605,6 +605,7 @@ def test_ask_before_warm_says_what_to_do(
     assert "question is empty" in fails("ask", " ", "--store", tmp_path / "kv")
     assert not (tmp_path / "kv").exists()
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(Model, "from_pretrained", None)  # not called
     for command in (["ask", QUESTION], ["chat"], ["calibrate"], ["store", "stats"]):
         assert "run `kvrag warm PATH` first, with the same --model, --store and --namespace" in fails(*command)
     assert not (tmp_path / ".cache" / "kvrag").exists()  # none of them made a store
@@ -668,12 +669,12 @@ def test_chunks_that_do_not_fit_into_the_window_are_left_out(
 
 
 def test_a_missing_device_is_reported_in_one_line(fails: Callable[..., str]) -> None:
-    assert "unknown device 'gpu'" in fails("ask", "What?", "--device", "gpu")
+    assert "unknown device 'gpu'" in fails("warm", CORPUS, "--device", "gpu")
     if not torch.cuda.is_available():
-        assert "torch finds no GPU for device 'cuda'" in fails("ask", "What?", "--device", "cuda")
+        assert "torch finds no GPU for device 'cuda'" in fails("warm", CORPUS, "--device", "cuda")
 
 
-@pytest.mark.parametrize("command", [["ask", "What?"], ["estimate"], ["warm", "pyproject.toml"]], ids=lambda c: c[0])
+@pytest.mark.parametrize("command", [["verify"], ["estimate"], ["warm", "pyproject.toml"]], ids=lambda c: c[0])
 def test_an_unknown_model_is_one_line(command: list[str], fails: Callable[..., str]) -> None:
     message = fails(*command, "--model", "nobody/nothing")
     assert "cannot load model 'nobody/nothing'" in message

@@ -558,6 +558,8 @@ def test_kvrag_serve(engine: BlendEngine) -> None:
             remote.generate("a", grammar=Grammar(regex="a"))
         with pytest.raises(ContextWindowError, match="too many"):
             remote.warm(["word " * 5000])
+        (warning,) = remote.warm(["word " * 5000, CHUNKS[0]], skip_invalid=True).warnings
+        assert "skipped: chunk 0" in warning
         with pytest.raises(PromptError):
             remote.count_tokens([{"role": "nobody", "content": "a"}])
         schema = {"type": "object", "properties": {"far": {"type": "boolean"}}, "required": ["far"]}

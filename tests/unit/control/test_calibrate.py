@@ -285,6 +285,20 @@ def test_a_damaged_calibration_does_not_stop_answers(content: bytes, warmed: Ble
     assert warmed.generate(PROMPT, max_new_tokens=1).report.notes == ()
 
 
+def test_a_calibration_that_cannot_be_read_is_read_again(warmed: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    _kept(warmed, ratio=0.4)
+
+    def gone(name: str) -> str:
+        raise StoreError("the bucket cannot be reached")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(warmed.store, "read_text", gone)
+        report = warmed.generate(PROMPT, max_new_tokens=1).report
+    assert report.notes == ("no calibration: the bucket cannot be reached; if this lasts, run `kvrag calibrate` again",)
+    report = warmed.generate(PROMPT, max_new_tokens=1).report
+    assert (report.ratio, report.notes) == (0.4, ())
+
+
 def test_a_stored_ratio_out_of_range_is_damage(warmed: BlendEngine) -> None:
     _kept(warmed, ratio=7.0)
     assert "is damaged" in warmed.generate(PROMPT, max_new_tokens=1).report.notes[0]

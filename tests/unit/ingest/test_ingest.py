@@ -562,6 +562,21 @@ def test_errors_name_the_document_and_the_source_of_a_chunk(kv: Warmer) -> None:
             kv.ingestion.warm(["short", 1], document=names, sources=sources)  # type: ignore[list-item]
 
 
+def test_texts_that_cannot_be_encoded_can_be_left_out(kv: Warmer) -> None:
+    texts, names = [CHUNKS[0], "word " * 3000, "long\ud800", CHUNKS[1]], ["a", "b", "c", "a"]
+    with pytest.raises(PromptError) as refusal:
+        kv.ingestion.warm(texts, document=names)
+    assert (refusal.value.chunk, kv.store.documents()) == (1, {})
+    report = kv.ingestion.warm(texts, document=names, skip_invalid=True)
+    assert (report.chunks, report.new, list(kv.store.documents())) == (2, 2, ["a"])
+    long, invalid = report.warnings
+    assert "skipped: chunk 1 of document 'b' has " in long
+    assert "skipped: chunk 2 of document 'c': the text has a lone surrogate" in invalid
+    assert contexts_of(kv, [CHUNKS[1]]) == [kv.model.tokenizer.encode(CHUNKS[0]) + kv.model.tokenizer.encode("\n\n")]
+    kv.ingestion.warm([CHUNKS[2], texts[1]], document="a", skip_invalid=True)  # it has nothing else from now on
+    assert kv.store.stats().chunks == 1
+
+
 def test_the_report(kv: Warmer) -> None:
     tokens = [len(kv.model.tokenizer.encode(chunk)) for chunk in CHUNKS]
     done: list[tuple[int, int]] = []

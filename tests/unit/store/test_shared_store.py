@@ -827,6 +827,16 @@ def test_a_network_that_stalls_within_an_answer_costs_only_time(
                 assert isinstance(error, StoreError) or (error is None and (most > 20 or call == engine.close))
 
 
+def test_a_server_that_does_not_answer_is_not_asked_again(valkey: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrag.store.valkey.TIMEOUT_S", 0.1)
+    with contextlib.closing(Stalling(valkey.port)) as proxy:
+        proxy.left = 0
+        store = connect(valkey.url.replace(str(valkey.port), str(proxy.port)))
+        with pytest.raises(StoreError, match="Timeout"):
+            store.names("a/")
+        assert len(proxy._sockets) == 1 + 2  # the proxy's own, and those of one connection
+
+
 def test_closing_does_not_wait_for_a_request_to_a_dead_store(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     one, asked, answered = machine("one"), threading.Event(), threading.Event()
     one.put([A])

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import random
+import resource
 import shutil
 import sqlite3
 import stat
@@ -1585,6 +1586,21 @@ def test_a_disk_that_is_full_while_the_manifest_is_created_loses_no_chunk(
         for _ in range(2):
             with pytest.raises(StoreFullError, match=r"disk of .* is full: free space"):
                 opened(tmp_path)
+    with contextlib.closing(opened(tmp_path)) as again:
+        assert same(again, record(1))
+
+
+def test_a_disk_without_room_for_the_index_of_the_log_is_full(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.put([record(1)])
+    store.close()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # the index has 32 KiB
+    try:
+        with pytest.raises(StoreFullError, match=r"disk of .* is full: free space"):
+            opened(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     with contextlib.closing(opened(tmp_path)) as again:
         assert same(again, record(1))
 

@@ -25,7 +25,7 @@ from langchain_kvrag import (
     SQLiteRecordManager,
 )
 
-from kvrag import BlendEngine, KvragError, LLMSettings, SettingError, StoreFullError
+from kvrag import BlendEngine, ContextWindowError, KvragError, LLMSettings, SettingError, StoreFullError
 from kvrag.fingerprint import text_key
 from kvrag.store import visible_variant
 
@@ -578,6 +578,29 @@ async def test_existing_documents_of_a_store_can_be_warmed(engine: BlendEngine, 
         assert kept(engine) == found(store)
         store.delete(list("abcd"))
         assert kept(engine) == []
+
+
+async def test_a_document_that_cannot_be_encoded(engine: BlendEngine, chunks: list[str], add: Any) -> None:
+    metadata = {"source": "a.pdf", "page": 6, "page_label": "7"}
+    invalid = Document("word " * 5000, id="long", metadata=metadata)
+    documents = [Document(chunks[0], id="one"), invalid, Document(chunks[1], id="two")]
+    store, llm = KVWarmVectorStore(DeletesAll(EMBEDDING), engine), BlendLLM(engine=engine)
+    place = r"from 'langchain/default/a\.pdf' .*\(id 'long', page_label '7', page 6\)"
+    for work in (
+        store.aadd_documents(documents),
+        asyncio.to_thread(store.add_documents, documents),
+        llm.awarm(documents),
+        asyncio.to_thread(llm.warm, documents),
+    ):
+        with pytest.raises(ContextWindowError, match=f"chunk 1 .*{place}"):
+            await work
+    assert kept(engine) == found(store) == []
+    inner: Any = store.vectorstore
+    inner.add_documents(documents)
+    inner.store["odd"] = {**inner.store["one"], "id": "odd", "text": "odd \ud800" * 20}  # cannot be embedded
+    report = store.warm_existing()
+    assert (report.new, len(report.warnings), kept(engine)) == (2, 2, sorted(chunks[:2]))
+    assert llm.warm(documents, skip_invalid=True).reused == (await llm.awarm(documents, skip_invalid=True)).reused == 2
 
 
 def test_a_store_that_cannot_be_listed_says_what_to_do(engine: BlendEngine, chunks: list[str]) -> None:

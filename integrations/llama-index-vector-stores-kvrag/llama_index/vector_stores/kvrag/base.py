@@ -18,6 +18,7 @@ from llama_index.core.vector_stores.types import (
 from llama_index.llms.kvrag.base import BlendLLM, source_name
 
 from kvrag import SettingError, WarmReport
+from kvrag.llm import naming_places
 from kvrag.vectorstore import Adding, Existing, Id, Present, VectorStoreKV
 
 
@@ -84,7 +85,8 @@ class KVWarmVectorStore(BasePydanticVectorStore):
     def warm(self, nodes: Sequence[BaseNode], *, whole: bool = False) -> WarmReport:
         """Encode nodes that are already in the vector store and have no KV, in the order of their `start_char_idx`.
 
-        The nodes of a document in which several lack it are encoded without context, with a warning.
+        The nodes of a document in which several lack it are encoded without context, and nodes that cannot be encoded
+        are left out, with a warning.
 
         Args:
             whole: True = these are all nodes: the KV of all others is dropped. Needed with in-memory vector stores,
@@ -99,12 +101,14 @@ class KVWarmVectorStore(BasePydanticVectorStore):
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Encode the nodes, then add them."""
-        return self._kv.add(self._plan(nodes), lambda: self.vector_store.add(nodes, **kwargs), self._present)
+        with naming_places(nodes):
+            return self._kv.add(self._plan(nodes), lambda: self.vector_store.add(nodes, **kwargs), self._present)
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Like `add`, off the event loop."""
         adding = await asyncio.to_thread(self._plan, nodes)
-        return await self._kv.aadd(adding, lambda: self.vector_store.async_add(nodes, **kwargs), self._apresent)
+        with naming_places(nodes):
+            return await self._kv.aadd(adding, lambda: self.vector_store.async_add(nodes, **kwargs), self._apresent)
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete a document's nodes, then their KV."""

@@ -43,7 +43,6 @@ from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.verify import Check, verify
 from kvrag.openmp import own_team
 from kvrag.request import Pipeline
-from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.load import device_tier
 from kvrag.reuse.lookup import Lookup
 from kvrag.reuse.prefetch import Prefetcher
@@ -121,10 +120,10 @@ class BlendEngine:
         _check_sizes(ram_bytes, conversation_bytes, batch_bytes, device_bytes)
         self.store: KVStore = open_store(default_store(model, codec) if store is None else store, store_cache)
         self.store.bind(self.fingerprint)
-        self._catalog, self._tuning = Catalog(self.store), Tuning(model, self.store)
+        self._tuning = Tuning(model, self.store)
         self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._tuning)
         memory = MemoryTier(ram_bytes, faster=device_tier(model, codec, device_bytes))
-        self._lookup = Lookup(self._catalog, self.store, alone_only=not self.config.context_tokens)
+        self._lookup = Lookup(self.store, alone_only=not self.config.context_tokens)
         self._pipeline = Pipeline(model, self.store, memory, self._lookup, self._tuning, codec)
         self._prefetcher = Prefetcher(self.store, self._pipeline.memory)
         self._answering = Answering(model, self._pipeline, self._ingestion, conversation_bytes, batch_bytes, learn)
@@ -570,7 +569,7 @@ class BlendEngine:
             self._prefetcher.close()
             self._answering.close()
             self._tuning.keep_speed()
-            self._catalog.close()
+            self._lookup.close()
             self.store.close()
 
     def __enter__(self) -> BlendEngine:

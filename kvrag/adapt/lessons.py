@@ -90,11 +90,11 @@ class Lessons:
         while True:
             kind = rng.random()
             if kind < 0.4:
-                texts, asked = self._stretch(rng), list[str]()
-            elif kind < 0.7 and self._questions:
-                texts, asked = self._about(rng)
+                texts, asked = self._fitting(self._stretch(rng), rng), list[str]()
             else:
-                texts, asked = self._retrieved(rng)
+                found, end = self._about(rng) if kind < 0.7 and self._questions else self._retrieved(rng)
+                texts, asked = self._fitting(found, rng), [end]
+                rng.shuffle(texts)
             lesson = self._lesson(texts, self._ends(texts, asked, rng), rng)
             if lesson is not None:
                 return lesson
@@ -108,22 +108,16 @@ class Lessons:
         tokenizer, questions = self._model.tokenizer, self._retrieved_for
         return [(ask if end in questions else render)(tokenizer, texts, end) for end in ends]
 
-    def _about(self, rng: random.Random) -> tuple[list[str], list[str]]:
-        """Return chunks that retrieval brings for a question, shuffled, and the question."""
+    def _about(self, rng: random.Random) -> tuple[list[str], str]:
+        """Return the chunks that retrieval brings for a question, and the question."""
         question = rng.choice(self._questions)
-        texts = self._fitting(self._retrieved_for[question], rng)
-        rng.shuffle(texts)
-        return texts, [question]
+        return self._retrieved_for[question], question
 
-    def _retrieved(self, rng: random.Random) -> tuple[list[str], list[str]]:
-        """Return chunks that retrieval brings for a broken sentence, shuffled, and the sentence."""
+    def _retrieved(self, rng: random.Random) -> tuple[list[str], str]:
+        """Return the chunks that retrieval brings for a broken sentence, and the sentence."""
         gap = rng.choice(self._gaps)
-        texts = list(self._search(gap.beginning, _RETRIEVED))
-        if gap.kind != CONTINUATION:
-            texts = [text for text in texts if gap.sentence not in text]
-        texts = self._fitting(texts, rng)
-        rng.shuffle(texts)
-        return texts, [gap.beginning]
+        texts = self._search(gap.beginning, _RETRIEVED)
+        return [text for text in texts if gap.kind == CONTINUATION or gap.sentence not in text], gap.beginning
 
     def _stretch(self, rng: random.Random) -> list[str]:
         """Return a stretch of a document and one of another, in half of the cases with gaps."""
@@ -134,7 +128,7 @@ class Lessons:
             texts += chunks[start : start + rng.randint(2, 8)]
         if rng.random() < 0.5:
             texts = [text for text in texts if rng.random() >= _LEFT_OUT]
-        return self._fitting(texts, rng)
+        return texts
 
     def _fitting(self, texts: Sequence[str], rng: random.Random) -> list[str]:
         """Return the first texts, as many as a random size has room for."""

@@ -79,23 +79,23 @@ def train(
     """
     _check(model)
     training = _Training(model, course, folder / CHECKPOINT, identity)
-    adapter, state, total = Adapter(model.hf, training.layers), training.state, 60 * course.minutes
+    adapter, total = Adapter(model.hf, training.layers), 60 * course.minutes
     saved = time.perf_counter()
-    progress(state.seconds, total, state.step, state.loss)
+    progress(training.seconds, total, training.step, training.loss)
     try:
         with _frozen(model), checkpointed(decoder_layers(model) if model.device.type == "cuda" else []):
-            while state.seconds < total:
+            while training.seconds < total:
                 started = time.perf_counter()
-                loss = _backward(model, adapter, lessons, course, state.step)
-                warmed, left = min(1.0, (state.step + 1) / _WARM_UP), 1 - state.seconds / total
+                loss = _backward(model, adapter, lessons, course, training.step)
+                warmed, left = min(1.0, (training.step + 1) / _WARM_UP), 1 - training.seconds / total
                 training.update(loss, course.rate * warmed * left)
-                state.seconds += time.perf_counter() - started
-                progress(min(state.seconds, total), total, state.step, state.loss)
+                training.seconds += time.perf_counter() - started
+                progress(min(training.seconds, total), total, training.step, training.loss)
                 if time.perf_counter() - saved >= _EVERY_S:
                     training.save()
                     saved = time.perf_counter()
     except BaseException:
-        if state.step and math.isfinite(state.loss):
+        if training.step and math.isfinite(training.loss):
             training.save()
         raise
     training.save()
@@ -130,19 +130,11 @@ def _frozen(model: Model) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-@dataclass
-class _State:
-    """Content of a checkpoint besides tensors."""
-
-    step: int = 0
-    seconds: float = 0.0
-    loss: float = math.nan  # smoothed
-
-
 class _Training:
-    """An adapter's weights, the state of its training, and the checkpoint of both."""
+    """An adapter's weights, the state of its training, and the checkpoint of both. `loss` is smoothed."""
 
     def __init__(self, model: Model, course: Course, path: Path, identity: Mapping[str, Any]) -> None:
+        self.step, self.seconds, self.loss = 0, 0.0, math.nan
         self.layers = new_layers(model.hf, course.rank, course.seed)
         self._parameters: dict[str, Tensor] = {}
         for name, layer in self.layers.items():
@@ -150,35 +142,35 @@ class _Training:
         self._optimiser = torch.optim.AdamW(self._parameters.values(), lr=course.rate, weight_decay=0.0)
         self._path, self._settings = path, json.loads(json.dumps({**asdict(course), **identity}))
         del self._settings["minutes"]  # a longer training goes on from a shorter one
-        self.state = self._resumed() if path.exists() else _State()
+        if path.exists():
+            self._resume()
 
     def update(self, loss: float, rate: float) -> None:
         """Change the weights by their gradient, whose loss this is. Raises ModelError if either is not finite."""
-        state = self.state
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), 1.0))
         if not math.isfinite(loss + norm):  # before the weights change: the checkpoint stays good
             raise ModelError(
-                f"the loss of step {state.step} is {loss} and its gradient {norm}: use dtype bfloat16, or a "
+                f"the loss of step {self.step} is {loss} and its gradient {norm}: use dtype bfloat16, or a "
                 "lower --rate with another --out"
             )
         for group in self._optimiser.param_groups:
             group["lr"] = rate
         self._optimiser.step()
         self._optimiser.zero_grad()
-        state.loss = loss if math.isnan(state.loss) else _SMOOTHING * state.loss + (1 - _SMOOTHING) * loss
-        state.step += 1
+        self.loss = loss if math.isnan(self.loss) else _SMOOTHING * self.loss + (1 - _SMOOTHING) * loss
+        self.step += 1
 
     def save(self) -> None:
         tensors = {name: parameter.detach() for name, parameter in self._parameters.items()}
         for name, parameter in self._parameters.items():
             tensors |= {f"{name}.{key}": value for key, value in self._optimiser.state[parameter].items()}
+        state = {"step": self.step, "seconds": self.seconds, "loss": self.loss}
         try:
-            write_tensors(self._path, tensors, {"settings": self._settings, "state": asdict(self.state)})
+            write_tensors(self._path, tensors, {"settings": self._settings, "state": state})
         except OSError as error:
             raise KvragError(f"cannot write {self._path}: {os.strerror(error.errno or 0)}") from error
 
-    def _resumed(self) -> _State:
-        """Read the weights and the optimiser's state from the checkpoint; return the rest of it."""
+    def _resume(self) -> None:
         tensors, content = read_tensors(self._path)
         different = [name for name in self._settings if content["settings"].get(name) != self._settings[name]]
         if different:
@@ -193,7 +185,7 @@ class _Training:
                 if f"{name}.step" in tensors:
                     moments = {key: tensors[f"{name}.{key}"].to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}
                     self._optimiser.state[parameter] = {"step": tensors[f"{name}.step"], **moments}
-        return _State(**content["state"])
+        self.step, self.seconds, self.loss = (content["state"][name] for name in ("step", "seconds", "loss"))
 
 
 def _check(model: Model) -> None:

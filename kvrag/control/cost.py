@@ -213,24 +213,20 @@ def fit(passes: NDArray[np.float64], pair_rows: float) -> tuple[float, float, fl
     return float(fitted[0]), float(fitted[1]), float(fitted[2]) * pair_rows
 
 
-def read(text: str | None, machine: str) -> dict[str, Any] | None:
-    """Return one machine's entry in a text of `write`; raises ValueError if the text is damaged."""
-    return _machines(text).get(machine)
+def read(text: str | None) -> dict[str, Any]:
+    """Return the entries in a text of `write`, by machine; raises ValueError if the text is damaged."""
+    machines = json.loads(text) if text else {}
+    if not isinstance(machines, dict):
+        raise ValueError("it is not a table of machines")
+    return machines
 
 
 def write(text: str | None, machine: str, entry: dict[str, Any]) -> str:
     """Return the text with this machine's entry replaced; entries of other machines are kept."""
     others: list[Any] = []
     with suppress(ValueError):  # damaged: measured again within a few answers
-        others = [item for item in _machines(text).items() if item[0] != machine]
+        others = [item for item in read(text).items() if item[0] != machine]
     return json.dumps(dict([*others[-(_MACHINES - 1) :], (machine, entry)]))
-
-
-def _machines(text: str | None) -> dict[str, Any]:
-    machines = json.loads(text) if text else {}
-    if not isinstance(machines, dict):
-        raise ValueError("it is not a table of machines")
-    return machines
 
 
 def _quotient(sums: tuple[float, float], default: float) -> float:

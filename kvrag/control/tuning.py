@@ -104,21 +104,6 @@ def decide(speed: Speed | None, request: Workload, ratio: float) -> Decision:
     return Decision(False, hidden, reason)
 
 
-def _too_long(calibration: Calibration, length: int) -> tuple[str, ...]:
-    """Return a note if a prompt is much longer than those of a calibration: longer ones need more recompute."""
-    if not calibration.longest or length <= _LONGER * calibration.longest:
-        return ()
-    return (f"calibrated on prompts of up to {calibration.longest} tokens: calibrate with more chunks for longer ones",)
-
-
-def _careful_plan(config: BlendConfig, cause: str, is_open: bool) -> Plan:
-    """Return full prefill if the choice is open, else the default ratio."""
-    if is_open:
-        return Plan(replace(config, policy="full", ratio=1.0), notes=(f"{cause}, so full prefill is used",))
-    note = f"{cause}; ratio {DEFAULT_RATIO:g} is used because policy or controller was given"
-    return Plan(replace(config, ratio=DEFAULT_RATIO), notes=(note,))
-
-
 def _hidden(speed: Speed, request: Workload, ratio: float, blend_s: float) -> float:
     """Return the largest ratio that takes no longer than `ratio` because loading takes as long."""
     steps = (round(number * STEP, 10) for number in range(1, math.ceil(1 / STEP)))
@@ -160,22 +145,27 @@ class Tuning:
         is_auto = config.controller == "auto"
         is_open = is_auto and config.policy == DEFAULT_POLICY
         calibration, note = self._calibrated(config)
-        if calibration is not None and calibration.ratio is not None:
-            plan = Plan(replace(config, ratio=calibration.ratio))
-        elif calibration is not None:
-            cause = f"calibration: no ratio up to {calibration.curve[-1].ratio:g} reaches the target"
-            plan = _careful_plan(config, cause, is_auto)
-        elif self._backend.fingerprint.is_bundled:
-            plan = Plan(replace(config, ratio=DEFAULT_RATIO))
-        else:  # it is not known which answers a ratio would cost
-            plan = _careful_plan(config, f"not calibrated ({REMEDY})", is_open)
-            if not self._has_warned:
+        notes = [note] if note else []
+        ratio, doubt = DEFAULT_RATIO, ""  # which answers blending would cost
+        if calibration is None:
+            doubt = "" if self._backend.fingerprint.is_bundled else f"not calibrated ({REMEDY})"
+        elif calibration.ratio is None:
+            doubt = f"calibration: no ratio up to {calibration.curve[-1].ratio:g} reaches the target"
+        else:
+            ratio = calibration.ratio
+        is_full = bool(doubt) and (is_auto if calibration else is_open)
+        if doubt:
+            used = f"; ratio {ratio:g} is used because policy or controller was given"
+            notes.append(doubt + (", so full prefill is used" if is_full else used))
+            if not calibration and not self._has_warned:
                 self._has_warned = True
-                logger.warning("%s: %s", self._backend.fingerprint.model, plan.notes[0])
-        if calibration and prompt and not plan.is_full:
-            plan = replace(plan, notes=(*plan.notes, *_too_long(calibration, len(prompt.ids))))
-        plan = replace(plan, notes=(note, *plan.notes)) if note else plan
-        decides = is_open and not plan.is_full and not config.deterministic
+                logger.warning("%s: %s", self._backend.fingerprint.model, notes[-1])
+        longest = calibration.longest if calibration else 0
+        if prompt and not is_full and 0 < _LONGER * longest < len(prompt.ids):  # longer ones need more recompute
+            notes.append(f"calibrated on prompts of up to {longest} tokens: calibrate with more chunks for longer ones")
+        config = replace(config, policy="full", ratio=1.0) if is_full else replace(config, ratio=ratio)
+        plan = Plan(config, notes=tuple(notes))
+        decides = is_open and not is_full and not config.deterministic
         return self._decide(plan, prompt) if decides and prompt and prompt.runs else plan
 
     def calibration(self, config: BlendConfig) -> Calibration | None:
@@ -290,8 +280,7 @@ class Tuning:
 
     def _recall_speed(self) -> None:
         try:
-            measured = cost.read(self._texts.read_text(cost.FILE), self._machine)
-            if measured is not None:
+            if (measured := cost.read(self._texts.read_text(cost.FILE)).get(self._machine)) is not None:
                 self._costs.take(measured)
         except StoreError as error:
             logger.warning("measured speeds are ignored: %s", error)

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
+from cachetools import cached
 from torch import Tensor
 
 from kvrag.backend.protocol import KVCache
@@ -187,10 +188,6 @@ def _rewind(rows: Sequence[Row], lengths: Sequence[int]) -> None:
         row.cache.set_length(length)
 
 
-_batches: weakref.WeakKeyDictionary[Model, Batch] = weakref.WeakKeyDictionary()
-_creating = threading.Lock()
-
-
+@cached(weakref.WeakKeyDictionary[Model, Batch](), key=lambda model: model, lock=threading.Lock())
 def _batch_of(model: Model) -> Batch:
-    with _creating:
-        return _batches.setdefault(model, Batch())
+    return Batch()

@@ -17,7 +17,6 @@ from typing import Any, cast
 from kvrag.backend.transformers.tokenizer import AnswerRegions
 
 OPEN, CLOSE = "<tool_call>", AnswerRegions.tag
-_ABSENT = "\0"  # occurs in no template
 
 # regions of an answer, in transformers' template of responses; `bare` and `python` ones begin it
 _TAGGED = r"(?P<open>\s*<tool_call>\s*)(?=[\[{]|\Z)"
@@ -71,27 +70,27 @@ class Dialect:
     """
 
     has: str
-    lacks: str
     call: str
     fields: Mapping[str, Mapping[str, Any]]
+    lacks: str = "\0"  # occurs in no template
     keeps_json: bool = False
 
 
-HERMES = Dialect(OPEN, "<function=", f'{OPEN}\n{{"name": "NAME", "arguments": ARGUMENTS}}\n{CLOSE}', _HERMES)
+HERMES = Dialect(OPEN, f'{OPEN}\n{{"name": "NAME", "arguments": ARGUMENTS}}\n{CLOSE}', _HERMES, lacks="<function=")
 _LLAMA_CALL = '{"name": "NAME", "parameters": ARGUMENTS}'
 _GPT_CALL = "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS"
 _R1_CALL = f"{_BEGIN}{_CALL}function{_SEP}NAME\n```json\nARGUMENTS\n```{_END}{_ENDS}"
 _V31_CALL = f"{_BEGIN}{_CALL}NAME{_SEP}ARGUMENTS{_END}{_ENDS}"
 DIALECTS = (
     HERMES,
-    Dialect("[ARGS]", _ABSENT, "[TOOL_CALLS]NAME[ARGS]ARGUMENTS", _HERMES),
-    Dialect("[TOOL_CALLS]", _ABSENT, '[TOOL_CALLS][{"name": "NAME", "arguments": ARGUMENTS}]', _HERMES),
-    Dialect('{"name": function name, "parameters":', _ABSENT, _LLAMA_CALL, {**_HERMES, **_PYTHON_LIST}),
-    Dialect("func_name1(", _ABSENT, "", _PYTHON_LIST),  # Llama 4
-    Dialect("<parameter=", _ABSENT, "", _CODER),  # Qwen3-Coder
-    Dialect("<|channel|>", _ABSENT, _GPT_CALL, {"named": _region(_RECIPIENT, close=["<|call|>", "<|end|>"])}),
-    Dialect(_SEP, "```json", _V31_CALL, _DEEPSEEK, keeps_json=True),
-    Dialect(_SEP, _ABSENT, _R1_CALL, _DEEPSEEK, keeps_json=True),
+    Dialect("[ARGS]", "[TOOL_CALLS]NAME[ARGS]ARGUMENTS", _HERMES),
+    Dialect("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "NAME", "arguments": ARGUMENTS}]', _HERMES),
+    Dialect('{"name": function name, "parameters":', _LLAMA_CALL, {**_HERMES, **_PYTHON_LIST}),
+    Dialect("func_name1(", "", _PYTHON_LIST),  # Llama 4
+    Dialect("<parameter=", "", _CODER),  # Qwen3-Coder
+    Dialect("<|channel|>", _GPT_CALL, {"named": _region(_RECIPIENT, close=["<|call|>", "<|end|>"])}),
+    Dialect(_SEP, _V31_CALL, _DEEPSEEK, lacks="```json", keeps_json=True),
+    Dialect(_SEP, _R1_CALL, _DEEPSEEK, keeps_json=True),
 )
 
 _NAMED_HEAD = re.compile(

@@ -6,7 +6,7 @@ import json
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -77,13 +77,19 @@ def constrain(model: Model, grammar: Grammar, before: str = "") -> Constraint:
         SettingError: The extra is not installed, or the grammar is invalid or uses unsupported features.
         UnsupportedModelError: The tokenizer does not expose the bytes of its tokens.
     """
-    llguidance = _llguidance()
+    try:
+        import llguidance
+    except ImportError:
+        raise SettingError(
+            "a grammar, a forced tool choice or structured output needs llguidance: pip install 'kvrag[grammar]'"
+        ) from None
+    form: Literal["json_schema", "regex", "ebnf"] = "ebnf"
+    text = grammar.lark or ""
     if grammar.json_schema is not None:
-        kind, form, text = "json_schema", "json_schema", json.dumps(guarded(grammar.json_schema))
+        form, text = "json_schema", json.dumps(guarded(grammar.json_schema))
     elif grammar.regex is not None:
-        kind, form, text = "regex", "regex", grammar.regex
-    else:
-        kind, form, text = "lark", "ebnf", grammar.lark or ""
+        form, text = "regex", grammar.regex
+    kind = "lark" if form == "ebnf" else form
     try:
         source = llguidance.grammar_from(form, text)
     except ValueError as error:
@@ -141,13 +147,3 @@ def _tokenizer(model: Model) -> LLTokenizer:
                     f"grammars are not supported for {model.name}: {first_line(error)}"
                 ) from None
         return _tokenizers[model]
-
-
-def _llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError:
-        raise SettingError(
-            "a grammar, a forced tool choice or structured output needs llguidance: pip install 'kvrag[grammar]'"
-        ) from None
-    return llguidance

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -129,16 +129,15 @@ def prepare(
         if known:
             raise PromptError("tools need a chat prompt: pass the prompt as a list of messages")
         return Prepared(cast(str | TokenIds, prompt), variables, grammar)
-    messages = [_with_parsed_arguments(checked_message(message)) for message in cast(Messages, prompt)]
     form, is_rendered = _template_form(tokenizer, known)
+    keeps_json = is_rendered and form is not None and form.keeps_json
+    messages = [_with_arguments(checked_message(message), keeps_json) for message in cast(Messages, prompt)]
     # a prompt is the same with and without a forced call, so that they share KV, even if that call has another format
     is_constrained = known and (forced or grammar is not None)
     is_native = is_rendered and (not is_constrained or (form is not None and form.call != ""))
     dialect = form if form and is_native else HERMES
     if not is_rendered:
         messages = _as_text(messages, known)
-    elif form and form.keeps_json:
-        messages = [_with_json_arguments(message) for message in messages]
     if not known:
         return Prepared(messages, variables, grammar)
     if is_constrained:
@@ -194,8 +193,8 @@ def _forced(choice: str | Mapping[str, Any] | None, names: tuple[str, ...]) -> t
 # ---------------------------------------------------------------- prompt
 
 
-def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with the arguments of its calls as dicts, as templates expect; clients send strings."""
+def _with_arguments(message: dict[str, Any], as_json: bool) -> dict[str, Any]:
+    """Return the message with the arguments of its calls in the form that the template expects; clients send both."""
     if not message.get("tool_calls"):
         return message
     parsed = []
@@ -207,16 +206,9 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
                 'a tool call is {"type": "function", "id": ..., "function": {"name": ..., "arguments": {...}}}, '
                 f"got {call!r:.120}"
             )
-        parsed.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
+        form = json.dumps(arguments, ensure_ascii=False) if as_json else arguments
+        parsed.append({"type": "function", **call, "function": {**function, "arguments": form}})
     return {**message, "tool_calls": parsed}
-
-
-def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    calls = []
-    for call in message.get("tool_calls") or ():
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    return {**message, "tool_calls": calls} if calls else message
 
 
 def _as_text(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
@@ -256,11 +248,14 @@ def _call_grammar(
     """Return the grammar of one call of a forced tool; if none is forced, of one call of a tool or of the answer."""
     if forced and answer is not None:
         raise SettingError("a forced tool_choice and a grammar exclude each other: leave out one of them")
-    tools = [tool for tool in tools if not forced or tool["function"]["name"] in forced]
-    rules = [
-        f"call_{number}: " + " ".join(_terms(tokenizer, dialect, tool["function"])) for number, tool in enumerate(tools)
-    ]
-    alternatives = [f"call_{number}" for number in range(len(tools))]
+    before, between, after = re.split("NAME|ARGUMENTS", dialect.call)
+    rules = list[str]()
+    for function in (tool["function"] for tool in tools if not forced or tool["function"]["name"] in forced):
+        head = literal(tokenizer, before + function["name"] + between)
+        # a separate schema, so that its $refs are resolved from its root
+        schema = json.dumps(guarded(function["parameters"]))
+        rules.append(f"call_{len(rules)}: {head} %json {schema} {literal(tokenizer, after)}")
+    alternatives = [f"call_{number}" for number in range(len(rules))]
     if answer is not None:
         if answer.json_schema is None:
             raise SettingError("with tools, a grammar must be a json_schema: convert it, or leave out the tools")
@@ -268,14 +263,6 @@ def _call_grammar(
         rules.append(f"answer: {header} %json {json.dumps(guarded(answer.json_schema))}")
         alternatives.append("answer")
     return Grammar(lark="\n".join([f"start: {' | '.join(alternatives)}", *rules]))
-
-
-def _terms(tokenizer: Tokenizer, dialect: Dialect, function: Mapping[str, Any]) -> Iterator[str]:
-    before, between, after = re.split("NAME|ARGUMENTS", dialect.call)
-    yield literal(tokenizer, before + function["name"] + between)
-    # a separate schema, so that its $refs are resolved from its root
-    yield f"%json {json.dumps(guarded(function['parameters']))}"
-    yield literal(tokenizer, after)
 
 
 # ---------------------------------------------------------------- answer
@@ -307,7 +294,7 @@ class _OpenCall:
     """A call whose arguments are being generated; `arguments` are those taken so far, as strict JSON."""
 
     def __init__(self, index: int, name: str, start: int) -> None:
-        self.index, self.name, self.id, self.start = index, name, _new_id(), start
+        self.index, self.name, self.id, self.start = index, name, uuid.uuid4().hex[:9], start
         self.taken, self.arguments = 0, ""
         self._depth, self._in_string, self._is_escaped = 0, False, False
 
@@ -354,7 +341,7 @@ class AnswerParser:
         self._num_calls = 0
         self._raw = self._text = ""  # of the open region, as generated and as JSON
         self._open: _OpenCall | None = None  # pieces of it were sent
-        self._pieces: list[CallPiece] = []
+        self._pieces: dict[int, CallPiece] = {}  # by call
         self._valid: list[ToolCall] = []
         self._invalid: list[InvalidCall] = []
 
@@ -369,13 +356,9 @@ class AnswerParser:
             elif self._forced:
                 text = ""  # the beginning of a call
                 self._fail("")
-        pieces: dict[int, CallPiece] = {}
-        for piece in self._pieces:
-            before = pieces.get(piece.index)
-            pieces[piece.index] = replace(before, arguments=before.arguments + piece.arguments) if before else piece
-        valid, invalid = tuple(self._valid), tuple(self._invalid)
-        self._pieces, self._valid, self._invalid = [], [], []
-        return replace(delta, text=text, call_pieces=tuple(pieces.values()), tool_calls=valid, invalid_calls=invalid)
+        pieces, valid, invalid = tuple(self._pieces.values()), tuple(self._valid), tuple(self._invalid)
+        self._pieces, self._valid, self._invalid = {}, [], []
+        return replace(delta, text=text, call_pieces=pieces, tool_calls=valid, invalid_calls=invalid)
 
     def _outside(self, event: Mapping[str, Any], is_cut: bool = False) -> str:
         """Process an event; return its text outside calls. `is_cut`: the answer was cut off before it."""
@@ -394,14 +377,12 @@ class AnswerParser:
     def _stream(self, field: str, end: str) -> None:
         """Send the new part of a call's arguments, once the text before them is complete."""
         self._text = translate(field, self._raw, end, self._schemas)
-        if self._open is not None:
-            if more := self._open.take(self._text):
-                self._pieces.append(CallPiece(self._open.index, more))
-            return
-        head = _HEAD.match(self._text) or (_MISTRAL_HEAD.match(self._text) if field == "bare" else None)
-        if head and (field not in _AT_START or head["name"] in self._schemas):
-            self._open = _OpenCall(self._num_calls, head["name"], head.end())
-            self._begin(self._open.take(self._text), self._open.name, self._open.id)
+        if self._open is None:
+            head = _HEAD.match(self._text) or (_MISTRAL_HEAD.match(self._text) if field == "bare" else None)
+            if head is None or (field in _AT_START and head["name"] not in self._schemas):
+                return
+            self._open = self._begin(head["name"], head.end())
+        self._send(self._open, self._open.take(self._text))
 
     def _close(self, field: str, value: Any, is_cut: bool, ended_by: str) -> str:
         """End a region with its calls, or with an invalid one; return its text if it has none."""
@@ -426,31 +407,33 @@ class AnswerParser:
         """End these calls. The first is the streamed one, if there is one."""
         for call in calls:
             if self._open is None:
-                self._begin(json.dumps(call.arguments, ensure_ascii=False), call.name, call.id)
-                self._valid.append(call)
-            else:
-                self._valid.append(replace(call, id=self._open.id))
+                self._open = self._begin(call.name)
+                self._send(self._open, json.dumps(call.arguments, ensure_ascii=False))
+            self._valid.append(replace(call, id=self._open.id))
             self._open = None
 
     def _fail(self, text: str) -> None:
         """End an invalid call with this text."""
-        if self._open is None:
-            name = self._forced[0] if len(self._forced) == 1 else ""
-            self._open = _OpenCall(self._num_calls, name, len(text))
-            self._begin("", name, self._open.id)
-        opened, rest = self._open, text[self._open.start + self._open.taken :]
+        opened = self._open or self._begin(self._forced[0] if len(self._forced) == 1 else "", len(text))
+        self._open, rest = opened, text[opened.start + opened.taken :]
         arguments = _arguments(opened.arguments) if opened.is_complete and not rest.strip("}] \n") else None
         if arguments is not None:  # only closing marks are missing
-            self._end([_call(opened.name, arguments)])
+            self._end([ToolCall(opened.name, arguments, opened.id)])
             return
-        if rest:
-            self._pieces.append(CallPiece(opened.index, rest))
+        self._send(opened, rest)
         self._invalid.append(InvalidCall(opened.name, opened.arguments + rest, opened.id))
         self._open = None
 
-    def _begin(self, arguments: str, name: str, id: str) -> None:
-        self._pieces.append(CallPiece(self._num_calls, arguments, name, id))
+    def _begin(self, name: str, start: int = 0) -> _OpenCall:
+        call = _OpenCall(self._num_calls, name, start)
+        self._pieces[call.index] = CallPiece(call.index, "", name, call.id)
         self._num_calls += 1
+        return call
+
+    def _send(self, call: _OpenCall, arguments: str) -> None:
+        if arguments:
+            piece = self._pieces.get(call.index, CallPiece(call.index, ""))
+            self._pieces[call.index] = replace(piece, arguments=piece.arguments + arguments)
 
 
 def _calls(text: str) -> list[ToolCall]:
@@ -472,6 +455,7 @@ def _calls(text: str) -> list[ToolCall]:
 
 
 def _calls_in(value: Any) -> list[ToolCall]:
+    """Return the calls in a value of JSON, without ids; none if it contains anything else."""
     calls = []
     for item in value if isinstance(value, list) else [value]:
         function = item.get("function", item) if isinstance(item, dict) else None
@@ -481,16 +465,8 @@ def _calls_in(value: Any) -> list[ToolCall]:
         arguments = _arguments(function.get("arguments", function.get("parameters")))
         if arguments is None:
             return []
-        calls.append(_call(name, arguments))
+        calls.append(ToolCall(name, arguments, ""))
     return calls
-
-
-def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
-    return ToolCall(name, arguments, _new_id())
-
-
-def _new_id() -> str:
-    return uuid.uuid4().hex[:9]
 
 
 def _arguments(value: Any) -> dict[str, Any] | None:

@@ -320,8 +320,6 @@ class Catalog:
 
     def _write(self, merges: bool = True) -> bool:
         """Write the tail, merge files, replace the head; return whether this process, and no other, has done it."""
-        if not self._is_writable:
-            return False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with FileLock(self._folder / _LOCK, blocking=False):

@@ -26,17 +26,16 @@ class Match(NamedTuple):
         return bool(self.text_key)
 
 
-class Lookup:
-    """Looks up the chunks that prompts may reuse. Thread-safe.
+class Lookup(Catalog):
+    """A catalog that looks up the chunks that prompts may reuse. Thread-safe.
 
     Texts are matched on the catalog's snapshot; the variant to use depends on the store's current state.
     """
 
-    def __init__(self, catalog: Catalog, store: KVStore, alone_only: bool) -> None:
-        """Combine a catalog and its store. `alone_only`: use only chunks that were encoded without context."""
-        self._catalog, self._store, self._alone_only = catalog, store, alone_only
-        self.update, self.refresh = catalog.update, catalog.refresh
-        self.removing, self.take_removed, self.containing = catalog.removing, catalog.take_removed, catalog.containing
+    def __init__(self, store: KVStore, alone_only: bool) -> None:
+        """Open the catalog of a store. `alone_only`: use only chunks that were encoded without context."""
+        super().__init__(store)
+        self._alone_only = alone_only
 
     def find(
         self,
@@ -50,7 +49,7 @@ class Lookup:
 
         Adds the keys of the matched texts without a usable variant to `withheld`.
         """
-        runs = self._catalog.match(ids[kept:], min_run, namespace)
+        runs = self.match(ids[kept:], min_run, namespace)
         variants = self._variants(run.key for run in runs)
         if withheld is not None:
             withheld.update(text_key for text_key, variant in variants.items() if variant is None)
@@ -66,7 +65,7 @@ class Lookup:
         chunks = []
         for run, text_key, *_ in self.find(ids, min_run, namespace):
             with suppress(KeyError):  # removed in the meantime
-                chunks.append((run, self._catalog.ids(text_key)))
+                chunks.append((run, self.ids(text_key)))
         return chunks
 
     def usable(self, text_keys: Iterable[str]) -> dict[str, str]:

@@ -101,7 +101,7 @@ def stitch(backend: Backend, prompt: Prompt, loader: LayerLoader) -> Stitched:
         return keys, values
 
     filled = reused.clone()
-    filled[: prefix.length if prefix else 0] = False
+    filled[: prompt.kept] = False
     cache = backend.new_cache(loader.capacity, lay_out if runs else None, filled.nonzero().squeeze(1), prefix)
     return Stitched(torch.tensor(ids), runs, reused, exact, cache, prefix)
 

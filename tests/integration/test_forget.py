@@ -61,7 +61,7 @@ def check(engine: BlendEngine) -> None:
     following = [*PROMPT, {"role": "assistant", "content": "Zel."}, {"role": "user", "content": "Why?"}]
     report = engine.generate(following, max_new_tokens=1).report
     assert (report.conversation_tokens, report.runs) == (0, ())
-    assert len(engine._catalog) == 0
+    assert len(engine._lookup) == 0
 
 
 @pytest.mark.parametrize("ends", ["complete", "abandoned"])

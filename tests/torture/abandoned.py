@@ -137,7 +137,7 @@ def _check_nothing_is_left(engine: Any, numbers: list[int]) -> None:
     conversations = engine._answering._conversations
     left = {*engine._pipeline.memory.keys(), *conversations.keys()}
     assert not left, f"KV of {len(left)} forgotten chunks is kept"
-    assert engine.store.stats().chunks == len(engine._catalog) == 0
+    assert engine.store.stats().chunks == len(engine._lookup) == 0
     texts = [Entry(i, str(i), "", np.array(engine.encode(tiny.text(i)), np.uint32)) for i in numbers]
     for stretch in conversations._stretches():
         found = match([Segment.of(texts)], stretch.ids.astype(np.uint32), 16)

@@ -48,7 +48,7 @@ def _make(folder: Path) -> Layers:
     with tiny.engine(folder) as engine:
         for name, numbers in _DOCUMENTS.items():
             engine.warm(map(tiny.text, numbers), document=name)
-            engine._catalog.settle()
+            engine._lookup.settle()
         engine.store.change_text("speed.json", lambda _: "{}")
     assert list(folder.glob("catalog/*.segment"))
     truth: Layers = {}

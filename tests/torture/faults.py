@@ -48,7 +48,7 @@ def run(campaign: Campaign) -> None:
     with tiny.engine(intact) as engine:
         for name, numbers in _DOCUMENTS.items():
             engine.warm(map(tiny.text, numbers), document=name)
-            engine._catalog.settle()
+            engine._lookup.settle()
     for number in campaign.numbers():
         rng = campaign.random(number)
         folder = campaign.folder / "kv"

@@ -14,7 +14,6 @@ from typing import Any
 
 from kvrag.config import DEFAULT_RATIO, BlendConfig
 from kvrag.errors import KvragError
-from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.lookup import Lookup, Match
 from kvrag.store import KVStore
 from kvrag.types import BlendReport
@@ -61,7 +60,7 @@ class RequestTracker:
         self._settings = settings
         if store is not None:
             self._store = store
-            self._lookup = Lookup(Catalog(store), store, alone_only=not settings.config.context_tokens)
+            self._lookup = Lookup(store, alone_only=not settings.config.context_tokens)
         self._model_config = vllm_config.model_config
         scheduler = vllm_config.scheduler_config
         self._rows = settings.rows_per_step or scheduler.max_num_batched_tokens

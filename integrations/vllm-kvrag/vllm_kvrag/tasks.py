@@ -12,7 +12,6 @@ from kvrag.control.tuning import Tuning
 from kvrag.errors import KvragError
 from kvrag.ingest.ingest import Ingestion, Mode
 from kvrag.request import Pipeline
-from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.conversation import CachedPrefix
 from kvrag.reuse.lookup import Lookup, Match
 from kvrag.reuse.prompt import Prompt
@@ -85,7 +84,7 @@ class TaskHandler:
         self._backend, self._store, self._config, self._codec = backend, store, config, codec
         self._memory = MemoryTier(ram_bytes)
         self._tuning = Tuning(backend, store)
-        self._lookup = Lookup(Catalog(store), store, alone_only=not config.context_tokens)
+        self._lookup = Lookup(store, alone_only=not config.context_tokens)
         self._removals = store.removals()
 
     @property

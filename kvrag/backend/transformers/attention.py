@@ -155,10 +155,8 @@ def _attend(
     if torch.compiler.is_compiling():
         return _attend_in_step(query, key, value, cast(int, module.layer_idx)), None
     now: _Pass | Step | None = getattr(_current, "state", None)
-    usual = _usual[id(module.config)]
-    attend = _usual_attention(module, usual)
     if now is None:  # another thread's pass
-        return attend(module, query, key, value, attention_mask, **kwargs)
+        return _usual_attention(module)(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is None or attention_mask.numel() != 1:
         raise ValueError("its attention uses custom masks")  # rejected when the model is loaded
     if isinstance(now, Step):
@@ -167,19 +165,19 @@ def _attend(
             # of other steps, too: parameters, but no tensors
             settings = {k: v for k, v in kwargs.items() if isinstance(v, nn.Parameter) or not isinstance(v, Tensor)}
             now.calls[layer] = Call(module, settings, _source(layer, key, hasattr(module, "expand_kv"), now.cache))
-        return _in_rows(attend, module, query, now, usual, **kwargs), None
+        return _in_rows(module, query, now, **kwargs), None
     positions = torch.cat([now.rows, *(branch.rows for _, branch in now.branches[1:])])
     query = _with_temperature(module, query, positions)
     if not now.branches:
         if query.shape[2] < len(now.positions):  # layers that use other layers' KV may compute the last rows only
             last = slice(-query.shape[2], None)
             now = replace(now, rows=now.rows[last], positions=now.positions[last], masks={}, masks_bytes=0)
-        return _at_rows(attend, module, query, key, value, now, usual, **kwargs), None
+        return _at_rows(module, query, key, value, now, **kwargs), None
     attended, start = [], now.positions[0]
     for rows, branch in now.branches:
         shared, fresh = slice(0, branch.positions[0]), slice(start + rows.start, start + rows.stop)
         keys, values = (torch.cat([part[:, :, shared], part[:, :, fresh]], dim=2) for part in (key, value))
-        attended.append(_at_rows(attend, module, query[:, :, rows], keys, values, branch, usual, **kwargs))
+        attended.append(_at_rows(module, query[:, :, rows], keys, values, branch, **kwargs))
     return torch.cat(attended, dim=1), None
 
 
@@ -193,10 +191,9 @@ def _attend_in_step(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Te
     """Append one token per row and attend, inside of a compiled step: (B, HG, 1, D) queries -> (B, 1, HG, D)."""
     now: Step = _current.state
     module, settings, source = now.calls[layer]
-    usual = _usual[id(module.config)]
     if source == layer:
         now.cache.update(key, value, layer)
-    return _in_rows(_usual_attention(module, usual), module, query, now, usual, **settings).contiguous()
+    return _in_rows(module, query, now, **settings).contiguous()
 
 
 @_attend_in_step.register_fake
@@ -227,19 +224,22 @@ def _with_temperature(module: Any, query: Tensor, positions: Tensor) -> Tensor:
     return (query * change.view(-1, 1, query.shape[2], 1)).to(query.dtype)
 
 
-def _usual_attention(module: nn.Module, usual: str) -> Any:
-    """Return the function of this attention implementation for a module."""
+def _usual_attention(module: nn.Module) -> Any:
+    """Return the function that a module usually attends with."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(usual, eager)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(_usual[id(module.config)], eager)
 
 
-def _at_rows(
-    attend: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, now: _Pass, usual: str, **kwargs: Any
-) -> Tensor:
+def _on_cpu(module: nn.Module, query: Tensor) -> bool:
+    """Return whether torch's CPU kernel is called directly, for its speed."""
+    return query.device.type == "cpu" and _usual[id(module.config)] == "sdpa"
+
+
+def _at_rows(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, now: _Pass, **kwargs: Any) -> Tensor:
     """Attend with the rows of a pass: (1, HG, S, D) queries -> (1, S, HG, D)."""
     layer, scaling = cast(int, module.layer_idx), kwargs.get("scaling")
     observer = now.observer if now.observer is not None and layer in now.observer.layers else None
-    on_cpu = usual == "sdpa" and query.device.type == "cpu"
+    on_cpu = _on_cpu(module, query)
     if on_cpu and query.dtype == torch.bfloat16:
         num_queries = observer.num_queries if observer else 0
         attended, received = _by_products(query, key, value, scaling, now, layer, num_queries)
@@ -262,15 +262,15 @@ def _at_rows(
                 queries, keys, values, mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
             ).transpose(1, 2)
         else:
-            attended = attend(module, queries, keys, values, mask[None, None], **kwargs)[0]
+            attended = _usual_attention(module)(module, queries, keys, values, mask[None, None], **kwargs)[0]
         blocks.append(attended)
     return torch.cat(blocks, dim=1)
 
 
-def _in_rows(attend: Any, module: nn.Module, query: Tensor, now: Step, usual: str, **kwargs: Any) -> Tensor:
+def _in_rows(module: nn.Module, query: Tensor, now: Step, **kwargs: Any) -> Tensor:
     """Attend row by row: (B, HG, 1, D) queries, each to the keys of its own row within the window -> (B, 1, HG, D)."""
     layer = cast(int, module.layer_idx)
-    window, on_cpu = now.windows[layer], usual == "sdpa" and query.device.type == "cpu"
+    window, on_cpu, attend = now.windows[layer], _on_cpu(module, query), _usual_attention(module)
     states = now.cache.states[now.calls[layer].source]
     query = _with_temperature(module, query, now.positions)
     expand = getattr(module, "expand_kv", None)  # from latents (MLA)

@@ -166,7 +166,24 @@ class BlendCache(Cache):  # type: ignore[misc]
             layer.length = length
 
 
-class StepCache(Cache):  # type: ignore[misc]
+class NoCache(Cache):  # type: ignore[misc]
+    """The cache of a decode step, of which the model sees only the new keys and values, and whose positions it gets."""
+
+    def __init__(self, layers: Sequence[BlendLayer] = ()) -> None:
+        super().__init__(layers=list(layers))
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values."""
+        return key_states, value_states
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Return 0."""
+        return 0
+
+
+class StepCache(NoCache):
     """One decode step of several caches of different lengths: row b of the new keys and values is appended to cache b.
 
     Attributes:
@@ -176,7 +193,7 @@ class StepCache(Cache):  # type: ignore[misc]
 
     def __init__(self, caches: Sequence[BlendCache]) -> None:
         """Begin a step. The caches append from now on."""
-        super().__init__(layers=caches[0].layers)
+        super().__init__(caches[0].layers)
         self._caches = caches
         for cache in caches:
             cache.rows = cache.pause = None
@@ -191,7 +208,3 @@ class StepCache(Cache):  # type: ignore[misc]
         self.states[layer_idx] = [cache.update(key[None], value[None], layer_idx) for cache, key, value in rows]
         self.fresh[layer_idx] = key_states
         return key_states, value_states
-
-    def get_seq_length(self, *_: Any) -> int:
-        """Return 0: a step gets its positions."""
-        return 0

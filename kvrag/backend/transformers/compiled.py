@@ -13,9 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
-from kvrag.backend.transformers.cache import as_argument
+from kvrag.backend.transformers.cache import NoCache, as_argument
 from kvrag.errors import SettingError
 
 P = ParamSpec("P")
@@ -46,7 +45,7 @@ class CompiledForward:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvrag-compiled") if _own_thread(device) else None
         if self._thread:
             self._thread.submit(int).result()  # a thread whose start is interrupted would never end
-        self._cache = as_argument(hf, _NoCache())
+        self._cache = as_argument(hf, NoCache())
 
     def run(self, step: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a step, which calls this object, in the right thread."""
@@ -67,18 +66,3 @@ class CompiledForward:
 
 def _own_thread(device: torch.device) -> bool:
     return device.type == "cuda"
-
-
-class _NoCache(Cache):  # type: ignore[misc]
-    """Returns the new keys and values: the operator writes to the rows' caches."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values."""
-        return key_states, value_states
-
-    def get_seq_length(self, *_: Any) -> int:
-        """Return 0: a step gets its positions."""
-        return 0

@@ -140,8 +140,8 @@ def load_config(
     name: str,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    allow_unverified: bool = False,
     local_files_only: bool = False,
+    allow_unverified: bool = False,
 ) -> Any:
     """Load a model's configuration without its weights; raises like `load`."""
     check_model(name)

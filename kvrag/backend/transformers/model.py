@@ -115,9 +115,9 @@ class Model(Backend):
         self._calls: Calls = {}
         self._compiled: CompiledForward | None = None
         with loading.refuse_failures(hf.config):
-            layers = probe(hf, self.config.num_hidden_layers, shift=min(37, self.stable_length // 4))
-            self._rotary, self._devices, self.is_latent = layers.rotary, layers.devices, layers.is_latent
-            self.num_layers, self.bytes_per_token = len(layers.rotary), layers.bytes_per_token
+            found = probe(hf, self.config.num_hidden_layers, shift=min(37, self.stable_length // 4))
+            self._rotary, self._devices, self.bytes_per_token, self.is_latent = found
+            self.num_layers = len(self._rotary)
             self._layer_bytes = sum(weights.nbytes for weights in hf.parameters()) // self.num_layers
             self._check_attention()
             self.tables(torch.arange(_TRIAL_TOKENS))
@@ -156,11 +156,8 @@ class Model(Backend):
         key = json.dumps([str(name_or_path), settings], default=str)
         own = {option: settings.pop(option) for option in ("preamble", "compile_decode", "adapter")}
         name = str(name_or_path)
-
-        def load() -> Model:
-            return cls(*loading.load(name, **settings), name, settings["allow_unverified"], **own)
-
-        return _shared.get(key, load)
+        allow = settings["allow_unverified"]
+        return _shared.get(key, lambda: cls(*loading.load(name, **settings), name, allow, **own))
 
     def _check_attention(self) -> None:
         """Raise UnsupportedModelError unless all layers use transformers' attention interface."""

@@ -37,8 +37,8 @@ class LayerRotary:
     def tables(self, positions: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the model's own cos and sin for (T,) positions, each (T, R) float32, one entry per pair."""
         like = torch.empty(0, dtype=dtype, device=device)  # the module takes dtype and device from it
-        cos, sin = cast(tuple[Tensor, Tensor], _cos_sin(self.module(like, positions[None].to(device), *self.extra)))
-        return _once(cos, self.form), _once(sin, self.form)
+        tables = _cos_sin(self.module(like, positions[None].to(device), *self.extra))
+        return _once(cast(tuple[Tensor, Tensor], tables), self.form)
 
 
 def _cos_sin(tables: Any) -> tuple[Tensor, Tensor] | None:
@@ -48,35 +48,20 @@ def _cos_sin(tables: Any) -> tuple[Tensor, Tensor] | None:
     return tables if isinstance(tables, tuple) and len(tables) == 2 else None
 
 
-def _once(table: Tensor, form: Form) -> Tensor:
-    """Convert the model's (1, T, 2R) or (1, T, R) table to (T, R) float32."""
-    table = table[0].float()
-    if form == "interleaved":
-        table = table[:, 0::2]
-    elif form == "half_split":
-        table = table[:, : table.shape[1] // 2]
-    return table.contiguous()
+def _once(tables: tuple[Tensor, Tensor], form: Form) -> tuple[Tensor, Tensor]:
+    """Convert the model's (1, T, 2R) or (1, T, R) cos and sin to (T, R) float32."""
+    half = slice(tables[0].shape[2] // 2)
+    kept = {"half_split": half, "interleaved": slice(0, None, 2), "once": slice(None)}[form]
+    cos, sin = (table[0, :, kept].float().contiguous() for table in tables)
+    return cos, sin
 
 
-@dataclass(frozen=True)
-class Layers:
-    """Findings about the layers that have KV of their own.
-
-    Attributes:
-        rotary: Rotation of each layer's keys; None = not rotated.
-        devices: Device of each layer.
-        bytes_per_token: KV bytes per token, all layers.
-        is_latent: See `BlendCache`.
-    """
-
-    rotary: list[LayerRotary | None]
-    devices: list[torch.device]
-    bytes_per_token: int
-    is_latent: bool
-
-
-def probe(hf: Any, num_layers: int, shift: int) -> Layers:
+def probe(hf: Any, num_layers: int, shift: int) -> tuple[list[LayerRotary | None], list[torch.device], int, bool]:
     """Observe a model of `num_layers` layers, the last of which may use the KV of earlier ones.
+
+    Returns:
+        For each layer that has KV of its own, the rotation of its keys (None = not rotated) and its device; their KV
+            bytes per token; and `is_latent`, see `BlendCache`.
 
     Raises:
         UnsupportedModelError: A layer has no KV, or its keys are rotated in an unknown way.
@@ -92,7 +77,7 @@ def probe(hf: Any, num_layers: int, shift: int) -> Layers:
     if not any(rotary):
         _refuse("no layer applies rotary position embedding (learned or absolute positions, or none)")
     kv = [part for layer in passes[0] for part in (layer.keys, layer.values)]
-    return Layers(rotary, [keys.device for keys in kv[::2]], sum(part.nbytes for part in kv) // _TOKENS, is_latent)
+    return rotary, [keys.device for keys in kv[::2]], sum(part.nbytes for part in kv) // _TOKENS, is_latent
 
 
 @dataclass
@@ -163,7 +148,7 @@ def _detect(number: int, first: _Observation, second: _Observation) -> LayerRota
     if first.rotary is None or first.tables is None or second.tables is None:
         _refuse(f"the keys of layer {number} depend on their position, but not by a rotary table that it receives")
     for pairs, form in itertools.product(get_args(Pairs), get_args(Form)):
-        tables, shifted = ((_once(cos, form), _once(sin, form)) for cos, sin in (first.tables, second.tables))
+        tables, shifted = _once(first.tables, form), _once(second.tables, form)
         if 2 * tables[0].shape[-1] > first.keys.shape[-1]:
             continue
         a, b = unrotate(first.keys, *tables, pairs), unrotate(second.keys, *shifted, pairs)

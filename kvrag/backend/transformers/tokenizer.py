@@ -14,6 +14,7 @@ from typing import Any, TypeGuard, cast
 from weakref import WeakKeyDictionary
 
 import xxhash
+from cachetools import LRUCache, cached, cachedmethod
 from tokenizers.decoders import DecodeStream
 from transformers import TokenizersBackend
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -54,7 +55,7 @@ class Tokenizer:
         self.hf, self._name = hf, model_name
         self._lock = _lock_of(hf)
         self._renders_tools: dict[str, bool] = {}
-        self._generation_prompts: dict[str, int] = {}
+        self._generation_prompts: LRUCache[str, int] = LRUCache(_TEMPLATES)
         self.preamble = self._find_preamble() if preamble else ()
 
     def as_prompt(self, text: str) -> str | Messages:
@@ -102,16 +103,13 @@ class Tokenizer:
                 refusals.append(error)
         raise refusals[0]
 
-    def generation_prompt_length(self, **template: Any) -> int:
+    @cachedmethod(
+        lambda self: self._generation_prompts,
+        key=lambda self, /, **template: repr((self.hf.chat_template, template)),
+        lock=lambda self: self._lock,
+    )
+    def generation_prompt_length(self, /, **template: Any) -> int:
         """Return the length of the generation prompt: tokens that end a prompt and are absent from a history."""
-        key = repr((self.hf.chat_template, template))
-        if key not in self._generation_prompts:
-            if len(self._generation_prompts) >= _TEMPLATES:
-                self._generation_prompts.clear()
-            self._generation_prompts[key] = self._measure_generation_prompt(template)
-        return self._generation_prompts[key]
-
-    def _measure_generation_prompt(self, template: Mapping[str, Any]) -> int:
         messages = [{"role": "user", "content": "a"}]
         try:
             with_prompt, without = (self._apply_template(messages, template, prompt) for prompt in (True, False))
@@ -205,14 +203,10 @@ class Tokenizer:
         source = self.template_text()
         return any(mark in source for mark in _THOUGHTS)
 
+    # needed for every prompt; the template for tools may be another one than that without
+    @cachedmethod(lambda self: self._renders_tools, key=lambda self: self.template_text([{}]))
     def renders_tools(self) -> bool:
         """True if the chat template renders tools; some name them differently or render only calls in the history."""
-        source = self.template_text([{}])  # may differ from the template without tools
-        if source not in self._renders_tools:  # needed for every prompt
-            self._renders_tools[source] = self._try_tools()
-        return self._renders_tools[source]
-
-    def _try_tools(self) -> bool:
         probe = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}
         try:
             with self._lock:
@@ -351,13 +345,10 @@ class TextStream:
         return str(self._hf.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False))
 
 
+@cached(WeakKeyDictionary[Any, threading.Lock](), key=lambda hf: hf, lock=threading.Lock())
 def _lock_of(hf: Any) -> threading.Lock:
     """Return the lock of a tokenizer, which keeps state about control tokens: one thread at a time, in all models."""
-    with _LOCK:
-        return _LOCKS.setdefault(hf, threading.Lock())
-
-
-_LOCK, _LOCKS = threading.Lock(), WeakKeyDictionary[Any, threading.Lock]()
+    return threading.Lock()
 
 
 def is_token_ids(prompt: object) -> TypeGuard[TokenIds]:

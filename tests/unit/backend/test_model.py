@@ -19,6 +19,7 @@ import torch
 from blending import CHUNKS
 from families import build
 from tokenizers import processors
+from transformers import AutoConfig
 
 from kvrag import (
     BlendConfig,
@@ -34,6 +35,7 @@ from kvrag.backend.lock import FairLock
 from kvrag.backend.transformers import Tokenizer
 from kvrag.backend.transformers.loading import load_config, reader_path
 from kvrag.fingerprint import hash_weights
+from kvrag.llm import LLMSettings
 
 BOS_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}\n{% endfor %}"
@@ -321,6 +323,21 @@ def test_an_unknown_model_is_named_with_a_way_out(monkeypatch: pytest.MonkeyPatc
         Model.from_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match="there is no such folder"):
         load_config(str(tmp_path / "nothing"))
+
+
+def test_what_is_read_without_the_model_is_read_from_local_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    build("llama").config.save_pretrained(tmp_path)
+    calls, read = list[dict[str, Any]](), AutoConfig.from_pretrained
+
+    def from_pretrained(path: str, **options: Any) -> Any:
+        calls.append(options)
+        return read(path, **options)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    assert LLMSettings(model=str(tmp_path)).on_disk() == (build("llama").config.max_position_embeddings, None)
+    assert all(options["local_files_only"] for options in calls)
 
 
 def test_damaged_weights_are_a_load_error(tmp_path: Path, tokenizer: Any) -> None:

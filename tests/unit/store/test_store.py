@@ -1263,7 +1263,7 @@ def test_nothing_of_a_forgotten_text_is_left_after_gc(
     with BlendEngine(model, FileStore(tmp_path / "kv", min_free_bytes=0)) as engine:
         engine.warm(CHUNKS[:1], document="kept")
         engine.warm(CHUNKS[1:2], document="secret")
-        engine._catalog.settle()
+        engine._lookup.settle()
         assert {"kv", "catalog"} < left()
         engine.forget("secret")
         if collects:

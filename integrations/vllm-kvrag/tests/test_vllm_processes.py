@@ -45,7 +45,7 @@ def test_reported_chunks_survive_a_kill(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_compiled_model(folder: Path, tmp_path: Path) -> None:
-    model = checkpoint("llama", folder)
+    model = checkpoint("llama", folder, num_hidden_layers=2)
     with reference(model, tmp_path) as own:
         own.warm(CHUNKS[:3], document="a")
     with started(model, tmp_path, enforce_eager=False) as engine:

@@ -35,9 +35,9 @@ $(BIN)/pip:
 demo: .venv/.demo
 	$(BIN)/kvrag demo
 
-# tests run in JOBS processes, each file in one of them
+# tests run in JOBS processes, each file in one of them; in their order, as files with few tests take longest
 JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --ignore integrations/ray-kvrag
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --ignore integrations/ray-kvrag
 
 # what to run while you work, in minutes: no server, compiler or browser, no documentation
 test: setup

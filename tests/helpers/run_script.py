@@ -14,8 +14,8 @@ from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-_CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
+CONTEXT = get_context("forkserver")
+CONTEXT.set_forkserver_preload(
     [
         *("transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"),
         *("kvrag.engine", "langchain_kvrag", "sentence_transformers"),
@@ -25,7 +25,7 @@ _CONTEXT.set_forkserver_preload(
 
 def start(script: Path, *arguments: str, folder: Path, stdin: Sequence[str] = ()) -> BaseProcess:
     """Run it in this folder, where its output goes into the files `stdout` and `stderr`."""
-    process = _CONTEXT.Process(target=_run, args=(script, arguments, folder, "".join(f"{line}\n" for line in stdin)))
+    process = CONTEXT.Process(target=_run, args=(script, arguments, folder, "".join(f"{line}\n" for line in stdin)))
     process.start()
     return process
 

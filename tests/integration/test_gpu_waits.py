@@ -56,9 +56,9 @@ def test_a_prefill_waits_for_the_gpu_a_few_times_whatever_its_size(
     family: str, policy: str, tokenizer: Any, tmp_path: Path
 ) -> None:
     few = _waits(family, 4, 2, policy, tokenizer, tmp_path / "4")
-    many = _waits(family, 12, 4, policy, tokenizer, tmp_path / "12")
+    many = _waits(family, 8, 4, policy, tokenizer, tmp_path / "8")
     # each layer's keys and values come from pinned memory, each in one copy that nobody waits for
-    for counted, num_layers in ((few, 4), (many, 12)):
+    for counted, num_layers in ((few, 4), (many, 8)):
         assert counted.pop("pinned") == counted.pop("to_gpu_async") == 2 * num_layers
     assert few == many
     assert many.total() <= 12, many
@@ -71,7 +71,7 @@ def test_a_decode_step_waits_for_the_gpu_once_for_all_its_answers(
     family: str, temperature: float, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with simulated_gpu():
-        model = Model(to_gpu(_small(family, 8)), tokenizer, family)
+        model = Model(to_gpu(_small(family, 4)), tokenizer, family)
         monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
         sampling = Sampling(max_new_tokens=30, temperature=temperature, frequency_penalty=0.5, top_p=0.9)
         for num_rows in (1, 4):

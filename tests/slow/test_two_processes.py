@@ -51,12 +51,10 @@ def test_two_processes_that_warm_a_shared_text_leave_it_alone(tmp_path: Path, mo
         for number in range(20):
             shared = f"Number {number}. {SHARED}"
             for process, name, secret in zip(processes, "ab", (SECRET, OTHER_SECRET), strict=True):
-                assert process.stdin is not None
                 process.stdin.write(f"{name}{number}|{name} {secret}|{shared}\n")
             for process in processes:
-                assert process.stdin is not None
                 process.stdin.flush()
-            seen = {process.stdout.readline().strip() for process in processes if process.stdout}
+            seen = {process.stdout.readline().strip() for process in processes}
             assert "True" in seen, number
             assert warmer.served(shared) == warmer.alone(shared), number
             torch.testing.assert_close(warmer.values(shared), encoded_alone(model, shared), atol=1e-4, rtol=1e-4)
@@ -128,13 +126,10 @@ def test_two_processes_warm_the_same_corpus_while_a_third_reads(tmp_path: Path, 
             expect(process, "ready")
         seen = []
         while first.poll() is None or second.poll() is None or len(seen) < 2:
-            assert reader.stdin is not None
-            assert reader.stdout is not None
             reader.stdin.write("again\n")
             reader.stdin.flush()
             seen.append(int(reader.stdout.readline()))
         tell(reader, "again")
-        assert reader.stdout is not None
         assert int(reader.stdout.readline()) >= seen[-1] > 100, "the reader sees what others have stored"
         assert seen == sorted(seen)
         assert first.wait() == second.wait() == 0
@@ -163,7 +158,7 @@ def test_a_process_that_is_killed_again_and_again_damages_nothing(tmp_path: Path
             expect(victim, "ready")
             tell(victim, "\n" * 4)  # steps that it may take
             time.sleep(rng.random() * 0.2)
-            victim.send_signal(signal.SIGKILL)
+            victim.kill()
             assert victim.wait() == -signal.SIGKILL
         assert steady.wait(timeout=120) == 0
     finally:

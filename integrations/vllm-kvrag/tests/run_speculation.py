@@ -6,8 +6,11 @@ In a process of its own, because vLLM's code for it keeps further engines in the
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
+
+os.environ["NUMBA_DISABLE_JIT"] = "1"  # compiling the search for ngrams takes longer than all searches here
 
 import vllm_environment  # noqa: F401
 from vllm_engines import CHUNKS, blended, distance, prompt_of, reference, started

@@ -538,7 +538,8 @@ def test_random_requests_with_few_pages(both: Both, capsys: pytest.CaptureFixtur
         while todo or flying:
             while todo and len(flying) < 8:
                 prompt, given = todo.pop()
-                flying[both.vllm.submit(prompt, 70, {"kvrag": given})] = given, choice.choice([0, 0, 0, 2, 9, 30])
+                name = both.vllm.submit(prompt, 70, {"kvrag": given}, logprobs=None)  # of 70 tokens they take long
+                flying[name] = given, choice.choice([0, 0, 0, 2, 9, 30])
             both.vllm.step()
             for name, (given, steps) in list(flying.items()):
                 if name in both.vllm.answers:

@@ -249,16 +249,31 @@ def started(model: Path, store: Path | str, extra: dict[str, Any] | None = None,
     """vLLM in this process, which is cleaned up afterwards."""
     worker.loaded.clear()
     try:
-        engine = Engine(LLM(**settings_of(model, store, extra, **changes)), store)
-        try:
-            yield engine
-        finally:
-            engine.llm.llm_engine.engine_core.shutdown()
-            del engine
+        with _one_collection():
+            engine = Engine(LLM(**settings_of(model, store, extra, **changes)), store)
+            try:
+                yield engine
+            finally:
+                engine.llm.llm_engine.engine_core.shutdown()
+                del engine
+                worker.loaded.clear()
+                cleanup_dist_env_and_memory()
     finally:
         worker.loaded.clear()
+
+
+@contextmanager
+def _one_collection() -> Iterator[None]:
+    """Collect garbage at the end only: vLLM does so nine times for each engine, among all imported modules."""
+    collect, unfreeze = gc.collect, gc.unfreeze
+    gc.collect, gc.unfreeze = (lambda generation=2: 0), (lambda: None)
+    try:
+        yield
+    finally:
+        gc.collect, gc.unfreeze = collect, unfreeze
+        gc.unfreeze()
         gc.collect()
-        cleanup_dist_env_and_memory()
+        gc.freeze()
 
 
 @contextmanager

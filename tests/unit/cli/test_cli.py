@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from pdf import PDF, pdf
+from run_script import start
 
 import kvrag.cli.common
 import kvrag.retrieval.index
@@ -774,10 +775,11 @@ def test_looking_at_a_store_makes_none(tmp_path: Path, fails: Callable[..., str]
 def test_the_demo_is_right_by_full_prefill_and_reports_the_rest(tmp_path: Path) -> None:
     """In a process of its own, as users run it: nothing of other tests' models and embedders is left there."""
     pytest.importorskip("langchain_kvrag")
-    command = [sys.executable, "-m", "kvrag.cli.main", "demo", "--no-speed", "--json", "--store", str(tmp_path / "kv")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    options = ("--no-speed", "--json", "--store", str(tmp_path / "kv"))
+    process = start(Path(sys.executable).with_name("kvrag"), "demo", *options, folder=tmp_path)
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "stderr").read_text()
+    result = json.loads((tmp_path / "stdout").read_text())
     outcomes = result["questions"]
     assert len(outcomes) == 15
     for outcome in outcomes:

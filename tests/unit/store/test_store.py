@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 from blending import CHUNKS, messages, plain_logits, prepare, relative
+from processes import expect, start, tell
 from records import FINGERPRINT, HELPERS, file_of, holding, opened, packed, record, same, served, text
 
 from kvrag import (
@@ -1620,23 +1621,17 @@ for line in sys.stdin:
 @pytest.mark.slow
 @pytest.mark.parametrize("damaged", [False, True])
 def test_several_processes_open_a_folder_at_once(tmp_path: Path, damaged: bool) -> None:
-    processes = [
-        subprocess.Popen([sys.executable, "-c", OPEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
+    processes = [start(OPEN, tmp_path) for _ in range(3)]
     try:
         for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
+            expect(process, "ready")
         for number in range(60):
             path = tmp_path / f"{number}.sqlite"
             if damaged:
                 path.write_bytes(b"not a database" * 400)
             for process in processes:
-                assert process.stdin is not None
-                process.stdin.write(f"{path}\n")
-                process.stdin.flush()
-            answers = [process.stdout.readline().split() for process in processes if process.stdout]
+                tell(process, str(path))
+            answers = [process.stdout.readline().split() for process in processes]
             assert [answer[0] for answer in answers] == ["0"] * 3, "no process may treat the folder as read-only"
             assert sum(answer[1] == "1" for answer in answers) == 1, "one of them fills it"
             assert len(list(tmp_path.glob(f"{number}.sqlite.damaged-*"))) == (1 if damaged else 0)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from io import BytesIO, StringIO
 from itertools import accumulate, groupby, islice, zip_longest
 from pathlib import Path
@@ -29,6 +30,7 @@ _MAX_XML_BYTES = 64 << 20  # in a .docx: parsed XML takes about 20 times its siz
 _MAX_LINES = 100  # skipped lines of a file that are listed
 _SAMPLE = 200  # lines to guess an encoding from
 _PLAUSIBLE = 1 << 16  # characters to check a guess with
+_WORD = 32  # characters of a word whose length in tokens is remembered
 
 _ENCODINGS = (
     *("cp1252", "cp1250", "cp1251", "cp1253", "cp1254", "cp1255", "cp1256", "koi8_r", "mac_roman"),
@@ -215,7 +217,12 @@ def splitter(count: Callable[[str], int], chunk_tokens: int, overlap: int) -> Ca
     check_lengths(chunk_tokens, overlap)
     with needing(_EXTRA):
         from langchain_text_splitters import RecursiveCharacterTextSplitter
-    split = RecursiveCharacterTextSplitter(chunk_size=chunk_tokens, chunk_overlap=overlap, length_function=count)
+    of_word = lru_cache(1 << 16)(count)  # a long line is measured word by word
+    split = RecursiveCharacterTextSplitter(
+        chunk_size=chunk_tokens,
+        chunk_overlap=overlap,
+        length_function=lambda text: of_word(text) if len(text) <= _WORD else count(text),
+    )
     return lambda texts: [chunk for text in texts for chunk in split.split_text(text)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -189,6 +190,20 @@ def test_unreadable_files_are_reported_with_a_remedy(name: str, content: bytes, 
     assert problem.startswith(f"{name}: skipped: ")
     assert reason in problem
     assert "iconv" not in problem
+
+
+def test_a_word_of_a_long_line_is_measured_once() -> None:
+    measured = Counter[str]()
+
+    def count(text: str) -> int:
+        measured[text] += 1
+        return len(text.split())
+
+    words = [f"word{number % 50}" for number in range(4000)]
+    chunks = documents.splitter(count, 20, 0)([" ".join(words)])
+    assert " ".join(chunks).split() == words
+    assert max(map(count, chunks)) <= 20
+    assert max(measured[word] for word in words) == 1
 
 
 def test_a_text_that_begins_like_an_image_is_text() -> None:

@@ -17,6 +17,7 @@ import secrets
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
@@ -35,6 +36,7 @@ _TRIMMED = "trimmed"  # object with the number up to which operations have been 
 _POSITION, _LAST = "log position", "log last"  # counters of the manifest
 _BATCH = 64  # operations read at once
 _ROUNDS = 1000  # of creating the next operation before other machines do
+_UNREAD = 5  # times that an operation which exists may not be found by the next `pull`
 _REPLACED = 5  # times that a snapshot may be replaced while it is read
 _CHECK_EVERY_S = 30.0
 
@@ -169,7 +171,7 @@ class Log:
         if op == "put":
             fields["rows"] = _listed(fields["rows"])
         operation = {"op": op, **fields}
-        mine = secrets.randbits(62)
+        mine, taken = secrets.randbits(62), Counter[str]()
         for attempt in range(_ROUNDS):
             if attempt:
                 time.sleep(random.random() * min(0.05 * attempt, 1.0))
@@ -183,6 +185,9 @@ class Log:
                 name = _name(number)
                 # it is there already if the answer to a first attempt was lost
                 if not self._remote.create(name, _encode(mine, last, operation)) and not self._is_stored(name, mine):
+                    taken[name] += 1
+                    if taken[name] > _UNREAD:
+                        raise _damaged(f"{self._remote.url}/{name}")
                     continue
                 result, removed = self._apply(operation)
                 self._manifest.set_counters({_POSITION: number, _LAST: mine})

@@ -637,6 +637,24 @@ def test_a_chunk_of_another_type_is_quarantined(valkey: Server, tmp_path: Path) 
         assert chunks_in(store) == []
 
 
+def test_an_operation_of_another_type_is_damage(
+    valkey: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in the way of the next operation, but reads like a missing one."""
+    monkeypatch.setattr("kvrag.store.log._ROUNDS", 20)
+    with contextlib.closing(SharedStore(valkey.url.replace("PLACE", "way"), tmp_path, min_free_bytes=0)) as store:
+        store.bind(FINGERPRINT)
+        store.put([A])
+        remote: Any = store._remote
+        key = remote._key("log/000000000002")
+        remote._client.hset(key, "field", "text")
+        with pytest.raises(StoreError, match=r"log/000000000002 is damaged"):
+            store.put([B])
+        remote._client.delete(key)
+        store.put([B])
+        assert store.stats().chunks == 2
+
+
 def test_an_empty_object_is_quarantined(s3: Bucket, tmp_path: Path) -> None:
     with contextlib.closing(SharedStore(s3.url.replace("PLACE", "empty"), tmp_path, min_free_bytes=0)) as store:
         store.bind(FINGERPRINT)

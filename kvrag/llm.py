@@ -38,7 +38,7 @@ LONGER = "raise max_tokens, or limit the length of strings and lists in the sche
 _ONLY_PER_CALL = ("documents", "tools", "tool_choice", "grammar", "response_format", "template", "timeout")
 # arguments of other LLM classes: usage is always sent, and forced calls and schemas are always strict
 _WITHOUT_EFFECT = ("stream_usage", "stream_options", "strict", "user")
-_PLACES = ("page_label", "page", "row")  # in the metadata that the frameworks' loaders write
+_PLACES = ("id", "page_label", "page", "row")  # of chunks; the last three as the frameworks' loaders name them
 
 
 def template_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
@@ -53,10 +53,8 @@ def naming_places(chunks: Sequence[Any]) -> Iterator[None]:
         yield
     except PromptError as error:
         chunk = None if error.chunk is None else chunks[error.chunk]
-        place = {"id": getattr(chunk, "node_id", getattr(chunk, "id", None))}
-        metadata = getattr(chunk, "metadata", {})
-        place |= {name: metadata.get(name) for name in _PLACES}
-        if named := ", ".join(f"{name} {value!r}" for name, value in place.items() if value is not None):
+        place = {**getattr(chunk, "metadata", {}), "id": getattr(chunk, "node_id", getattr(chunk, "id", None))}
+        if named := ", ".join(f"{name} {place[name]!r}" for name in _PLACES if place.get(name) is not None):
             error.args = (f"{error} ({named})",)
         raise
 

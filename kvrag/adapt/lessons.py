@@ -92,7 +92,8 @@ class Lessons:
             if kind < 0.4:
                 texts, asked = self._fitting(self._stretch(rng), rng), list[str]()
             else:
-                found, end = self._about(rng) if kind < 0.7 and self._questions else self._retrieved(rng)
+                question = rng.choice(self._questions) if kind < 0.7 and self._questions else ""
+                found, end = (self._retrieved_for[question], question) if question else self._retrieved(rng)
                 texts, asked = self._fitting(found, rng), [end]
                 rng.shuffle(texts)
             lesson = self._lesson(texts, self._ends(texts, asked, rng), rng)
@@ -107,11 +108,6 @@ class Lessons:
         ends = list(dict.fromkeys([*asked, *(end for pair in pairs for end in pair if end)]))[:_ENDS]
         tokenizer, questions = self._model.tokenizer, self._retrieved_for
         return [(ask if end in questions else render)(tokenizer, texts, end) for end in ends]
-
-    def _about(self, rng: random.Random) -> tuple[list[str], str]:
-        """Return the chunks that retrieval brings for a question, and the question."""
-        question = rng.choice(self._questions)
-        return self._retrieved_for[question], question
 
     def _retrieved(self, rng: random.Random) -> tuple[list[str], str]:
         """Return the chunks that retrieval brings for a broken sentence, and the sentence."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import threading
@@ -127,6 +128,8 @@ class Connection:
     async def _send(self, method: str, path: str, **arguments: Any) -> Any:
         call = getattr(self._client(), method)
         arguments["options"] = {**arguments.get("options", {}), "headers": trace_headers()}
+        if "body" in arguments:  # lone surrogates are escaped, as in JSON: the server says where they are
+            arguments["body"] = json.dumps(arguments["body"], ensure_ascii=False).encode(errors="backslashreplace")
         with self._as_our_errors():
             return await value_of(call(f"{self.root}{path}", cast_to=object, **arguments))
 

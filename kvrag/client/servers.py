@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,6 +33,7 @@ _PROMPT = ("prompt", "messages", "tools", "chat_template_kwargs")  # fields that
 
 _WATCH_S = 5.0
 _LONGEST_TOKEN = 16  # bytes; a longer prompt does not fit for sure
+_CHUNK = re.compile(r"\A((?:skipped: )?chunk )(\d+)")  # the beginning of a message about a chunk
 
 _ERRORS: dict[str, type[KvragError]] = {
     kind.__name__: kind for kind in (ContextWindowError, PromptError, SettingError, StoreFullError, StoreReadOnlyError)
@@ -219,15 +221,24 @@ async def warm(
     skip_invalid: bool = False,
 ) -> WarmReport:
     """Encode texts; without any, forget the document. `progress` needs a blocking connection."""
-    reports: list[Body] = []
-    done = 0
+    reports, warnings, done = list[Body](), list[str](), 0
+
+    def numbered(message: str) -> str:  # among all texts
+        return _CHUNK.sub(lambda found: f"{found[1]}{int(found[2]) + done}", message)
+
     if not texts and document and isinstance(document, str):
         await server.command("forget", namespace, document=document)
     for part in whole_documents(texts, server.part_bytes):
         columns = zip(("texts", "document", "sources"), map(list, zip(*part, strict=True)), strict=True)
         options = {"skip_invalid": True} if skip_invalid else {}  # older servers do not know it
-        with _watched(server, part, namespace, progress, done, len(texts)):
-            reports.append(await server.command("warm", namespace, **dict(columns), **options))
+        try:
+            with _watched(server, part, namespace, progress, done, len(texts)):
+                reports.append(await server.command("warm", namespace, **dict(columns), **options))
+        except PromptError as error:
+            error.args = (numbered(str(error)),)
+            error.chunk = int(found[2]) if (found := _CHUNK.match(str(error))) else None
+            raise
+        warnings += map(numbered, reports[-1].get("warnings") or ())
         done += len(part)
         if progress is not None:
             progress(done, len(texts))
@@ -237,8 +248,7 @@ async def warm(
     except (KeyError, TypeError):
         message = f"{server.connection.root} sent no valid report of the encoding: update the server"
         raise ServerError(message) from None
-    warnings = dict.fromkeys(warning for report in reports for warning in report.get("warnings") or ())
-    return WarmReport(**totals, warnings=tuple(warnings))
+    return WarmReport(**totals, warnings=tuple(dict.fromkeys(warnings)))
 
 
 async def find_server(connection: Connection, model: str | None) -> Server:

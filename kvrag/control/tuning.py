@@ -123,7 +123,9 @@ class Tuning:
         self._path, self._texts = store.stats().path, store
         self._calibration: tuple[Calibration | None, str] | None = None
         self._has_warned = False
-        self._machine = f"{backend.fingerprint.digest} {_device_name(backend)} {torch.get_num_threads()} threads"
+        device = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else backend.device.type
+        # with the machine's name: machines that share a store read it at different speeds
+        self._machine = f"{backend.fingerprint.digest} {platform.node()} {device} {torch.get_num_threads()} threads"
         self._costs = CostModel(backend.hidden_size)
         self._speed_kept = time.monotonic()
         self._recall_speed()
@@ -294,9 +296,3 @@ class Tuning:
             measured = self._costs.to_dict()
             with contextlib.suppress(StoreError):  # neither answers nor ingestion depend on it
                 self._texts.change_text(cost.FILE, lambda text: cost.write(text, self._machine, measured))
-
-
-def _device_name(backend: Backend) -> str:
-    """Return the name of the machine and its device: machines that share a store read it at different speeds."""
-    device = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else backend.device.type
-    return f"{platform.node()} {device}"

@@ -133,8 +133,10 @@ class ResponsesRequest(Common, Contextual):
             if item.type == "message":
                 content = _text(_required(item.content, f"{place}.content"))
                 role = _required(item.role, f"{place}.role")
-                if role == "assistant" and messages and _is_thought(messages[-1]):
-                    messages[-1]["content"] = content
+                last = messages[-1] if messages else {}
+                is_thought = "reasoning_content" in last and last["content"] is None and "tool_calls" not in last
+                if role == "assistant" and is_thought:
+                    last["content"] = content
                 else:
                     messages.append({"role": role, "content": content})
             elif item.type == "reasoning" and item.content:  # others have a summary only
@@ -153,11 +155,6 @@ class ResponsesRequest(Common, Contextual):
         if not messages:
             raise ApiError(400, "the input contains no message", "invalid_value", "input")
         return messages
-
-
-def _is_thought(message: dict[str, Any]) -> bool:
-    """Return whether a message has a thought, and neither a text nor a call yet."""
-    return "reasoning_content" in message and message["content"] is None and "tool_calls" not in message
 
 
 def _required(value: Any, place: str) -> Any:

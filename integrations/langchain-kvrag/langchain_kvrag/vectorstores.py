@@ -365,11 +365,12 @@ class KVWarmVectorStore(VectorStore):
         kv = _kv(llm, namespace, collection)
         documents, ids = _as_documents(texts, metadatas, ids)
         adding = kv.plan(*_columns(documents, ids, collection))
-        vectorstore = kv.add(
-            adding,
-            lambda: vectorstore_class.from_texts(texts, embedding, metadatas, ids=ids, **kwargs),
-            lambda _: None,
-        )
+        with naming_places(documents):
+            vectorstore = kv.add(
+                adding,
+                lambda: vectorstore_class.from_texts(texts, embedding, metadatas, ids=ids, **kwargs),
+                lambda _: None,
+            )
         assert llm is not None  # otherwise _kv has raised
         return cls(vectorstore, llm, namespace=namespace, collection=collection)
 
@@ -391,11 +392,12 @@ class KVWarmVectorStore(VectorStore):
         kv = _kv(llm, namespace, collection)
         documents, ids = _as_documents(texts, metadatas, ids)
         adding = await asyncio.to_thread(kv.plan, *_columns(documents, ids, collection))
-        vectorstore = await kv.aadd(
-            adding,
-            lambda: vectorstore_class.afrom_texts(texts, embedding, metadatas, ids=ids, **kwargs),
-            lambda _: asyncio.sleep(0, None),
-        )
+        with naming_places(documents):
+            vectorstore = await kv.aadd(
+                adding,
+                lambda: vectorstore_class.afrom_texts(texts, embedding, metadatas, ids=ids, **kwargs),
+                lambda _: asyncio.sleep(0, None),
+            )
         assert llm is not None  # otherwise _kv has raised
         return cls(vectorstore, llm, namespace=namespace, collection=collection)
 
@@ -459,6 +461,8 @@ def _as_documents(
 ) -> tuple[list[Document], list[str]]:
     pairs = zip(texts, metadatas or [{}] * len(texts), strict=True)
     documents = [Document(page_content=text, metadata=metadata) for text, metadata in pairs]
+    for document, known_id in zip(documents, ids or (), strict=False):  # `_columns` checks their numbers
+        document.id = known_id
     return documents, ids or [str(uuid.uuid4()) for _ in texts]
 
 

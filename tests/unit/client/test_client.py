@@ -31,7 +31,7 @@ from kvrag import (
     SettingError,
     WarmReport,
 )
-from kvrag.client.servers import whole_documents
+from kvrag.client.servers import KvragServe, whole_documents
 from kvrag.config import NamedText
 from kvrag.types import join
 
@@ -545,7 +545,7 @@ def test_an_engine_is_shared_and_closed(fake: FakeVllm) -> None:
 
 
 @pytest.mark.slow
-def test_kvrag_serve(engine: BlendEngine) -> None:
+def test_kvrag_serve(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(engine) as served:
         remote = RemoteEngine(served.url, max_retries=0)
         assert (remote.model_name, remote.context_window) == (NAME, engine.context_window)
@@ -556,10 +556,13 @@ def test_kvrag_serve(engine: BlendEngine) -> None:
         assert [remote.forget(name) for name in names] == [1] * 12
         with pytest.raises(SettingError, match="json_schema only"):
             remote.generate("a", grammar=Grammar(regex="a"))
-        with pytest.raises(ContextWindowError, match="too many"):
-            remote.warm(["word " * 5000])
-        (warning,) = remote.warm(["word " * 5000, CHUNKS[0]], skip_invalid=True).warnings
-        assert "skipped: chunk 0" in warning
+        monkeypatch.setattr(KvragServe, "part_bytes", 1)  # each text has a request of its own
+        texts = [*CHUNKS[:2], "word " * 5000, "odd \ud800" * 20]
+        with pytest.raises(ContextWindowError, match=r"^chunk 2 has .* too many") as refused:
+            remote.warm(texts)
+        assert refused.value.chunk == 2
+        warnings = remote.warm(texts, skip_invalid=True).warnings
+        assert [warning[:16] for warning in warnings] == ["skipped: chunk 2", "skipped: chunk 3"]
         with pytest.raises(PromptError):
             remote.count_tokens([{"role": "nobody", "content": "a"}])
         schema = {"type": "object", "properties": {"far": {"type": "boolean"}}, "required": ["far"]}

@@ -591,6 +591,8 @@ async def test_a_document_that_cannot_be_encoded(engine: BlendEngine, chunks: li
         asyncio.to_thread(store.add_documents, documents),
         llm.awarm(documents),
         asyncio.to_thread(llm.warm, documents),
+        asyncio.to_thread(KVWarmVectorStore.from_documents, documents, EMBEDDING, llm=engine),
+        KVWarmVectorStore.afrom_documents(documents, EMBEDDING, llm=engine),
     ):
         with pytest.raises(ContextWindowError, match=f"chunk 1 .*{place}"):
             await work

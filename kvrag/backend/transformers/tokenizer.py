@@ -67,7 +67,7 @@ class Tokenizer:
         """True if messages can be rendered."""
         return self.hf.chat_template is not None
 
-    def render(self, prompt: str | Messages | TokenIds, **template: Any) -> list[int]:
+    def render(self, prompt: str | Messages | TokenIds, /, **template: Any) -> list[int]:
         """Return the ids of a prompt, tokenised once.
 
         Token ids are returned unchanged. A string is encoded unchanged, with the tokenizer's own BOS. Messages are

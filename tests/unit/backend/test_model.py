@@ -147,6 +147,11 @@ def test_a_template_that_refuses_is_quoted(tokenizer: Any) -> None:
     hf.chat_template = "{{ raise_exception('only cats may ask') }}"
     with pytest.raises(PromptError, match="only cats may ask"):
         Tokenizer(hf, "cats").render([{"role": "user", "content": "x"}])
+    hf.chat_template = "{{ prompt }}"
+    ours = Tokenizer(hf, "cats")
+    assert ours.render([{"role": "user", "content": "x"}], prompt="cats") == ours.encode("cats")
+    with pytest.raises(PromptError, match="multiple values for argument 'self'"):
+        ours.render([{"role": "user", "content": "x"}], **{"self": 1})
     hf.chat_template = None
     with pytest.raises(PromptError, match="no chat template"):
         Tokenizer(hf, "base").render([{"role": "user", "content": "x"}])

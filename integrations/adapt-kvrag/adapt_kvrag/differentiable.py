@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
-from kvrag.backend.transformers import adapter
-from kvrag.backend.transformers.adapter import Adapter
+from kvrag.backend.transformers.adapter import active_adapter
 from kvrag.backend.transformers.cache import BlendLayer, StopForward, as_argument
 from kvrag.backend.transformers.model import Model
 
@@ -106,7 +105,7 @@ def decoder_layers(model: Model) -> list[nn.Module]:
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of a layer's pass and of its repetition, which autograd runs in a thread of its own."""
-    now: Adapter | None = getattr(adapter._thread, "adapter", None)
+    now = active_adapter()
     return nullcontext(), now.active() if now else nullcontext()
 
 

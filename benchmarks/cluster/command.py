@@ -87,10 +87,10 @@ def sensitivity(
 def calibrate(plan: Plan, profile: Profile, model: str, args: argparse.Namespace) -> Profile:
     """Measure this machine with the functions of the other benchmarks; the rest stays assumed."""
     from benchmarks.settings import run_settings
+    from benchmarks.shapes import random_model
     from benchmarks.speed import decode, ttft
     from benchmarks.speed.first_token import TtftSetup
     from kvrag.backend.transformers import Model
-    from kvrag.backend.transformers.shapes import random_model
 
     progress = _say
     net = Model.from_pretrained("reader") if model == "reader" else random_model(model.lower())

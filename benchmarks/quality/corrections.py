@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from kvrag.adapt.differentiable import GraphCache, LayerStates, decoder_layers, logits_after
 from kvrag.adapt.distill import Lesson, Target, computed, places, write
+from torch import Tensor
+
 from kvrag.backend.transformers import Model
 
 RANK = 32  # most directions that are predicted

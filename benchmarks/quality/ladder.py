@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from kvrag.adapt.differentiable import LayerStates
+from kvrag.adapt.distill import Lesson, divergences, locate, stitched, teach
 from torch import Tensor
 
 from benchmarks.quality.corrections import (
@@ -36,8 +38,6 @@ from benchmarks.quality.grid import exact_match
 from benchmarks.quality.metrics import Bootstrap
 from benchmarks.quality.rows import QuestionRow, document_rows, file_rows
 from benchmarks.quality.worlds import world_rows
-from kvrag.adapt.differentiable import LayerStates
-from kvrag.adapt.distill import Lesson, divergences, locate, stitched, teach
 from kvrag.backend.transformers import Model
 from kvrag.cli.common import DTYPES, at_least, existing_path, progress
 from kvrag.config import BlendConfig

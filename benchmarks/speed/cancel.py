@@ -18,9 +18,9 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.settings import run_settings
+from benchmarks.shapes import random_model
 from benchmarks.speed.first_token import add_shape
 from kvrag import BlendEngine, Model
-from kvrag.backend.transformers.shapes import random_model
 from kvrag.cli.common import add_number
 
 

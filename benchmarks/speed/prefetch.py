@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 
 from benchmarks.settings import run_settings
-from kvrag.backend.transformers.shapes import one_token_words, random_model
+from benchmarks.shapes import random_model
+from kvrag.backend.transformers.untrained import one_token_words
 from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine
 

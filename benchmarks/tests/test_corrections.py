@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, build
+from kvrag.adapt.distill import Lesson, answer_over, teach
 
 from benchmarks.quality import ladder
 from benchmarks.quality.corrections import (
@@ -25,7 +26,6 @@ from benchmarks.quality.corrections import (
     recorded,
 )
 from kvrag import Model
-from kvrag.adapt.distill import Lesson, answer_over, teach
 from kvrag.types import Run
 
 CHUNKS = [[7 + (i * 13 + number * 101) % 900 for i in range(20 + 7 * number)] for number in range(3)]

@@ -24,7 +24,6 @@ _COMMANDS = {  # modules of kvrag.cli, with their help
     "adapt": "train an adapter that makes stored KV agree better with full prefill",
     "estimate": "estimate disk usage before you ingest",
     "store": "show, check or clean up a store",
-    "bench": "measure the time to the first token on this machine",
     "verify": "test that blending is exact on your model",
 }
 _EPILOG = """\

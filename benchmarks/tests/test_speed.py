@@ -31,25 +31,6 @@ def test_decode(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert result["settings"]["rows"] == 3
 
 
-def test_deterministic(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
-    monkeypatch.setattr("benchmarks.speed.deterministic.random_model", lambda *_: model)
-    sizes = ["--rows", "2", "--chunks", "2", "--chunk-tokens", "40", "--answer-tokens", "4", "--repeats", "1"]
-    assert main(["deterministic", *sizes, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    for name in ("ttft_s", "tokens_per_s", "next_turn_ttft_s", "at_once_ttft_s", "at_once_tokens_per_s"):
-        assert result[f"{name}_ratio"] == result[f"deterministic_{name}"] / result[name] > 0
-
-
-def test_cancel(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("benchmarks.speed.cancel.random_model", lambda *_: model)
-    assert main(["cancel", "--tokens", "900", "--repeats", "2", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert len(result["ended_s"]) == 2
-    assert result["max_s"] == max(result["ended_s"])
-    assert result["checks_ratio"] > 0
-
-
 def test_chat(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("benchmarks.speed.chat.random_model", lambda *_: model)
     sizes = ["--turns", "3", "--chunks", "2", "--chunk-tokens", "20", "--question-tokens", "9", "--answer-tokens", "7"]

@@ -70,7 +70,6 @@ ONLY_IN: dict[str, set[str]] = {
     "llama_index": set(),
     "llguidance": {"generate/grammar.py"},
     "matplotlib": set(),
-    "simpy": set(),
     "pypdf": {"retrieval/documents.py"},
     "bs4": {"retrieval/documents.py"},
     "docx": {"retrieval/documents.py"},

@@ -16,8 +16,9 @@ from blending import CHUNKS
 
 from benchmarks import peers
 from benchmarks.__main__ import main
+from benchmarks.shapes import random_model
 from benchmarks.speed import serve
-from kvrag import Model
+from kvrag import Model, SettingError
 from kvrag.config import CODECS
 
 
@@ -205,3 +206,8 @@ def test_no_prompt_of_a_load_begins_like_another(settings: dict[str, Any], monke
     assert result.complete > 4
     assert len(begins) > 6
     assert len(set(begins)) == len(begins)
+
+
+def test_an_unknown_shape_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"unknown shape 'large'; choose one of qwen2\.5-0\.5b, qwen2\.5-1\.5b"):
+        random_model("large")

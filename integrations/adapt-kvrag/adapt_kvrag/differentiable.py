@@ -25,7 +25,7 @@ LayerStates = list[tuple[Tensor, Tensor]]
 """Rotated keys and values of each layer, each (B, H, T, D)."""
 
 
-class GraphCache(Cache):  # type: ignore[misc]
+class GraphCache(Cache):
     """Puts earlier KV before a pass's own, out of place, and records the pass's own."""
 
     def __init__(self, num_layers: int, past: LayerStates, stop_at: int | None) -> None:

@@ -18,10 +18,8 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "measure how many of full prefill's answers your model keeps on your documents or questions",
     ),
     "chat": ("benchmarks.speed.chat", "measure the time to first token over the turns of a conversation"),
-    "cancel": ("benchmarks.speed.cancel", "measure how soon a cancelled prefill ends"),
     "codec": ("benchmarks.speed.codec", "measure size and error of the 8- and 4-bit codecs"),
     "decode": ("benchmarks.speed.decode", "measure decoding: several answers together, and one"),
-    "deterministic": ("benchmarks.speed.deterministic", "measure the cost of deterministic=True"),
     "gpu": ("benchmarks.speed.gpu", "check a GPU: exactness, time to first token, ingestion, a profile"),
     "ingest": ("benchmarks.speed.ingest", "measure the encoding speed"),
     "match": ("benchmarks.speed.match", "measure the speed of matching prompts with stored chunks"),
@@ -37,10 +35,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "measure answer quality on the readers' worlds, or as `answers`, with more settings",
     ),
     "edits": ("benchmarks.quality.edits", "measure answers behind an edit of the history"),
-    "ladder": ("benchmarks.quality.ladder", "measure which change of stored KV would make answers full prefill's"),
-    "hybrids": ("benchmarks.quality.hybrids", "try reuse in layers of linear attention, on tiny random models"),
-    "simulate": ("benchmarks.cluster.simulate", "predict where reuse wins and where it loses, with a cost model"),
-    "cluster": ("benchmarks.cluster.command", "plan a cluster: GPUs, hit rates and costs by a simulation"),
+    "simulate": ("benchmarks.simulate", "predict where reuse wins and where it loses, with a cost model"),
 }
 
 

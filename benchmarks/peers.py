@@ -295,7 +295,8 @@ def main() -> None:
 
 def _times(folder: Path, args: argparse.Namespace, pythons: Mapping[str, str]) -> dict[str, Any]:
     """Measure prompts of random chunks, and print tables."""
-    from kvrag.backend.transformers.shapes import one_token_words, random_model
+    from benchmarks.shapes import random_model
+    from kvrag.backend.transformers.untrained import one_token_words
 
     rng = random.Random(0)
     model = random_model(SHAPE, args.layers)

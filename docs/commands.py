@@ -18,16 +18,12 @@ codes: 0 = success; 1 = failure, with one line on stderr that gives the reason a
 
 def reference() -> str:
     """Return the whole page."""
-    words = [word for command in _COMMANDS for word in command.split()]
-    parser = _parser(words)  # builds the parsers of all commands
-    return "\n".join([_HEAD, *(_section(name, _leaf(parser, name.split())) for name in _COMMANDS)])
+    return "\n".join([_HEAD, *(_section(name, command_parser(name)) for name in _COMMANDS)])
 
 
-def _leaf(parser: argparse.ArgumentParser, path: list[str]) -> argparse.ArgumentParser:
-    for word in path:
-        subparsers = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-        parser = subparsers.choices[word]
-    return parser
+def command_parser(name: str) -> argparse.ArgumentParser:
+    """Return the parser of a command."""
+    return next(a for a in _parser([name])._actions if isinstance(a, argparse._SubParsersAction)).choices[name]
 
 
 def _section(name: str, parser: argparse.ArgumentParser) -> str:

@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import adapt_kvrag
 import langchain_kvrag
 import llama_index.llms.kvrag
 import llama_index.vector_stores.kvrag
@@ -28,11 +29,13 @@ import kvrag
 from kvrag import BlendConfig, BlendEngine
 from kvrag.cli.cluster import ray_command
 from kvrag.cli.demo import WAYS
+from kvrag.cli.plugin import find
 from kvrag.server.app import create_app
 from kvrag.server.settings import ServerSettings
 
 PACKAGES = {
     "kvrag": kvrag,
+    "adapt-kvrag": adapt_kvrag,
     "langchain-kvrag": langchain_kvrag,
     "llama-index-llms-kvrag": llama_index.llms.kvrag,
     "llama-index-vector-stores-kvrag": llama_index.vector_stores.kvrag,
@@ -113,8 +116,9 @@ def server(chunks: list[str]) -> None:
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-def ray() -> None:
-    """Check that the command line finds the Ray commands."""
+def plugins() -> None:
+    """Check that the command line finds the commands of other packages."""
+    assert find("adapt", "command", "kvrag adapt").__name__ == "adapt_kvrag.command"
     assert [ray_command(name).__module__ for name in ("warm", "serve")] == ["ray_kvrag.warm", "ray_kvrag.serve"]
 
 
@@ -124,5 +128,5 @@ if __name__ == "__main__":
     langchain(chunks)
     llama(chunks)
     server(chunks)
-    ray()
-    print("the installed command line, LangChain, LlamaIndex, server and Ray plugin work")
+    plugins()
+    print("the installed command line, LangChain, LlamaIndex, server and plugins work")

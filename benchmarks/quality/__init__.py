@@ -1,1 +1,1 @@
-"""Answer quality on the readers' worlds, and plots."""
+"""Answer quality on the readers' worlds."""

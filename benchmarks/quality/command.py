@@ -1,10 +1,9 @@
-"""`python -m benchmarks answers` with more settings, questions about the readers' worlds, more results, and plots."""
+"""`python -m benchmarks answers` with more settings, questions about the readers' worlds, and more results."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality import answers, plots, results
+from benchmarks.quality import answers, results
 from benchmarks.quality.answers import comma_separated
 from benchmarks.quality.grid import make_cells
 from benchmarks.quality.retrieved import check_size, draw_corpus, open_index, retrieved_rows
@@ -108,7 +107,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="neighbours to retrieve with each chunk of --top-k (default: 0)",
     )
-    study.add_argument("--plots", action="store_true", help="write plots to --out; needs matplotlib")
 
 
 def _check_chunk_tokens(number: int) -> None:
@@ -169,11 +167,7 @@ def run(args: argparse.Namespace) -> int:
         if evaluation.is_interrupted:
             break
     evaluation.settings["against"] = args.against
-    code = answers.report(args, evaluation, measured, started, results.full_table)
-    if args.plots:
-        draw = plots.draw if args.docs is None else plots.draw_kept
-        draw(json.loads((args.out / "results.json").read_text()), args.out)
-    return code
+    return answers.report(args, evaluation, measured, started, results.full_table)
 
 
 def _setup(length: int, preamble: str, codec: str, config: BlendConfig) -> str:
@@ -202,10 +196,6 @@ def _check(args: argparse.Namespace) -> None:
             raise SettingError("--missing and --docs exclude each other: leave out one of them")
     elif args.top_k is None and (args.articles is not None or args.around):
         raise SettingError("--articles and --around need --top-k K")
-    if args.plots:
-        if args.out is None:
-            raise SettingError("--plots needs --out DIR")
-        plots.require()
 
 
 def _rows(args: argparse.Namespace) -> tuple[Sequence[QuestionRow], dict[str, Any]]:

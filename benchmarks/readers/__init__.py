@@ -1,1 +1,1 @@
-"""The readers' worlds, and how the readers are trained on them."""
+"""The worlds that the readers answer questions about."""

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.settings import run_settings
+from benchmarks.shapes import random_model
 from benchmarks.speed.first_token import add_shape
 from kvrag.backend.transformers import Model
-from kvrag.backend.transformers.shapes import random_model
 from kvrag.cli.common import add_number, at_least
 from kvrag.config import Sampling
 from kvrag.generate.decode import decode

@@ -28,7 +28,7 @@ WRONG = [
     *(["answers", "--data", __file__, *wrong] for wrong in ([], ["--top-k", "3"], ["--docs", "."])),
     *(["answers", "--docs", ".", *wrong] for wrong in (["--top-k", "1"], ["--skip-long"])),
     *(["answers", "--docs", "docs", *wrong] for wrong in (["--chunk-tokens", "4"], ["--instruction", "x"])),
-    *(["quality", *wrong] for wrong in (["--around", "-1"], ["--around", "1"], ["--plots"], ["--top-k", "0"])),
+    *(["quality", *wrong] for wrong in (["--around", "-1"], ["--around", "1"], ["--top-k", "0"])),
     *(["quality", "--data", __file__, *wrong] for wrong in (["--world", "1"], ["--around", "1"], ["--articles", "1"])),
     *(["quality", "--docs", ".", *wrong] for wrong in (["--world", "1"], ["--around", "1"], ["--articles", "1"])),
 ]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tiny_shape import TINY
 
+from benchmarks.shapes import SHAPES
 from benchmarks.speed import gpu
 from kvrag.backend.transformers import compiled
-from kvrag.backend.transformers.shapes import SHAPES
 
 
 def _arguments(**changes: Any) -> argparse.Namespace:

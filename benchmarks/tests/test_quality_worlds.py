@@ -1,4 +1,4 @@
-"""`python -m benchmarks quality`: questions drawn from the readers' worlds, and plots."""
+"""`python -m benchmarks quality`: questions drawn from the readers' worlds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.quality import plots
 from benchmarks.quality.worlds import world_rows
 from benchmarks.readers.first.world import KINDS
 from kvrag import Model
@@ -42,30 +41,8 @@ def test_the_worlds_rows_are_balanced_and_always_the_same() -> None:
     assert len({row.key for row in rows}) == len(rows)
 
 
-def test_the_plots_of_a_world(run: Run, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert run(*SMALL, "--chunk-tokens", "0,64", "--out", tmp_path, "--plots")[0] == 0
-    assert {path.name for path in tmp_path.glob("*.png")} == {"ratio.png", "ttft.png", "kinds.png"}
+def test_every_setup_has_its_cells(run: Run, tmp_path: Path) -> None:
+    assert run(*SMALL, "--chunk-tokens", "0,64", "--out", tmp_path)[0] == 0
     result = json.loads((tmp_path / "results.json").read_text())
     assert result["settings"]["data"]["file"] == "the reader's world"
     assert len(result["cells"]) == 2 * (2 + 3 * 3)
-
-
-def test_the_plot_of_a_folder(run: Run, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    folder, out = tmp_path / "docs", tmp_path / "out"
-    folder.mkdir()
-    for number, row in enumerate(world_rows(2, seed=0)):
-        (folder / f"{number}.txt").write_text("\n\n".join(row.passages))
-    assert run("--docs", folder, "--samples", 4, "--chunk-tokens", 40, "--ratios", 0.3, "--out", out, "--plots")[0] == 0
-    assert {path.name for path in out.glob("*.png")} == {"kept.png"}
-    assert (out / "kept.png").stat().st_size > 5000
-
-
-def test_plots_without_matplotlib_name_what_to_install(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
-    assert "pip install matplotlib" in run(*SMALL, "--plots", "--out", tmp_path / "out")[1]
-    assert "--plots needs --out" in run(*SMALL, "--plots")[1]
-    assert not (tmp_path / "out").exists()

@@ -1,21 +1,15 @@
-"""The second reader's world, checked by a solver that uses only the texts, and its training."""
+"""The second reader's world, checked by a solver that uses only the texts."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.quality.worlds import world_of, world_rows
-from benchmarks.readers.second.train import STAGES, Settings, Stage, Training, answer_loss, load_net, make_batch
+from benchmarks.quality.worlds import world_rows
 from benchmarks.readers.second.world import (
     FULL,
     KINDS,
@@ -29,10 +23,13 @@ from benchmarks.readers.second.world import (
     reserved,
     sample,
 )
-from kvrag import SettingError
-from kvrag.backend.transformers import Tokenizer
-from kvrag.backend.transformers.loading import reader_path
 
+SCALES = (
+    FULL,
+    Scale((80, 300), (32, 128), (3, 6), (1, 3), near=0.2),
+    Scale((250, 700), (48, 160), (4, 8), (1, 4)),
+    Scale((500, 1300), (64, 192), (6, 12), (2, 4)),
+)
 ENTITY = r"[A-Z]\w+ [A-Z]\w+"
 
 
@@ -42,8 +39,7 @@ def _samples(split: str, num: int, scale: Scale = FULL) -> list[Sample]:
 
 @pytest.fixture(scope="module")
 def worlds() -> dict[str, list[Sample]]:
-    scales = (FULL, *(stage.scale for stage in STAGES))
-    return {split: [one for scale in scales for one in _samples(split, 8, scale)] for split in SPLITS}
+    return {split: [one for scale in SCALES for one in _samples(split, 8, scale)] for split in SPLITS}
 
 
 # ---------------------------------------------------------------- the solver
@@ -197,105 +193,3 @@ def test_rows_for_the_benchmark() -> None:
     assert [row.kind for row in rows] == list(KINDS)
     assert rows[:2] == world_rows(2, seed=5, world=2)
     assert all(len(row.documents) == len(row.passages) for row in rows)
-
-
-# ---------------------------------------------------------------- the training
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama in place of the pretrained one, with the first reader's tokenizer and chat template."""
-    folder = tmp_path_factory.mktemp("base")
-    tokenizer = AutoTokenizer.from_pretrained(str(reader_path()))
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    stages = tuple(Stage(until, STAGES[0].scale, 2, 3) for until in (0.5, 1.0))
-    monkeypatch.setattr("benchmarks.readers.second.train.STAGES", stages)
-
-
-def _train(base: Path, folder: Path, until: int, **more: Any) -> Training:
-    folder.mkdir(exist_ok=True)
-    training = Training(Settings(str(base), steps=4, **more), folder)
-    while training.step < until:
-        training.advance()
-    training.save()
-    return training
-
-
-@pytest.mark.usefixtures("tiny")
-def test_an_interrupted_training_resumes(base: Path, tmp_path: Path) -> None:
-    straight = _train(base, tmp_path / "a", 4)
-    _train(base, tmp_path / "b", 2)
-    resumed = _train(base, tmp_path / "b", 4)
-    for name, parameter in straight.net.named_parameters():
-        if name.startswith("model."):
-            assert torch.equal(parameter, dict(resumed.net.named_parameters())[name]), name
-    with pytest.raises(SettingError, match="belongs to a training"):
-        _train(base, tmp_path / "b", 4, rate=1.0)
-
-
-@pytest.mark.usefixtures("tiny")
-def test_transformers_computes_what_the_training_computed(base: Path, tmp_path: Path) -> None:
-    training = _train(base, tmp_path, 2)
-    assert world_of(str(tmp_path)) == 2
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    batch = make_batch(training.tokenizer, random.Random(0), "test", STAGES[0])
-    with torch.no_grad():
-        asked, _ = training.net.read(batch.context, batch.lengths, batch.questions)
-        question = batch.questions[0, 0]
-        question = question[question != batch.padding]
-        ids = torch.cat([batch.context[0, : batch.lengths[0]], question])
-        expected = model(ids[None]).logits[0, -len(question) :]
-        ours = training.net.logits(asked[0, 0, : len(question)])
-    torch.testing.assert_close(ours, expected, atol=0.05, rtol=0)
-
-
-def test_prompts_are_those_that_the_engine_would_render(base: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    rng = random.Random("plain")
-    while True:
-        batch = make_batch(tokenizer, rng, "train", STAGES[0])
-        context = tokenizer.decode(batch.context[0, : batch.lengths[0]])
-        asks = batch.questions[0, 0][~batch.answers[0, 0] & (batch.questions[0, 0] != batch.padding)]
-        if context.endswith("\n\nQuestion:"):  # the plain format
-            break
-    message = (context + tokenizer.decode(asks)).removeprefix("<s>").removesuffix("\n\nAnswer:")
-    rendered = Tokenizer(tokenizer, "base").render([{"role": "user", "content": message}])
-    assert tokenizer.decode(rendered) == context + tokenizer.decode(asks)
-
-
-@pytest.mark.usefixtures("tiny")
-def test_only_answers_are_learned(base: Path, tmp_path: Path) -> None:
-    training = _train(base, tmp_path, 0)
-    batch = make_batch(training.tokenizer, random.Random(0), "train", STAGES[0])
-    loss, mistakes = answer_loss(training.net, batch)
-    assert mistakes.shape == batch.questions[:, :, 1:].shape
-    assert not (mistakes & ~batch.answers[:, :, 1:]).any()
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert training.net.subject.weight.grad is None
-    assert training.net.answer.weight.grad is None
-
-
-def test_other_bases_are_refused(base: Path, tmp_path: Path) -> None:
-    config = json.loads((base / "config.json").read_text())
-    for changed in ({"tie_word_embeddings": False}, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}):
-        (tmp_path / "config.json").write_text(json.dumps(config | changed))
-        with pytest.raises(SettingError, match="choose another --base"):
-            load_net(tmp_path)

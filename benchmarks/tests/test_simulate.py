@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from benchmarks import simulate as bench
 from benchmarks.__main__ import main
-from benchmarks.cluster import simulate as bench
-from benchmarks.cluster.simulate import DEVICES, LOADS, MODELS, Point, simulate, speed_of, table
+from benchmarks.simulate import DEVICES, LOADS, MODELS, Point, simulate, speed_of, table
 from kvrag import BlendEngine, Model
 from kvrag.control.cost import full_seconds
 

@@ -16,8 +16,9 @@ from blending import CHUNKS
 
 from benchmarks import peers
 from benchmarks.__main__ import main
+from benchmarks.shapes import random_model
 from benchmarks.speed import serve
-from kvrag import Model
+from kvrag import Model, SettingError
 from kvrag.config import CODECS
 
 
@@ -29,25 +30,6 @@ def test_decode(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     result = json.loads(capsys.readouterr().out)
     assert result["together_to_alone"] == result["together"] / result["alone"] > 0
     assert result["settings"]["rows"] == 3
-
-
-def test_deterministic(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
-    monkeypatch.setattr("benchmarks.speed.deterministic.random_model", lambda *_: model)
-    sizes = ["--rows", "2", "--chunks", "2", "--chunk-tokens", "40", "--answer-tokens", "4", "--repeats", "1"]
-    assert main(["deterministic", *sizes, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    for name in ("ttft_s", "tokens_per_s", "next_turn_ttft_s", "at_once_ttft_s", "at_once_tokens_per_s"):
-        assert result[f"{name}_ratio"] == result[f"deterministic_{name}"] / result[name] > 0
-
-
-def test_cancel(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("benchmarks.speed.cancel.random_model", lambda *_: model)
-    assert main(["cancel", "--tokens", "900", "--repeats", "2", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert len(result["ended_s"]) == 2
-    assert result["max_s"] == max(result["ended_s"])
-    assert result["checks_ratio"] > 0
 
 
 def test_chat(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,3 +206,8 @@ def test_no_prompt_of_a_load_begins_like_another(settings: dict[str, Any], monke
     assert result.complete > 4
     assert len(begins) > 6
     assert len(set(begins)) == len(begins)
+
+
+def test_an_unknown_shape_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"unknown shape 'large'; choose one of qwen2\.5-0\.5b, qwen2\.5-1\.5b"):
+        random_model("large")

@@ -16,15 +16,13 @@ READER = "reader"
 BUNDLED = (READER, "smollm2")
 """Models that come with a package."""
 
-_TRUE = {"1", "ON", "YES", "TRUE"}
-
 
 def check_model(name: str) -> None:
     """Raise ModelLoadError at once if a model cannot be loaded; transformers would ask the hub for half a minute."""
-    cache = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(cache, "hub")
-    cache = os.path.expanduser(cache)
-    if name in BUNDLED or any(map(os.path.isdir, (name, f"{cache}/models--{name.replace('/', '--')}"))):
+    from huggingface_hub import constants  # reads the environment, which the command line changes before
+
+    cached = os.path.join(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
+    if name in BUNDLED or any(map(os.path.isdir, (name, cached))):
         return
     if name.startswith((".", "/", "~")):
         hint = "there is no such folder"
@@ -33,7 +31,7 @@ def check_model(name: str) -> None:
         hint = f"did you mean {near[0]}?" if near else f"pass {', '.join(BUNDLED)}, OWNER/NAME on the hub, or a folder"
     elif is_offline():
         hint = "it is not in the local cache and HF_HUB_OFFLINE is set: unset it, or pass a folder"
-    elif not _may_answer(urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")):
+    elif not _may_answer(urlsplit(constants.ENDPOINT)):
         hint = "it is not in the local cache, and the hub cannot be reached: pass a folder with the model's files"
     else:
         return
@@ -41,8 +39,10 @@ def check_model(name: str) -> None:
 
 
 def is_offline() -> bool:
-    """Return whether the environment forbids to ask the hub, as huggingface_hub reads it."""
-    return (os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE", "")).upper() in _TRUE
+    """Return whether the environment forbids to ask the hub."""
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    return HF_HUB_OFFLINE
 
 
 def _may_answer(url: SplitResult) -> bool:

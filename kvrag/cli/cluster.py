@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import Any
 
-from kvrag.errors import KvragError
+from kvrag.cli.plugin import find
 
 HERE = "here"
 """`--ray` without an address."""
@@ -38,12 +37,6 @@ def _address(text: str) -> str:
 
 
 def ray_command(name: str) -> Callable[[argparse.Namespace], Any]:
-    """Return the function that runs a command on a Ray cluster, the entry point of this name in the group `kvrag.ray`.
-
-    Raises:
-        KvragError: ray-kvrag is not installed.
-    """
-    for entry_point in entry_points(group="kvrag.ray", name=name):
-        command: Callable[[argparse.Namespace], Any] = entry_point.load()
-        return command
-    raise KvragError("--ray needs ray-kvrag: pip install ray-kvrag")
+    """Return the function that runs a command on a Ray cluster; raises KvragError if ray-kvrag is not installed."""
+    command: Callable[[argparse.Namespace], Any] = find("ray", name, "--ray")
+    return command

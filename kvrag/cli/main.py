@@ -24,7 +24,6 @@ _COMMANDS = {  # modules of kvrag.cli, with their help
     "adapt": "train an adapter that makes stored KV agree better with full prefill",
     "estimate": "estimate disk usage before you ingest",
     "store": "show, check or clean up a store",
-    "bench": "measure the time to the first token on this machine",
     "verify": "test that blending is exact on your model",
 }
 _EPILOG = """\
@@ -62,8 +61,9 @@ def _parser(argv: Sequence[str]) -> Parser:
     )
     parser.add_argument("-V", "--version", action="version", version=f"kvrag {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    wanted = next((word for word in argv if not word.startswith("-")), "")
     for name, help_text in _COMMANDS.items():
-        add_command(subparsers, name, f"kvrag.cli.{name}", help_text, name in argv)
+        add_command(subparsers, name, f"kvrag.cli.{name}", help_text, name == wanted)
     return parser
 
 

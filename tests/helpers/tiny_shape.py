@@ -1,11 +1,11 @@
-"""A tiny shape for the benchmarks on random models."""
+"""A tiny shape for measurements on untrained models."""
 
 from __future__ import annotations
 
-from kvrag.backend.transformers.shapes import SHAPES
-
-TINY = SHAPES["llama-3.1-8b"] | {
+TINY = {
+    "model_type": "llama",
     "vocab_size": 2000,
+    "tie_word_embeddings": False,
     "hidden_size": 64,
     "intermediate_size": 64,
     "num_hidden_layers": 2,

@@ -420,12 +420,10 @@ def test_the_api_reference_has_every_public_name(package: str) -> None:
 def test_the_command_reference_has_every_command_and_option(site: Path) -> None:
     soup = BeautifulSoup((site / "commands.html").read_text("utf-8"), "html.parser")
     assert [title.get_text().rstrip("#¶") for title in soup.find_all("h2")] == [f"kvrag {name}" for name in _COMMANDS]
-    parser = _parser([word for command in _COMMANDS for word in command.split()])
     for name in _COMMANDS:
-        leaf = parser
-        for word in name.split():
-            leaf = next(each.choices for each in leaf._actions if isinstance(each, argparse._SubParsersAction))[word]
-        listed = soup.find(id=f"kvrag-{name.replace(' ', '-')}").get_text()
+        actions = _parser([name])._actions
+        leaf = next(each.choices for each in actions if isinstance(each, argparse._SubParsersAction))[name]
+        listed = soup.find(id=f"kvrag-{name}").get_text()
         actions = [action for action in leaf._actions if action.dest not in ("help", "json")]
         options = {option for action in actions for option in action.option_strings}
         assert {option for option in options if option not in listed} == set(), name

@@ -1,5 +1,4 @@
-"""The bundled reader's world and training.
+"""The bundled reader's world: articles and questions.
 
-`world` generates articles and questions, `net` is the architecture for training, `train` trains it. The bundled weights
-(`kvrag/reader`) are from an earlier training on an earlier version of the world.
+The bundled weights (`kvrag/reader`) are from a training on an earlier version of the world.
 """

@@ -1,5 +1,4 @@
-"""A second reader and its world, trained without guidance of its attention.
+"""The world of a second reader, which was trained without guidance of its attention.
 
-`world` generates registers cut into chunks, and questions about them; `train` trains a reader on them. Architecture and
-prompt formats are those of the first.
+`world` generates registers cut into chunks, and questions about them.
 """

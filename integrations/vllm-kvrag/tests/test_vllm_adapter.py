@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from vllm_engines import CHUNKS, blended, checkpoint, distance, prompt_of, started
 
 from kvrag import BlendEngine, FileStore, Model
-from kvrag.adapt.files import new_layers, save
-from kvrag.backend.transformers.adapter import LowRank
+from kvrag.backend.transformers.adapter import CONFIG, PREFIX, WEIGHTS
+
+
+def save_adapter(hf: Any, folder: Path) -> Path:
+    """Write a LoRA on the layers of a model that has an effect, in PEFT's format."""
+    torch.manual_seed(0)
+    weights = {}
+    for name, module in hf.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".layers." in name:
+            weights[f"{PREFIX}{name}.lora_A.weight"] = torch.randn(4, module.in_features) / module.in_features**0.5
+            weights[f"{PREFIX}{name}.lora_B.weight"] = torch.randn(module.out_features, 4) * 0.1
+    folder.mkdir()
+    save_file(weights, folder / WEIGHTS)
+    config = {"peft_type": "LORA", "base_model_name_or_path": "tiny", "r": 4, "lora_alpha": 4}
+    (folder / CONFIG).write_text(json.dumps(config))
+    return folder
 
 
 def test_chunks_of_an_adapter_are_read_and_not_encoded(folder: Path, tmp_path: Path) -> None:
-    path, adapter, store = checkpoint("llama", folder), tmp_path / "adapter", tmp_path / "store"
-    hf = Model.from_pretrained(str(path)).hf
-    layers = {
-        name: LowRank(layer.down.detach(), torch.randn_like(layer.up) * 0.1, 1.0)
-        for name, layer in new_layers(hf, 4, 0).items()
-    }
-    save(adapter, layers, "tiny")
+    path, store = checkpoint("llama", folder), tmp_path / "store"
+    adapter = save_adapter(Model.from_pretrained(str(path)).hf, tmp_path / "adapter")
     ids = Model.from_pretrained(str(path)).tokenizer.render(prompt_of(CHUNKS[1], CHUNKS[0]))
     with BlendEngine(Model.from_pretrained(str(path), adapter=adapter), FileStore(store, min_free_bytes=0)) as own:
         own.warm(CHUNKS[:2])
@@ -39,8 +51,8 @@ def test_chunks_of_an_adapter_are_read_and_not_encoded(folder: Path, tmp_path: P
 
 
 def test_a_store_of_an_adapter_is_refused_without_it(folder: Path, tmp_path: Path) -> None:
-    path, adapter, store = checkpoint("llama", folder), tmp_path / "adapter", tmp_path / "store"
-    save(adapter, new_layers(Model.from_pretrained(str(path)).hf, 4, 0), "tiny")
+    path, store = checkpoint("llama", folder), tmp_path / "store"
+    adapter = save_adapter(Model.from_pretrained(str(path)).hf, tmp_path / "adapter")
     with BlendEngine(Model.from_pretrained(str(path), adapter=adapter), FileStore(store, min_free_bytes=0)) as own:
         own.warm(CHUNKS[:2])
     with pytest.raises(Exception, match=r"different: adapter\): pass the adapter"), started(path, store):

@@ -92,9 +92,14 @@ class Adapter:
                         hook.remove()
 
 
+def active_adapter() -> Adapter | None:
+    """Return the adapter that is active in this thread."""
+    return getattr(_thread, "adapter", None)
+
+
 def _add(adapter: Adapter, layer: LowRank, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
     """Add a layer's change to its output, in threads that encode."""
-    if getattr(_thread, "adapter", None) is not adapter:
+    if active_adapter() is not adapter:
         return output
     return output + layer(args[0])
 

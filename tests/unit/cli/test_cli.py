@@ -628,7 +628,7 @@ def test_a_store_of_another_model_is_refused(warmed: Path, fails: Callable[..., 
 def test_a_store_of_a_bundled_model_is_refused_before_another_one_is_loaded(
     theirs: str, mine: str, tmp_path: Path, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     for folder in ("chunks", "models--a--b"):
         (tmp_path / folder).mkdir()
     (tmp_path / "fingerprint.json").write_text(json.dumps({"model": json.dumps(theirs)}))
@@ -650,10 +650,7 @@ def test_a_store_of_a_bundled_model_is_refused_before_another_one_is_loaded(
         ),
     ],
 )
-def test_a_model_that_cannot_be_loaded_is_refused_at_once(
-    name: str, said: str, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_a_model_that_cannot_be_loaded_is_refused_at_once(name: str, said: str, fails: Callable[..., str]) -> None:
     assert said in fails("estimate", "--model", name)
 
 

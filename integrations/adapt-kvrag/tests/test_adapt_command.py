@@ -9,14 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import adapt_kvrag.command as command
+import adapt_kvrag.train
 import pytest
 import torch
+from adapt_kvrag.measure import Effect, verdict
+from adapt_kvrag.train import CHECKPOINT
 
-import kvrag.adapt.train
-import kvrag.cli.adapt as command
 from kvrag import Model
-from kvrag.adapt.measure import Effect, verdict
-from kvrag.adapt.train import CHECKPOINT
 from kvrag.backend.transformers.adapter import CONFIG, WEIGHTS, load
 from kvrag.cli.main import main
 
@@ -54,7 +54,7 @@ def adapt(
 ) -> Run:
     """Run the command on the tiny random model, with few prompts; return the exit code and what it printed."""
     ticks = iter(range(10**6))
-    monkeypatch.setattr(kvrag.adapt.train, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr(adapt_kvrag.train, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     monkeypatch.setattr(Model, "from_pretrained", lambda *args, **kwargs: model)
     monkeypatch.setattr(command, "_HELD_OUT", 3)
     monkeypatch.setattr(command, "HANDBOOK", SimpleNamespace(documents=lambda: {"other": _text(7).upper()}))
@@ -109,7 +109,7 @@ def test_an_adapter_that_does_not_help_is_not_written(adapt: Run, out: Path) -> 
 def test_after_success_the_next_command_is_named(
     adapt: Run, out: Path, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrag.adapt.measure.verdict", lambda own, other: "")
+    monkeypatch.setattr("adapt_kvrag.measure.verdict", lambda own, other: "")
     code, said, _ = adapt("--minutes", "0.1")
     assert code == 0
     assert said.splitlines()[-1] == f"next: kvrag warm {docs} --model reader --adapter {out}"

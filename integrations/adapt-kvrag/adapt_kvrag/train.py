@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrag.adapt.differentiable import checkpointed, decoder_layers
-from kvrag.adapt.distill import loss_of, teach
-from kvrag.adapt.files import new_layers, read_tensors, write_tensors
-from kvrag.adapt.lessons import Lessons
+from adapt_kvrag.differentiable import checkpointed, decoder_layers
+from adapt_kvrag.distill import loss_of, teach
+from adapt_kvrag.files import new_layers, read_tensors, write_tensors
+from adapt_kvrag.lessons import Lessons
 from kvrag.backend.attention import Chunked
 from kvrag.backend.transformers.adapter import Adapter, LowRank
 from kvrag.backend.transformers.model import Model

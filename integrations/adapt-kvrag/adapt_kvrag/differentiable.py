@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
-from kvrag.backend.transformers import adapter
-from kvrag.backend.transformers.adapter import Adapter
+from kvrag.backend.transformers.adapter import active_adapter
 from kvrag.backend.transformers.cache import BlendLayer, StopForward, as_argument
 from kvrag.backend.transformers.model import Model
 
@@ -26,7 +25,7 @@ LayerStates = list[tuple[Tensor, Tensor]]
 """Rotated keys and values of each layer, each (B, H, T, D)."""
 
 
-class GraphCache(Cache):  # type: ignore[misc]
+class GraphCache(Cache):
     """Puts earlier KV before a pass's own, out of place, and records the pass's own."""
 
     def __init__(self, num_layers: int, past: LayerStates, stop_at: int | None) -> None:
@@ -106,7 +105,7 @@ def decoder_layers(model: Model) -> list[nn.Module]:
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of a layer's pass and of its repetition, which autograd runs in a thread of its own."""
-    now: Adapter | None = getattr(adapter._thread, "adapter", None)
+    now = active_adapter()
     return nullcontext(), now.active() if now else nullcontext()
 
 

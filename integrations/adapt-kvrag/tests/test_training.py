@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from adapt_kvrag.differentiable import checkpointed, decoder_layers, encode_rows
+from adapt_kvrag.distill import Lesson, answer_over, locate, loss_of, teach, write
+from adapt_kvrag.files import new_layers
+from adapt_kvrag.lessons import Lessons
+from adapt_kvrag.train import CHECKPOINT, Course, _check, train
 from families import FAMILIES, build
 
 from kvrag import Model
-from kvrag.adapt.differentiable import checkpointed, decoder_layers, encode_rows
-from kvrag.adapt.distill import Lesson, answer_over, locate, loss_of, teach, write
-from kvrag.adapt.files import new_layers
-from kvrag.adapt.lessons import Lessons
-from kvrag.adapt.train import CHECKPOINT, Course, _check, train
 from kvrag.backend.transformers.adapter import Adapter
 from kvrag.config import BlendConfig
 from kvrag.control.prompts import search_by_words
@@ -105,7 +105,7 @@ def test_with_everything_recomputed_the_student_is_the_teacher(family: str, toke
 
 def test_the_student_answers_as_the_engine_does(model: Model) -> None:
     """Plain reuse and the default policy, against the same steps of the product."""
-    from kvrag.adapt.distill import choose, stitched
+    from adapt_kvrag.distill import choose, stitched
 
     lesson = _lesson(model)
     written, where = write(model, None, lesson)
@@ -209,7 +209,7 @@ def test_too_little_text_is_refused(model: Model) -> None:
 
 def _seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every look at the clock take a second, so that the number of steps is certain."""
-    import kvrag.adapt.train as module
+    import adapt_kvrag.train as module
 
     ticks = iter(range(10**6))
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
@@ -268,7 +268,7 @@ def test_a_training_that_vanishes_resumes_from_its_last_checkpoint(
 ) -> None:
     """As after a kill or a power cut: nothing is saved at the end."""
     _seconds(monkeypatch)
-    monkeypatch.setattr("kvrag.adapt.train._EVERY_S", 8.0)
+    monkeypatch.setattr("adapt_kvrag.train._EVERY_S", 8.0)
     course, resumed = Course(minutes=0.2, rank=4, lessons=1, tokens=2), list[int]()
     first, second = tmp_path / "first", tmp_path / "second"
     second.mkdir()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvrag.adapt.differentiable import LayerStates, encode_rows, logits_after
+from adapt_kvrag.differentiable import LayerStates, encode_rows, logits_after
 from kvrag.backend.transformers.adapter import Adapter
 from kvrag.backend.transformers.model import Model
 from kvrag.config import BlendConfig

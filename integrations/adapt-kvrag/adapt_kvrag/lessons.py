@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-from kvrag.adapt.distill import Lesson, locate
+from adapt_kvrag.distill import Lesson, locate
 from kvrag.backend.transformers.model import Model
 from kvrag.control.prompts import CONTINUATION, Gap, Search, ask, find_gaps, render
 from kvrag.errors import KvragError

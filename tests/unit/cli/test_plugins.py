@@ -1,4 +1,4 @@
-"""`--ray` and the options that need it. Runs without Ray."""
+"""`--ray`, the options that need it, and `kvrag adapt`. Runs without Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def install(monkeypatch: pytest.MonkeyPatch, *installed: EntryPoint) -> None:
     points = EntryPoints(installed)
-    monkeypatch.setattr("kvrag.cli.cluster.entry_points", lambda **wanted: points.select(**wanted))
+    monkeypatch.setattr("kvrag.cli.plugin.entry_points", lambda **wanted: points.select(**wanted))
 
 
 @pytest.mark.parametrize(
@@ -67,3 +67,21 @@ def test_the_command_of_the_installed_package_runs(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("kvrag.sample.on_cluster", lambda args: args.port, raising=False)
     install(monkeypatch, EntryPoint("serve", "kvrag.sample:on_cluster", "kvrag.ray"))
     assert main(["serve", "--port", "7", "--ray", "head:6379"]) == 7
+
+
+@pytest.mark.parametrize("words", [["adapt", "--docs", "docs", "--out", "out"], ["adapt", "--help"], ["adapt"]])
+def test_adapt_is_a_package_of_its_own(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, EntryPoint("command", "test:missing", "another.group"))
+    assert main(words) == 1
+    assert capsys.readouterr().err == "kvrag: kvrag adapt needs adapt-kvrag: pip install adapt-kvrag\n"
+    assert main(["warm", "adapt"]) == 1
+    assert "adapt-kvrag" not in capsys.readouterr().err  # a folder of that name needs no package
+
+
+def test_the_options_of_adapt_are_those_of_the_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrag.sample.add_arguments", lambda parser: parser.add_argument("--epochs"), raising=False)
+    monkeypatch.setattr("kvrag.sample.run", lambda args: int(args.epochs), raising=False)
+    install(monkeypatch, EntryPoint("command", "kvrag.sample", "kvrag.adapt"))
+    assert main(["adapt", "--epochs", "7"]) == 7

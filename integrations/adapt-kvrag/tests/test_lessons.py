@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from adapt_kvrag.distill import answer_over, divergences, loss_of, teach, write
+from adapt_kvrag.lessons import Lessons
 
 from kvrag import Model
-from kvrag.adapt.distill import answer_over, divergences, loss_of, teach, write
-from kvrag.adapt.lessons import Lessons
 from kvrag.control.prompts import ask, search_by_words
 
 

@@ -193,7 +193,7 @@ _PREDICTED = (  # name, chunks, tokens of each, policy, ratio, bytes per second 
 
 def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Point]:
     """Fit some shapes with the engine's own cost model, predict others and measure them; the RAM tier is off."""
-    from kvrag.backend.transformers.shapes import one_token_words
+    from kvrag.backend.transformers.untrained import one_token_words
     from kvrag.control.cost import Workload, blend_seconds, full_seconds
     from kvrag.control.tuning import decide
     from kvrag.engine import BlendEngine
@@ -352,7 +352,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_check(args: argparse.Namespace) -> int:
     from benchmarks.settings import run_settings
-    from kvrag.backend.transformers.shapes import random_model
+    from benchmarks.shapes import random_model
 
     print(f"building a random model of {args.model}'s shape", file=sys.stderr, flush=True)
     net = random_model(args.model, args.layers)

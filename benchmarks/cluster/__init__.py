@@ -1,1 +1,0 @@
-"""A cost model of single machines, and the simulation of a cluster."""

@@ -1,0 +1,45 @@
+"""Untrained models of known shapes, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvrag.backend.transformers import Model
+from kvrag.backend.transformers.untrained import untrained_model
+from kvrag.cli.speed import QWEN
+from kvrag.errors import SettingError
+
+
+def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+
+
+_LLAMA = {"model_type": "llama", "vocab_size": 128256, "tie_word_embeddings": False, "max_position_embeddings": 131072}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": QWEN,
+    "qwen2.5-1.5b": QWEN | _sizes(1536, 8960, layers=28, heads=12, kv_heads=2),
+    "llama-3.1-8b": _LLAMA | _sizes(4096, 14336, layers=32, heads=32, kv_heads=8),
+}
+"""Configurations of known models."""
+
+
+def random_model(
+    shape: str,
+    num_layers: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | None = None,
+    compile_decode: bool = False,
+) -> Model:
+    """Return a model of that shape, or of its first `num_layers` layers; raises SettingError for an unknown one."""
+    if shape not in SHAPES:
+        raise SettingError(f"unknown shape {shape!r}; choose one of {', '.join(SHAPES)}")
+    settings = SHAPES[shape] | ({"num_hidden_layers": num_layers} if num_layers else {})
+    return untrained_model(shape, settings, dtype, device, compile_decode)

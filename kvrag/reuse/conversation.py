@@ -192,8 +192,8 @@ class Begun:
 class Conversations:
     """The stretches used last, up to `max_bytes` of KV. Thread-safe.
 
-    Those beyond `longest` tokens are not kept: there, the model's RoPE depends on the length of the prompt, and KV
-    computed at another length cannot be reused.
+    Beyond `longest` tokens, the model's RoPE depends on the length of the prompt: nothing of such prompts is kept, not
+    even their first tokens, because KV computed at another length cannot be reused.
     """
 
     def __init__(self, max_bytes: int, longest: int, num_layers: int) -> None:
@@ -299,7 +299,8 @@ class Conversations:
             exact: Number of leading positions with full prefill's KV.
             blended: How the others were made. They take the place of `continued`.
         """
-        if len(ids) > self._longest or cache.num_bytes > self.max_bytes:
+        # a position's KV was computed at the length of the whole prompt, or of the answer up to there
+        if max(len(begun.ids), len(ids)) > self._longest or cache.num_bytes > self.max_bytes:
             return
 
         def keep() -> None:

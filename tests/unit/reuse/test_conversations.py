@@ -432,11 +432,11 @@ def test_a_turn_keeps_no_memory_of_earlier_turns(talk: Talk) -> None:
     assert talk.kept == 1
 
 
-def _keep(conversations: Conversations, ids: Sequence[int], exact: int = 0, **chunks: int) -> None:
-    """Keep an answer with four bytes of KV per token; `chunks` are positions by key."""
+def _keep(conversations: Conversations, ids: Sequence[int], exact: int = 0, of: int = 0, **chunks: int) -> None:
+    """Keep an answer with four bytes of KV per token, to a prompt of `of` tokens; `chunks` are positions by key."""
     cache = BlendCache(1, len(ids))
     cache.update(torch.zeros(1, 1, len(ids), 1), torch.zeros(1, 1, len(ids), 0), 0)
-    begun = conversations.begin("", ids)
+    begun = conversations.begin("", [*ids, *range(len(ids), of)])
     begun.keys = frozenset(chunks)
     blended = Blended(BlendConfig(ratio=0.3), (Turn(0, len(ids) - 5, len(ids) - 3),), {})
     placed = [(position, key) for key, position in chunks.items()]
@@ -505,6 +505,7 @@ def test_a_history_blended_without_chunks_is_reused_up_to_the_next_edit() -> Non
 def test_where_rope_follows_the_length_nothing_longer_is_kept_or_taken() -> None:
     conversations = Conversations(1 << 20, 50, 1)
     _keep(conversations, range(51))
+    _keep(conversations, range(40), of=51)  # the exact first tokens of a longer prompt
     assert len(conversations) == 0
     _keep(conversations, range(40))
     assert _find(conversations, range(50)) is not None
@@ -647,6 +648,17 @@ def test_a_beginning_that_does_not_fit_is_refused(endless: Model, tmp_path: Path
     with (
         BlendEngine(endless, FileStore(tmp_path, min_free_bytes=0), conversation_bytes=1000) as engine,
         pytest.raises(SettingError, match="more than conversation_bytes=1000: raise it"),
+    ):
+        engine.warm_prefix([{"role": "system", "content": "You answer questions about people. " * 8}])
+
+
+def test_a_beginning_of_which_no_kv_can_be_kept_is_refused(
+    endless: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endless, "stable_length", 60)
+    with (
+        BlendEngine(endless, FileStore(tmp_path, min_free_bytes=0)) as engine,
+        pytest.raises(SettingError, match=r"the beginning has \d+ tokens: beyond 60, RoPE depends on the length of"),
     ):
         engine.warm_prefix([{"role": "system", "content": "You answer questions about people. " * 8}])
 

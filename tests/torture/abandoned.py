@@ -139,6 +139,6 @@ def _check_nothing_is_left(engine: Any, numbers: list[int]) -> None:
     assert not left, f"KV of {len(left)} forgotten chunks is kept"
     assert engine.store.stats().chunks == len(engine._lookup) == 0
     texts = [Entry(i, str(i), "", np.array(engine.encode(tiny.text(i)), np.uint32)) for i in numbers]
-    for stretch in conversations._stretches():
+    for stretch in conversations._kept:
         found = match([Segment.of(texts)], stretch.ids.astype(np.uint32), 16)
         assert not found, f"{len(found[0])} tokens of a forgotten text are kept in a conversation"

@@ -1,7 +1,8 @@
 """Streams abandoned while other answers decode them ahead, with every type of RoPE, and documents forgotten meanwhile.
 
-Every next turn is compared with the model's own logits: some prompts begin like another one, and some next turns have
-an edited history, of which stretches are moved. After a forget, nothing of the document is kept anywhere: also not in
+Every next turn is compared with the model's own logits: some prompts begin like another one, before or beyond the length
+at which the frequencies of RoPE change, some contain stored chunks that are blended, and some next turns have an edited
+history, of which stretches are moved. After a forget, nothing of the document is kept anywhere: also not in
 conversations from before it was warmed, nor in learned chunks.
 """
 
@@ -65,7 +66,14 @@ def _abandon(folder: Path, rng: random.Random) -> str:
             if rng.random() < 0.4:
                 shared = rng.randint(1, 90)
                 prompts[number][:shared] = prompts[0][:shared]
-        streams = [engine.stream(ids, max_new_tokens=60, temperature=0.0) for ids in prompts]
+        texts = [tiny.text(number) for number in range(3)]
+        engine.warm(texts)
+        for ids in prompts:
+            if rng.random() < 0.4:
+                for text in rng.sample(texts, rng.randint(1, 3)):
+                    ids += [*engine.encode(text), rng.randrange(5, 1000)]
+        options: dict[str, Any] = {"ratio": rng.choice([0.3, 1.0]), "max_new_tokens": 60, "temperature": 0.0}
+        streams = [engine.stream(ids, **options) for ids in prompts]
         told = [[] for _ in prompts]
         for _ in range(rng.randint(2, 60)):
             number = rng.randrange(len(prompts))

@@ -182,5 +182,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{tokens}{row.ttft_s * 1000:>9.0f} ms{row.anew_s * 1000:>9.0f} ms")
     print(f"\nlast turn / second turn: {result.growth:.2f}, without the conversation {result.growth_anew:.2f}")
     keep, find = result.keep_s * 1000, result.find_s * 1000
-    print(f"with {result.conversations:,} other conversations: {keep:.2f} ms of CPU time to keep one, {find:.2f} to find it")
+    print(
+        f"with {result.conversations:,} other conversations: {keep:.2f} ms of CPU time to keep one, {find:.2f} to find"
+    )
     return 0

@@ -422,7 +422,7 @@ class Conversations:
             del self._roots[stretch.namespace]
 
     def _drop_from(self, stretch: KeptStretch, position: int) -> None:
-        """Drop a position, in the stretch or in a parent, and all after it; blended stretches are dropped as a whole."""
+        """Drop a position, in it or in a parent, and all after it; blended stretches are dropped as a whole."""
         while position < stretch.start and (parent := stretch.parent()) is not None:
             stretch = parent
         if position <= stretch.start or stretch.blended:

@@ -128,8 +128,8 @@ def _find_candidates(segments: Sequence[Segment], prompt: Ids, min_run: int, nam
         if begin == end:
             continue
         segment, order = segments[number], by_segment[begin:end]
-        own = gram[anchors[order]]
-        chosen = segment.postings.take(firsts[number, own] + choices[order] - (stops[number, own] - counts[number, own]))
+        at = number, gram[anchors[order]]
+        chosen = segment.postings.take(firsts[at] + choices[order] - (stops[at] - counts[at]))
         address = (chosen & np.uint64(0xFFFFFFFF)).astype(np.int64)
         position = positions[anchors[order]]
         shared = _share_a_run(windows, position, segment, address, window)

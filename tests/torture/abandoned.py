@@ -1,8 +1,8 @@
 """Streams abandoned while other answers decode them ahead, with every type of RoPE, and documents forgotten meanwhile.
 
-Every next turn is compared with the model's own logits: some prompts begin like another one, before or beyond the length
-at which the frequencies of RoPE change, some contain stored chunks that are blended, and some next turns have an edited
-history, of which stretches are moved. After a forget, nothing of the document is kept anywhere: also not in
+Every next turn is compared with the model's own logits: some prompts begin like another one, before or beyond the
+length at which the frequencies of RoPE change, some contain stored chunks that are blended, and some next turns have an
+edited history, of which stretches are moved. After a forget, nothing of the document is kept anywhere: also not in
 conversations from before it was warmed, nor in learned chunks.
 """
 

@@ -50,7 +50,9 @@ def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[Prefilled]:
     return seen
 
 
-def test_a_prefix_of_a_chunk_that_was_encoded_under_other_frequencies_is_not_exact(folder: Path, tmp_path: Path) -> None:
+def test_a_prefix_of_a_chunk_that_was_encoded_under_other_frequencies_is_not_exact(
+    folder: Path, tmp_path: Path
+) -> None:
     """Those of dynamic NTK follow the length in transformers, and are fixed in vLLM."""
     model = checkpoint("llama-dynamic", folder)
     with reference(model, tmp_path) as own:

@@ -326,7 +326,7 @@ def test_the_work_is_linear_in_the_prompt_whatever_is_stored(chunk: list[int], m
 
 
 def test_the_work_per_segment_depends_on_what_it_has_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Near-duplicates in 200 segments: a prompt that repeats itself is looked up once, and few segments are compared."""
+    """With 200 segments, a prompt that repeats itself is looked up once, and few of them are compared."""
     rng = random.Random(0)
     base = _ids(rng, 128)
     texts = {f"{i}": [rng.randrange(30000) if rng.random() < 1 / 17 else token for token in base] for i in range(10)}

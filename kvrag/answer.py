@@ -202,6 +202,11 @@ class Answering:
         for other in others:
             ids = common_prefix(ids, other.prepared.render(self._model.tokenizer))
         self._model.check_window(len(ids), "the beginning")
+        if len(ids) > self._model.stable_length:
+            raise SettingError(
+                f"the beginning has {len(ids)} tokens: beyond {self._model.stable_length}, RoPE depends on the length "
+                "of the whole prompt, so that no KV is kept for other prompts; shorten it"
+            )
         size = len(ids) * self._model.bytes_per_token
         if size > self._conversations.max_bytes:
             raise SettingError(

@@ -228,7 +228,7 @@ class BlendEngine:
             The number of tokens.
 
         Raises:
-            SettingError: The engine's settings reuse no KV of earlier prompts.
+            SettingError: The engine's settings reuse no KV of earlier prompts, or the beginning is too long to be kept.
         """
         self._check_open()
         options: AnswerOptions = {"tools": tools, "namespace": namespace, "template": template}

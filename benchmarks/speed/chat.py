@@ -2,7 +2,8 @@
 
 Compares an engine that reuses the conversation's KV from turn to turn with an engine that keeps none and stitches and
 blends the whole history every turn. Answers in the history differ from the decoded ones, as with templates that drop
-reasoning, so they are recomputed. The RAM tier is off.
+reasoning, so they are recomputed. The RAM tier is off. Then many short conversations are kept in an index of their
+own, and the CPU time of keeping and of finding another one is measured.
 """
 
 from __future__ import annotations
@@ -13,17 +14,23 @@ import random
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+import torch
+
 from benchmarks.settings import run_settings
 from benchmarks.shapes import random_model
 from benchmarks.speed.first_token import add_shape
+from kvrag.backend.transformers import BlendCache
 from kvrag.backend.transformers.untrained import one_token_words
 from kvrag.cli.common import add_number
 from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine
+from kvrag.reuse.conversation import Blended, Conversations
 from kvrag.types import Messages
 
 
@@ -40,11 +47,17 @@ class TurnRow:
 
 @dataclass(frozen=True)
 class ChatResult:
-    """All turns; `growth` is the last turn's time over the second's, with and without the conversation."""
+    """All turns; `growth` is the last turn's time over the second's, with and without the conversation.
+
+    `keep_s` and `find_s` are the CPU time of a conversation when `conversations` others are kept.
+    """
 
     rows: list[TurnRow]
     growth: float
     growth_anew: float
+    conversations: int
+    keep_s: float
+    find_s: float
     settings: dict[str, Any]
 
 
@@ -58,6 +71,7 @@ class ChatSetup:
         chunks, chunk_tokens, question_tokens, answer_tokens: Of a turn.
         ratio: See BlendConfig.
         repeats: Conversations; the medians count.
+        conversations: See `ChatResult`.
     """
 
     model: str = "qwen2.5-0.5b"
@@ -69,6 +83,7 @@ class ChatSetup:
     answer_tokens: int = 32
     ratio: float = 0.15
     repeats: int = 3
+    conversations: int = 5000
 
 
 def measure(setup: ChatSetup, progress: Callable[[str], None] = lambda line: None) -> ChatResult:
@@ -116,7 +131,30 @@ def measure(setup: ChatSetup, progress: Callable[[str], None] = lambda line: Non
         "repeats": setup.repeats,
     }
     last, second = rows[-1], rows[1]
-    return ChatResult(rows, last.ttft_s / second.ttft_s, last.anew_s / second.anew_s, settings)
+    kept = keep_and_find(net.num_layers, setup.conversations)
+    return ChatResult(
+        rows, last.ttft_s / second.ttft_s, last.anew_s / second.anew_s, setup.conversations, *kept, settings
+    )
+
+
+def keep_and_find(num_layers: int, count: int) -> tuple[float, float]:
+    """Return the CPU time of keeping and of finding a conversation with `count` others, in seconds; the medians."""
+    conversations, rng, tokens = Conversations(1 << 40, 1 << 20, num_layers), random.Random(0), 40
+    keeping, finding, config = list[float](), list[float](), BlendConfig(ratio=1.0)
+    for number in range(count + 9):
+        ids = [rng.randrange(30_000) for _ in range(tokens)]
+        cache = BlendCache(num_layers, tokens)
+        for layer in range(num_layers):
+            cache.update(torch.zeros(1, 1, tokens, 2), torch.zeros(1, 1, tokens, 2), layer)
+        started = time.thread_time()
+        begun = conversations.begin("", ids)
+        conversations.keep(begun, np.array(ids), tokens, cache, (), Blended(config, (), {}), None)
+        kept = time.thread_time()
+        conversations.find([*ids, 1], config)
+        if number >= count:
+            keeping.append(kept - started)
+            finding.append(time.thread_time() - kept)
+    return statistics.median(keeping), statistics.median(finding)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,6 +166,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--question-tokens", 32, "tokens of a question")
     add_number(parser, "--answer-tokens", 32, "tokens of an answer")
     add_number(parser, "--ratio", 0.15, "recompute ratio")
+    add_number(parser, "--conversations", 5000, "kept while one more is kept and found")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -143,4 +182,8 @@ def run(args: argparse.Namespace) -> int:
         tokens = f"{row.turn:>4}{row.prompt_tokens:>9}{row.conversation_tokens:>7}"
         print(f"{tokens}{row.ttft_s * 1000:>9.0f} ms{row.anew_s * 1000:>9.0f} ms")
     print(f"\nlast turn / second turn: {result.growth:.2f}, without the conversation {result.growth_anew:.2f}")
+    keep, find = result.keep_s * 1000, result.find_s * 1000
+    print(
+        f"with {result.conversations:,} other conversations: {keep:.2f} ms of CPU time to keep one, {find:.2f} to find"
+    )
     return 0

@@ -47,7 +47,7 @@ _PIECES = 40  # of stored chunks, in a prompt
 _SEPARATOR = 7  # tokens of the prompt's own before each
 _BATCH = 5000  # chunks created at once
 
-Corpus = tuple[list[list[int]], list[int], int]  # texts, prompt, min_run
+Corpus = tuple[list[list[int]], list[int], int, int]  # texts, prompt, min_run, segments
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,10 @@ def corpora(num_tokens: int, seed: int = 0) -> Iterator[tuple[str, Callable[[], 
             copy[i] = rng.randrange(_VOCABULARY)
         return copy
 
-    def of(texts: list[list[int]], prompt: Sequence[int] | None = None, min_run: int = MIN_RUN) -> Corpus:
-        return texts, list(pasted(texts) if prompt is None else prompt)[:num_tokens], min_run
+    def of(
+        texts: list[list[int]], prompt: Sequence[int] | None = None, min_run: int = MIN_RUN, segments: int = 1
+    ) -> Corpus:
+        return texts, list(pasted(texts) if prompt is None else prompt)[:num_tokens], min_run, segments
 
     def near(low: int = 17, high: int = 20) -> list[list[int]]:
         base = words(512)
@@ -163,6 +165,7 @@ def corpora(num_tokens: int, seed: int = 0) -> Iterator[tuple[str, Callable[[], 
     yield "1,000 chunks of one repeated token", lambda: of([[7] * 512] * 1000)
     yield "10,000 near-identical, one token in 17-20 changed", lambda: of(near())
     yield "10,000 near-identical, one token in 512 changed", lambda: of(near(512, 512))
+    yield "10,000 near-identical, in 200 segments", lambda: of(near(), segments=200)
     yield "10,000 combinations of 14 binary choices", lambda: of(combinations())
     yield "random binary ids, 1,000 chunks", lambda: of([words(512, 2) for _ in range(1000)], words(num_tokens, 2))
     yield "random binary ids, runs of 8", lambda: of([words(512, 2) for _ in range(1000)], words(num_tokens, 2), 8)
@@ -199,9 +202,10 @@ def measure_cases(num_tokens: int, repeats: int, progress: Callable[[str], None]
     rows = []
     for name, make in corpora(num_tokens):
         progress(name)
-        texts, prompt, min_run = make()
+        texts, prompt, min_run, count = make()
         entries = [Entry(i + 1, f"{i}", "", np.array(text, np.uint32)) for i, text in enumerate(texts)]
-        segments, times = [Segment.of(entries)], []
+        size = -(-len(entries) // count)
+        segments, times = [Segment.of(entries[at : at + size]) for at in range(0, len(entries), size)], []
         for _ in range(repeats):
             started = time.process_time()
             runs = match(segments, prompt, min_run)

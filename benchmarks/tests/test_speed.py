@@ -35,14 +35,15 @@ def test_decode(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_chat(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("benchmarks.speed.chat.random_model", lambda *_: model)
     sizes = ["--turns", "3", "--chunks", "2", "--chunk-tokens", "20", "--question-tokens", "9", "--answer-tokens", "7"]
-    assert main(["chat", *sizes, "--repeats", "1", "--json"]) == 0
+    assert main(["chat", *sizes, "--repeats", "1", "--conversations", "20", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     prompts = [row["prompt_tokens"] for row in result["rows"]]
     assert [later - earlier for earlier, later in itertools.pairwise(prompts)] == pytest.approx([60, 60], abs=5)
     kept = [row["conversation_tokens"] for row in result["rows"]]
     assert kept[0] == 0
     assert all(prompt - 5 < later < prompt for prompt, later in zip(prompts, kept[1:], strict=False))
-    assert result["growth"] > 0
+    assert result["conversations"] == 20
+    assert min(result["keep_s"], result["find_s"], result["growth"]) > 0
     assert result["growth"] == result["rows"][2]["ttft_s"] / result["rows"][1]["ttft_s"]
     with pytest.raises(SystemExit):
         main(["chat", "--turns", "1"])

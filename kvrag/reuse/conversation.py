@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -81,8 +82,7 @@ class KeptStretch:
     chunks: tuple[Placed, ...] = ()  # that begin in it, ascending
     blended: Blended | None = None  # None: equals full prefill's
     parent: Callable[[], KeptStretch | None] = lambda: None  # weak: without a cycle, dropped KV is freed at once
-    children: tuple[KeptStretch, ...] = ()  # exact ones begin with different tokens
-    used: int = 0  # time of the last use
+    children: dict[int, list[KeptStretch]] = field(default_factory=dict)  # by first token, at most one exact for each
 
     @property
     def stop(self) -> int:
@@ -99,52 +99,43 @@ class KeptStretch:
         """Its tokens, indexed."""
         return Segment.of([Entry(1, str(id(self)), self.namespace, self.ids.astype(np.uint32))])
 
-    def cut(self, length: int, layers: Sequence[Layer] | None = None) -> None:
-        """Drop all but the first tokens; `layers` are those of the first tokens, if they were copied already."""
-        layers = layers or [_copied(layer, 0, length) for layer in self.layers]
-        self.ids, self.layers = self.ids[:length], layers
+    def cut(self, length: int) -> None:
+        """Drop all but the first tokens."""
+        self.ids, self.layers = self.ids[:length], [_copied(layer, 0, length) for layer in self.layers]
         self.chunks = tuple(placed for placed in self.chunks if placed[0] < self.stop)
         self.__dict__.pop("segment", None)
 
-    def split(self, length: int) -> None:
-        """Give all but the first tokens to a child, with the children."""
+    def split(self, length: int) -> KeptStretch:
+        """Give the first tokens to a new parent, which takes its place; return that."""
         first, rest = (  # copied before anything changes: there may be no memory
             [_copied(layer, *part) for layer in self.layers] for part in ((0, length), (length, len(self.ids)))
         )
-        start = self.start + length
-        chunks = tuple(placed for placed in self.chunks if placed[0] >= start)
-        lower = replace(self, start=start, ids=self.ids[length:], layers=rest, chunks=chunks, parent=weakref.ref(self))
-        for child in lower.children:
-            child.parent = weakref.ref(lower)
-        self.cut(length, first)
-        self.children = (lower,)
+        parent, start = self.parent(), self.start + length
+        above, below = (tuple(x for x in self.chunks if (x[0] < start) == is_above) for is_above in (True, False))
+        upper = replace(self, ids=self.ids[:length], layers=first, chunks=above, children={})
+        if parent is not None:
+            parent.remove(self)
+            parent.add(upper)
+        self.start, self.ids, self.layers, self.chunks = start, self.ids[length:], rest, below
+        self.__dict__.pop("segment", None)
+        upper.add(self)
+        return upper
 
     def add(self, child: KeptStretch) -> None:
         """Add a child."""
-        child.parent, self.children = weakref.ref(self), (*self.children, child)
+        child.parent = weakref.ref(self)
+        self.children.setdefault(int(child.ids[0]), []).append(child)
 
-    def remove(self) -> None:
-        """Remove it, with its children, from its parent."""
-        if (parent := self.parent()) is not None:
-            parent.children = tuple(child for child in parent.children if child is not self)
-
-    def drop_from(self, position: int) -> None:
-        """Drop a position, in it or in a parent, and all after it; blended stretches are dropped as a whole."""
-        stretch = self
-        while position < stretch.start and (parent := stretch.parent()) is not None:
-            stretch = parent
-        if position <= stretch.start or stretch.blended:
-            stretch.remove()
-            return
-        stretch.children = ()
-        try:
-            stretch.cut(position - stretch.start)
-        except (MemoryError, RuntimeError):  # no memory for a copy of the rest
-            stretch.remove()
+    def remove(self, child: KeptStretch) -> None:
+        """Remove a child."""
+        token = int(child.ids[0])
+        self.children[token].remove(child)
+        if not self.children[token]:
+            del self.children[token]
 
     def exact_child(self, token: int) -> KeptStretch | None:
         """Return the child with full prefill's KV that begins with a token."""
-        return next((child for child in self.children if not child.blended and child.ids[0] == token), None)
+        return next((child for child in self.children.get(token, ()) if not child.blended), None)
 
     def parents(self) -> list[KeptStretch]:
         """Return its parents, from the root on."""
@@ -192,15 +183,16 @@ class Begun:
 class Conversations:
     """The stretches used last, up to `max_bytes` of KV. Thread-safe.
 
-    Those beyond `longest` tokens are not kept: there, the model's RoPE depends on the length of the prompt, and KV
-    computed at another length cannot be reused.
+    Beyond `longest` tokens, the model's RoPE depends on the length of the prompt: nothing of such prompts is kept, not
+    even their first tokens, because KV computed at another length cannot be reused.
     """
 
     def __init__(self, max_bytes: int, longest: int, num_layers: int) -> None:
         self.max_bytes, self._longest, self._num_layers = max_bytes, longest, num_layers
         self._roots: dict[str, KeptStretch] = {}  # by namespace; a root has no tokens
+        self._kept = OrderedDict[KeptStretch, None]()  # by their last use, children before their parents
+        self._num_bytes = 0  # of their KV
         self._begun: weakref.WeakSet[Begun] = weakref.WeakSet()
-        self._clock = 0
         self._lock = threading.Lock()
         # garbage collection can end an abandoned stream, which keeps its conversation, at any point, even in here
         self._pending: deque[Callable[[], None]] = deque()
@@ -232,7 +224,8 @@ class Conversations:
             path = self._walk(prompt[:-1], namespace)  # the last token is always computed: its logits are needed
             exact = sum(length for _, length in path)
             whole = [stretch for stretch, length in path if length == len(stretch.ids)]
-            continued = _longest(prompt, [child for stretch in whole for child in stretch.children], config)
+            below = [child for stretch in whole for child in stretch.children.get(int(prompt[stretch.stop]), ())]
+            continued = _longest(prompt, below, config)
             if continued and continued.length > exact:
                 last, length, exact = continued.stretch, continued.length, continued.stretch.start
                 path = [*((parent, len(parent.ids)) for parent in last.parents()), (last, length - exact)]
@@ -240,7 +233,7 @@ class Conversations:
                 continued, length = None, exact
             if length < config.min_run:
                 return None
-            self._touch([stretch for stretch, _ in path])
+            self._touch(path[-1][0])
             parts = tuple((stretch.layers, part) for stretch, part in path if part)
             chunks = {placed for stretch, _ in path for placed in stretch.chunks if placed[0] < length}
             prefix = CachedPrefix(length, exact, parts, tuple(sorted(chunks)))
@@ -259,8 +252,8 @@ class Conversations:
         prompt = np.asarray(ids, np.uint32)
         found: list[tuple[Match, KeptStretch, int]] = []
         with self._changing():
-            stretches = [stretch for stretch in self._stretches(namespace) if len(stretch.ids) >= min_run]
-            stretches = sorted(stretches, key=lambda stretch: stretch.used)[-_SEARCHED:]
+            latest = (kept for kept in reversed(self._kept) if kept.namespace == namespace and len(kept.ids) >= min_run)
+            stretches = [*islice(latest, _SEARCHED)][::-1]
             by_key = {str(id(stretch)): stretch for stretch in stretches}
             segments = [stretch.segment for stretch in stretches]
             for place in free:
@@ -271,7 +264,7 @@ class Conversations:
                     key = f"{run.key} {run.offset} {len(run)}"
                     placed = Run(run.start + place.start, run.stop + place.start, key, 0)
                     found.append((Match(placed, "", 0, keys), replace(stretch), run.offset))
-                    self._touch([stretch])
+                    self._touch(stretch)
         # waits for the model
         return [(earlier, _PartReader(backend, earlier.run, stretch, offset)) for earlier, stretch, offset in found]
 
@@ -299,21 +292,22 @@ class Conversations:
             exact: Number of leading positions with full prefill's KV.
             blended: How the others were made. They take the place of `continued`.
         """
-        if len(ids) > self._longest or cache.num_bytes > self.max_bytes:
+        # a position's KV was computed at the length of the whole prompt, or of the answer up to there
+        if max(len(begun.ids), len(ids)) > self._longest or cache.num_bytes > self.max_bytes:
             return
 
         def keep() -> None:
             namespace = begun.namespace
-            if begun.is_forgotten:
+            if begun.is_forgotten or not len(ids):
                 return
             last = self._grow(namespace, ids[:exact], cache, chunks)
             if exact < len(ids):
                 tail = self._copy(namespace, ids, exact, cache, chunks, blended)  # first: there may be no memory
+                self._add(last, tail)
                 if continued is not None:
-                    continued.remove()
-                last.add(tail)
-                self._touch([tail])
-            self._shrink()
+                    self._remove(continued)
+            while self._num_bytes > self.max_bytes:
+                self._remove(next(iter(self._kept)))
 
         self._pending.append(keep)
         if self._lock.acquire(blocking=False):
@@ -325,7 +319,7 @@ class Conversations:
     def keys(self) -> set[str]:
         """Return the keys of the chunks whose KV is kept or in an answer in progress."""
         with self._changing():
-            kept = (key for stretch in self._stretches() for _, key in stretch.chunks)
+            kept = (key for stretch in self._kept for _, key in stretch.chunks)
             return {*kept, *(key for begun in self._begun if not begun.is_forgotten for key in begun.keys)}
 
     def drop(self, keys: Iterable[str]) -> None:
@@ -334,10 +328,10 @@ class Conversations:
         with self._changing():
             for begun in self._begun:
                 begun.is_forgotten = begun.is_forgotten or not begun.keys.isdisjoint(dropped)
-            for stretch in list(self._stretches()):
+            for stretch in list(self._kept):
                 at = next((position for position, key in stretch.chunks if key in dropped), None)
                 if at is not None:
-                    stretch.drop_from(at)
+                    self._drop_from(stretch, at)
 
     def drop_texts(self, texts: Sequence[Entry]) -> None:
         """Drop all KV of and after these texts, also that of answers in progress at their end.
@@ -349,29 +343,30 @@ class Conversations:
             for begun in self._begun:
                 found = not begun.is_forgotten and match(parts, begun.ids, _LEAST, begun.namespace)
                 begun.is_forgotten = begun.is_forgotten or bool(found)
-            for stretch in list(self._stretches()):
+            for stretch in list(self._kept):
                 ids, parent = stretch.ids, stretch.parent()
                 while parent is not None and len(ids) < len(stretch.ids) + _BEFORE:
                     ids, parent = np.concatenate([parent.ids[-_BEFORE:], ids]), parent.parent()
                 if runs := match(parts, ids.astype(np.uint32), _LEAST, stretch.namespace):
-                    stretch.drop_from(max(stretch.stop - len(ids) + runs[0].start - runs[0].offset, 0))
+                    self._drop_from(stretch, max(stretch.stop - len(ids) + runs[0].start - runs[0].offset, 0))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the KV that is kept."""
         with self._changing():
-            return sum(stretch.num_bytes for stretch in self._stretches())
+            return self._num_bytes
 
     def __len__(self) -> int:
         """Return the number of different endings."""
         with self._changing():
-            return sum(not stretch.children for stretch in self._stretches())
+            return sum(not stretch.children for stretch in self._kept)
 
     def close(self) -> None:
         """Drop everything, and keep nothing from now on."""
         with self._changing():
-            self.max_bytes = 0
+            self.max_bytes = self._num_bytes = 0
             self._roots = {}
+            self._kept.clear()
 
     def _walk(self, ids: NDArray[np.int64], namespace: str) -> list[tuple[KeptStretch, int]]:
         """Return the exact stretches that the tokens begin with, and how many tokens of each, from the root on."""
@@ -393,26 +388,56 @@ class Conversations:
         path = self._walk(ids, namespace)
         last, length = path[-1]
         if length < len(last.ids):
-            last.split(length)
+            path[-1] = last, _ = last.split(length), length
+            self._kept[last] = None
+        self._touch(last)
         for stretch, _ in path:  # it may have been computed before a chunk of the same text was stored
             inside = {placed for placed in chunks if stretch.start <= placed[0] < stretch.stop}
             stretch.chunks = tuple(sorted({*stretch.chunks, *inside}))
         if last.stop < len(ids):
             new = self._copy(namespace, ids, last.stop, cache, chunks)
-            last.add(new)
-            path.append((new, len(new.ids)))
-        self._touch([stretch for stretch, _ in path])
-        return path[-1][0]
+            self._add(last, new)
+            return new
+        return last
 
-    def _shrink(self) -> None:
-        """Drop the endings that were used longest ago until the rest fits."""
-        total = sum(stretch.num_bytes for stretch in self._stretches())
-        while total > self.max_bytes:
-            oldest = min((end for end in self._stretches() if not end.children), key=lambda end: end.used)
-            total -= oldest.num_bytes
-            oldest.remove()
-        for namespace in [name for name, root in self._roots.items() if not root.children]:
-            del self._roots[namespace]
+    def _add(self, parent: KeptStretch, child: KeptStretch) -> None:
+        parent.add(child)
+        self._kept[child] = None
+        self._num_bytes += child.num_bytes
+        self._touch(child)
+
+    def _remove(self, stretch: KeptStretch) -> None:
+        """Remove a stretch, with its children, if it is kept."""
+        if stretch not in self._kept:
+            return
+        parent, left = stretch.parent(), [stretch]
+        while left:
+            removed = left.pop()
+            del self._kept[removed]
+            self._num_bytes -= removed.num_bytes
+            left += chain.from_iterable(removed.children.values())
+        assert parent is not None
+        parent.remove(stretch)
+        if not parent.children and parent is self._roots.get(stretch.namespace):
+            del self._roots[stretch.namespace]
+
+    def _drop_from(self, stretch: KeptStretch, position: int) -> None:
+        """Drop a position, in it or in a parent, and all after it; blended stretches are dropped as a whole."""
+        while position < stretch.start and (parent := stretch.parent()) is not None:
+            stretch = parent
+        if position <= stretch.start or stretch.blended:
+            self._remove(stretch)
+        if stretch not in self._kept:
+            return
+        for child in [*chain.from_iterable(stretch.children.values())]:
+            self._remove(child)
+        before = stretch.num_bytes
+        try:
+            stretch.cut(position - stretch.start)
+        except (MemoryError, RuntimeError):  # no memory for a copy of the rest
+            self._remove(stretch)
+        else:
+            self._num_bytes += stretch.num_bytes - before
 
     def _copy(
         self,
@@ -429,18 +454,11 @@ class Conversations:
         placed = tuple(placed for placed in chunks if first <= placed[0] < len(ids))
         return KeptStretch(namespace, start, ids[start:], layers, placed, blended)
 
-    def _touch(self, stretches: Iterable[KeptStretch]) -> None:
-        self._clock += 1
-        for stretch in stretches:
-            stretch.used = self._clock
-
-    def _stretches(self, namespace: str | None = None) -> Iterator[KeptStretch]:
-        roots = self._roots.values() if namespace is None else filter(None, [self._roots.get(namespace)])
-        left = [child for root in roots for child in root.children]
-        while left:
-            stretch = left.pop()
-            yield stretch
-            left += stretch.children
+    def _touch(self, stretch: KeptStretch | None) -> None:
+        """Note that a stretch is used, and with it its parents."""
+        while stretch is not None and stretch in self._kept:
+            self._kept.move_to_end(stretch)
+            stretch = stretch.parent()
 
 
 class _PartReader:

@@ -111,18 +111,25 @@ def _find_candidates(segments: Sequence[Segment], prompt: Ids, min_run: int, nam
         positions = minima[np.concatenate([[True], minima[1:] != minima[:-1]])]
     else:
         positions = np.arange(len(hashes))  # shorter stretches need not share an anchor
-    postings = [segment.find(spread(hashes[positions])) for segment in segments]
-    anchors, choices = _choose(np.sum([count for _, count in postings], axis=0), _PER_TOKEN * len(prompt))
+    grams, gram = np.unique(spread(hashes[positions]), return_inverse=True)  # repeated ones are looked up once
+    firsts, counts = (np.stack(parts) for parts in zip(*(segment.find(grams) for segment in segments), strict=True))
+    stops = counts.cumsum(axis=0)  # (S, G): an anchor's postings, those of one segment after those of another
+    anchors, choices = _choose(stops[-1, gram], _PER_TOKEN * len(prompt))
+    numbers = _segments_of(stops, gram[anchors], choices)
     window = min(min_run, PAD)
     padding = np.zeros(PAD, np.uint32)
     padded = np.concatenate([padding, prompt, padding])
     # (T, W) tokens around every position: `window - GRAM` tokens before it and `window` from it on
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * window - GRAM)[PAD - window + GRAM :]
     parts, orders = [np.empty((7, 0), np.int64)], [np.empty(0, np.int64)]
-    for number, (segment, (begin, count)) in enumerate(zip(segments, postings, strict=True)):
-        order = np.flatnonzero((choices >= 0) & (choices < count[anchors]))
-        chosen = segment.postings.take(begin[anchors[order]] + choices[order])
-        choices = choices - count[anchors]  # among the postings of the other segments
+    by_segment = np.argsort(numbers, kind="stable")
+    ends = np.searchsorted(numbers[by_segment], np.arange(len(segments)), "right").tolist()
+    for number, (begin, end) in enumerate(pairwise([0, *ends])):
+        if begin == end:
+            continue
+        segment, order = segments[number], by_segment[begin:end]
+        at = number, gram[anchors[order]]
+        chosen = segment.postings.take(firsts[at] + choices[order] - (stops[at] - counts[at]))
         address = (chosen & np.uint64(0xFFFFFFFF)).astype(np.int64)
         position = positions[anchors[order]]
         shared = _share_a_run(windows, position, segment, address, window)
@@ -138,6 +145,16 @@ def _find_candidates(segments: Sequence[Segment], prompt: Ids, min_run: int, nam
         parts.append(np.stack(columns)[:, is_live])
         orders.append(order[is_live])
     return np.concatenate(parts, axis=1)[:, np.argsort(np.concatenate(orders), kind="stable")]
+
+
+def _segments_of(stops: Numbers, grams: Numbers, choices: Numbers) -> Numbers:
+    """Return the segment of each chosen posting, by bisection over the (S, G) numbers of postings up to a segment."""
+    low, high = np.zeros(len(grams), np.int64), np.full(len(grams), len(stops) - 1)
+    for _ in range((len(stops) - 1).bit_length()):
+        middle = (low + high) // 2
+        is_later = stops[middle, grams] <= choices
+        low, high = np.where(is_later, middle + 1, low), np.where(is_later, high, middle)
+    return low
 
 
 def _choose(counts: Numbers, most: int) -> tuple[Numbers, Numbers]:

@@ -205,7 +205,9 @@ class Segment:
         near = low + np.arange(_NEAR)[:, None]
         same = self.postings.take(near, mode="clip") >> _SHIFT == hashes  # (_NEAR, A)
         same &= near < np.minimum(high, len(self.postings))  # a damaged directory yields no postings
-        first, count = low + same.argmax(axis=0), same.sum(axis=0)
+        first, count = low.copy(), np.count_nonzero(same, axis=0)
+        found = np.flatnonzero(count)
+        first[found] += same[:, found].argmax(axis=0)
         large = np.flatnonzero(high - low > _NEAR)
         if len(large):
             smallest = hashes[large] << _SHIFT

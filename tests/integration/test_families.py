@@ -235,6 +235,35 @@ def test_an_abandoned_stream_that_others_have_decoded_ahead_leaves_full_prefills
             assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= TOLERANCE
 
 
+@pytest.mark.parametrize("family", ROPES)
+@pytest.mark.parametrize("history", ["exact", "blend"])
+@pytest.mark.parametrize("told", [1, 2, 60])
+def test_a_prompt_continues_no_kv_of_one_whose_length_gave_other_frequencies(
+    told: int, history: str, family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts with one system message, before and beyond that length, by streams that are abandoned or complete."""
+    model_type, changes = FAMILIES[family]
+    hf = build(model_type, **changes)
+    model = Model(hf, tokenizer, family)
+    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
+    system = {"role": "system", "content": CHUNKS[3]}
+    lengths = set[bool]()
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        engine.warm(CHUNKS[:3])
+        for number, chunks in enumerate((CHUNKS[:3], (), CHUNKS[1:3], ())):
+            prompt = [system, *messages(*chunks, question=f"Who is number {number}?")]
+            ids = model.tokenizer.render(prompt)
+            lengths.add(len(ids) <= 96)  # where the frequencies of these families change
+            done = engine.prefill(ids, replace(engine.config, ratio=1.0, history=history), goes_on=True)
+            assert done.report.exact
+            assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= TOLERANCE
+            stream = engine.stream(prompt, ratio=0.3, max_new_tokens=50, temperature=0, history=history)
+            for _ in zip(range(told), stream, strict=False):
+                pass
+            stream.close()
+    assert lengths == {True, False}
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "gpt_oss", "cohere", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays_near_full_prefill(

@@ -1,7 +1,8 @@
 """Streams abandoned while other answers decode them ahead, with every type of RoPE, and documents forgotten meanwhile.
 
-Every next turn is compared with the model's own logits: some prompts begin like another one, and some next turns have
-an edited history, of which stretches are moved. After a forget, nothing of the document is kept anywhere: also not in
+Every next turn is compared with the model's own logits: some prompts begin like another one, before or beyond the
+length at which the frequencies of RoPE change, some contain stored chunks that are blended, and some next turns have an
+edited history, of which stretches are moved. After a forget, nothing of the document is kept anywhere: also not in
 conversations from before it was warmed, nor in learned chunks.
 """
 
@@ -65,7 +66,14 @@ def _abandon(folder: Path, rng: random.Random) -> str:
             if rng.random() < 0.4:
                 shared = rng.randint(1, 90)
                 prompts[number][:shared] = prompts[0][:shared]
-        streams = [engine.stream(ids, max_new_tokens=60, temperature=0.0) for ids in prompts]
+        texts = [tiny.text(number) for number in range(3)]
+        engine.warm(texts)
+        for ids in prompts:
+            if rng.random() < 0.4:
+                for text in rng.sample(texts, rng.randint(1, 3)):
+                    ids += [*engine.encode(text), rng.randrange(5, 1000)]
+        options: dict[str, Any] = {"ratio": rng.choice([0.3, 1.0]), "max_new_tokens": 60, "temperature": 0.0}
+        streams = [engine.stream(ids, **options) for ids in prompts]
         told = [[] for _ in prompts]
         for _ in range(rng.randint(2, 60)):
             number = rng.randrange(len(prompts))
@@ -139,6 +147,6 @@ def _check_nothing_is_left(engine: Any, numbers: list[int]) -> None:
     assert not left, f"KV of {len(left)} forgotten chunks is kept"
     assert engine.store.stats().chunks == len(engine._lookup) == 0
     texts = [Entry(i, str(i), "", np.array(engine.encode(tiny.text(i)), np.uint32)) for i in numbers]
-    for stretch in conversations._stretches():
+    for stretch in conversations._kept:
         found = match([Segment.of(texts)], stretch.ids.astype(np.uint32), 16)
         assert not found, f"{len(found[0])} tokens of a forgotten text are kept in a conversation"

@@ -50,6 +50,24 @@ def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[Prefilled]:
     return seen
 
 
+def test_a_prefix_of_a_chunk_that_was_encoded_under_other_frequencies_is_not_exact(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Those of dynamic NTK follow the length in transformers, and are fixed in vLLM."""
+    model = checkpoint("llama-dynamic", folder)
+    with reference(model, tmp_path) as own:
+        long = own.encode(text_of(1, 40))
+        assert len(long) > own.model.stable_length == 512
+        own.warm([text_of(1, 40)])
+        ids = [*own.model.preamble, *long[:60], *own.encode(" Who?")]
+    with started(model, tmp_path, max_model_len=2048) as engine:
+        done = engine.ask(ids, ratio=1.0, policy="query")
+        assert done.report is not None
+        assert done.report["reused_tokens"] == 60
+        assert done.report["recomputed_tokens"] == 60
+        assert distance(done.logprobs, engine.full(ids).logprobs) < NEAR
+
+
 def test_the_prompt_has_the_same_ids(both: Both) -> None:
     prompt = prompt_of(*ORDER)
     assert both.vllm.full(prompt).ids == both.kvrag.model.tokenizer.render(prompt)

@@ -40,6 +40,13 @@ _HYBRID: dict[str, Any] = {
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
+    "llama-dynamic": (
+        "llama",
+        {
+            "max_position_embeddings": 512,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+        },
+    ),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "gemma3": ("gemma3_text", {"sliding_window": 256, "layer_types": ["sliding_attention", "full_attention"] * 2}),

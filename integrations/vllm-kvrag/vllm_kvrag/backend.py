@@ -27,6 +27,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from kvrag.backend.attention import Rows, attention_received
 from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer, Tables
 from kvrag.backend.rope import rotate, unrotate
+from kvrag.backend.transformers import loading
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.errors import ContextWindowError, SettingError, UnsupportedModelError
 from kvrag.fingerprint import Fingerprint
@@ -157,7 +158,9 @@ class VllmBackend(Backend):
         self._job: Job | None = None
         config, parallel = vllm_config.model_config, vllm_config.parallel_config
         self.context_window, self.dtype = int(config.max_model_len), config.dtype
-        self.stable_length = self.context_window
+        # vLLM's own frequencies are fixed, but transformers, which may have encoded a chunk, follows the length
+        text, window = config.hf_text_config, loading.context_window(config.hf_text_config)
+        self.stable_length = min(self.context_window, loading.stable_length(loading.rope_parameters(text), window))
         self.device = torch.device(vllm_config.device_config.device)
         self.rows_per_pass: int | None = vllm_config.scheduler_config.max_num_batched_tokens
         self.num_processes: int = parallel.tensor_parallel_size

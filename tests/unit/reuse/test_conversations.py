@@ -26,6 +26,7 @@ from kvrag.control.tuning import Plan
 from kvrag.reuse.conversation import Blended, CachedPrefix, Conversations, KeptStretch, Turn
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.stitch import Prefilled
+from kvrag.store.protocol import Entry
 from kvrag.types import Answer, Delta, Messages
 
 FIRST = messages(*CHUNKS[:3], question="Question: Who likes to eat curry and apples?")
@@ -127,7 +128,7 @@ def test_a_conversation_of_ten_turns_reuses_all_but_the_last_question(talk: Talk
 
 def test_the_kv_of_the_decoded_answer_equals_full_prefills(talk: Talk, hf: Any) -> None:
     said = talk("Mira Brel was born in Florton. Question: where? Answer:", ratio=1.0, max_new_tokens=12)
-    stretches = sorted(talk.engine._answering._conversations._stretches(), key=lambda kept: kept.start)
+    stretches = sorted(talk.engine._answering._conversations._kept, key=lambda kept: kept.start)
     ids = torch.tensor(np.concatenate([kept.ids for kept in stretches]))
     assert len(ids) == said.report.prompt_tokens + 11, "of the last token there is no KV"
     assert not any(kept.blended for kept in stretches)
@@ -217,7 +218,7 @@ def test_ratio_1_reuses_no_conversation_of_a_lower_ratio(talk: Talk, hf: Any) ->
     said = talk(FIRST, ratio=0.3)
     prompt = _next(FIRST, said, CHUNKS[3])
     report = talk(prompt, ratio=1.0).report
-    blended = next(kept.start for kept in talk.engine._answering._conversations._stretches() if kept.blended)
+    blended = next(kept.start for kept in talk.engine._answering._conversations._kept if kept.blended)
     assert 0 < report.conversation_tokens <= blended < report.prompt_tokens - 60
     assert relative(talk.logits, plain_logits(hf, _ids(talk.engine, prompt))[-1]) <= 1e-5
     assert report.exact
@@ -298,7 +299,7 @@ def test_an_answer_that_failed_leaves_nothing(talk: Talk, monkeypatch: pytest.Mo
     monkeypatch.setattr(kvrag.answer, "decode", fail)
     with pytest.raises(ModelError):
         talk(FIRST, ratio=0.3)
-    kept = list(talk.engine._answering._conversations._stretches())
+    kept = list(talk.engine._answering._conversations._kept)
     assert all(stretch.blended is None and stretch.stop < talk.done[0].report.runs[-1].start for stretch in kept)
 
 
@@ -344,15 +345,17 @@ def test_two_turns_of_one_conversation_at_once_do_not_disturb_each_other(talk: T
     prompts = [_next(FIRST, said, CHUNKS[3], question=f"Question {i}: who is it then?") for i in range(8)]
     engine = talk.engine
     conversations = engine._answering._conversations
-    origins = list(conversations._stretches())
+    origins = sorted(conversations._kept, key=lambda kept: kept.start)
     before = [tensor.clone() for origin in origins for layer in origin.layers for tensor in layer]
 
     def only_the_origin() -> None:
         conversations._roots.clear()
+        conversations._kept.clear()
         root = conversations._roots[""] = KeptStretch("", 0, origins[0].ids[:0], ())
         for origin in origins:
-            origin.parent, origin.children = weakref.ref(root), ()
-            root.children, root = (origin,), origin
+            origin.children = {}
+            conversations._add(root, origin)
+            root = origin
 
     alone = []
     for prompt in prompts:
@@ -396,9 +399,9 @@ def test_the_bound_in_bytes_is_kept(endless: Model, tmp_path: Path) -> None:
             engine.generate(f"{number} stories: {CHUNKS}", max_new_tokens=2)
             assert 0 < _kept(engine) <= 600 * token
         assert 2 <= len(engine._answering._conversations) < 6
-        kept = list(engine._answering._conversations._stretches())
+        kept = list(engine._answering._conversations._kept)
         engine.generate(messages(*CHUNKS * 12), max_new_tokens=2)
-        assert list(engine._answering._conversations._stretches()) == kept, "one that is too large evicts no other"
+        assert list(engine._answering._conversations._kept) == kept, "one that is too large evicts no other"
 
 
 def test_none_are_kept_where_none_are_wanted(endless: Model, tmp_path: Path) -> None:
@@ -432,11 +435,11 @@ def test_a_turn_keeps_no_memory_of_earlier_turns(talk: Talk) -> None:
     assert talk.kept == 1
 
 
-def _keep(conversations: Conversations, ids: Sequence[int], exact: int = 0, **chunks: int) -> None:
-    """Keep an answer with four bytes of KV per token; `chunks` are positions by key."""
+def _keep(conversations: Conversations, ids: Sequence[int], exact: int = 0, of: int = 0, **chunks: int) -> None:
+    """Keep an answer with four bytes of KV per token, to a prompt of `of` tokens; `chunks` are positions by key."""
     cache = BlendCache(1, len(ids))
     cache.update(torch.zeros(1, 1, len(ids), 1), torch.zeros(1, 1, len(ids), 0), 0)
-    begun = conversations.begin("", ids)
+    begun = conversations.begin("", [*ids, *range(len(ids), of)])
     begun.keys = frozenset(chunks)
     blended = Blended(BlendConfig(ratio=0.3), (Turn(0, len(ids) - 5, len(ids) - 3),), {})
     placed = [(position, key) for key, position in chunks.items()]
@@ -448,7 +451,7 @@ def _find(conversations: Conversations, prompt: Sequence[int]) -> CachedPrefix |
 
 
 def _lengths(conversations: Conversations) -> list[tuple[int, int]]:
-    return sorted((kept.start, kept.stop) for kept in conversations._stretches())
+    return sorted((kept.start, kept.stop) for kept in conversations._kept)
 
 
 def test_the_least_recently_used_is_evicted_first() -> None:
@@ -459,7 +462,7 @@ def test_the_least_recently_used_is_evicted_first() -> None:
     assert found is not None
     assert found.length == 40
     _keep(conversations, range(200, 240))
-    assert sorted(kept.ids[0] for kept in conversations._stretches()) == [0, 200]
+    assert sorted(kept.ids[0] for kept in conversations._kept) == [0, 200]
 
 
 @pytest.mark.parametrize(
@@ -505,6 +508,7 @@ def test_a_history_blended_without_chunks_is_reused_up_to_the_next_edit() -> Non
 def test_where_rope_follows_the_length_nothing_longer_is_kept_or_taken() -> None:
     conversations = Conversations(1 << 20, 50, 1)
     _keep(conversations, range(51))
+    _keep(conversations, range(40), of=51)  # the exact first tokens of a longer prompt
     assert len(conversations) == 0
     _keep(conversations, range(40))
     assert _find(conversations, range(50)) is not None
@@ -558,7 +562,7 @@ def test_without_memory_for_a_copy_nothing_is_kept_and_nothing_is_lost(monkeypat
     assert _lengths(conversations) == [(0, 100)]
     _keep(conversations, [*range(60), *range(500, 560)], exact=120)
     assert _lengths(conversations) == [(0, 60), (60, 100), (60, 120)]
-    parents = [child.parent() for child in conversations._stretches() if child.start]
+    parents = [child.parent() for child in conversations._kept if child.start]
     assert [parent.stop for parent in parents if parent] == [60, 60]
 
 
@@ -567,7 +571,7 @@ def test_dropped_kv_is_freed_without_a_garbage_collection(drop: Callable[[Conver
     conversations = Conversations(1 << 20, 1000, 1)
     for middle in range(200, 203):
         _keep(conversations, [*range(100), *[middle] * 60], exact=160, a=0)
-    kept = [*map(weakref.ref, conversations._stretches())]
+    kept = [*map(weakref.ref, conversations._kept)]
     assert len(kept) == 4
     gc.disable()
     try:
@@ -602,6 +606,56 @@ def test_random_prompts_are_found_as_far_as_they_are_kept_and_nothing_twice() ->
         assert (found.length if found else 0) == (common if common >= 16 else 0)
     prefixes = {tuple(prompt[:end]) for prompt in prompts for end in range(1, len(prompt) + 1)}
     assert conversations.num_bytes == 4 * len(prefixes)
+
+
+def test_the_work_for_a_prompt_does_not_grow_with_the_number_of_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    conversations, looked_at = Conversations(300 * 40 * 4, 1000, 1), list[int]()
+    size, turns = KeptStretch.num_bytes, kvrag.reuse.conversation._turns
+
+    def counted(stretch: KeptStretch) -> Any:
+        looked_at.append(stretch.start)
+        return size.__get__(stretch)
+
+    def counted_turns(prompt: Any, stretch: KeptStretch) -> Any:
+        looked_at.append(stretch.start)
+        return turns(prompt, stretch)
+
+    monkeypatch.setattr(KeptStretch, "num_bytes", property(counted))
+    monkeypatch.setattr(kvrag.reuse.conversation, "_turns", counted_turns)
+    for number in range(310):
+        looked_at.clear()
+        _keep(conversations, range(50 * number, 50 * number + 40), exact=40 * (number % 2))
+        found = _find(conversations, [*range(50 * number, 50 * number + 40), 7, 7])
+        assert found is not None
+        assert len(looked_at) <= 4
+    assert len(conversations) == 300
+    assert conversations.num_bytes == 300 * 40 * 4
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_after_any_changes_the_total_is_that_of_the_tree_and_the_oldest_is_an_ending(seed: int) -> None:
+    rng, conversations = random.Random(seed), Conversations(6000, 1000, 1)
+    for number in range(300):
+        ids = [*range(rng.randrange(1, 4) * 20), *(rng.randrange(3) for _ in range(rng.randrange(60))), number]
+        what = rng.random()
+        if what < 0.6:
+            chunks = {f"{number}": rng.randrange(len(ids)), f"{number % 7}": rng.randrange(len(ids))}
+            _keep(conversations, ids, exact=rng.choice([0, len(ids) // 2, len(ids)]), **chunks)
+        elif what < 0.8:
+            _find(conversations, ids)
+        elif what < 0.9:
+            conversations.drop([f"{number % 7}"])
+        else:
+            conversations.drop_texts([Entry(1, "", "", np.array(ids[:20], np.uint32))])
+        tree, left = list[KeptStretch](), [*conversations._roots.values()]
+        while left:
+            children = [child for several in left.pop().children.values() for child in several]
+            tree += children
+            left += children
+        assert {*tree} == {*conversations._kept}
+        assert conversations.num_bytes == sum(kept.num_bytes for kept in tree) <= 6000
+        places = {kept: place for place, kept in enumerate(conversations._kept)}
+        assert all(places[kept] < places.get(kept.parent(), len(places)) for kept in tree)
 
 
 def test_a_second_conversation_shares_the_system_prompt(talk: Talk, hf: Any) -> None:
@@ -647,6 +701,17 @@ def test_a_beginning_that_does_not_fit_is_refused(endless: Model, tmp_path: Path
     with (
         BlendEngine(endless, FileStore(tmp_path, min_free_bytes=0), conversation_bytes=1000) as engine,
         pytest.raises(SettingError, match="more than conversation_bytes=1000: raise it"),
+    ):
+        engine.warm_prefix([{"role": "system", "content": "You answer questions about people. " * 8}])
+
+
+def test_a_beginning_of_which_no_kv_can_be_kept_is_refused(
+    endless: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endless, "stable_length", 60)
+    with (
+        BlendEngine(endless, FileStore(tmp_path, min_free_bytes=0)) as engine,
+        pytest.raises(SettingError, match=r"the beginning has \d+ tokens: beyond 60, RoPE depends on the length of"),
     ):
         engine.warm_prefix([{"role": "system", "content": "You answer questions about people. " * 8}])
 

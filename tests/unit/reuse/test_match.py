@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -322,6 +323,34 @@ def test_the_work_is_linear_in_the_prompt_whatever_is_stored(chunk: list[int], m
         runs = match(segments, prompt, MIN_RUN)
         assert sum(map(len, runs)) >= 0.99 * len(prompt)
         assert compared <= (_COMPARED + 1) * len(prompt)
+
+
+def test_the_work_per_segment_depends_on_what_it_has_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 200 segments, a prompt that repeats itself is looked up once, and few of them are compared."""
+    rng = random.Random(0)
+    base = _ids(rng, 128)
+    texts = {f"{i}": [rng.randrange(30000) if rng.random() < 1 / 17 else token for token in base] for i in range(10)}
+    texts |= {f"other {i}": _ids(rng, 128) for i in range(190)}
+    segments, looked_up, compared = _segments(texts, portions=200), list[int](), 0
+    find, share = Segment.find, match_module._share_a_run
+
+    def counted_find(segment: Segment, hashes: Any) -> Any:
+        looked_up.append(len(hashes))
+        return find(segment, hashes)
+
+    def counted_share(*args: Any) -> Any:
+        nonlocal compared
+        compared += 1
+        return share(*args)
+
+    monkeypatch.setattr(Segment, "find", counted_find)
+    monkeypatch.setattr(match_module, "_share_a_run", counted_share)
+    prompt = [*texts["3"], *texts["7"]] * 20
+    runs = match(segments, prompt, MIN_RUN)
+    assert {run.key for run in runs} == {"3", "7"}
+    assert sum(map(len, runs)) == len(prompt)
+    assert max(looked_up) <= 2 * 128
+    assert compared <= 10
 
 
 # ---------------------------------------------------------------- texts inside of others

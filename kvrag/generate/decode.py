@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from cachetools import cached
@@ -19,6 +19,7 @@ from kvrag.backend.protocol import KVCache
 from kvrag.backend.transformers import Model
 from kvrag.config import Sampling
 from kvrag.errors import ModelError, OutOfMemoryError, SettingError
+from kvrag.forking import OfProcess, per_process
 from kvrag.generate.grammar import Constraint
 from kvrag.generate.row import Row
 from kvrag.generate.thoughts import Thoughts
@@ -64,7 +65,7 @@ def decode(
         raise SettingError(f"logit_bias: unknown token {unknown[0]}: this model has tokens 0 to {logits.shape[-1] - 1}")
     row = Row(model, ids, cache, sampling, constraint, control_tokens, thoughts, logits.device, alone)
     row.advance(logits, row.draw(logits).tolist())
-    batch = _batch_of(model)
+    batch = _batch_of()(model)
     try:
         delta: Delta | None = None
         while delta is None or delta.finish_reason is None:  # not `row.is_done`, which another thread sets later
@@ -74,7 +75,7 @@ def decode(
         batch.leave(row)
 
 
-class Batch:
+class Batch(OfProcess):
     """The rows of one model that are decoded together. Thread-safe."""
 
     def __init__(self) -> None:
@@ -188,6 +189,7 @@ def _rewind(rows: Sequence[Row], lengths: Sequence[int]) -> None:
         row.cache.set_length(length)
 
 
-@cached(weakref.WeakKeyDictionary[Model, Batch](), key=lambda model: model, lock=threading.Lock())
-def _batch_of(model: Model) -> Batch:
-    return Batch()
+@per_process
+def _batch_of() -> Callable[[Model], Batch]:
+    batches = weakref.WeakKeyDictionary[Model, Batch]()
+    return cached(batches, key=lambda model: model, lock=threading.Lock())(lambda model: Batch())

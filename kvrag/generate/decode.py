@@ -9,10 +9,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
-from cachetools import cached
 from torch import Tensor
 
 from kvrag.backend.protocol import KVCache
@@ -65,7 +64,7 @@ def decode(
         raise SettingError(f"logit_bias: unknown token {unknown[0]}: this model has tokens 0 to {logits.shape[-1] - 1}")
     row = Row(model, ids, cache, sampling, constraint, control_tokens, thoughts, logits.device, alone)
     row.advance(logits, row.draw(logits).tolist())
-    batch = _batch_of()(model)
+    batch = _batch_of(model)
     try:
         delta: Delta | None = None
         while delta is None or delta.finish_reason is None:  # not `row.is_done`, which another thread sets later
@@ -189,7 +188,8 @@ def _rewind(rows: Sequence[Row], lengths: Sequence[int]) -> None:
         row.cache.set_length(length)
 
 
-@per_process
-def _batch_of() -> Callable[[Model], Batch]:
-    batches = weakref.WeakKeyDictionary[Model, Batch]()
-    return cached(batches, key=lambda model: model, lock=threading.Lock())(lambda model: Batch())
+_batches = per_process(lambda: weakref.WeakKeyDictionary[Model, Batch]())
+
+
+def _batch_of(model: Model) -> Batch:
+    return _batches().setdefault(model, Batch())

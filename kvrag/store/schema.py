@@ -252,10 +252,11 @@ class Database(OfProcess):
             self._writer.close()
 
 
-class _Connection(sqlite3.Connection):
-    """A connection whose file a forked process does not open."""
+class Connection(sqlite3.Connection):
+    """A connection whose file a forked process does not open; see `connect`."""
 
     def __init__(self, path: Path, options: str) -> None:
+        """Open the file."""
         if (file := _file(path)) and file in _inherited:
             raise refuse(str(path))
         super().__init__(
@@ -265,11 +266,12 @@ class _Connection(sqlite3.Connection):
         _connections.add(self)
 
     def close(self) -> None:
+        """Close the file, for children as well."""
         super().close()
         _connections.discard(self)
 
 
-_connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 _inherited: set[tuple[int, int] | None] = set()
 
 
@@ -279,16 +281,15 @@ def connect(path: str | Path, options: str = "") -> sqlite3.Connection:
     Raises SettingError in a process that was forked while the file was open. There, SQLite takes locks of the other
     process for its own: a file that was opened again lost what was written after the other process had closed it.
     """
-    return _Connection(Path(path), options)
+    return Connection(Path(path), options)
 
 
 def _file(path: Path) -> tuple[int, int] | None:
     """Return what identifies a file; None if there is none."""
-    try:
+    with contextlib.suppress(OSError):
         state = path.stat()
-    except OSError:
-        return None
-    return state.st_dev, state.st_ino
+        return state.st_dev, state.st_ino
+    return None
 
 
 def _after_fork() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import random
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -1266,3 +1267,21 @@ def test_a_stream_that_is_open_when_the_program_ends_computes_nothing(
         thread.join(60)
     assert not thread.is_alive()
     assert engine._answering._conversations.num_bytes == kept
+
+
+_ENDS = """
+import sys
+from kvrag import BlendEngine
+chunks = [f"Town {i} sells dried bread on its market, and has a yellow star as its sign." for i in range(4)]
+engine = BlendEngine.from_pretrained("reader", store=sys.argv[1])
+engine.warm(chunks, document="a")
+streams = [engine.stream(" ".join(chunks[i:] + chunks[:i]), ratio=0.3, policy="query") for i in range(4)]
+print(*(next(stream).text + next(stream).text for stream in streams))
+"""
+
+
+@pytest.mark.slow
+def test_a_program_may_end_with_open_streams(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _ENDS, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()

@@ -252,7 +252,7 @@ class Database(OfProcess):
             self._writer.close()
 
 
-class Connection(sqlite3.Connection):
+class SQLiteFile(sqlite3.Connection):
     """A connection whose file a forked process does not open; see `connect`."""
 
     def __init__(self, path: Path, options: str) -> None:
@@ -271,7 +271,7 @@ class Connection(sqlite3.Connection):
         _connections.discard(self)
 
 
-_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+_connections: weakref.WeakSet[SQLiteFile] = weakref.WeakSet()
 _inherited: set[tuple[int, int] | None] = set()
 
 
@@ -281,7 +281,7 @@ def connect(path: str | Path, options: str = "") -> sqlite3.Connection:
     Raises SettingError in a process that was forked while the file was open. There, SQLite takes locks of the other
     process for its own: a file that was opened again lost what was written after the other process had closed it.
     """
-    return Connection(Path(path), options)
+    return SQLiteFile(Path(path), options)
 
 
 def _file(path: Path) -> tuple[int, int] | None:

@@ -225,7 +225,7 @@ def _others(kind: str, folder: Path, decide: Decide) -> Iterator[None]:
     elif kind in _ERRORS:
         message, code = _SQLITE[kind]
 
-        class Connection(schema.Connection):
+        class Connection(schema.SQLiteFile):
             def execute(self, *args: Any) -> Any:
                 if args[0].split()[0] not in ("ROLLBACK", "COMMIT") and decide():
                     error = sqlite3.OperationalError(message)
@@ -241,7 +241,7 @@ def _others(kind: str, folder: Path, decide: Decide) -> Iterator[None]:
             return plain(file, *args, **kwargs)
 
         with (
-            mock.patch.object(schema, "Connection", Connection),
+            mock.patch.object(schema, "SQLiteFile", Connection),
             mock.patch.object(builtins, "open", failing_open),
             mock.patch.object(io, "open", failing_open),
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
@@ -169,7 +170,7 @@ class Answering:
                         self._keep(begun, done, [], 0)  # for prompts that arrive before the answer is complete
                 is_complete = True
                 self._finish(answered, question)
-            if reuses:
+            if reuses and not sys.is_finalizing():  # torch aborts a process that computes then
                 # a step that other answers share may be computing the KV of an abandoned answer's last token
                 self._keep(begun, done, answer if is_complete else answer[:-1], generation_prompt)
 

@@ -35,6 +35,7 @@ from kvrag.control.prompts import Search, make_prompts, search_by_words
 from kvrag.control.tuning import Tuning
 from kvrag.errors import AbandonedError, AnswerTimeoutError, KvragError, SettingError
 from kvrag.fingerprint import text_key
+from kvrag.forking import OfProcess
 from kvrag.generate.together import together
 from kvrag.generate.tools import prepare
 from kvrag.ingest.ingest import Ingestion
@@ -73,8 +74,8 @@ def default_store(model: Model, codec: str) -> Path:
     return Path.home() / ".cache" / "kvrag" / model.fingerprint.stored_as(codec).digest
 
 
-class BlendEngine:
-    """Answers prompts from pre-encoded chunks. Thread-safe.
+class BlendEngine(OfProcess):
+    """Answers prompts from pre-encoded chunks. Thread-safe; not for use in forked processes.
 
     `config` has the defaults of every answer; `ratio` and `policy` can be given per call.
     """

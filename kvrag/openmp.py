@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,13 +25,22 @@ def own_team() -> Iterator[None]:
     try:
         yield
     finally:
-        release_team()
+        if not sys.is_finalizing():
+            release_team()
 
 
 def release_team() -> None:
     """End the OpenMP threads of the calling thread; its next parallel operation starts new ones."""
     if (release := _release()) is not None:
         release()
+
+
+def _before_fork() -> None:
+    if "torch" in sys.modules:
+        release_team()  # the child would wait for them for ever
+
+
+os.register_at_fork(before=_before_fork)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Generic, TypeVar
 
 from kvrag.errors import AbandonedError
+from kvrag.forking import OfProcess
 from kvrag.openmp import release_team
 
 T = TypeVar("T")
@@ -29,8 +30,11 @@ def check_left() -> None:
         raise AbandonedError("the work was abandoned, because its consumer has left")
 
 
-class FairLock:
-    """A mutex that serves waiting threads in order of arrival, with a share for those that enter by `first`."""
+class FairLock(OfProcess):
+    """A mutex that serves waiting threads in order of arrival, with a share for those that enter by `first`.
+
+    A forked process can use it, unless it was held at that time.
+    """
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -39,6 +43,9 @@ class FairLock:
         self._first_at = 0.0
         self._held = False
         self._of_thread = threading.local()
+
+    def _after_fork(self) -> None:
+        super()._after_fork() if self._held else self.__init__()  # type: ignore[misc]
 
     @property
     def waits(self) -> int:
@@ -116,12 +123,18 @@ class FairLock:
                 self._held = False
 
 
-class Shared(Generic[T]):
-    """Instances by key, shared while in use. Threads that need the same one at the same time create it once."""
+class Shared(OfProcess, Generic[T]):
+    """Instances by key, shared while in use. Threads that need the same one at the same time create it once.
+
+    A forked process has none.
+    """
 
     def __init__(self) -> None:
         self._instances: weakref.WeakValueDictionary[str, T] = weakref.WeakValueDictionary()
         self._locks: dict[str, threading.Lock] = {}
+
+    def _after_fork(self) -> None:
+        self.__init__()  # type: ignore[misc]
 
     def find(self, key: str) -> T | None:
         """Return the instance of a key, if there is one."""

@@ -23,6 +23,7 @@ from kvrag.errors import (
     StoreFullError,
     needing,
 )
+from kvrag.forking import OfProcess, keep_for_ever
 from kvrag.tracing import trace_headers
 
 KEY_VARIABLE = "KVRAG_API_KEY"
@@ -55,7 +56,7 @@ def root_of(base_url: str) -> str:
     return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-class Connection:
+class Connection(OfProcess):
     """A server, and the SDK's clients for it: a blocking one, or one per event loop. Thread-safe.
 
     The coroutines of a blocking connection never suspend; see `kvrag.blocking`.
@@ -64,6 +65,7 @@ class Connection:
     def __init__(
         self, base_url: str, api_key: str | None, timeout: float | None, max_retries: int | None, is_blocking: bool
     ) -> None:
+        self._renew()
         self.root = root_of(base_url)  # without /v1
         check_timeout(timeout)
         if max_retries is not None and not (isinstance(max_retries, int) and max_retries >= 0):
@@ -79,8 +81,14 @@ class Connection:
         self._settings: Body = {name: value for name, value in options.items() if value is not None}
         self._settings |= {"base_url": f"{self.root}/v1", "api_key": key}
         self._is_blocking = is_blocking
+
+    def _renew(self) -> None:
         self._lock = threading.Lock()
         self._clients: dict[asyncio.AbstractEventLoop | None, Any] = {}  # None = the blocking one
+
+    def _after_fork(self) -> None:
+        keep_for_ever(self._clients)  # two processes must not share a connection
+        self._renew()
 
     def _client(self) -> Any:
         loop = None if self._is_blocking else asyncio.get_running_loop()

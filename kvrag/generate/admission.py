@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from kvrag.backend.lock import check_left
 from kvrag.config import check_bytes
+from kvrag.forking import OfProcess
 
 _POLL_S = 0.1
 _QUIET = 10  # polls without work on any admitted answer until the next one is admitted in any case
@@ -23,7 +25,7 @@ class Admitted:
     is_working: bool = True
 
 
-class Admission:
+class Admission(OfProcess):
     """Admits answers in order of arrival while their KV fits into `max_bytes`, and always one. Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -59,9 +61,10 @@ class Admission:
         try:
             yield answer
         finally:
-            with self._changed:
-                self._admitted.pop(answer)
-                self._changed.notify_all()
+            if not sys.is_finalizing():  # a thread that has ended may hold the lock
+                with self._changed:
+                    self._admitted.pop(answer)
+                    self._changed.notify_all()
 
     def _fits(self, num_bytes: int) -> bool:
         total = sum(answer.num_bytes for answer in tuple(self._admitted))

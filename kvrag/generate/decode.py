@@ -12,13 +12,13 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
-from cachetools import cached
 from torch import Tensor
 
 from kvrag.backend.protocol import KVCache
 from kvrag.backend.transformers import Model
 from kvrag.config import Sampling
 from kvrag.errors import ModelError, OutOfMemoryError, SettingError
+from kvrag.forking import OfProcess, per_process
 from kvrag.generate.grammar import Constraint
 from kvrag.generate.row import Row
 from kvrag.generate.thoughts import Thoughts
@@ -74,7 +74,7 @@ def decode(
         batch.leave(row)
 
 
-class Batch:
+class Batch(OfProcess):
     """The rows of one model that are decoded together. Thread-safe."""
 
     def __init__(self) -> None:
@@ -188,6 +188,8 @@ def _rewind(rows: Sequence[Row], lengths: Sequence[int]) -> None:
         row.cache.set_length(length)
 
 
-@cached(weakref.WeakKeyDictionary[Model, Batch](), key=lambda model: model, lock=threading.Lock())
+_batches = per_process(lambda: weakref.WeakKeyDictionary[Model, Batch]())
+
+
 def _batch_of(model: Model) -> Batch:
-    return Batch()
+    return _batches().setdefault(model, Batch())

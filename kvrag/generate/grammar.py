@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +13,7 @@ from torch import Tensor
 from kvrag.backend.transformers import Model, Tokenizer
 from kvrag.config import Grammar
 from kvrag.errors import ModelError, SettingError, UnsupportedModelError, first_line
+from kvrag.forking import HeldBriefly
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -24,7 +24,7 @@ _SCHEMAS_BY_NAME = ("properties", "$defs", "definitions", "patternProperties")
 _LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
 
 _tokenizers: weakref.WeakKeyDictionary[Model, LLTokenizer] = weakref.WeakKeyDictionary()
-_creating = threading.Lock()
+_creating = HeldBriefly()
 
 
 class Constraint:

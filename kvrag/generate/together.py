@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from kvrag.backend.lock import is_left
+from kvrag.forking import check_process
 
 T = TypeVar("T")
 
@@ -26,7 +28,7 @@ def together(generators: Sequence[Generator[T, None, None]]) -> Generator[tuple[
             yield from ((0, item) for item in generator)
         return
     items: SimpleQueue[tuple[int, T | BaseException | None]] = SimpleQueue()  # None: the generator has ended
-    left, has_left = threading.Event(), is_left.get()
+    left, has_left, process = threading.Event(), is_left.get(), os.getpid()
 
     def pump(number: int) -> None:
         end: BaseException | None = None
@@ -47,6 +49,7 @@ def together(generators: Sequence[Generator[T, None, None]]) -> Generator[tuple[
             pool.submit(pump, number)
         num_running = len(generators)
         while num_running:
+            check_process(process, "this stream")
             number, item = items.get()
             if isinstance(item, BaseException):
                 raise item

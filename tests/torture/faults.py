@@ -25,6 +25,7 @@ from unittest import mock
 import kvrag.reuse.catalog
 from kvrag import BlendEngine
 from kvrag.errors import KvragError
+from kvrag.store import schema
 from torture import tiny
 from torture.campaign import Campaign
 
@@ -224,7 +225,7 @@ def _others(kind: str, folder: Path, decide: Decide) -> Iterator[None]:
     elif kind in _ERRORS:
         message, code = _SQLITE[kind]
 
-        class Connection(sqlite3.Connection):
+        class Connection(schema.SQLiteFile):
             def execute(self, *args: Any) -> Any:
                 if args[0].split()[0] not in ("ROLLBACK", "COMMIT") and decide():
                     error = sqlite3.OperationalError(message)
@@ -232,7 +233,7 @@ def _others(kind: str, folder: Path, decide: Decide) -> Iterator[None]:
                     raise error
                 return super().execute(*args)
 
-        connect, number, plain = sqlite3.connect, _ERRORS[kind], builtins.open
+        number, plain = _ERRORS[kind], builtins.open
 
         def failing_open(file: Any, *args: Any, **kwargs: Any) -> Any:
             if _is_below(folder, file) and not isinstance(file, int) and decide():
@@ -240,7 +241,7 @@ def _others(kind: str, folder: Path, decide: Decide) -> Iterator[None]:
             return plain(file, *args, **kwargs)
 
         with (
-            mock.patch.object(sqlite3, "connect", lambda *args, **more: connect(*args, factory=Connection, **more)),
+            mock.patch.object(schema, "SQLiteFile", Connection),
             mock.patch.object(builtins, "open", failing_open),
             mock.patch.object(io, "open", failing_open),
         ):

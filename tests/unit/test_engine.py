@@ -6,6 +6,8 @@ import asyncio
 import gc
 import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -32,6 +34,7 @@ from kvrag import (
     PromptError,
     SettingError,
     StoreError,
+    openmp,
 )
 from kvrag.backend.lock import is_left
 from kvrag.errors import AbandonedError
@@ -1246,3 +1249,39 @@ def test_documents_of_a_prompt_do_not_affect_warmed_documents(model: Model, tmp_
         assert len(report.runs) == 4
         assert torch.equal(_values(engine, CHUNKS[1])[0], before[0])
         assert engine.documents() == ["a"]
+
+
+def test_a_stream_that_is_open_when_the_program_ends_computes_nothing(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch aborts a process that makes tensors then, and threads that have ended may hold locks."""
+    stream = engine.stream(PROMPT, max_new_tokens=8)
+    next(stream)
+    next(stream)
+    kept = engine._answering._conversations.num_bytes
+    monkeypatch.setattr(sys, "is_finalizing", lambda: True)
+    monkeypatch.setattr(openmp, "release_team", pytest.fail)
+    with engine._answering._admission._changed:
+        thread = threading.Thread(target=stream.close, daemon=True)
+        thread.start()
+        thread.join(60)
+    assert not thread.is_alive()
+    assert engine._answering._conversations.num_bytes == kept
+
+
+_ENDS = """
+import sys
+from kvrag import BlendEngine
+chunks = [f"Town {i} sells dried bread on its market, and has a yellow star as its sign." for i in range(4)]
+engine = BlendEngine.from_pretrained("reader", store=sys.argv[1])
+engine.warm(chunks, document="a")
+streams = [engine.stream(" ".join(chunks[i:] + chunks[:i]), ratio=0.3, policy="query") for i in range(4)]
+print(*(next(stream).text + next(stream).text for stream in streams))
+"""
+
+
+@pytest.mark.slow
+def test_a_program_may_end_with_open_streams(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _ENDS, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()

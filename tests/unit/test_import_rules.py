@@ -13,7 +13,7 @@ import kvrag
 
 ROOT = Path(kvrag.__file__).parent
 
-BASE = {"errors", "config", "types", "fingerprint", "openmp"}
+BASE = {"errors", "config", "types", "fingerprint", "forking", "openmp"}
 ROOMS = {"backend", "store", "reuse", "ingest", "generate", "control", "inspect"}
 
 # unit -> the units it may import besides itself; a folder is one unit
@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
     "fingerprint": set(),
+    "forking": {"errors"},
     "openmp": set(),
     "blocking": set(),
     "config": {"errors"},
@@ -38,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "request": BASE | {"backend", "store", "reuse", "control", "tracing"},
     "answer": BASE | ROOMS | {"request"},
     "engine": BASE | ROOMS | {"request", "answer", "tracing"},
-    "client": {"errors", "config", "types", "blocking", "tracing"},
+    "client": {"errors", "config", "types", "forking", "blocking", "tracing"},
     "llm": BASE | {"backend", "control", "engine", "inspect", "client"},
     "llm_fields": {"engine", "llm"},
     "vectorstore": BASE | {"llm", "blocking"},

@@ -16,6 +16,8 @@ from typing import Any
 from langchain_core.indexing import RecordManager
 
 from kvrag import StoreError
+from kvrag.forking import OfProcess
+from kvrag.store.schema import connect
 
 # instead of langchain-classic's SQLRecordManager, which loses the source of renewed records after a failed indexing
 _SCHEMA = """
@@ -44,7 +46,7 @@ def _off_the_loop(name: str) -> Any:
     return method
 
 
-class SQLiteRecordManager(RecordManager):
+class SQLiteRecordManager(OfProcess, RecordManager):
     """Record manager in one SQLite file, safe for several threads and processes."""
 
     def __init__(self, namespace: str, path: str | Path) -> None:
@@ -61,7 +63,7 @@ class SQLiteRecordManager(RecordManager):
         self._lock = threading.RLock()
         self._latest = 0.0
         with self._translated():
-            self._db = sqlite3.connect(self.path, timeout=60, isolation_level=None, check_same_thread=False)
+            self._db = connect(self.path)
         self.create_schema()
 
     def create_schema(self) -> None:

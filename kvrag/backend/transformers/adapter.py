@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from kvrag.errors import ModelLoadError, reason_of
+from kvrag.forking import HeldBriefly
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of PEFT."""
@@ -64,7 +65,7 @@ class Adapter:
             for name, layer in layers.items()
         }
         self.digest = digest(self.layers)
-        self._lock, self._users = threading.Lock(), 0
+        self._lock, self._users = HeldBriefly(), 0
         self._hooks: list[Any] = []
 
     @contextmanager

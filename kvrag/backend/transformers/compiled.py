@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvrag.backend.transformers.cache import NoCache, as_argument
 from kvrag.errors import SettingError
+from kvrag.forking import OfProcess
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,7 +25,7 @@ _BACKEND = "inductor"
 _CUDA_GRAPHS = {"triton.cudagraphs": True, "graph_partition": True}
 
 
-class CompiledForward:
+class CompiledForward(OfProcess):
     """The forward pass of a transformers model for decode steps, compiled by the first ones.
 
     On a GPU it has its own thread: CUDA graphs can be replayed only by the thread that captured them, but any consumer

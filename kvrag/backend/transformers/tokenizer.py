@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -14,7 +13,7 @@ from typing import Any, TypeGuard, cast
 from weakref import WeakKeyDictionary
 
 import xxhash
-from cachetools import LRUCache, cached, cachedmethod
+from cachetools import LRUCache, cachedmethod
 from tokenizers.decoders import DecodeStream
 from transformers import TokenizersBackend
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -22,6 +21,7 @@ from transformers.utils.chat_parsing import ResponseParser
 
 from kvrag.backend.transformers.control_tokens import apply_chat_template
 from kvrag.errors import PromptError
+from kvrag.forking import HeldBriefly
 from kvrag.types import Messages, TokenIds
 
 _LONGEST_CHARACTER = 8  # tokens: four bytes, with room for tokens without text
@@ -53,7 +53,7 @@ class Tokenizer:
 
     def __init__(self, hf: Any, model_name: str, preamble: bool = True) -> None:
         self.hf, self._name = hf, model_name
-        self._lock = _lock_of(hf)
+        self._lock = _locks.setdefault(hf, HeldBriefly())
         self._renders_tools: dict[str, bool] = {}
         self._generation_prompts: LRUCache[str, int] = LRUCache(_TEMPLATES)
         self.preamble = self._find_preamble() if preamble else ()
@@ -345,10 +345,8 @@ class TextStream:
         return str(self._hf.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False))
 
 
-@cached(WeakKeyDictionary[Any, threading.Lock](), key=lambda hf: hf, lock=threading.Lock())
-def _lock_of(hf: Any) -> threading.Lock:
-    """Return the lock of a tokenizer, which keeps state about control tokens: one thread at a time, in all models."""
-    return threading.Lock()
+_locks: WeakKeyDictionary[Any, HeldBriefly] = WeakKeyDictionary()
+"""Locks of tokenizers, which keep state about control tokens: one thread at a time, in all models."""
 
 
 def is_token_ids(prompt: object) -> TypeGuard[TokenIds]:

@@ -1577,13 +1577,13 @@ def test_a_disk_that_is_full_while_the_manifest_is_created_loses_no_chunk(
     store.close()
     (tmp_path / "manifest.sqlite").unlink()
 
-    def limited(*args: Any, connect: Any = schema._connect, **options: Any) -> Any:
+    def limited(*args: Any, connect: Any = schema.connect, **options: Any) -> Any:
         connection = connect(*args, **options)
         connection.execute(f"PRAGMA max_page_count = {pages}")
         return connection
 
     with monkeypatch.context() as patch:
-        patch.setattr(schema, "_connect", limited)
+        patch.setattr(schema, "connect", limited)
         for _ in range(2):
             with pytest.raises(StoreFullError, match=r"disk of .* is full: free space"):
                 opened(tmp_path)

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forks import forked
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.indexing import InMemoryRecordManager, RecordManager, index
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_kvrag import SQLiteRecordManager
 
-from kvrag import StoreError
+from kvrag import SettingError, StoreError
 
 
 @pytest.fixture
@@ -227,3 +228,10 @@ def test_stale_documents_are_found_after_an_indexing_that_failed(kind: str, reco
     left = sorted(document.page_content for document in store.similarity_search("", k=9))
     # the reason for our own record manager: theirs has lost the source of the first two
     assert left == (["four"] if kind == "ours" else ["four", "one", "two"])
+
+
+def test_a_forked_process_is_refused(records: SQLiteRecordManager, path: Path) -> None:
+    for use in (lambda: records.list_keys(), lambda: SQLiteRecordManager("there", path).list_keys()):
+        with pytest.raises(SettingError, match="was in use when this process was forked"):
+            forked(use)
+    assert records.list_keys() == []

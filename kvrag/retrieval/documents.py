@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kvrag.errors import KvragError, needing, out_of_memory
+from kvrag.errors import KvragError, needing, out_of_memory, reason_of
 from kvrag.retrieval.formats import EXTRA, MAX_BYTES, READERS, UnreadableError, as_text, jsonl, without_surrogates
 
 SUFFIXES = (".txt", ".md", ".jsonl", *READERS)
@@ -144,7 +144,7 @@ def parse(name: str, kind: str, content: bytes, text_field: str = "text") -> Con
     except KvragError:  # a package is not installed
         raise
     except Exception as error:  # pypdf, python-docx, openpyxl, zipfile and lxml raise various types
-        why = f"it is a broken or protected {kind[1:].upper()} file ({type(error).__name__}: {error})"
+        why = f"it is a broken or protected {kind[1:].upper()} file ({reason_of(error)})"
         parsed.note(f"skipped: {'reading it takes too much memory: split it' if out_of_memory(error) else why}")
     if parsed._num_lines > _MAX_LINES:
         parsed.note(f"skipped: {parsed._num_lines - _MAX_LINES} more lines")

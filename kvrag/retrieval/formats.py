@@ -48,6 +48,7 @@ _BOMS = {  # UTF-32's begin with UTF-16's
 }
 _DECLARED = re.compile(rb"<(?:meta|\?xml)\b[^>]{0,200}?(?:charset|encoding)\s*=\s*[\"']?([\w.:-]+)", re.IGNORECASE)
 _ZIP, _OLD_OFFICE = b"PK\3\4", b"\xd0\xcf\x11\xe0"
+_OLD = "it is protected by a password, or an old .doc, .xls or .ppt: save it as .docx without a password (.xlsx, .pptx)"
 
 # local names of elements: HTML's, PowerPoint's (tbl, tc, fld) and OpenDocument's (table-row)
 _BLOCKS = {
@@ -57,20 +58,10 @@ _BLOCKS = {
     *("pre", "search", "section", "select", "summary", "tbody", "tfoot", "thead", "title", "ul"),
 }
 _TABLES, _ROWS, _CELLS = {"table", "tbl"}, {"tr", "table-row"}, {"td", "th", "tc", "table-cell"}
-_HIDDEN = frozenset(
-    [
-        "script",
-        "style",
-        "noscript",
-        "template",
-        "tracked-changes",
-        "annotation",
-        "timing",
-        "Fallback",
-        "fld",
-        "tableStyleId",
-    ]
-)
+_HIDDEN = {
+    *("script", "style", "noscript", "template"),
+    *("tracked-changes", "annotation", "timing", "Fallback", "fld", "tableStyleId"),
+}
 
 
 class UnreadableError(Exception):
@@ -143,7 +134,7 @@ def _kind_of(content: bytes) -> str:
     if content.startswith(b"%PDF-"):
         return "it is a PDF: give its name the suffix .pdf"
     if content.startswith(_OLD_OFFICE):
-        return "it is an Office document of an old kind or with a password: save it as .docx, .xlsx or .pptx without"
+        return _OLD
     if content.startswith(_ZIP):
         known = [suffix for suffix, (part, _) in _ZIPPED.items() if part in content]  # names are not compressed
         if len(known) == 1:
@@ -172,7 +163,7 @@ def _unzipped(content: bytes, streamed: str = "/") -> zipfile.ZipFile:
         streamed: Folder whose XML is not parsed as a whole.
     """
     if content.startswith(_OLD_OFFICE):
-        raise UnreadableError("it is protected by a password, or of an old kind (.doc, .xls, .ppt): save it anew")
+        raise UnreadableError(_OLD)
     archive = zipfile.ZipFile(BytesIO(content))
     members = archive.infolist()
     if any(member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for member in members):
@@ -397,8 +388,9 @@ def _xlsx(content: bytes, parsed: Content) -> str:
             header = next(rows, None)
             if header is not None:
                 records = _records(header, rows)
-                first = next(records, " | ".join(filter(None, header)))  # the header is all that it has
-                yield from (sheet.title, first, *records)
+                yield sheet.title
+                yield next(records, " | ".join(filter(None, header)))  # the header may be all that it has
+                yield from records
 
     return "\n\n".join(_within(paragraphs(), content))
 
@@ -426,17 +418,17 @@ _QUOTED = re.compile(r'(^|[,;\t|])"(?:[^"]|"")*+"(?=[,;\t|]|$)', re.MULTILINE)
 
 def _delimiter(text: str) -> str:
     """Return the delimiter that divides the first rows into as many fields as the header."""
-    lines = _QUOTED.sub(r"\1_", text[:_CSV_SAMPLE].replace("\r\n", "\n").replace("\r", "\n")).split("\n")
-    lines = [line for line in lines if line.strip()][:_SAMPLE]
+    sample = _QUOTED.sub(r"\1_", text[:_CSV_SAMPLE].replace("\r\n", "\n").replace("\r", "\n"))
+    lines = [line for line in sample.split("\n") if line.strip()][:_SAMPLE]
 
     def score(delimiter: str) -> tuple[int, float, bool, int]:
-        counts = [line.count(delimiter) for line in lines] or [0]
-        if not counts[0]:
+        counts = [line.count(delimiter) for line in lines]
+        if not any(counts[:1]):
             return 0, 0.0, False, 0
-        prose = sum(line.count(delimiter + " ") for line in lines)
-        return counts.count(counts[0]), 1 - prose / sum(counts), delimiter == "\t", counts[0]
+        in_prose = sum(line.count(delimiter + " ") for line in lines)  # a comma before a space
+        return counts.count(counts[0]), 1 - in_prose / sum(counts), delimiter == "\t", counts[0]
 
-    return max("\t;|,", key=score) if any(each in lines[0] for each in "\t;|,") else ","
+    return max("\t;|,", key=score)
 
 
 def _rows(reader: Any, parsed: Content) -> Iterator[list[str]]:
@@ -484,7 +476,7 @@ _ZIPPED: dict[str, tuple[bytes, Callable[[bytes, Content], str]]] = {
     ".xlsx": (b"xl/workbook.xml", _xlsx),
     ".pptx": (b"ppt/presentation.xml", _pptx),
     ".odt": (b"application/vnd.oasis.opendocument.text", _odt),
-    ".epub": (b"application/epub+zip", _epub),
+    ".epub": (b"META-INF/container.xml", _epub),
 }
 """Archives: what the names or the first file of each contain, and its reader."""
 

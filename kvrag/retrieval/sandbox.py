@@ -82,9 +82,7 @@ class Sandbox:
         if is_late.is_set() or (hasattr(signal, "SIGXCPU") and status == -signal.SIGXCPU):
             why = f"reading it takes longer than {seconds} s: split it"
         elif status == 1:  # an exception of Python, printed above
-            raise KvragError(
-                f"the process that reads files ended: run `{sys.executable} -m {__name__}` to see the error"
-            )
+            raise KvragError("the process that reads files failed: see the error above, and reinstall kvrag")
         else:
             how = signal.Signals(-status).name if status < 0 else f"status {status}"
             why = f"reading it takes too much memory, or crashes ({how}): save it anew, or split it"

@@ -11,9 +11,8 @@ _WORD = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
 _RELATIONS = "http://schemas.openxmlformats.org/package/2006/relationships"
 _OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
 _MAIN = "application/vnd.openxmlformats-officedocument"
-_BOMB = (
-    "<!DOCTYPE x [<!ENTITY a0 'ha'>" + "".join(f"<!ENTITY a{n} '{f'&a{n - 1};' * 10}'>" for n in range(1, 30)) + "]>"
-)
+_ENTITIES = "".join(f"<!ENTITY a{n} '{f'&a{n - 1};' * 10}'>" for n in range(1, 30))
+_BOMB = f"<!DOCTYPE x [<!ENTITY a0 'ha'>{_ENTITIES}]>"
 
 
 def zipped(parts: Mapping[str, str | bytes], compression: int = zipfile.ZIP_DEFLATED) -> bytes:
@@ -30,7 +29,8 @@ def _package(main: str, kind: str, content: str, others: Mapping[str, str | byte
         '<Types xmlns="http://schemas.openxmlformats.org/package/2006/content-types"><Default Extension="rels" '
         'ContentType="application/vnd.openxmlformats-package.relationships+xml"/>'
         f'<Default Extension="xml" ContentType="application/xml"/>'
-        f'<Override PartName="/{main}" ContentType="{_MAIN}.{kind}.main+xml"/></Types>'
+        f'<Override PartName="/{main}" ContentType="{_MAIN}.{kind}.main+xml"/>'
+        f'<Override PartName="/xl/strings.xml" ContentType="{_MAIN}.spreadsheetml.sharedStrings+xml"/></Types>'
     )
     relations = (
         f'<Relationships xmlns="{_RELATIONS}"><Relationship Id="r" Type="{_OFFICE}/officeDocument" '
@@ -66,6 +66,12 @@ def _merged(rows: int, text: str) -> str:
 def _nested(depth: int, text: str = "x") -> str:
     start = "<w:tbl><w:tblGrid><w:gridCol/></w:tblGrid><w:tr><w:tc>"
     return start * depth + f"<w:p><w:r><w:t>{text}</w:t></w:r></w:p>" + "</w:tc></w:tr></w:tbl>" * depth
+
+
+def cells(*places: str, value: str = "<v>1</v>", kind: str = "n") -> str:
+    """Return a row of a sheet with a value in these places."""
+    number = places[0].lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    return f'<row r="{number}">' + "".join(f'<c r="{place}" t="{kind}">{value}</c>' for place in places) + "</row>"
 
 
 def xlsx(rows: str, sheet: str = "", strings: str = "", before: str = "") -> bytes:
@@ -175,55 +181,102 @@ def _huge(name: str) -> bytes:
     return zipped({name: b" " * (200 << 20)})
 
 
-FILES: dict[str, tuple[str, Callable[[], bytes]]] = {
-    "a cell over 2,000,000,000 columns": (".docx", lambda: docx(table(row(cell("x", '<w:gridSpan w:val="2000000000"/>'))))),
-    "many cells over many columns": (".docx", lambda: docx(table(row(cell("x", '<w:gridSpan w:val="99999"/>') * 999) * 9))),
-    "columns before a row": (".docx", lambda: docx(table(f'<w:tr><w:trPr><w:gridBefore w:val="2000000000"/></w:trPr>{cell("x")}</w:tr>'))),
-    "a cell over 50,000 rows": (".docx", lambda: docx(_merged(50_000, "x"))),
-    "a long cell over 20,000 rows": (".docx", lambda: docx(_merged(20_000, "x" * 100_000))),
-    "merged cells without a first": (".docx", lambda: docx(table(row(cell("x", "<w:vMerge/>")) * 20_000))),
-    "tables in tables": (".docx", lambda: docx(_nested(60, "x" * 1_000_000))),
-    "tables in 10,000 tables": (".docx", lambda: docx(_nested(10_000))),
-    "entities of entities in Word": (".docx", lambda: docx("<w:p><w:r><w:t>&a29;</w:t></w:r></w:p>", _BOMB)),
-    "an entity in 60,000 places": (".docx", lambda: docx("<w:p><w:r><w:t>&b;</w:t></w:r></w:p>" * 60_000, f"<!DOCTYPE x [<!ENTITY b '{'b' * 100_000}'>]>")),
-    "a file of the machine": (".docx", lambda: docx("<w:p><w:r><w:t>&f;</w:t></w:r></w:p>", "<!DOCTYPE x [<!ENTITY f SYSTEM 'file:///etc/passwd'>]>")),
-    "200 MiB of spaces in Word": (".docx", lambda: _huge("word/document.xml")),
-    "200 MiB of an image": (".docx", lambda: _huge("word/media/image.bmp")),
-    "LZMA": (".docx", lambda: zipped({"word/document.xml": b"x" * 1000}, zipfile.ZIP_LZMA)),
-    "a million parts": (".docx", lambda: zipped(dict.fromkeys(map(str, range(100_000)), b""))),
-    "a cell in the last row and column": (".xlsx", lambda: xlsx('<row r="1"><c r="A1"><v>1</v></c></row><row r="1048576"><c r="XFD1048576"><v>1</v></c></row>')),
-    "a row with a huge number": (".xlsx", lambda: xlsx('<row r="2000000000"><c r="A2000000000"><v>1</v></c></row>')),
-    "dimensions of a full sheet": (".xlsx", lambda: xlsx('<row r="1"><c r="A1"><v>1</v></c></row>', '<dimension ref="A1:XFD1048576"/>')),
-    "a cell in the last column of 20,000 rows": (".xlsx", lambda: xlsx("".join(f'<row r="{n}"><c r="XFD{n}"><v>1</v></c></row>' for n in range(1, 20_001)))),
-    "a string in 100,000 cells": (".xlsx", lambda: xlsx("".join(f'<row r="{n}"><c r="A{n}" t="s"><v>0</v></c></row>' for n in range(1, 100_001)), "", f"<si><t>{'x' * 30_000}</t></si>")),
-    "entities of entities in a sheet": (".xlsx", lambda: xlsx('<row r="1"><c r="A1" t="str"><v>&a29;</v></c></row>', "", "", _BOMB)),
-    "200 MiB of spaces in a sheet": (".xlsx", lambda: _huge("xl/worksheets/sheet1.xml")),
-    "a slide 200,000 times": (".pptx", lambda: pptx("<a:p><a:r><a:t>x</a:t></a:r></a:p>" * 100, 200_000)),
-    "tables in 10,000 tables of a slide": (".pptx", lambda: pptx("<a:tbl><a:tr><a:tc>" * 10_000 + "x" + "</a:tc></a:tr></a:tbl>" * 10_000)),
-    "a repeated cell": (".odt", lambda: odt('<table:table><table:table-row table:number-rows-repeated="1000000000"><table:table-cell table:number-columns-repeated="1000000000"><text:p>x</text:p></table:table-cell></table:table-row></table:table>')),
-    "many spaces": (".odt", lambda: odt('<text:p>x<text:s text:c="2000000000"/></text:p>')),
-    "entities of entities in OpenDocument": (".odt", lambda: odt("<text:p>&a29;</text:p>", _BOMB)),
-    "a chapter 200,000 times": (".epub", lambda: epub("<p>x</p>" * 100, 200_000)),
-    "200 MiB of a chapter": (".epub", lambda: _huge("o/c.xhtml")),
-    "1,000,000 elements in each other": (".html", lambda: b"<div>" * 1_000_000 + b"x"),
-    "50,000 tables in each other": (".html", lambda: b"<table><tr><td>" * 50_000 + b"x"),
-    "comments that do not end": (".html", lambda: b"<p>x" + b"<!--" * 500_000),
-    "an element with 200,000 attributes": (".html", lambda: b"<p " + b"".join(b"a%d " % n for n in range(200_000)) + b">x"),
-    "formatting that does not end": (".html", lambda: b"<p><b><i>x" * 30_000),
-    "a long name of a column": (".csv", lambda: b"a" * 131_000 + b",b\n" + b"1,2\n" * 300_000),
-    "quotes that do not end": (".csv", lambda: b'a,b\n' + b'1,"x\n' * 300_000),
-    "half a million quotes": (".csv", lambda: b'"' * 500_001),
-    "brackets in each other": (".jsonl", lambda: b"[" * 1_000_000),
-    "a tree of 2^40 pages": (".pdf", lambda: _page_graph(40, 2)),
-    "pages in a circle": (".pdf", lambda: pdf("<</Type/Catalog/Pages 2 0 R>>", "<</Type/Pages/Count 9/Kids[2 0 R 2 0 R]>>")),
-    "1,000,000,000 pages": (".pdf", lambda: pdf("<</Type/Catalog/Pages 2 0 R>>", "<</Type/Pages/Count 1000000000/Kids[]>>")),
-    "a stream of 4 GiB": (".pdf", lambda: _page(stream(zlib.compress(b" " * (1 << 28), 9) * 1, "", 2), "", stream(b""))),
-    "forms that draw forms": (".pdf", lambda: _forms(12, 10)),
-    "a font with 4,000,000,000 characters": (".pdf", lambda: _map("1 beginbfrange <00000000> <ffffffff> <0041> endbfrange")),
-    "a font with overlapping ranges": (".pdf", lambda: _map("beginbfrange " + "<0000> <ffff> <0041> " * 5000 + "endbfrange")),
-    "an array of arrays": (".pdf", lambda: _page(stream(b"BT /F 9 Tf " + b"[" * 100_000 + b" TJ ET"), "", stream(b""))),
-    "an object in itself": (".pdf", lambda: pdf("<</Type/Catalog/Pages 2 0 R>>", "2 0 R")),
-    "objects of a stream of objects": (".pdf", lambda: pdf("<</Type/Catalog/Pages 2 0 R>>", stream(b"3 0 " * 500_000, "/Type/ObjStm/N 2000000000/First 2000000"))),
-    "a million operators": (".pdf", lambda: _page(stream(b"BT /F 9 Tf " + b"(x) Tj 1 0 0 1 0 0 cm " * 2_000_000), "", stream(b""))),
-}  # fmt: skip
-"""Name of a file -> its suffix, and what generates it."""
+_TEXT = "<w:p><w:r><w:t>{}</w:t></w:r></w:p>".format
+_CATALOG = "<</Type/Catalog/Pages 2 0 R>>"
+
+_WORD_FILES: dict[str, Callable[[], bytes]] = {
+    "a cell over 2,000,000,000 columns": lambda: docx(table(row(cell("x", '<w:gridSpan w:val="2000000000"/>')))),
+    "cells over 99,999 columns": lambda: docx(table(row(cell("x", '<w:gridSpan w:val="99999"/>') * 999) * 9)),
+    "2,000,000,000 columns before a cell": lambda: docx(
+        table(row('<w:trPr><w:gridBefore w:val="2000000000"/></w:trPr>', cell("x")))
+    ),
+    "a cell over 20,000 rows": lambda: docx(_merged(20_000, "x")),
+    "a long cell over 20,000 rows": lambda: docx(_merged(20_000, "x" * 100_000)),
+    "merged cells without a first": lambda: docx(table(row(cell("x", "<w:vMerge/>")) * 20_000)),
+    "60 tables in each other": lambda: docx(_nested(60, "x" * 1_000_000)),
+    "10,000 tables in each other": lambda: docx(_nested(10_000)),
+    "entities of entities": lambda: docx(_TEXT("&a29;"), _BOMB),
+    "an entity in 60,000 places": lambda: docx(_TEXT("&b;") * 60_000, f"<!DOCTYPE x [<!ENTITY b '{'b' * 100_000}'>]>"),
+    "a file of the machine": lambda: docx(_TEXT("&f;"), "<!DOCTYPE x [<!ENTITY f SYSTEM 'file:///etc/passwd'>]>"),
+    "200 MiB of spaces": lambda: _huge("word/document.xml"),
+    "200 MiB of an image": lambda: _huge("word/media/image.bmp"),
+    "an unusual compression": lambda: zipped({"word/document.xml": b"x" * 1000}, zipfile.ZIP_LZMA),
+    "100,000 parts": lambda: zipped(dict.fromkeys(map(str, range(100_000)), b"")),
+}
+_SHEETS: dict[str, Callable[[], bytes]] = {
+    "a cell in the last row and column": lambda: xlsx(cells("A1") + cells("XFD1048576")),
+    "a row with a huge number": lambda: xlsx(cells("A2000000000")),
+    "dimensions of a full sheet": lambda: xlsx(cells("A1"), '<dimension ref="A1:XFD1048576"/>'),
+    "20,000 cells in the last column": lambda: xlsx("".join(cells(f"XFD{n}") for n in range(1, 20_001))),
+    "a string in 100,000 cells": lambda: xlsx(
+        "".join(cells(f"A{n}", value="<v>0</v>", kind="s") for n in range(1, 100_001)),
+        strings=f"<si><t>{'x' * 30_000}</t></si>",
+    ),
+    "entities of entities": lambda: xlsx(cells("A1", value="<v>&a29;</v>", kind="str"), before=_BOMB),
+    "200 MiB of spaces": lambda: _huge("xl/worksheets/sheet1.xml"),
+}
+_SLIDES: dict[str, Callable[[], bytes]] = {
+    "a slide 200,000 times": lambda: pptx("<a:p><a:r><a:t>x</a:t></a:r></a:p>" * 100, 200_000),
+    "10,000 tables in each other": lambda: pptx("<a:tbl><a:tr><a:tc>" * 10_000 + "</a:tc></a:tr></a:tbl>" * 10_000),
+}
+_REPEATED = 'table:number-rows-repeated="1000000000"', 'table:number-columns-repeated="1000000000"'
+_OPEN_FILES: dict[str, Callable[[], bytes]] = {
+    "a repeated cell": lambda: odt(
+        f"<table:table><table:table-row {_REPEATED[0]}><table:table-cell {_REPEATED[1]}><text:p>x</text:p>"
+        "</table:table-cell></table:table-row></table:table>"
+    ),
+    "2,000,000,000 spaces": lambda: odt('<text:p>x<text:s text:c="2000000000"/></text:p>'),
+    "entities of entities": lambda: odt("<text:p>&a29;</text:p>", _BOMB),
+}
+_BOOKS: dict[str, Callable[[], bytes]] = {
+    "a chapter 200,000 times": lambda: epub("<p>x</p>" * 100, 200_000),
+    "200 MiB of a chapter": lambda: _huge("o/c.xhtml"),
+}
+_WEB_PAGES: dict[str, Callable[[], bytes]] = {
+    "1,000,000 elements in each other": lambda: b"<div>" * 1_000_000 + b"x",
+    "50,000 tables in each other": lambda: b"<table><tr><td>" * 50_000 + b"x",
+    "comments that do not end": lambda: b"<p>x" + b"<!--" * 500_000,
+    "200,000 attributes": lambda: b"<p " + b" ".join(b"a%d" % n for n in range(200_000)) + b">x",
+    "formatting that does not end": lambda: b"<p><b><i>x" * 30_000,
+}
+_CSV_FILES: dict[str, Callable[[], bytes]] = {
+    "a long name of a column": lambda: b"a" * 131_000 + b",b\n" + b"1,2\n" * 300_000,
+    "quotes that do not end": lambda: b"a,b\n" + b'1,"x\n' * 300_000,
+    "half a million quotes": lambda: b'"' * 500_001,
+}
+_PDFS: dict[str, Callable[[], bytes]] = {
+    "2^40 pages": lambda: _page_graph(40, 2),
+    "pages in a circle": lambda: pdf(_CATALOG, "<</Type/Pages/Count 9/Kids[2 0 R 2 0 R]>>"),
+    "1,000,000,000 pages": lambda: pdf(_CATALOG, "<</Type/Pages/Count 1000000000/Kids[]>>"),
+    "a stream compressed three times": lambda: _page(stream(b" " * (1 << 28), "", 3), "", stream(b"")),
+    "forms that draw forms": lambda: _forms(12, 10),
+    "a font with 4,000,000,000 characters": lambda: _map("1 beginbfrange <00000000> <ffffffff> <0041> endbfrange"),
+    "a font with overlapping ranges": lambda: _map("beginbfrange " + "<0000> <ffff> <0041> " * 5000 + "endbfrange"),
+    "arrays in each other": lambda: _page(stream(b"BT /F 9 Tf " + b"[" * 100_000 + b" TJ ET"), "", stream(b"")),
+    "an object that is itself": lambda: pdf(_CATALOG, "2 0 R"),
+    "2,000,000,000 objects in a stream": lambda: pdf(
+        _CATALOG, stream(b"3 0 " * 500_000, "/Type/ObjStm/N 2000000000/First 2000000")
+    ),
+    "4,000,000 operators": lambda: _page(
+        stream(b"BT /F 9 Tf " + b"(x) Tj 1 0 0 1 0 0 cm " * 2_000_000), "", stream(b"")
+    ),
+}
+
+FILES: dict[tuple[str, str], Callable[[], bytes]] = {
+    (suffix, name): made
+    for suffix, files in {
+        ".docx": _WORD_FILES,
+        ".xlsx": _SHEETS,
+        ".pptx": _SLIDES,
+        ".odt": _OPEN_FILES,
+        ".epub": _BOOKS,
+        ".html": _WEB_PAGES,
+        ".csv": _CSV_FILES,
+        ".jsonl": {"1,000,000 lists in each other": lambda: b"[" * 1_000_000},
+        ".pdf": _PDFS,
+    }.items()
+    for name, made in files.items()
+}
+"""Suffix and name of a file -> what generates it."""
+ENDLESS = {(".xlsx", "20,000 cells in the last column"), (".pdf", "4,000,000 operators")}
+"""Those that no reader bounds: only the time limit ends them, or a fast machine."""

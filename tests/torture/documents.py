@@ -24,7 +24,7 @@ def run(campaign: Campaign) -> None:
     slowest, files = 0.0, [*FILES.items()]
     with sandbox.Sandbox() as child:
         for number in campaign.numbers():
-            name, (suffix, made) = files[number % len(files)]
+            (suffix, name), made = files[number % len(files)]
             content = made()
             if number >= len(files):
                 content = _damaged(content, campaign, number)

@@ -263,7 +263,7 @@ class _Lines:
 def _html(content: bytes, parsed: Content) -> str:
     with needing(EXTRA):
         from lxml import etree
-    named = _DECLARED.search(content, 0, 4096)
+    named = _DECLARED.search(content, 0, 1 << 16)
     text = as_text(content, parsed, named.group(1).decode() if named else None)
     parser = etree.HTMLParser(target=_Lines(), huge_tree=True)
     parser.feed(text or " ")

@@ -66,7 +66,7 @@ class Sandbox:
         timer.daemon = True
         timer.start()
         try:
-            answer = _ask(self._process, json.dumps(asked).encode() + b"\n" + content)
+            answer = _ask(self._process, json.dumps(asked).encode() + b"\n", content)
             status = 0 if answer else self._process.wait()
         except BaseException:  # an interruption leaves half of an answer
             self.close()
@@ -94,12 +94,12 @@ def _kill(process: subprocess.Popen[bytes], is_late: threading.Event) -> None:
     process.kill()
 
 
-def _ask(process: subprocess.Popen[bytes], question: bytes) -> dict[str, Any] | None:
+def _ask(process: subprocess.Popen[bytes], *question: bytes) -> dict[str, Any] | None:
     """Return the child's answer; None if it died."""
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(OSError):
-        process.stdin.write(question)
+        process.stdin.writelines(question)
         process.stdin.flush()
     line = process.stdout.readline()
     return json.loads(line) if line.endswith(b"\n") else None

@@ -51,7 +51,11 @@ from kvrag.types import WarmReport
 
 T = TypeVar("T")
 
-mimetypes.add_type("application/vnd.openxmlformats-officedocument.wordprocessingml.document", ".docx")
+_OFFICE = {".docx": "wordprocessingml.document", ".xlsx": "spreadsheetml.sheet", ".pptx": "presentationml.presentation"}
+for _suffix, _kind in _OFFICE.items():
+    mimetypes.add_type(f"application/vnd.openxmlformats-officedocument.{_kind}", _suffix)
+mimetypes.add_type("application/vnd.oasis.opendocument.text", ".odt")
+mimetypes.add_type("application/epub+zip", ".epub")
 mimetypes.add_type("application/jsonl", ".jsonl")
 _ENCODING_S = 10.0  # seconds for the corpora to reach a point where the next server can resume
 

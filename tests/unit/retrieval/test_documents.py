@@ -249,7 +249,7 @@ def zipped(name: str, size: int) -> bytes:
             zipped("a.txt", 1 << 20),
             "it is an archive: extract its files (.html .htm .pdf",
         ),
-        ("a.xls", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "save it as .docx, .xlsx or .pptx"),
+        ("a.xls", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "or an old .doc, .xls or .ppt: save it as .docx"),
         ("a.txt", b"\xff\xfe\0", "the file is binary"),
         ("a.txt", b"\x7fELF\2\1\1\0\1\2\3\4\5\6\7\x08", "the file is binary"),
         ("a.txt", bytes(range(1, 256)), "the file is binary"),

@@ -14,10 +14,10 @@ import posixpath
 import re
 import unicodedata
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from io import BytesIO, StringIO
 from itertools import accumulate, islice, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 from kvrag.errors import needing
@@ -25,10 +25,12 @@ from kvrag.errors import needing
 if TYPE_CHECKING:
     from kvrag.retrieval.documents import Content
 
+Part = TypeVar("Part", bound=Sized)
+
 EXTRA = "kvrag[cli]"
 MAX_BYTES = 1 << 30  # splitting a text takes several times its size in memory
 _MAX_XML_BYTES = 64 << 20  # in an Office document: parsed XML takes about 20 times its size
-_MAX_TEXT = 64 << 20  # characters; repeated cells, column names and pages make a text longer than its file
+_MAX_TEXT = 64 << 20  # characters or cells; repeated cells, column names and pages make a text longer than its file
 _MAX_RATIO = 100  # of an archive: Office documents shrink to a tenth
 _MAX_ROWS = 1 << 20  # of a sheet, as in Excel
 _SAMPLE = 200  # lines to guess an encoding from
@@ -146,8 +148,8 @@ def _kind_of(content: bytes) -> str:
 # ---------------------------------------------------------------- bounds
 
 
-def _within(parts: Iterable[str], content: bytes) -> Iterator[str]:
-    """Yield texts as long as together they are not much longer than the file."""
+def _within(parts: Iterable[Part], content: bytes) -> Iterator[Part]:
+    """Yield texts, or rows of cells, as long as together they are not much longer than the file."""
     left = _MAX_TEXT + 8 * len(content)
     for part in parts:
         left -= len(part)
@@ -384,7 +386,13 @@ def _xlsx(content: bytes, parsed: Content) -> str:
     def paragraphs() -> Iterator[str]:
         for sheet in book.worksheets:
             sheet.reset_dimensions()  # those in the file may be wrong
-            rows = filter(any, (list(map(_shown, row)) for row in islice(sheet.iter_rows(values_only=True), _MAX_ROWS)))
+            rows = filter(
+                any,
+                (
+                    list(map(_shown, row))
+                    for row in islice(_within(sheet.iter_rows(values_only=True), content), _MAX_ROWS)
+                ),
+            )
             header = next(rows, None)
             if header is not None:
                 records = _records(header, rows)

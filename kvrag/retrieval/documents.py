@@ -14,7 +14,7 @@ from typing import Any
 from kvrag.errors import KvragError, needing, out_of_memory, reason_of
 from kvrag.retrieval.formats import EXTRA, MAX_BYTES, READERS, UnreadableError, as_text, jsonl, without_surrogates
 
-SUFFIXES = (".txt", ".md", ".jsonl", *READERS)
+SUFFIXES = (".txt", ".md", *READERS, ".jsonl")
 _MAX_LINES = 100  # skipped lines of a file that are listed
 _WORD = 32  # characters of a word whose length in tokens is remembered
 

@@ -386,13 +386,8 @@ def _xlsx(content: bytes, parsed: Content) -> str:
     def paragraphs() -> Iterator[str]:
         for sheet in book.worksheets:
             sheet.reset_dimensions()  # those in the file may be wrong
-            rows = filter(
-                any,
-                (
-                    list(map(_shown, row))
-                    for row in islice(_within(sheet.iter_rows(values_only=True), content), _MAX_ROWS)
-                ),
-            )
+            values = _within(islice(sheet.iter_rows(values_only=True), _MAX_ROWS), content)
+            rows = filter(any, (list(map(_shown, row)) for row in values))
             header = next(rows, None)
             if header is not None:
                 records = _records(header, rows)

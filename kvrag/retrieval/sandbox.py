@@ -38,10 +38,11 @@ class Sandbox:
 
     def close(self) -> None:
         """End the child."""
-        if self._process is not None:
-            self._process.kill()
-            with self._process:  # closes the pipes and waits
-                self._process = None
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            with suppress(BrokenPipeError), process:  # waits, and closes the pipes, one of which may have a rest
+                pass
 
     def parse(self, name: str, kind: str, content: bytes, text_field: str = "text") -> Content:
         """Do what `documents.parse` does; a file that exceeds the limits is a problem.

@@ -21,6 +21,7 @@ from kvrag.retrieval.documents import Content, Problem, parse
 
 _SECONDS, _SECONDS_PER_MIB = 60, 20  # a PDF of 1 MiB may have 1000 pages
 _BYTES, _BYTES_PER_BYTE = 2 << 30, 16  # of memory; parsed XML of 64 MiB takes 1.3 GiB
+_NO_MEMORY = 3  # status of a child that ran out of it
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # each would take address space
 
 
@@ -74,16 +75,19 @@ class Sandbox:
             raise
         finally:
             timer.cancel()
+        if answer is None or is_late.is_set():
+            self.close()
         if answer is not None:
             if "error" in answer:
                 raise KvragError(answer["error"])
             problems = [Problem(**problem) for problem in answer.pop("problems")]
             return Content(**answer, problems=problems)
-        self.close()
         if is_late.is_set() or (hasattr(signal, "SIGXCPU") and status == -signal.SIGXCPU):
             why = f"reading it takes longer than {seconds} s: split it"
         elif status == 1:  # an exception of Python, printed above
             raise KvragError("the process that reads files failed: see the error above, and reinstall kvrag")
+        elif status == _NO_MEMORY:
+            why = "reading it takes too much memory: split it"
         else:
             how = signal.Signals(-status).name if status < 0 else f"status {status}"
             why = f"reading it takes too much memory, or crashes ({how}): save it anew, or split it"
@@ -126,17 +130,21 @@ def main() -> None:
         os.dup2(2, 1)  # a library that prints must not write an answer
         while line := sys.stdin.buffer.readline():
             asked = json.loads(line)
-            content = sys.stdin.buffer.read(asked["size"])
             _limit(asked["seconds"], asked["memory"])
-            name, kind, text_field = asked["arguments"]
             try:
-                parsed = parse(name, kind, content, text_field)
-                answer = {"file": name, "texts": parsed.texts, "pages": parsed.pages}
-                answer["problems"] = [asdict(problem) for problem in parsed.problems]
-            except KvragError as error:
-                answer = {"error": str(error)}
-            answers.write(json.dumps(answer).encode() + b"\n")
+                answers.write(_answer(*asked["arguments"], sys.stdin.buffer.read(asked["size"])) + b"\n")
+            except MemoryError:
+                os._exit(_NO_MEMORY)  # a normal end may take memory, too
             answers.flush()
+
+
+def _answer(name: str, kind: str, text_field: str, content: bytes) -> bytes:
+    try:
+        parsed = parse(name, kind, content, text_field)
+    except KvragError as error:
+        return json.dumps({"error": str(error)}).encode()
+    problems = [asdict(problem) for problem in parsed.problems]
+    return json.dumps({"file": name, "texts": parsed.texts, "pages": parsed.pages, "problems": problems}).encode()
 
 
 if __name__ == "__main__":

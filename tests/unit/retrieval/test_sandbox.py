@@ -66,6 +66,20 @@ def test_a_file_that_takes_too_much_memory_is_skipped(child: Sandbox, monkeypatc
     assert is_next_read(child)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the system has no limit of memory")
+def test_a_file_that_does_not_fit_into_memory_is_skipped(child: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_BYTES", 100 << 20)
+    assert is_next_read(child)
+    large = b"x" * (20 << 20)  # a small file before it leaves no small limit
+    assert len(child.parse("a.txt", ".txt", large).texts[0]) == len(large)
+    monkeypatch.setattr(sandbox, "_BYTES_PER_BYTE", 0)
+    for size in (30 << 20, 100 << 20):  # the answer does not fit; the content does not
+        [problem] = child.parse("a.txt", ".txt", b"x" * size).problems
+        assert problem.message == "skipped: reading it takes too much memory: split it"
+    monkeypatch.undo()
+    assert is_next_read(child)
+
+
 def test_a_crash_is_reported_and_the_next_file_is_read(child: Sandbox) -> None:
     assert is_next_read(child)
     assert child._process is not None

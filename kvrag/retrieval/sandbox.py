@@ -132,13 +132,13 @@ def main() -> None:
             asked = json.loads(line)
             _limit(asked["seconds"], asked["memory"])
             try:
-                answers.write(_answer(*asked["arguments"], sys.stdin.buffer.read(asked["size"])) + b"\n")
+                answers.write(_answer(sys.stdin.buffer.read(asked["size"]), *asked["arguments"]) + b"\n")
             except MemoryError:
                 os._exit(_NO_MEMORY)  # a normal end may take memory, too
             answers.flush()
 
 
-def _answer(name: str, kind: str, text_field: str, content: bytes) -> bytes:
+def _answer(content: bytes, name: str, kind: str, text_field: str) -> bytes:
     try:
         parsed = parse(name, kind, content, text_field)
     except KvragError as error:

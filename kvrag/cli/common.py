@@ -29,6 +29,7 @@ from kvrag.errors import FingerprintMismatchError, KvragError, SettingError, Sto
 from kvrag.llm import SETTINGS
 from kvrag.retrieval import documents
 from kvrag.retrieval.documents import Content, Problem
+from kvrag.retrieval.sandbox import Sandbox
 from kvrag.types import BlendReport, Messages
 
 if TYPE_CHECKING:
@@ -309,9 +310,9 @@ def read_files(args: argparse.Namespace, title: str, problems: list[Problem]) ->
     paths, skipped = documents.find(args.paths)
     problems += skipped
     num_read = 0
-    with progress(title, args.json) as report:
+    with progress(title, args.json) as report, Sandbox() as sandbox:
         for number, path in enumerate(paths, 1):
-            content = documents.read(path, args.text_field)
+            content = documents.read(path, args.text_field, sandbox.parse)
             problems += content.problems
             if content.texts:
                 num_read += 1

@@ -25,7 +25,8 @@ from starlette.responses import Response
 
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError
-from kvrag.retrieval.documents import SUFFIXES, Content, parse
+from kvrag.retrieval.documents import SUFFIXES, Content
+from kvrag.retrieval.sandbox import Sandbox
 from kvrag.server import page
 from kvrag.server.admission import AdmissionQueue
 from kvrag.server.answers import chat_work, completion_work, respond, while_connected
@@ -50,7 +51,11 @@ from kvrag.types import WarmReport
 
 T = TypeVar("T")
 
-mimetypes.add_type("application/vnd.openxmlformats-officedocument.wordprocessingml.document", ".docx")
+_OFFICE = {".docx": "wordprocessingml.document", ".xlsx": "spreadsheetml.sheet", ".pptx": "presentationml.presentation"}
+for _suffix, _kind in _OFFICE.items():
+    mimetypes.add_type(f"application/vnd.openxmlformats-officedocument.{_kind}", _suffix)
+mimetypes.add_type("application/vnd.oasis.opendocument.text", ".odt")
+mimetypes.add_type("application/epub+zip", ".epub")
 mimetypes.add_type("application/jsonl", ".jsonl")
 _ENCODING_S = 10.0  # seconds for the corpora to reach a point where the next server can resume
 
@@ -202,7 +207,7 @@ def _is_form(request: Request) -> bool:
 
 @router.put("/v1/corpus/{document:path}", status_code=202, openapi_extra={"requestBody": _FILE})
 async def upload_document(document: str, request: Request, tenant: Caller) -> Response:
-    """Add the uploaded file (text, Markdown, HTML, PDF, Word, CSV or JSONL, by the id's suffix or the content type).
+    """Add the uploaded file (text, HTML, PDF, Office, EPUB, CSV or JSONL, by the id's suffix or the content type).
 
     The response lists what was skipped in it as `problems`.
     """
@@ -223,7 +228,8 @@ async def _read(request: Request, document: str, content: bytes, media_type: str
 
     def work() -> Content:
         try:
-            parsed = parse(document, kind, content)
+            with Sandbox() as sandbox:  # one each, so that a hostile file delays no other
+                parsed = sandbox.parse(document, kind, content)
         except KvragError as error:
             raise ApiError(400, f"{document} cannot be read: {error}", "unreadable_document") from error
         if not parsed.texts:

@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import hostile
 import httpx
 import numpy as np
 import openai
@@ -34,6 +35,7 @@ from transformers import AutoModelForCausalLM
 import kvrag
 from benchmarks.speed import serve
 from kvrag import BlendConfig, BlendEngine, FileStore, Grammar, Model
+from kvrag.retrieval import sandbox
 from kvrag.server.answers import EventStream
 from kvrag.server.corpus import Corpus
 from kvrag.server.response import ResponseBuilder
@@ -372,6 +374,8 @@ def test_citations_of_a_pdf_have_pages(served: Served) -> None:
         ("a", "text/html; charset=utf-8", b"<p>Zel owns a snake.</p>"),
         ("a.pdf", "", PDF),
         ("a", "application/pdf", PDF),
+        ("a", "application/epub+zip", hostile.epub("<p>Zel owns a <b>snake</b>.</p>")),
+        ("a.odt", "", hostile.odt("<text:p>Zel owns a snake.</text:p>")),
         ("a.jsonl", "", b'{"text": "Zel owns a snake."}\nbroken'),
         ("a.txt", "", "Zel owns a snake.".encode("utf-16")),
         ("a b/c%2Fd.txt", "", "Zel owns a snake.".encode("utf-8-sig")),
@@ -396,6 +400,8 @@ def test_files_are_uploaded(served: Served, corpus: Corpus, name: str, content_t
         ("a.jsonl", b"{}\n[]", "a.jsonl, line 1: skipped: it is not a JSON object with a text in 'text'"),
         ("a.pdf", b"%PDF-1.7 nothing", "PDF"),
         ("a.txt", b"  ", "no text"),
+        ("sheet", hostile.xlsx(""), "give its name the suffix .xlsx"),
+        ("a.docx", hostile.FILES[".docx", "a long cell over 20,000 rows"](), "its text is far larger than the file"),
         ("%2E%2E/%2E%2E/etc/passwd", b"text", "'..' between slashes"),
         ("a%00b", b"text", "printable"),
         ("a" * 300, b"text", "1 to 256"),
@@ -406,6 +412,14 @@ def test_invalid_documents_are_refused(served: Served, name: str, content: bytes
     assert refused.status_code == 400
     assert reason in refused.json()["error"]["message"]
     assert served.http.get("/v1/corpus").json()["total"] == len(CHUNKS)
+
+
+def test_an_upload_that_takes_too_long_to_read_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_SECONDS", 1)
+    monkeypatch.setattr(sandbox, "_SECONDS_PER_MIB", 0)
+    refused = served.http.put("/v1/corpus/a.pdf", content=hostile.FILES[".pdf", "4,000,000 operators"]())
+    assert refused.status_code == 400
+    assert "reading it takes longer than 1 s: split it" in refused.json()["error"]["message"]
 
 
 def test_commands_shown_on_the_page_work(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from functools import partial
+from importlib import import_module
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -76,17 +77,22 @@ def check_list(name: str, value: Iterable[T]) -> list[T]:
 
 
 def check_policy(policy: str) -> str:
-    """Return the name of a policy if there is such a policy, else raise SettingError."""
-    return check_choice("policy", policy, POLICIES)
+    """Return a policy if it exists, else raise SettingError. Settings can follow its name: `hkvd:check_layer=3`."""
+    name, colon, _ = policy.partition(":") if isinstance(policy, str) else (policy, "", "")
+    check_choice("policy", name, POLICIES)
+    if colon:
+        _require(name not in ("none", "full"), f"policy {name} has no settings, got {policy!r:.80}")
+        import_module("kvrag.reuse.policies").policy_of(policy)  # which alone knows them
+    return policy
 
 
-def _checked(default: Any, check: Callable[..., Any], **limits: Any) -> Any:
-    """Return a field with a check; None is accepted as well if it is the default. See `_check_fields`."""
+def checked(default: Any, check: Callable[..., Any], **limits: Any) -> Any:
+    """Return a field with a check; None is accepted as well if it is the default. See `check_fields`."""
     return field(default=default, metadata={"check": partial(check, **limits)})
 
 
-def _check_fields(settings: BlendConfig | Sampling) -> None:
-    """Check and convert the fields of an instance that is being created."""
+def check_fields(settings: Any) -> None:
+    """Check and convert the fields of a dataclass that is being created."""
     for setting in fields(settings):
         value = getattr(settings, setting.name)
         if "check" in setting.metadata and not (value is None and setting.default is None):
@@ -162,7 +168,8 @@ class BlendConfig:
     """Recompute settings: how much of the stitched KV, and which tokens.
 
     Attributes:
-        policy: One of `POLICIES`; see `kvrag.reuse.policies`.
+        policy: One of `POLICIES`, with its own settings if need be: `"query:first_tokens=4,band=0.4:0.7"`; see
+            `kvrag.reuse.policies`.
         ratio: Share of the reused, inexact tokens to recompute; 0 = plain reuse, 1 = full prefill's logits.
             None = the result of `engine.calibrate` for this model and policy; without one, full prefill, or
             `DEFAULT_RATIO` for the bundled model and where policy or controller are given.
@@ -178,30 +185,18 @@ class BlendConfig:
         context_tokens: At ingestion, a chunk is encoded with this many preceding tokens of its document as context, or
             more where they are computed anyway, so that its KV resolves pronouns and references. 0 = every chunk is
             encoded alone: its KV, and every chunk that prompts reuse, depends on its own text only.
-        check_layer: Layer at which `hkvd` measures the KV deviation; costs that many full layers.
-        first_tokens: Tokens at the start of every run that `query` recomputes in any case, as far as half of the
-            budget allows; 0 = the question's attention alone decides.
-        band: Layers whose attention `query` uses, as fractions of the depth.
-        seed: Seed of `random`.
     """
 
-    policy: str = _checked(DEFAULT_POLICY, lambda _, policy: check_policy(policy))
-    ratio: float | None = _checked(None, check_number, most=1)
-    controller: str = _checked("auto", check_choice, choices=CONTROLLERS)
-    min_run: int = _checked(16, check_number, least=16, whole=True)  # guaranteed by the matcher
-    history: str = _checked("exact", check_choice, choices=HISTORIES)
-    deterministic: bool = _checked(False, check_type, kind=bool, form="True or False")
-    context_tokens: int = _checked(DEFAULT_CONTEXT, check_number, whole=True)
-    check_layer: int = _checked(1, check_number, least=1, whole=True)  # layer 0 cannot deviate
-    first_tokens: int = _checked(2, check_number, whole=True)
-    band: tuple[float, float] = (0.5, 0.8)
-    seed: int = _checked(0, check_number, whole=True)
+    policy: str = checked(DEFAULT_POLICY, lambda _, policy: check_policy(policy))
+    ratio: float | None = checked(None, check_number, most=1)
+    controller: str = checked("auto", check_choice, choices=CONTROLLERS)
+    min_run: int = checked(16, check_number, least=16, whole=True)  # guaranteed by the matcher
+    history: str = checked("exact", check_choice, choices=HISTORIES)
+    deterministic: bool = checked(False, check_type, kind=bool, form="True or False")
+    context_tokens: int = checked(DEFAULT_CONTEXT, check_number, whole=True)
 
     def __post_init__(self) -> None:
-        _check_fields(self)
-        band = self.band if isinstance(self.band, tuple | list) else ()
-        ok = len(band) == 2 and all(isinstance(part, Real) for part in band) and 0.0 <= band[0] < band[1] <= 1.0
-        _require(ok, f"band must be two rising fractions in [0, 1], got {self.band!r:.80}")
+        check_fields(self)
         clash = 'deterministic=True reuses nothing of earlier prompts: leave history at "exact"'
         _require(not self.deterministic or self.history == "exact", clash)
 
@@ -227,21 +222,21 @@ class Sampling:
         stop: The answer ends before the first of these strings, independent of token boundaries.
     """
 
-    max_new_tokens: int = _checked(256, check_number, least=1, whole=True)
-    temperature: float | None = _checked(None, check_number, most=_EXTREME)
-    top_p: float | None = _checked(None, check_number, least=1 / _EXTREME, most=1)
-    top_k: int | None = _checked(None, check_number, whole=True)
-    min_p: float | None = _checked(None, check_number, most=1)
-    repetition_penalty: float | None = _checked(None, check_number, least=1 / _EXTREME, most=_EXTREME)
-    frequency_penalty: float | None = _checked(None, check_number, least=-2, most=2)
-    presence_penalty: float | None = _checked(None, check_number, least=-2, most=2)
+    max_new_tokens: int = checked(256, check_number, least=1, whole=True)
+    temperature: float | None = checked(None, check_number, most=_EXTREME)
+    top_p: float | None = checked(None, check_number, least=1 / _EXTREME, most=1)
+    top_k: int | None = checked(None, check_number, whole=True)
+    min_p: float | None = checked(None, check_number, most=1)
+    repetition_penalty: float | None = checked(None, check_number, least=1 / _EXTREME, most=_EXTREME)
+    frequency_penalty: float | None = checked(None, check_number, least=-2, most=2)
+    presence_penalty: float | None = checked(None, check_number, least=-2, most=2)
     logit_bias: Mapping[int, float] | None = None
-    logprobs: int | None = _checked(None, check_number, most=20, whole=True)
-    seed: int | None = _checked(None, check_number, most=(1 << 64) - 1, whole=True)
+    logprobs: int | None = checked(None, check_number, most=20, whole=True)
+    seed: int | None = checked(None, check_number, most=(1 << 64) - 1, whole=True)
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         if self.temperature:
             check_number("temperature", self.temperature, 1 / _EXTREME, _EXTREME)
         _require(isinstance(self.logit_bias, Mapping | None), f"logit_bias must be a dict, got {self.logit_bias!r:.80}")

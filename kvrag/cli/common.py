@@ -251,15 +251,10 @@ def retrieval_folder(engine: HasStore, namespace: str) -> Path:
 
 
 def open_index(engine: HasStore, namespace: str, embedder: str | None = None) -> ChunkIndex:
-    """Open the chunk index of a namespace."""
+    """Open this machine's chunk index of a namespace."""
     from kvrag.retrieval.index import ChunkIndex
-    from kvrag.retrieval.mirror import SharedIndex
-    from kvrag.store import SharedStore
 
-    path = retrieval_folder(engine, namespace) / "index.sqlite"
-    if isinstance(engine.store, SharedStore):
-        return SharedIndex(path, embedder, engine.store, namespace)
-    return ChunkIndex(path, embedder)
+    return ChunkIndex(retrieval_folder(engine, namespace) / "index.sqlite", embedder)
 
 
 def require_chunks(index: ChunkIndex) -> None:
@@ -270,7 +265,8 @@ def require_chunks(index: ChunkIndex) -> None:
 
 def _nothing_warmed(folder: Path) -> StoreError:
     return StoreError(
-        f"{folder} has no warmed documents: run `kvrag warm PATH` first, with the same --model, --store and --namespace"
+        f"{folder} has no warmed documents: run `kvrag warm PATH` first, on this machine (it encodes nothing that a "
+        "shared store has already), with the same --model, --store and --namespace"
     )
 
 

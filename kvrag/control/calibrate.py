@@ -108,7 +108,8 @@ class Calibration:
         if self.policy != config.policy:
             return f"policy {self.policy}, not {config.policy}"
         settings = settings_of(config)
-        different = [name for name in settings | self.settings if settings.get(name) != self.settings.get(name)]
+        # stored ones may have settings of policies, which are part of the policy now
+        different = [name for name, value in settings.items() if value != self.settings.get(name)]
         return f"other settings ({', '.join(different)})" if different else ""
 
 

@@ -6,7 +6,8 @@ same positions are used for keys and values and on every layer. To add a policy,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from kvrag.backend.protocol import Backend
 from kvrag.config import DEFAULT_RATIO, BlendConfig
+from kvrag.errors import SettingError
 from kvrag.reuse.stitch import Stitched
 
 
@@ -24,7 +26,6 @@ class Context:
 
     backend: Backend
     stitched: Stitched
-    config: BlendConfig
     budget: int
 
 
@@ -38,6 +39,19 @@ class Passes(NamedTuple):
 NO_PASSES = Passes()
 
 
+@dataclass(frozen=True)
+class Policy:
+    """A policy: its settings are its fields. The subclass is in a module of `kvrag.reuse.policies`."""
+
+    def score(self, context: Context) -> Tensor:
+        """Return (T,) scores of all positions: higher ones are recomputed first, those with -inf never."""
+        raise NotImplementedError
+
+    def passes(self, num_layers: int) -> Passes:
+        """Return the layers of the model that scoring runs."""
+        return NO_PASSES
+
+
 def select(backend: Backend, stitched: Stitched, config: BlendConfig) -> Tensor:
     """Return `config.ratio` of the inexact reused positions, (S,) ascending."""
     inexact = stitched.inexact
@@ -49,7 +63,7 @@ def select(backend: Backend, stitched: Stitched, config: BlendConfig) -> Tensor:
     # choosing runs the fresh tokens through most layers: with a long question, computing all reused tokens costs less
     if len(inexact) - budget <= selecting(config, backend.num_layers).query * len(stitched.fresh):
         return inexact
-    scores: Tensor = _module(config.policy).score(Context(backend, stitched, config, budget))
+    scores = policy_of(config.policy).score(Context(backend, stitched, budget))
     return inexact[best(scores[inexact], budget)]
 
 
@@ -57,8 +71,7 @@ def selecting(config: BlendConfig, num_layers: int) -> Passes:
     """Return the layers that the policy of these settings runs to select."""
     if config.policy in ("none", "full"):
         return NO_PASSES
-    passes = getattr(_module(config.policy), "passes", None)
-    return passes(config, num_layers) if passes else NO_PASSES
+    return policy_of(config.policy).passes(num_layers)
 
 
 def best(scores: Tensor, num: int) -> Tensor:
@@ -67,5 +80,23 @@ def best(scores: Tensor, num: int) -> Tensor:
     return top.indices[top.values > -torch.inf].sort().values
 
 
-def _module(policy: str) -> Any:
-    return import_module(f"kvrag.reuse.policies.{policy}")
+def policy_of(text: str) -> Policy:
+    """Return a policy by its name, which settings can follow: `hkvd:check_layer=3`, `query:first_tokens=4,band=0:0.5`.
+
+    Raises SettingError for settings that the policy does not have.
+    """
+    name, _, assignments = text.partition(":")
+    policy: type[Policy] = getattr(import_module(f"kvrag.reuse.policies.{name}"), name.title().replace("_", ""))
+    names = [field.name for field in fields(policy)]
+    settings: dict[str, Any] = {}
+    for assignment in filter(None, assignments.split(",")):
+        setting, equals, value = assignment.partition("=")
+        if not equals or setting not in names:
+            known = f"write NAME=VALUE with one of {', '.join(names)}" if names else "it has none"
+            raise SettingError(f"policy {name}: {assignment!r:.80} is not a setting: {known}")
+        try:
+            numbers = [json.loads(number) for number in value.split(":")]
+        except ValueError:
+            raise SettingError(f"policy {name}: {assignment!r:.80} is not a number, or two with a colon") from None
+        settings[setting] = numbers[0] if len(numbers) == 1 else tuple(numbers)
+    return policy(**settings)

@@ -141,6 +141,8 @@ class Log:
         """Apply one operation within the current transaction; return its result and the chunks that it removed."""
         fields = dict(operation)
         op = fields.pop("op")
+        if op == "published":
+            return None, ()  # of a retrieval index, which earlier versions shared
         if op not in OPERATIONS:
             raise StoreError(f"{self._remote.url} was written by a newer version ({op}): update kvrag")
         if op == "put":
@@ -224,7 +226,6 @@ class Log:
             index = self._part(number, "index") if number else _EMPTY
             rows, holders, scores = (self._parts(number, kind, index) for kind in ("rows", "holders", "scores"))
             removed = self._manifest.replace(map(_row, rows), holders, scores)
-            self._manifest.publish()  # some may have been in the operations that are skipped
             budgets = index["budgets"]
             for namespace in {*self._manifest.budgets(), *budgets}:
                 self._manifest.set_budget(namespace, budgets.get(namespace))

@@ -36,12 +36,9 @@ _LOG = 100_000  # number of removals kept
 _BUDGET = "budget "  # and a namespace: counter with its budget in bytes
 _STORED = 2  # uses that storing counts as: new chunks must outlast chunks that are hardly used
 
-PUBLICATIONS = "publications"
-"""Counter of publications, see SharedStore."""
-
 OPERATIONS = {
     **{"put": "add", "hold": "hold", "remove": "remove", "release": "release"},
-    **{"used": "touch", "budget": "set_budget", "published": "publish"},
+    **{"used": "touch", "budget": "set_budget"},
 }
 """Methods that change a manifest, by their names in the log of a shared store."""
 
@@ -212,11 +209,6 @@ class Manifest(Database):
         """Set counters, each 63 bits."""
         with self.transaction() as connection:
             connection.executemany("INSERT OR REPLACE INTO counters VALUES (?, ?)", list(counters.items()))
-
-    def publish(self) -> None:
-        """Count a publication."""
-        with self.transaction() as connection:
-            connection.execute(COUNT, (PUBLICATIONS, 1))
 
     def replace(
         self, rows: Iterable[ManifestRow], holders: Iterable[Sequence[str]], scores: Iterable[Sequence[Any]]

@@ -41,7 +41,7 @@ from kvrag.store.durable import write_file
 from kvrag.store.files import FileStore
 from kvrag.store.follower import Follower
 from kvrag.store.log import Log
-from kvrag.store.manifest import PUBLICATIONS, Manifest, ManifestRow
+from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.owner import OWNER, check_owner, owner_file, parse_owner
 from kvrag.store.protocol import ChunkRecord, StoreStats, TextState
 from kvrag.store.remote import TIMEOUT_S, RemoteChunk
@@ -388,33 +388,6 @@ class SharedStore(KVStore):
                 return change(None).encode()
 
         self._remote.change(name, changed)
-
-    # ---------------------------------------------------------------- publications, such as an index for retrieval
-
-    def publications(self) -> int:
-        """Return a counter that changes when any machine publishes or withdraws content."""
-        return self._current.counter(PUBLICATIONS)
-
-    def published(self, folder: str) -> list[str]:
-        """Return the names of the publications in a folder."""
-        prefix = f"published/{folder}/"
-        return [name.removeprefix(prefix) for name in self._remote.names(prefix)]
-
-    def read_published(self, folder: str, name: str) -> bytes | None:
-        """Return the content of a publication; None if it was withdrawn."""
-        return self._remote.read([f"published/{folder}/{name}"])[0]
-
-    def publish(self, folder: str, name: str, content: bytes, replaces: Sequence[str] = ()) -> None:
-        """Publish content for all machines, and withdraw the publications that it replaces."""
-        self._check_open()
-        self._remote.write(f"published/{folder}/{name}", content)
-        self.withdraw(folder, replaces)
-
-    def withdraw(self, folder: str, names: Sequence[str]) -> None:
-        """Withdraw the publications with these names."""
-        self._check_open()
-        self._remote.delete([f"published/{folder}/{name}" for name in names])
-        self._log.change("published")
 
     # ---------------------------------------------------------------- maintenance
 

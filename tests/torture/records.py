@@ -58,7 +58,6 @@ class _Place:
             for name, numbers in _DOCUMENTS.items():
                 engine.warm(map(tiny.text, numbers), document=name)
             store.change_text("speed.json", lambda _: "{}")
-            store.publish("index", "name", b"content")
             store._log.trim()
             engine.warm([tiny.text(6)], document="c")
             for keys in store.documents().values():

@@ -60,39 +60,37 @@ class EncodingWorker:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._args = argparse.Namespace(**options)
-        self._opened: tuple[BlendEngine, ChunkIndex] | None = None
+        self._opened: BlendEngine | None = None
 
-    def _open(self) -> tuple[BlendEngine, ChunkIndex]:
+    def _open(self) -> BlendEngine:
         if self._opened is None:
-            engine = open_engine(self._args)
-            self._opened = engine, open_index(engine, self._args.namespace, self._args.embedder)
+            self._opened = open_engine(self._args)
         return self._opened
 
     def open(self) -> Facts | str:
         """Load the model and open the store."""
         try:
-            engine, _ = self._open()
+            engine = self._open()
         except (KvragError, OSError) as error:
             return str(error)
         model, store = engine.model, self._args.store or str(engine.store.path)
         size = bytes_per_token(engine, self._args.chunk_tokens)
         return Facts(store, engine.fingerprint, model.name, model.context_window, model.stable_length, size)
 
-    def warm(self, name: str, chunks: list[str], pages: dict[str, tuple[int, int]]) -> dict[str, Any] | str:
-        """Encode a document and add it to the index."""
+    def warm(self, name: str, chunks: list[str]) -> dict[str, Any] | str:
+        """Encode a document."""
         from kvrag.store import SharedStore
 
         started = time.perf_counter()
         try:
-            engine, index = self._open()
+            engine = self._open()
             if isinstance(engine.store, SharedStore):  # so that texts stored by other workers are not encoded again
                 engine.store.sync()
             report = engine.warm(chunks, document=name, namespace=self._args.namespace)
-            indexed = index.add(chunks, document=name, pages=pages)
         except (KvragError, OSError) as error:
             return str(error)
         totals = {field: getattr(report, field) for field in TOTALS}
-        return totals | {"indexed": indexed, "seconds": time.perf_counter() - started}
+        return totals | {"seconds": time.perf_counter() - started}
 
 
 class _ModelOutline:
@@ -229,7 +227,7 @@ class WorkerPool:
         while self._idle and (name := next_document()) is not None:
             worker = self._idle.pop()
             worker.document = name
-            self._waiting[worker.actor.warm.remote(name, plan.chunks[name], plan.pages[name])] = worker
+            self._waiting[worker.actor.warm.remote(name, plan.chunks[name])] = worker
 
     def results(self, timeout: float = 1.0) -> Iterator[tuple[str | None, Any]]:
         """Yield (document, result) as workers finish, None as the result of a document whose worker died.
@@ -324,7 +322,7 @@ def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
             f"needs {human_bytes(new * facts.bytes_per_token)} in {here.store.stats().path}"
         )
         here.store.check_room(new * facts.bytes_per_token)
-        result = _warm(pool, plan, args.json)
+        result = _warm(pool, plan, index, args.json)
         result |= {"gone": gone, "dropped": dropped, "problems": plan.problems}
         return result | {"store": str(here.store.stats().path), "model": facts.model}
 
@@ -346,18 +344,19 @@ def _make_plan(args: argparse.Namespace, facts: Facts, store: KVStore, index: Ch
     for name, pieces in chunks.items():
         tokenized = [ids for ids in map(tokenizer.encode, pieces) if len(ids) >= config.min_run]
         texts[name] = {text_key(args.namespace, ids): len(ids) for ids in tokenized}
-        # a killed worker may have stored a document's KV without indexing it
+        # this process may have been killed after a document's KV was stored, before it was indexed
         indexed = [text for text in dict.fromkeys(pieces) if text.strip()]
         if index.texts(name) == indexed and choosing.is_warm(pieces, name, args.namespace):
             warm.add(name)
     return ClusterPlan(chunks, pages, problems, texts, warm)
 
 
-def _warm(pool: WorkerPool, plan: ClusterPlan, quiet: bool) -> dict[str, Any]:
-    """Send a plan's documents to the workers until all are done."""
+def _warm(pool: WorkerPool, plan: ClusterPlan, index: ChunkIndex, quiet: bool) -> dict[str, Any]:
+    """Send a plan's documents to the workers, and index those that are encoded, until all are done."""
     queue = DocumentQueue(plan.texts, plan.warm)
     lengths = {name: sum(texts.values()) for name, texts in plan.texts.items() if name not in plan.warm}
-    totals: dict[str, Any] = dict.fromkeys((*TOTALS, "indexed"), 0)
+    totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
+    indexed = 0
     for name in plan.warm:
         totals["chunks"] += len(set(plan.chunks[name]))
         totals["reused"] += len(plan.texts[name])
@@ -381,6 +380,7 @@ def _warm(pool: WorkerPool, plan: ClusterPlan, quiet: bool) -> dict[str, Any]:
                 left.discard(document)
                 for count in totals:
                     totals[count] += result[count]
+                indexed += index.add(plan.chunks[document], document=document, pages=plan.pages[document])
             report(sum(length for name, length in lengths.items() if name not in left), sum(lengths.values()))
     workers = [worker.to_dict() for worker in pool.workers if worker.documents]
     for worker in workers:
@@ -391,5 +391,5 @@ def _warm(pool: WorkerPool, plan: ClusterPlan, quiet: bool) -> dict[str, Any]:
     warnings = []
     if pool.lost:
         warnings.append(f"{pool.lost} workers died and were replaced: nothing is missing")
-    result = totals | {"files": len(plan.chunks), "warm": len(plan.warm), "warnings": warnings}
+    result = totals | {"indexed": indexed, "files": len(plan.chunks), "warm": len(plan.warm), "warnings": warnings}
     return result | {"workers": workers, "lost": pool.lost}

@@ -62,11 +62,6 @@ class ConnectorSettings:
         store = name if is_shared(name) else Path(name).expanduser()
         blend_names = {field.name for field in fields(BlendConfig)}
         blend = {name: values.pop(name) for name in list(values) if name in blend_names}
-        if "band" in blend:
-            band = blend["band"]
-            if not isinstance(band, list | tuple) or not all(isinstance(bound, int | float) for bound in band):
-                raise SettingError(f"band must be two rising fractions in [0, 1], got {band!r:.80}")
-            blend["band"] = tuple(band)
         connector_names = {field.name for field in fields(cls)} - {"store", "config"}
         if unknown := sorted(set(values) - connector_names):
             known = ", ".join(sorted(connector_names | blend_names | {"store"}))

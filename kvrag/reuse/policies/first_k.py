@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrag.reuse.select import Context
+from kvrag.reuse.select import Context, Policy
 
 
-def score(context: Context) -> Tensor:
+class FirstK(Policy):
     """The first tokens of every run, the same number of each."""
-    scores = torch.full((len(context.stitched.ids),), -torch.inf)
-    for run in context.stitched.runs:
-        scores[run.start : run.stop] = -torch.arange(len(run), dtype=torch.float32)
-    return scores
+
+    def score(self, context: Context) -> Tensor:
+        """Score a token by its place in its run."""
+        scores = torch.full((len(context.stitched.ids),), -torch.inf)
+        for run in context.stitched.runs:
+            scores[run.start : run.stop] = -torch.arange(len(run), dtype=torch.float32)
+        return scores

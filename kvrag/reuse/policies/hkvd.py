@@ -2,49 +2,59 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import prefill_blocks
-from kvrag.config import BlendConfig
-from kvrag.reuse.select import Context, Passes
+from kvrag.config import check_fields, check_number, checked
+from kvrag.reuse.select import Context, Passes, Policy
 
 
-def score(context: Context) -> Tensor:
-    """Score by the deviation at the check layer.
+@dataclass(frozen=True)
+class Hkvd(Policy):
+    """The tokens with the highest KV deviation at the check layer. Measuring it costs that many full layers."""
 
-    The layers before it run in full. Their results and the check layer's fresh keys and values are kept.
-    """
-    backend, stitched = context.backend, context.stitched
-    check = min(context.config.check_layer, backend.num_layers - 1)
-    keys, values = stitched.cache.layer(check)
-    scores = torch.full((len(stitched.ids),), -torch.inf)
+    check_layer: int = checked(1, check_number, least=1, whole=True)  # layer 0 cannot deviate
 
-    def run(block: Tensor, positions: Tensor | None) -> None:
-        total = torch.zeros(len(block), device=keys.device)
+    def __post_init__(self) -> None:
+        check_fields(self)
 
-        def observe(number: int, fresh_keys: Tensor, fresh_values: Tensor) -> None:
-            if number == check:
-                at = block.to(keys.device)
-                total.add_(_distances(fresh_keys, keys[:, :, at]) + _distances(fresh_values, values[:, :, at]))
-                stitched.cache.write(check, at, fresh_keys, fresh_values)
+    def score(self, context: Context) -> Tensor:
+        """Score by the deviation at the check layer.
 
-        backend.forward_until(check, stitched.ids[block][None], stitched.cache, positions, observe=observe)
-        scores[block] = backend.sum_over_processes(total).cpu()
+        The layers before it run in full. Their results and the check layer's fresh keys and values are kept.
+        """
+        backend, stitched = context.backend, context.stitched
+        check = min(self.check_layer, backend.num_layers - 1)
+        keys, values = stitched.cache.layer(check)
+        scores = torch.full((len(stitched.ids),), -torch.inf)
 
-    rows = torch.arange(stitched.kept, len(scores))
-    if not stitched.kept and backend.rows_per_pass is None:  # plain prefill of the prefix: no mask needed
-        stitched.cache.set_length(0)
-        run(rows, None)
-    else:
-        for block in prefill_blocks(backend, rows):
-            run(block, block)
-    return scores
+        def run(block: Tensor, positions: Tensor | None) -> None:
+            total = torch.zeros(len(block), device=keys.device)
 
+            def observe(number: int, fresh_keys: Tensor, fresh_values: Tensor) -> None:
+                if number == check:
+                    at = block.to(keys.device)
+                    total.add_(_distances(fresh_keys, keys[:, :, at]) + _distances(fresh_values, values[:, :, at]))
+                    stitched.cache.write(check, at, fresh_keys, fresh_values)
 
-def passes(config: BlendConfig, num_layers: int) -> Passes:
-    """Return the layers before the check layer, on all tokens."""
-    return Passes(detection=min(config.check_layer, num_layers - 1) / num_layers)
+            backend.forward_until(check, stitched.ids[block][None], stitched.cache, positions, observe=observe)
+            scores[block] = backend.sum_over_processes(total).cpu()
+
+        rows = torch.arange(stitched.kept, len(scores))
+        if not stitched.kept and backend.rows_per_pass is None:  # plain prefill of the prefix: no mask needed
+            stitched.cache.set_length(0)
+            run(rows, None)
+        else:
+            for block in prefill_blocks(backend, rows):
+                run(block, block)
+        return scores
+
+    def passes(self, num_layers: int) -> Passes:
+        """Return the layers before the check layer, on all tokens."""
+        return Passes(detection=min(self.check_layer, num_layers - 1) / num_layers)
 
 
 def _distances(fresh: Tensor, cached: Tensor) -> Tensor:

@@ -3,62 +3,85 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import prefill_blocks
-from kvrag.config import BlendConfig
-from kvrag.reuse.select import Context, Passes
+from kvrag.config import check_fields, check_number, checked
+from kvrag.errors import SettingError
+from kvrag.reuse.select import Context, Passes, Policy
 
 _MIN_QUERIES = 8
 _FIRST_SHARE = 1 / 2  # of the budget, at most, for the first tokens of runs
 
 
-def score(context: Context) -> Tensor:
-    """Score the first tokens above all others, and these by their attention.
+def _check_band(name: str, band: object) -> tuple[float, float]:
+    parts = band if isinstance(band, tuple | list) else ()
+    if len(parts) != 2 or not all(isinstance(part, Real) for part in parts) or not 0.0 <= parts[0] < parts[1] <= 1.0:
+        raise SettingError(f"{name} must be two rising fractions in [0, 1], as in 0.5:0.8, got {band!r:.80}")
+    return parts[0], parts[1]
 
-    The first tokens of a chunk were encoded without the text before them, so they count regardless of the question.
+
+@dataclass(frozen=True)
+class Query(Policy):
+    """The first tokens of every run, then those that the question attends to.
+
+    Attributes:
+        first_tokens: Tokens at the start of every run that are recomputed in any case, as far as half of the budget
+            allows; 0 = the question's attention alone decides.
+        band: Layers whose attention is used, as fractions of the depth.
     """
-    return attention(context) + first_tokens(context)
 
+    first_tokens: int = checked(2, check_number, whole=True)
+    band: tuple[float, float] = checked((0.5, 0.8), _check_band)
 
-def passes(config: BlendConfig, num_layers: int) -> Passes:
-    """Return the layers up to the end of the band, on the fresh tokens."""
-    return Passes(query=math.ceil(config.band[1] * num_layers) / num_layers)
+    def __post_init__(self) -> None:
+        check_fields(self)
 
+    def score(self, context: Context) -> Tensor:
+        """Score the first tokens above all others, and these by their attention.
 
-def attention(context: Context) -> Tensor:
-    """Return the (T,) attention of the question, the tokens after the last run.
+        The first tokens of a chunk were encoded without the text before them, so they count regardless of the question.
+        """
+        return self.attention(context) + self.seams(context)
 
-    Root mean square over the heads and a band of layers, so that one head with high attention counts more than many
-    with low attention.
-    """
-    backend, stitched, config = context.backend, context.stitched, context.config
-    fresh = stitched.fresh
-    last_reused = int(stitched.reused.nonzero()[-1])
-    num_queries = max(int((fresh > last_reused).sum()), min(_MIN_QUERIES, len(fresh)))
-    low, high = math.floor(config.band[0] * backend.num_layers), math.ceil(config.band[1] * backend.num_layers)
-    layers = range(min(max(low, 1), backend.num_layers - 1), max(high, low + 1, 2))  # layer 0 has no context yet
-    received, left = torch.zeros(len(stitched.ids)), len(fresh)
-    for rows in prefill_blocks(backend, fresh):
-        left -= len(rows)
-        queries = min(len(rows), num_queries - left)
-        ids = stitched.ids[rows][None]
-        if queries > 0:
-            part = backend.attention_received(ids, stitched.cache, rows, queries, layers)
-            received[: len(part)] += part
-        else:
-            backend.forward_until(layers.stop, ids, stitched.cache, rows)
-    return (received / num_queries).sqrt_()
+    def passes(self, num_layers: int) -> Passes:
+        """Return the layers up to the end of the band, on the fresh tokens."""
+        return Passes(query=math.ceil(self.band[1] * num_layers) / num_layers)
 
+    def attention(self, context: Context) -> Tensor:
+        """Return the (T,) attention of the question, the tokens after the last run.
 
-def first_tokens(context: Context) -> Tensor:
-    """Return (T,) scores above any attention for `first_tokens` of every run, the same number of each, 0 elsewhere."""
-    stitched, config = context.stitched, context.config
-    scores = torch.zeros(len(stitched.ids))
-    runs = [run for run in stitched.runs if not stitched.exact[run.start]]
-    num = min(config.first_tokens, int(_FIRST_SHARE * context.budget) // max(len(runs), 1))
-    for run in runs:
-        scores[run.start : run.start + min(num, len(run))] = 2.0  # attention is at most 1
-    return scores
+        Root mean square over the heads and a band of layers, so that one head with high attention counts more than many
+        with low attention.
+        """
+        backend, stitched = context.backend, context.stitched
+        fresh = stitched.fresh
+        last_reused = int(stitched.reused.nonzero()[-1])
+        num_queries = max(int((fresh > last_reused).sum()), min(_MIN_QUERIES, len(fresh)))
+        low, high = math.floor(self.band[0] * backend.num_layers), math.ceil(self.band[1] * backend.num_layers)
+        layers = range(min(max(low, 1), backend.num_layers - 1), max(high, low + 1, 2))  # layer 0 has no context yet
+        received, left = torch.zeros(len(stitched.ids)), len(fresh)
+        for rows in prefill_blocks(backend, fresh):
+            left -= len(rows)
+            queries = min(len(rows), num_queries - left)
+            ids = stitched.ids[rows][None]
+            if queries > 0:
+                part = backend.attention_received(ids, stitched.cache, rows, queries, layers)
+                received[: len(part)] += part
+            else:
+                backend.forward_until(layers.stop, ids, stitched.cache, rows)
+        return (received / num_queries).sqrt_()
+
+    def seams(self, context: Context) -> Tensor:
+        """Return (T,) scores above any attention for the first tokens of runs, as many of each; 0 elsewhere."""
+        stitched = context.stitched
+        scores = torch.zeros(len(stitched.ids))
+        runs = [run for run in stitched.runs if not stitched.exact[run.start]]
+        num = min(self.first_tokens, int(_FIRST_SHARE * context.budget) // max(len(runs), 1))
+        for run in runs:
+            scores[run.start : run.start + min(num, len(run))] = 2.0  # attention is at most 1
+        return scores

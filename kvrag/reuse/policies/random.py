@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from kvrag.reuse.select import Context
+from kvrag.config import check_fields, check_number, checked
+from kvrag.reuse.select import Context, Policy
 
 
-def score(context: Context) -> Tensor:
-    """Score every position at random."""
-    generator = torch.Generator().manual_seed(context.config.seed)
-    return torch.rand(len(context.stitched.ids), generator=generator)
+@dataclass(frozen=True)
+class Random(Policy):
+    """Random tokens, the same for the same seed."""
+
+    seed: int = checked(0, check_number, whole=True)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def score(self, context: Context) -> Tensor:
+        """Score every position at random."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.rand(len(context.stitched.ids), generator=generator)

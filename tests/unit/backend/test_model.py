@@ -421,17 +421,34 @@ def test_unknown_settings_are_refused(make: Callable[..., Any], tmp_path: Path) 
         {"ratio": True},
         {"min_run": 15},
         {"min_run": 20.5},
-        {"check_layer": 0},
-        {"first_tokens": 2.5},
-        {"band": (0.5, 0.5)},
-        {"band": (0.5, 1.5)},
-        {"seed": "x"},
     ],
     ids=str,
 )
 def test_blend_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(SettingError, match=next(iter(settings))):
         BlendConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("hkvd:check_layer=0", "check_layer must be an integer of at least 1, got 0"),
+        ("query:first_tokens=2.5", "first_tokens must be an integer"),
+        ("query:band=0.5:0.5", "band must be two rising fractions"),
+        ("query:band=0.5:1.5", "band must be two rising fractions"),
+        ("query:band=0.5", "band must be two rising fractions"),
+        ("query:band=a:b", "'band=a:b' is not a number, or two with a colon"),
+        ("query:first_tokens=2,seed=1", "policy query: 'seed=1' is not a setting: .* first_tokens, band"),
+        ("query:band", "'band' is not a setting"),
+        ("first_k:k=3", "policy first_k: 'k=3' is not a setting: it has none"),
+        ("full:seed=1", "policy full has no settings"),
+        ("best:seed=1", "unknown policy 'best'"),
+        (["query"], "unknown policy"),
+    ],
+)
+def test_settings_of_policies_that_do_not_fit_are_refused(policy: Any, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        BlendConfig(policy=policy)
 
 
 def test_unknown_blend_settings_are_refused() -> None:

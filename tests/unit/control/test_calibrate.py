@@ -260,8 +260,8 @@ def test_if_no_ratio_reaches_the_target_full_prefill_is_used(warmed: BlendEngine
     [
         ({"fingerprint": "0" * 32}, "another model or other load settings"),
         ({"policy": "hkvd"}, "policy hkvd, not query"),
-        ({"settings": settings_of(BlendConfig(first_tokens=4))}, "other settings (first_tokens)"),
-        ({"settings": settings_of(BlendConfig()) | {"smoothing": 5}}, "other settings (smoothing)"),
+        ({"settings": settings_of(BlendConfig(min_run=20))}, "other settings (min_run)"),
+        ({"policy": "query:first_tokens=4"}, "policy query:first_tokens=4, not query"),
     ],
 )
 def test_a_calibration_for_something_else_is_ignored(changes: dict[str, Any], why: str, warmed: BlendEngine) -> None:

@@ -14,18 +14,18 @@ POLICY = '''
 
 import torch
 
-from kvrag.reuse.select import Context, Passes
+from kvrag.reuse.select import Passes, Policy
 
 
-def score(context):
-    scores = torch.full((len(context.stitched.ids),), -torch.inf)
-    for run in context.stitched.runs:
-        scores[run.start : run.stop] = torch.arange(len(run), dtype=torch.float32)
-    return scores
+class LastK(Policy):
+    def score(self, context):
+        scores = torch.full((len(context.stitched.ids),), -torch.inf)
+        for run in context.stitched.runs:
+            scores[run.start : run.stop] = torch.arange(len(run), dtype=torch.float32)
+        return scores
 
-
-def passes(config, num_layers):
-    return Passes(detection=0.5)
+    def passes(self, num_layers):
+        return Passes(detection=0.5)
 '''
 
 USES = """

@@ -22,7 +22,13 @@ INFORMED = tuple(policy for policy in POLICIES if policy not in ("none", "full")
 
 
 def _pick(model: Model, stitched: Stitched, policy: str, ratio: float, **changes: Any) -> list[int]:
-    config = BlendConfig(policy=policy, ratio=ratio, **{"first_tokens": 0, "band": (0.5, 1.0), **changes})
+    if policy == "query":
+        changes = {"first_tokens": 0, "band": (0.5, 1.0), **changes}
+    values = {
+        name: ":".join(map(str, value if isinstance(value, tuple) else [value])) for name, value in changes.items()
+    }
+    settings = ",".join(f"{name}={value}" for name, value in values.items())
+    config = BlendConfig(policy=f"{policy}:{settings}" if settings else policy, ratio=ratio)
     return select(model, stitched, config).tolist()
 
 

@@ -79,9 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the passages to leave out of the prompts at random, as if not retrieved",
     )
     study.add_argument(
-        "--set", nargs="+", default=[], metavar="NAME=VALUE", dest="settings", help="settings of all policies"
-    )
-    study.add_argument(
         "--against", default=_AGAINST, metavar="POLICY", help=f"policy to compare with (default: {_AGAINST})"
     )
     study.add_argument(
@@ -145,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     rows, data = answers.read_rows(args) if args.docs or args.data else _rows(args)
     configs = [answers.chunk_config(rows, context) for context in contexts or [None]]
     policies = args.policies if args.docs is not None else [*args.policies, "random"]
-    cells = make_cells(make_configs(policies, args.settings), args.ratios)
+    cells = make_cells(make_configs(policies), args.ratios)
     if args.against not in {_AGAINST, *(cell.label for cell in cells)}:
         raise SettingError(f"--against {args.against!r} is not among the measured policies")
     model = answers.load_model(args)

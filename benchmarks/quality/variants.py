@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from hashlib import blake2b
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from benchmarks.quality.rows import QuestionRow
-from kvrag.config import BlendConfig, check_policy
-from kvrag.errors import SettingError
+from kvrag.config import BlendConfig
 
-_GRID = ("policy", "ratio", "controller", "context_tokens")  # fields of BlendConfig that the grid sets
 _CODE = ("backend", "control", "reuse", "ingest", "store", "generate", "request.py", "answer.py", "config.py")
 
 
@@ -34,57 +30,13 @@ def code_digest() -> str:
 
 
 def split_policies(text: str) -> list[str]:
-    """Split `hkvd,query:band=0.2:0.6,seed=9,first_k` into three policies, the second with two settings."""
+    """Split `hkvd,query:band=0.2:0.6,first_tokens=9,first_k` into three policies, the second with two settings."""
     return [label for label in re.split(r",(?=[a-z_]+(?:[:,]|$))", text) if label]
 
 
-def make_configs(labels: Iterable[str], settings: Sequence[str] = ()) -> dict[str, BlendConfig]:
-    """Return settings by label.
-
-    Args:
-        labels: Policies, optionally with their own settings: `hkvd:check_layer=3`.
-        settings: Settings of all policies, as `name=value`.
-
-    Raises:
-        SettingError: Invalid name or value.
-    """
-    shared = parse_settings(settings)
-    configs = {}
-    for label in labels:
-        policy, _, assignments = label.partition(":")
-        check_policy(policy)
-        if assignments and policy in ("full", "none"):
-            raise SettingError(f"policy {policy!r} has no settings, got {label!r}")
-        own = parse_settings(assignments.split(",")) if assignments else {}
-        try:
-            configs[label] = BlendConfig(policy=policy, **{**shared, **own})
-        except (TypeError, ValueError) as error:
-            raise error if isinstance(error, SettingError) else SettingError(f"{label}: {error}") from None
-    return configs
-
-
-def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
-    """Parse `name=value` for fields of BlendConfig that the grid leaves open; `a:b` is a pair of numbers.
-
-    Raises:
-        SettingError: Unknown name, or malformed value.
-    """
-    names = [field.name for field in fields(BlendConfig) if field.name not in _GRID]
-    settings: dict[str, Any] = {}
-    for assignment in assignments:
-        name, equals, value = assignment.partition("=")
-        if not equals or name not in names:
-            raise SettingError(f"{assignment!r} is not a setting: write NAME=VALUE with one of {', '.join(names)}")
-        settings[name] = _value(value)
-    return settings
-
-
-def _value(text: str) -> Any:
-    try:
-        parts = [json.loads(part) for part in text.split(":")]
-    except ValueError:
-        return text
-    return parts[0] if len(parts) == 1 else tuple(parts)
+def make_configs(labels: Iterable[str]) -> dict[str, BlendConfig]:
+    """Return settings by policy, see `BlendConfig.policy`; raises SettingError for one that does not exist."""
+    return {label: BlendConfig(policy=label) for label in labels}
 
 
 # -------------------------------------------------------------------- rows

@@ -30,6 +30,7 @@ from kvrag.cli.common import add_number, at_least
 from kvrag.config import DEFAULT_POLICY, BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.errors import SettingError
+from kvrag.reuse.select import selecting
 from kvrag.store.chunkfile import SUFFIX
 from kvrag.types import BlendReport, Messages
 
@@ -165,21 +166,22 @@ def measure(
                 if isinstance(result, BlendReport):
                     reports.setdefault(name, []).append(result)
     medians = {name: statistics.median(values) for name, values in times.items()}
-    rows = [_row(name, medians, reports.get(name, []), net, config.check_layer) for name in medians]
+    rows = [_row(name, medians, reports.get(name, []), net) for name in medians]
     names = ("chunks", "chunk_tokens", "question_tokens", "ratio", "repeats", "cold")
     settings = run_settings(net) | {name: getattr(setup, name) for name in names}
     settings |= {"ram_tier": bool(setup.ram_bytes), "device_tier": bool(setup.device_bytes)}
     return TtftResult(rows, next(iter(reports.values()))[-1].prompt_tokens, settings)
 
 
-def _row(name: str, medians: dict[str, float], reports: list[BlendReport], net: Model, check_layer: int) -> TtftRow:
+def _row(name: str, medians: dict[str, float], reports: list[BlendReport], net: Model) -> TtftRow:
     ttft_s = medians[name]
     row = TtftRow(name, ttft_s, medians[FULL] / ttft_s)
     if not reports:
         return row
     report = reports[-1]
     computed = report.fresh_tokens + report.recomputed_tokens
-    detection = report.prompt_tokens * check_layer / net.num_layers if name == "hkvd" else 0
+    passes = selecting(BlendConfig(policy=report.policy), net.num_layers)
+    detection = report.prompt_tokens * passes.detection
     bound = report.prompt_tokens / (computed + detection)
     stall_s = statistics.median(report.load_stall_s for report in reports[1:])  # without the warm-up round
     return replace(row, bound=bound, share=row.speedup / bound, computed_tokens=computed, load_stall_s=stall_s)

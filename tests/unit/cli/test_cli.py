@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -302,19 +301,55 @@ def test_documents_whose_files_are_gone_are_reported_and_dropped_on_request(
     assert sources == {*map(str, folder.iterdir()), str(other / "gone.txt"), str(other / "harfield.txt")}
 
 
-def test_progress_begins_at_zero_and_shows_the_speed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    times = iter((0.0, 0.1, 5.0, 10.2, 25.0))
-    monkeypatch.setattr("kvrag.cli.common.time", SimpleNamespace(monotonic=lambda: next(times)))
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that progress reads."""
+    now = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    return now
+
+
+def test_progress_begins_at_zero_and_shows_the_speed(capsys: pytest.CaptureFixture[str], seconds: list[float]) -> None:
     with progress("encoding", unit="tokens") as report:
-        for done in (0, 400, 1020, 2000):
+        for seconds[0], done in ((100.0, 0), (100.1, 400), (105.0, 800), (110.2, 1020), (125.0, 2000)):
             report(done, 4000)
     assert capsys.readouterr().err.splitlines() == [
         "encoding: 0%",
-        "encoding: 26%, 100 tokens/s, about 30 s left",
-        "encoding: 50%, 80 tokens/s, about 25 s left",
+        "encoding: 26%, 100 tokens/s, about 00:29 left",
+        "encoding: 50%, 80.0 tokens/s, about 00:25 left",
     ]
+
+
+def test_progress_estimates_nothing_from_the_first_steps(
+    capsys: pytest.CaptureFixture[str], seconds: list[float]
+) -> None:
+    """They include start-up costs, and of what was done before the first update only the time would count."""
+    with progress("calibrating") as report:
+        for seconds[0], done in ((900.0, 0), (930.0, 1), (945.0, 8), (990.0, 80)):
+            report(done, 160)
+    with progress("copying") as report:
+        for seconds[0], done in ((0.0, 100), (20.0, 150), (40.0, 200)):  # continues an interrupted run
+            report(done, 300)
+    assert capsys.readouterr().err.splitlines() == [
+        "calibrating: 1%",
+        "calibrating: 5%, about 14:15 left",
+        "calibrating: 50%, about 01:30 left",
+        "copying: 50%, about 01:00 left",
+        "copying: 67%, about 00:40 left",
+    ]
+
+
+def test_progress_on_a_terminal_is_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress("reading") as report:
+        for seconds[0], done in ((0.0, 1), (2.0, 5), (3.0, 8)):
+            report(done, 10)
+    drawn = terminal.getvalue().split("\r")
+    assert "reading: 80%|########  | 00:03, about 00:00 left" in "".join(drawn).replace("█", "#")
+    assert not drawn[-2].strip()
+    assert drawn[-1] == ""
 
 
 def test_documents_that_cannot_be_seen_are_not_pruned(

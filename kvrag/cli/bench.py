@@ -6,8 +6,8 @@ import argparse
 import json
 from dataclasses import asdict
 
-from kvrag.cli.common import say
-from kvrag.cli.demo import busy_note, cpu, speed_lines
+from kvrag.cli.common import progress
+from kvrag.cli.demo import busy_note, cpu, speed_lines, warn_if_busy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,10 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the speed-up on a model of that shape."""
+    started = cpu()
     from kvrag.cli.speed import measure
 
-    say("measuring; takes about a minute")
+    warn_if_busy(started)
     started = cpu()
-    result = measure(args.model)
+    with progress("measuring", args.json, "tokens") as show:
+        result = measure(args.model, show)
     print(json.dumps(asdict(result)) if args.json else "\n".join(speed_lines(result, busy_note(started, cpu()))))
     return 0

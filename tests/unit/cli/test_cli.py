@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -232,6 +233,21 @@ def test_warming_twice_encodes_nothing_twice(folder: Path, tmp_path: Path, reade
     assert first["new"] == first["chunks"] == first["indexed"] == 6
     assert first["bytes"] > first["tokens"] * reader.bytes_per_token  # the chunk files' headers come on top
     assert (second["new"], second["reused"], second["bytes"], second["indexed"]) == (0, 6, 0, 0)
+
+
+def test_the_seconds_of_writing_are_those_before_the_calibration(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("kvrag.cli.warm.time.perf_counter", lambda: now[0])
+
+    def calibrate(*_: object) -> tuple[None, str]:
+        now[0] += 600
+        return None, "not calibrated"
+
+    monkeypatch.setattr("kvrag.cli.warm.calibrate_after_warming", calibrate)
+    assert main(["warm", str(folder), "--store", str(tmp_path / "kv"), *map(str, CUT)]) == 0
+    assert "written in 0.0 s\nnot calibrated\n" in capsys.readouterr().out
 
 
 def test_warm_prints_the_needed_space_first(
@@ -464,21 +480,28 @@ def test_namespaces_have_their_own_documents(
         assert "namespace" in fails(*argv, "--namespace", "a\0b", *store)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_ingestion_continues_where_it_stopped(
-    folder: Path, tmp_path: Path, as_json: Json, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals,
+    folder: Path,
+    tmp_path: Path,
+    as_json: Json,
+    fails: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     command = ("warm", folder, "--store", tmp_path / "kv", *CUT)
-    warm, calls = BlendEngine.warm, []
+    warm, calls, handler = BlendEngine.warm, [], signal.getsignal(number)
 
     def interrupted(self: BlendEngine, *args: Any, **kwargs: Any) -> Any:
         calls.append(kwargs["document"])
         if len(calls) == 3:
-            raise KeyboardInterrupt
+            signal.raise_signal(number)
         return warm(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setattr(BlendEngine, "warm", interrupted)
-        said = fails(*command, code=130)
+        said = fails(*command, code=128 + number)
+    assert signal.getsignal(number) == handler
     with closing(FileStore(tmp_path / "kv")) as store:
         stored = store.stats().tokens
     again = as_json(*command)

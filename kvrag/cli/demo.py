@@ -162,9 +162,7 @@ def warn_if_busy(start: Sequence[float]) -> None:
     """Say so if other processes have taken much of the CPU since a result of `cpu`: measuring takes longer then."""
     others, _ = _others(start, cpu())
     if others > _BUSY:
-        say(
-            f"Machine busy: other processes take {others:.0%} of the CPU, so this takes longer and times may not compare"
-        )
+        say(f"Machine busy: other processes take {others:.0%} of the CPU. This takes longer, and times may not compare")
 
 
 def busy_note(start: Sequence[float], stop: Sequence[float]) -> list[str]:

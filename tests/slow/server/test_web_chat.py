@@ -375,6 +375,7 @@ def _chat(page: Any, server: Any, tmp_path: Path) -> None:
 
     # it survives a reload
     turn = page.locator(".turn").first
+    page.click(".sources > summary")  # closed, as after the reload
     before = turn.inner_text()
     page.reload()
     page.locator(".turn").nth(1).wait_for()

@@ -364,6 +364,14 @@ class _Bar(tqdm):  # type: ignore[misc]
         return False  # nothing to clear at the end
 
 
+def _columns() -> int:
+    """Return the width of stderr; tqdm would draw nothing on a terminal that does not know it, as in containers."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
 @contextmanager
 def progress(title: str, quiet: bool = False, unit: str = "") -> Iterator[Callable[[int, int], None]]:
     """Show progress on stderr, updated with (done, total): a bar on a terminal, else a line every ten seconds.
@@ -392,7 +400,9 @@ def progress(title: str, quiet: bool = False, unit: str = "") -> Iterator[Callab
         interval = _REDRAW_S if is_terminal else _LINE_S
         shown = {"mininterval": interval, "delay": 0 if unit or is_terminal else interval, "bar_format": meter}
         options = {"initial": done, "total": total, "unit": f" {unit}", "unit_scale": True, "smoothing": 0}
-        bar = _Bar(desc=title, file=sys.stderr, leave=False, miniters=0, dynamic_ncols=True, **options, **shown)
+        bar = _Bar(
+            desc=title, file=sys.stderr, leave=False, miniters=0, ncols=_columns() - 1, nrows=20, **options, **shown
+        )
 
     try:
         yield update

@@ -363,9 +363,19 @@ def test_progress_on_a_terminal_is_a_bar_that_goes_away(monkeypatch: pytest.Monk
         for seconds[0], done in ((0.0, 1), (2.0, 5), (3.0, 8)):
             report(done, 10)
     drawn = terminal.getvalue().split("\r")
-    assert "reading: 80%|########  | 00:03, about 00:00 left" in "".join(drawn).replace("█", "#")
+    assert re.fullmatch("reading: 80%[|][#█]+.? +[|] 00:03, about 00:00 left", drawn[-3])
     assert not drawn[-2].strip()
     assert drawn[-1] == ""
+
+
+def test_progress_is_drawn_on_a_terminal_without_a_width(seconds: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, its = os.openpty()  # 0 columns
+    with open(its, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with progress("reading") as report:
+            report(1, 10)
+            assert os.read(mine, 1000).decode().startswith("\rreading: 10%|")
+    os.close(mine)
 
 
 def test_documents_that_cannot_be_seen_are_not_pruned(

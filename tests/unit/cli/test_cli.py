@@ -901,7 +901,7 @@ def test_a_busy_machine_is_noted_beside_the_times(
 
     monkeypatch.setattr(demo, "cpu", lambda: (200, 60, 5))
     demo.warn_if_busy((100, 10, 5))
-    assert "other processes take 50% of the CPU, so this takes longer" in capsys.readouterr().err
+    assert "other processes take 50% of the CPU. This takes longer" in capsys.readouterr().err
     demo.warn_if_busy((100, 0, -35))
     assert capsys.readouterr().err == ""
 

@@ -7,13 +7,14 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from tqdm import tqdm
 
 from kvrag.backend.hub import BUNDLED, READER, check_model
 from kvrag.config import (
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _REDRAW_S, _LINE_S = 0.1, 10.0  # seconds between lines of progress, on a terminal and without one
+_KNOWN = 0.05  # of the work, after which the time left is estimated
 _CLEAR = "\r\x1b[K"  # removes a line of progress from a terminal
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 # arguments of the engine that some commands have options for
@@ -345,37 +347,65 @@ def say(message: str) -> None:
     print(f"{_CLEAR if sys.stderr.isatty() else ''}{message}", file=sys.stderr, flush=True)
 
 
+class _Bar(tqdm):  # type: ignore[misc]
+    """Progress on stderr: a bar on a terminal, else lines."""
+
+    monitor_interval = 0  # its thread would outlive a fork
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        """Draw the bar, or print a line."""
+        if self.fp.isatty():
+            return bool(super().display(msg, pos))
+        if msg is None:
+            print(self, file=self.fp, flush=True)
+        return False  # nothing to clear at the end
+
+
+def _columns() -> int:
+    """Return the width of stderr; tqdm would draw nothing on a terminal that does not know it, as in containers."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
 @contextmanager
 def progress(title: str, quiet: bool = False, unit: str = "") -> Iterator[Callable[[int, int], None]]:
-    """Show progress on stderr, updated with (done, total): one changing line on a terminal, else one every ten seconds.
+    """Show progress on stderr, updated with (done, total): a bar on a terminal, else a line every ten seconds.
+
+    The time left is shown once a part is done: the first steps include start-up costs.
 
     Args:
         quiet: Show nothing.
         unit: What is counted: progress is shown from 0 % on, with the number per second.
     """
-    is_terminal = sys.stderr.isatty()
-    started = time.monotonic()
-    printed = -math.inf if unit or is_terminal else started
-    done_at_start: int | None = None  # in an earlier run
+    bar: _Bar | None = None  # from the first update on: what precedes it does not count
 
     def update(done: int, total: int) -> None:
-        nonlocal printed, done_at_start
-        now, done_at_start = time.monotonic(), done if done_at_start is None else done_at_start
-        if quiet or not total or now - printed < (_REDRAW_S if is_terminal else _LINE_S):
+        nonlocal bar
+        if quiet or not total:
             return
-        line = f"{title}: {done / total:.0%}"
-        if done > done_at_start:
-            speed = (done - done_at_start) / (now - started)
-            line += f", {speed:.0f} {unit}/s" if unit else ""
-            line += f", about {duration((total - done) / speed)} left"
-        print(f"{_CLEAR}{line}" if is_terminal else line, end="" if is_terminal else "\n", file=sys.stderr, flush=True)
-        printed = now
+        is_terminal = sys.stderr.isatty()
+        meter = "{desc}: {percentage:.0f}%" + "|{bar}| {elapsed}" * is_terminal
+        if bar is not None:
+            new = done - bar.initial
+            meter += ", {rate_noinv_fmt}" * bool(unit and new > 0)
+            meter += ", about {remaining} left" * (new >= _KNOWN * (total - bar.initial))
+            bar.total, bar.bar_format = total, meter
+            bar.update(done - bar.n)
+            return
+        interval = _REDRAW_S if is_terminal else _LINE_S
+        shown = {"mininterval": interval, "delay": 0 if unit or is_terminal else interval, "bar_format": meter}
+        options = {"initial": done, "total": total, "unit": f" {unit}", "unit_scale": True, "smoothing": 0}
+        bar = _Bar(
+            desc=title, file=sys.stderr, leave=False, miniters=0, ncols=_columns() - 1, nrows=20, **options, **shown
+        )
 
     try:
         yield update
     finally:
-        if is_terminal and not quiet:
-            print(_CLEAR, end="", file=sys.stderr, flush=True)
+        if bar is not None:
+            bar.close()
 
 
 def duration(seconds: float) -> str:

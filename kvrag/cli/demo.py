@@ -29,6 +29,7 @@ WAYS = {_FULL: "full", "plain reuse": "none", _BLENDING: None}
 """Ways to answer, with their policies; None = default."""
 
 _WIDTH = 80  # columns of a terminal
+_BUSY = 0.15  # share of the CPU that other processes take
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the speed-up, the answers to two sets of questions, and the next commands to try."""
     require_extra()
+    started = cpu()
     with needing("langchain-kvrag"):
         import langchain_kvrag  # noqa: F401
+    warn_if_busy(started)
 
     def show(*lines: str) -> None:
         if not args.json:
@@ -68,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         _, alone = _ask_all(ENCODED_ALONE, f"{folder}/alone", args.json)
         show("", *_alone_lines(alone))
     started = cpu()
-    speed = None if args.no_speed else _measure()
+    speed = None if args.no_speed else _measure(args.json)
     if speed:
         show("", "A larger model:", *speed_lines(speed, busy_note(started, cpu())))
     show(
@@ -133,11 +136,11 @@ def _ask_all(sample: Sample, store: str, quiet: bool) -> tuple[dict[str, Any], l
     return warmed, answers
 
 
-def _measure() -> SpeedUp:
+def _measure(quiet: bool) -> SpeedUp:
     from kvrag.cli.speed import measure
 
-    say("measuring a larger model; takes about a minute")
-    return measure()
+    with progress("measuring a larger model", quiet, "tokens") as show:
+        return measure(progress=show)
 
 
 def cpu() -> tuple[float, float, float]:
@@ -149,12 +152,24 @@ def cpu() -> tuple[float, float, float]:
     return sum(ticks), sum(ticks[3:5]), time.process_time() * os.sysconf("SC_CLK_TCK")
 
 
-def busy_note(start: Sequence[float], stop: Sequence[float]) -> str:
-    """Return a note if other processes slowed this one down between two results of `cpu`, else ""."""
+def _others(start: Sequence[float], stop: Sequence[float]) -> tuple[float, float]:
+    """Return the shares of the CPU that other processes took between two results of `cpu`, and that nobody took."""
     total, idle, own = (after - before for before, after in zip(start, stop, strict=True))
-    others = (total - idle - own) / max(total, 1)
-    is_busy = others > 0.15 and idle < 0.25 * total
-    return f"Machine busy: other processes took {others:.0%} of the CPU, so times do not compare" if is_busy else ""
+    return (total - idle - own) / max(total, 1), idle / max(total, 1)
+
+
+def warn_if_busy(start: Sequence[float]) -> None:
+    """Say so if other processes have taken much of the CPU since a result of `cpu`: measuring takes longer then."""
+    others, _ = _others(start, cpu())
+    if others > _BUSY:
+        say(f"Machine busy: other processes take {others:.0%} of the CPU. This takes longer, and times may not compare")
+
+
+def busy_note(start: Sequence[float], stop: Sequence[float]) -> list[str]:
+    """Return a note if other processes slowed this one down between two results of `cpu`, else nothing."""
+    others, idle = _others(start, stop)
+    note = f"Machine busy: other processes took {others:.0%} of the CPU, so times may not compare"
+    return [note] if others > _BUSY and idle < 0.25 else []
 
 
 def _faster(full_s: float, blending_s: float) -> str:
@@ -164,13 +179,14 @@ def _faster(full_s: float, blending_s: float) -> str:
     return f"{compared}: first token after {blending_s * 1000:.0f} ms instead of {full_s * 1000:.0f} ms"
 
 
-def answer_lines(answers: Sequence[DemoAnswer], warmed: dict[str, Any], busy: str = "") -> list[str]:
+def answer_lines(answers: Sequence[DemoAnswer], warmed: dict[str, Any], notes: Sequence[str] = ()) -> list[str]:
     """Return the speed-up and the agreement in one line each, then a table of the answers."""
     full, blending = ([answer for answer in answers if answer.way == way] for way in (_FULL, _BLENDING))
     times = [statistics.median(answer.ttft_s for answer in part) for part in (full, blending)]
     same = sum(reference.answer == blended.answer for reference, blended in zip(full, blending, strict=True))
     return [
-        busy or _faster(*times),
+        _faster(*times),
+        *notes,
         f"{same} of {len(full)} answers are full prefill's",
         "",
         "The bundled reader (4.8 M parameters) in a LangChain chain, about",
@@ -217,10 +233,11 @@ def _table(answers: Sequence[DemoAnswer], times: bool = True) -> list[str]:
     return [*lines, "", f"Right: {right}."]
 
 
-def speed_lines(result: SpeedUp, busy: str = "") -> list[str]:
+def speed_lines(result: SpeedUp, notes: Sequence[str] = ()) -> list[str]:
     """Return the speed-up of a model of a real size, and how it was measured."""
     return [
-        busy or _faster(result.full_s, result.blending_s),
+        _faster(result.full_s, result.blending_s),
+        *notes,
         "",
         f"{result.model}: {result.prompt_tokens} prompt tokens,",
         "6 chunks in an order never seen before, medians of 2 rounds;",

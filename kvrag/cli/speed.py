@@ -15,6 +15,7 @@ import torch
 from kvrag.backend.transformers.untrained import one_token_words, untrained_model
 from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO, BlendConfig
 from kvrag.engine import BlendEngine
+from kvrag.store.base import Progress, no_progress
 
 QWEN = {
     "model_type": "qwen2",
@@ -49,11 +50,18 @@ class SpeedUp:
     processor: str
 
 
-def measure() -> SpeedUp:
+def measure(progress: Progress = no_progress) -> SpeedUp:
     """Measure answers of one token by a model of Qwen2.5-0.5B's shape.
 
     The chunks come from the disk, every time in an order that was not there before.
+
+    Args:
+        progress: Gets the number of tokens that were computed, and of all that will be.
     """
+    stored = _CHUNKS * _CHUNK_TOKENS
+    steps = {"full": stored + _QUESTION_TOKENS, DEFAULT_POLICY: round(DEFAULT_RATIO * stored) + _QUESTION_TOKENS}
+    done, total = 0, stored + (1 + _ROUNDS) * sum(steps.values())
+    progress(done, total)
     model, rng = untrained_model("qwen2.5-0.5b", QWEN), random.Random(0)
     words = one_token_words(model)
     chunks = ["".join(rng.choices(words, k=_CHUNK_TOKENS)) for _ in range(_CHUNKS)]
@@ -62,7 +70,8 @@ def measure() -> SpeedUp:
         TemporaryDirectory() as folder,
         BlendEngine(model, folder, BlendConfig(ratio=DEFAULT_RATIO), ram_bytes=0, conversation_bytes=0) as engine,
     ):
-        engine.warm(chunks)
+        engine.warm(chunks, progress=lambda encoded, _: progress(encoded, total))
+        done = stored
         for _ in range(1 + _ROUNDS):
             rng.shuffle(chunks)
             question = "".join(rng.choices(words, k=_QUESTION_TOKENS))
@@ -71,6 +80,7 @@ def measure() -> SpeedUp:
                 prompt = engine.as_prompt("\n\n".join([*chunks, question]))
                 report = engine.generate(prompt, policy=policy, max_new_tokens=1, temperature=0).report
                 measured.append(time.perf_counter() - started)
+                progress(done := done + steps[policy], total)
     full_s, blending_s = (median(measured[1:]) for measured in seconds.values())
     bound = report.prompt_tokens / (report.fresh_tokens + report.recomputed_tokens)
     return SpeedUp(model.name, full_s, blending_s, bound, report.prompt_tokens, torch.get_num_threads(), processor())

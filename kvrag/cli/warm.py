@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
     if result["skipped"]:
         result["warnings"].append(f"{result['skipped']} chunks are too short: they can be retrieved but not reused")
     gone, problems = result["gone"], result["problems"]
-    result |= {"seconds": time.perf_counter() - started, "problems": [problem.to_dict() for problem in problems]}
+    seconds = time.perf_counter() - started - result.get("calibration_seconds", 0.0)
+    result |= {"seconds": seconds, "problems": [problem.to_dict() for problem in problems]}
     if args.json:
         print(json.dumps(result))
     else:
@@ -134,8 +135,10 @@ def warm_here(args: argparse.Namespace) -> dict[str, Any]:
 
         result = _encode(engine, chunks, args, problems, add, new)
         result |= {"gone": gone, "dropped": dropped, "problems": problems}
+        started = time.perf_counter()
         calibration, outcome = (None, "") if args.no_calibration else calibrate_after_warming(engine, index, args)
         result |= {"calibration": asdict(calibration) if calibration else None, "calibrated": outcome}
+        result["calibration_seconds"] = time.perf_counter() - started
         return result | {"store": place, "model": engine.model.name}
 
 

@@ -40,7 +40,7 @@ class Speed:
         row_s: Seconds per computed token.
         pair_s: Seconds per pair of a token and a key that it attends to.
         stitch_s: Seconds to lay out and rotate one reused token.
-        load: Bytes per second from below the RAM tier, decoding included.
+        load: Bytes per second from below the RAM tier, decoding included; infinite until a load was observed.
     """
 
     pass_s: float
@@ -155,17 +155,17 @@ class CostModel:
         return time.monotonic() - self._loaded_at
 
     def speed(self) -> Speed | None:
-        """Return the estimates; None until both a pass and a load were observed."""
+        """Return the estimates; None until a pass was observed."""
         with self._lock:
             passes = [observed for kept in self._passes.values() for observed in kept]
-            load, (tokens, seconds) = _quotient(self._sums["load"], 0.0), self._sums["stitch"]
-            if self._speed is None and passes and load:
+            load, (tokens, seconds) = _quotient(self._sums["load"], math.inf), self._sums["stitch"]
+            if self._speed is None and passes:
                 self._speed = Speed(*fit(np.array(passes), self._pair_rows), _quotient((seconds, tokens), 0.0), load)
             return self._speed
 
-    def knows_passes(self) -> bool:
-        """Return whether forward passes were observed."""
-        return bool(self._passes)
+    def knows_load(self) -> bool:
+        """Return whether a load was observed."""
+        return all(self._sums["load"])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state for the store."""

@@ -89,7 +89,8 @@ def decide(speed: Speed | None, request: Workload, ratio: float) -> Decision:
         ratio: Lowest allowed ratio.
     """
     if speed is None:
-        return Decision(False, ratio, f"blend at {ratio:g}: no measurements on this machine yet")
+        why = "no measurements on this machine yet (none are taken while it is busy)"
+        return Decision(False, ratio, f"blend at {ratio:g}: {why}")
     full_s, load_s = full_seconds(speed, request.prompt, request.kept), request.bytes / speed.load
     blend_s = blend_seconds(speed, request, ratio)
     if full_s + NOTICEABLE_S <= blend_s:
@@ -191,9 +192,9 @@ class Tuning:
         return calibration, note
 
     def _decide(self, plan: Plan, prompt: Prompt) -> Plan:
-        """Let the controller decide. If only the disk speed is unknown, a small read measures it first."""
+        """Let the controller decide. If only the disk speed is unknown and counts, a small read measures it first."""
         costs, cold = self._costs, prompt.cold
-        if cold and costs.knows_passes() and costs.speed() is None:
+        if cold and costs.speed() is not None and not costs.knows_load():
             self._probe(cold[0])
         decision = decide(costs.speed(), self._workload(plan.config, prompt), plan.ratio)
         if decision.full and cold and costs.load_age > _KEEP_S:  # full prefill loads nothing

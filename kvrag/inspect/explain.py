@@ -41,6 +41,10 @@ _CANDIDATES = 16  # chunks that a stretch may come from; text shared by more is 
 _EDGES = 4  # tokens at a chunk's ends merge with neighbouring text
 _PIECE = 32  # characters of a chunk that are looked for at once
 _RECOGNISED, _VERBATIM = 0.3, 0.95  # shares of a chunk's pieces
+_BEGINNING = (
+    "the beginning of the prompt: KV of a system message and tools is kept without warming; "
+    "warm what it has of a document, as it is pasted"
+)
 _UNESCAPED = "only text between the escaped characters is reused: paste it unescaped, or warm the escaped text too"
 
 
@@ -227,11 +231,12 @@ class _Prompt:
                     self.chunks[key] = ids
                     changed |= change[0] != "reused"
             if not changed and stop - start >= _STRETCH:
-                strange.append(self._ids[start:stop])
+                strange.append((start, self._ids[start:stop]))
         for key, ids in self.chunks.items():
             yield self.judge(self._tokenizer.decode(ids.tolist()), ids.tolist(), key)
-        for stretch in strange:
-            yield self.judge(self._tokenizer.decode(stretch, control_tokens=True), stretch)
+        for start, stretch in strange:
+            finding = self.judge(self._tokenizer.decode(stretch, control_tokens=True), stretch)
+            yield finding if start else replace(finding, detail=_BEGINNING)
 
     def _unmatched(self) -> list[tuple[int, int]]:
         """Return the stretches that are in no stored chunk unchanged."""

@@ -470,7 +470,7 @@ def jsonl(content: bytes, parsed: Content, text_field: str) -> list[str]:
         if isinstance(text, str):
             texts.append(text)
         else:
-            parsed.note(f"skipped: it is not a JSON object with a text in {text_field!r} (see --text-field)", number)
+            parsed.note(f"skipped: it is not a JSON object with a text in the field {text_field!r}", number)
     return texts
 
 

@@ -80,6 +80,7 @@ ONLY_IN: dict[str, set[str]] = {
     "starlette": {"server"},
     "uvicorn": {"server"},
     "pydantic": {"server", "llm_fields.py"},
+    "tqdm": {"cli/common.py"},
     "prometheus_client": {"server"},
     "httpx": set(),
     "openai": {"client/connection.py"},

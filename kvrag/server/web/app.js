@@ -6,15 +6,17 @@ const $ = (id) => document.getElementById(id);
 const POLL_MS = 500;
 const MAX_TURNS = 4; // earlier turns that are sent with a question
 const UNDO_MS = 5000;
+const MAX_SOURCES = 8; // shown of an answer
 
 let key = sessionStorage.getItem("kvrag-key") ?? "";
 let model = "";
 let hasCorpus = false;
 let samples = { documents: [], questions: [], is_chat: true };
-const turns = []; // {question, answer}, kept in the tab until "New chat"
+const turns = []; // {question, raced, lanes, sources}, lanes as returned by `answer`; kept in the tab until "New chat"
 let documents = [];
 let poll = 0; // timer of the next refresh
 const uploads = new Map(); // name -> the error of a failed upload, or "" while it is sent
+const added = []; // names of uploaded files, the newest first
 const problems = new Map(); // name -> warnings about an uploaded file
 const removed = new Map(); // name -> timer of the deletion, which can be undone until then
 let busy = null; // AbortController of the current question
@@ -33,17 +35,19 @@ async function call(path, options = {}) {
       throw failure("The server does not answer. Check that it is still running.");
     });
     if (response.ok) return response;
+    if (response.status === 401) {
+      await askForKey();
+      continue;
+    }
     const error = (await response.json().catch(() => null))?.error;
-    const message = error?.message ?? `The server answered with status ${response.status}.`;
-    if (response.status !== 401) throw failure(message, response.status, error?.code);
-    await askForKey(message);
+    throw failure(error?.message ?? `The server answered with status ${response.status}.`, response.status, error?.code);
   }
 }
 
 /** Show the key dialog; several requests may wait for it at once. */
-function askForKey(reason) {
+function askForKey() {
   const dialog = $("key-dialog");
-  $("key-reason").textContent = key ? `The key was rejected: ${reason}` : "This server requires an API key.";
+  $("key-reason").textContent = key ? "The server does not know this key. Try another one." : "This server requires an API key.";
   if (!dialog.open) dialog.showModal();
   return new Promise((resolve) => dialog.addEventListener("close", () => {
     key = $("key").value.trim();
@@ -81,6 +85,7 @@ async function stream(body, signal, onEvent) {
 
 const path = (name) => `v1/corpus/${name.split("/").map(encodeURIComponent).join("/")}`;
 const isPending = (doc) => doc.status === "queued" || doc.status === "encoding";
+const isSample = ({ id }) => samples.documents.some((name) => id === name || id.endsWith(`/${name}`));
 const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 
 /** Read the list of documents; repeat while documents are being encoded. */
@@ -98,9 +103,11 @@ function showDocuments() {
   const sent = [...uploads].filter(([name]) => !pending.some((doc) => doc.id === name));
   const listed = documents.filter((doc) => !uploads.has(doc.id) || isPending(doc));
   const uploading = sent.map(([id, error]) => ({ id, error, status: error ? "failed" : "uploading" }));
+  const stage = (doc) => (doc.status === "encoding" ? 0 : isPending(doc) ? 1 : 2);
+  const age = (doc) => (added.includes(doc.id) ? added.indexOf(doc.id) : added.length);
+  listed.sort((a, b) => stage(a) - stage(b) || age(a) - age(b));
   $("documents").replaceChildren(...[...uploading, ...listed].map(documentRow));
   $("summary").textContent = pending.length ? `encoding, ${pending.length} left` : documents.length;
-  const isSample = ({ id }) => samples.documents.some((name) => id === name || id.endsWith(`/${name}`));
   $("questions").hidden = !documents.some(isSample);
 }
 
@@ -160,6 +167,8 @@ async function drop(name) {
 
 /** Upload files, one after the other. */
 async function add(files) {
+  added.unshift(...files.map(({ name }) => name));
+  $("sidebar").scrollTop = 0;
   for (const { name } of files) {
     uploads.set(name, "");
     clearTimeout(removed.get(name));
@@ -179,16 +188,20 @@ async function add(files) {
   await refresh();
 }
 
-/** Wait until all documents are encoded and one can be retrieved. */
+/** Wait until a document can be retrieved, and all sample documents; return how many documents are not encoded yet. */
 async function ready(say, signal) {
   await Promise.all([...removed.keys()].map(drop)); // a deleted document is no source of the answer
-  for (await refresh(); documents.some(isPending); await refresh()) {
-    say(`Waiting: ${count(documents.filter(isPending).length, "document")} left to encode. This happens once.`);
+  for (;;) {
+    await refresh();
+    const pending = documents.filter(isPending);
+    const awaited = documents.some((doc) => doc.chunks) ? pending.filter(isSample) : pending;
+    if (!awaited.length && !documents.some((doc) => doc.chunks)) {
+      throw failure("There are no documents yet: add one under Documents.");
+    }
+    if (!awaited.length) return pending.length;
+    say(`Waiting: ${count(awaited.length, "document")} left to encode. This happens once.`);
     await new Promise((resolve) => setTimeout(resolve, POLL_MS));
     signal.throwIfAborted();
-  }
-  if (!documents.some((doc) => doc.chunks)) {
-    throw failure("There are no documents yet: add one under Documents.");
   }
 }
 
@@ -199,17 +212,18 @@ async function ask(question) {
   $("welcome").hidden = true;
   const turn = fill("turn", { asked: question });
   $("turns").append(turn);
+  const said = { question, raced: $("race").checked, lanes: [] };
   let lane = addLane(turn, "kvrag");
   setBusy(new AbortController());
   try {
-    if (hasCorpus) await ready(lane.say, busy.signal);
+    const missing = hasCorpus ? await ready(lane.say, busy.signal) : 0;
     const earlier = samples.is_chat ? turns.slice(-MAX_TURNS) : [];
-    const messages = earlier.flatMap((turn) => [
-      { role: "user", content: `Question: ${turn.question}` },
-      { role: "assistant", content: turn.answer },
+    const messages = earlier.flatMap(({ question, lanes }) => [
+      { role: "user", content: `Question: ${question}` },
+      { role: "assistant", content: lanes[0].text },
     ]);
     const body = { model, messages: [...messages, { role: "user", content: question }] };
-    if (hasCorpus && !sessionStorage.isWarm && $("race").checked) {
+    if (hasCorpus && !sessionStorage.isWarm && said.raced) {
       lane.say("Warming up: the first answer of a server takes longer.");
       const first = { model, messages: [{ role: "user", content: "What is this about?" }], max_tokens: 1, policy: "none" };
       await stream(first, busy.signal, () => {}).catch((error) => {
@@ -218,15 +232,18 @@ async function ask(question) {
       });
       sessionStorage.isWarm = true;
     }
-    const blend = await answer(lane, body, (hits) => showSources(turn, hits));
-    turns.push({ question, answer: blend.text });
-    sessionStorage.setItem("kvrag-turns", JSON.stringify(turns)); // for a reload of the tab
-    if ($("race").checked && blend.report.policy === "full") {
-      turn.querySelector(".verdict").textContent = `No comparison: ${blend.why || "full prefill was chosen"}`;
-    } else if ($("race").checked) {
+    const onSources = (hits) => showSources(turn, (said.sources = sourcesOf(hits)));
+    const blend = await answer(lane, body, onSources, () => {}, missing);
+    said.lanes.push(blend);
+    turns.push(said);
+    keepTurns();
+    judge(turn, said);
+    if (said.raced && blend.policy !== "full") {
       lane = addLane(turn, "Full prefill", "full");
-      const full = await answer(lane, { ...body, policy: "full" }, () => {}, (seconds) => judge(turn, blend, seconds));
-      judge(turn, blend, full.seconds, full.text);
+      const onFirst = (seconds) => judge(turn, { ...said, lanes: [blend, { seconds }] });
+      said.lanes.push(await answer(lane, { ...body, policy: "full" }, () => {}, onFirst));
+      keepTurns();
+      judge(turn, said);
     }
   } catch (error) {
     lane.part("detail").textContent = error.name === "AbortError" ? "Stopped" : error.message;
@@ -248,29 +265,44 @@ function addLane(turn, name, kind = "kvrag") {
   return { part, say };
 }
 
-/** Stream an answer into a lane. Drops the oldest turn, and tries again, while the prompt exceeds the context window. */
-async function answer(lane, body, onSources, onFirst = () => {}) {
+/** Show a complete answer, perhaps one from before a reload. */
+function showAnswer({ part, say }, { text, thought, time, detail }) {
+  say(text || "(The model gave an empty answer.)");
+  part("thought").hidden = !thought;
+  part("thought").lastElementChild.textContent = thought;
+  part("time").textContent = time;
+  part("detail").textContent = detail;
+}
+
+/**
+ * Stream an answer into a lane, which names the number of `missing` documents. Drops the oldest turn, and tries again,
+ * while the prompt exceeds the context window.
+ */
+async function answer(lane, body, onSources, onFirst, missing = 0) {
   let started = performance.now();
   let text = "";
+  let thought = "";
   let seconds = null; // to the first token
   let report = null;
   let end = null;
-  const showTime = () => (lane.part("time").textContent = format(seconds ?? (performance.now() - started) / 1000));
+  const time = () => format(seconds ?? (performance.now() - started) / 1000);
+  const showTime = () => (lane.part("time").textContent = time());
   const clock = setInterval(showTime, 100);
   const onEvent = (event) => {
     if (event.citations) onSources(event.citations);
     report = event.kvrag ?? report;
     end = event.choices[0]?.finish_reason ?? end;
-    const { content = "", reasoning_content: thought = "" } = event.choices[0]?.delta ?? {};
-    if (!content && !thought) return;
+    const { content = "", reasoning_content: thinking = "" } = event.choices[0]?.delta ?? {};
+    if (!content && !thinking) return;
     if (seconds === null) {
       seconds = (performance.now() - started) / 1000;
       onFirst(seconds);
     }
-    if (thought) {
+    if (thinking) {
       lane.part("thought").hidden = false;
-      lane.part("thought").lastElementChild.append(thought);
+      lane.part("thought").lastElementChild.append(thinking);
     }
+    thought += thinking;
     text += content;
     lane.say(text.trimStart());
   };
@@ -291,21 +323,27 @@ async function answer(lane, body, onSources, onFirst = () => {}) {
     clearInterval(clock);
     showTime();
   }
-  if (!text) lane.say("(The model gave an empty answer.)");
   const tokens = (name) => report[`${name}_tokens`].toLocaleString("en");
   const computed = `${tokens("reused")} reused, ${tokens("recomputed")} of them recomputed (ratio ${report.ratio})`;
   const why = body.policy ? "" : [report.decision, ...report.notes].filter(Boolean).join("; ");
   const used = `${tokens("prompt")} prompt tokens: ${report.policy === "full" ? "all computed" : computed}`;
   const cut = end === "length" && "stopped at the token limit (--max-tokens)";
-  lane.part("detail").textContent = [used, why, cut].filter(Boolean).join("; ");
-  return { text: text.trim(), seconds, report, why };
+  const without = missing && `without ${count(missing, "document")} still to encode`;
+  const detail = [used, without, why, cut].filter(Boolean).join("; ");
+  const result = { text: text.trim(), thought, seconds, time: time(), detail, policy: report.policy, why };
+  showAnswer(lane, result);
+  return result;
 }
 
 const format = (seconds) => (seconds < 1 ? `${Math.round(1000 * seconds)} ms` : `${seconds.toFixed(2)} s`);
 
 /** Compare the answers of a turn: the times once the second one begins, the texts once it is complete. */
-function judge(turn, blend, seconds, text) {
-  if (blend.seconds === null || seconds === null) return;
+function judge(turn, { raced, lanes: [blend, full] }) {
+  if (raced && blend.policy === "full") {
+    turn.querySelector(".verdict").textContent = `No comparison: ${blend.why || "full prefill was chosen"}`;
+  }
+  if (!full || blend.seconds === null || full.seconds === null) return;
+  const { seconds, text } = full;
   const slow = Math.max(blend.seconds, seconds);
   const bars = turn.querySelectorAll(".bar");
   [blend.seconds, seconds].forEach((time, number) => (bars[number].value = time / slow));
@@ -316,17 +354,24 @@ function judge(turn, blend, seconds, text) {
   turn.querySelector(".verdict").textContent = verdict + same;
 }
 
-function showSources(turn, hits) {
-  const box = turn.querySelector(".sources");
-  box.hidden = !hits.length;
+/** Return the sources of an answer to show: those of its retrieved chunks, best first, that are most similar. */
+function sourcesOf(hits) {
   const names = new Set(hits.map((hit) => hit.document));
-  box.querySelector("summary").textContent = `${count(hits.length, "chunk")} from ${count(names.size, "document")}`;
-  box.querySelector("ol").replaceChildren(...hits.map((hit) => {
-    const [first, last] = hit.pages ?? [];
-    const pages = first === last ? `page ${first}` : `pages ${first}-${last}`;
-    const where = shortName(hit.document) + (hit.pages ? ` (${pages})` : "");
-    return fill("source", { where, start: hit.text.replace(/\s+/g, " ").slice(0, 200), text: hit.text });
-  }));
+  const all = `${count(hits.length, "chunk")} from ${count(names.size, "document")}`;
+  const shown = hits.slice(0, MAX_SOURCES).map(({ document, pages, text }) => {
+    const [first, last] = pages ?? [];
+    const range = first === last ? `page ${first}` : `pages ${first}-${last}`;
+    return { where: shortName(document) + (pages ? ` (${range})` : ""), text };
+  });
+  return { shown, summary: shown.length < hits.length ? `${all}, the ${shown.length} most similar` : all };
+}
+
+function showSources(turn, { shown, summary }) {
+  const box = turn.querySelector(".sources");
+  box.hidden = !shown.length;
+  box.querySelector("summary").textContent = summary;
+  box.querySelector("ol").replaceChildren(...shown.map(({ where, text }) =>
+    fill("source", { where, start: text.replace(/\s+/g, " ").slice(0, 200), text })));
 }
 
 // ---------------------------------------------------------------- the page
@@ -346,18 +391,33 @@ function setBusy(controller) {
   $("questions").disabled = !!busy;
 }
 
+/** Keep the turns for a reload of the tab; the oldest ones are left out if its storage is full. */
+function keepTurns() {
+  for (let first = 0; first < turns.length; first++) {
+    try {
+      return sessionStorage.setItem("kvrag-chat", JSON.stringify(turns.slice(first)));
+    } catch (error) {
+      if (error.name !== "QuotaExceededError") throw error;
+    }
+  }
+}
+
 function restoreTurns() {
-  turns.push(...JSON.parse(sessionStorage.getItem("kvrag-turns") ?? "[]"));
+  turns.push(...JSON.parse(sessionStorage.getItem("kvrag-chat") ?? "[]"));
   $("welcome").hidden = turns.length > 0;
-  for (const { question, answer } of turns) {
-    const turn = fill("turn", { asked: question });
+  for (const said of turns) {
+    const turn = fill("turn", { asked: said.question });
     $("turns").append(turn);
-    addLane(turn, "kvrag").say(answer);
+    const [blend, full] = said.lanes;
+    showAnswer(addLane(turn, "kvrag"), blend);
+    if (full) showAnswer(addLane(turn, "Full prefill", "full"), full);
+    if (said.sources) showSources(turn, said.sources);
+    judge(turn, said);
   }
 }
 
 function listen() {
-  $("new").addEventListener("click", () => sessionStorage.removeItem("kvrag-turns"));
+  $("new").addEventListener("click", () => sessionStorage.removeItem("kvrag-chat"));
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     if (busy) return busy.abort();

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -117,11 +117,14 @@ def test_a_model_that_is_not_calibrated(page: Any, model_folder: Path, tmp_path:
     assert detail.endswith("; stopped at the token limit (--max-tokens)")
 
 
-def script(page: Any, *deltas: dict[str, str], error: str = "") -> list[dict[str, Any]]:
+def script(
+    page: Any, *deltas: dict[str, str], error: str = "", citations: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
     """Answer the page with these pieces of a stream, and perhaps an error; return the list of its requests."""
     asked: list[dict[str, Any]] = []
     report = {"prompt_tokens": 5, "reused_tokens": 2, "recomputed_tokens": 1, "policy": "query", "ratio": 0.5}
-    events: list[dict[str, Any]] = [{"choices": [{"delta": delta}]} for delta in deltas]
+    events: list[dict[str, Any]] = [{"choices": [{"delta": {}}], "citations": citations}]
+    events += [{"choices": [{"delta": delta}]} for delta in deltas]
     end = {"error": {"message": error}} if error else {"choices": [{"delta": {}}], "kvrag": {**report, "notes": []}}
     events.append(end)
     body = "".join(f"data: {line}\n\n" for line in [*map(json.dumps, events), "[DONE]"])
@@ -236,6 +239,95 @@ def test_a_thought_is_folded_and_not_sent_back(page: Any, url: str) -> None:
     assert asked[2]["messages"][1] == {"role": "assistant", "content": "Yusuf Demir"}
 
 
+def serve_documents(page: Any, *documents: dict[str, Any]) -> None:
+    """Let the page see these documents."""
+    rows = [{"status": "ready", "chunks": 1, "tokens": 0, "tokens_done": 0, "error": None, **row} for row in documents]
+    page.route("**/v1/corpus?*", lambda route: route.fulfill(json={"data": rows}))
+
+
+def test_a_question_does_not_wait_for_an_upload(page: Any, url: str) -> None:
+    script(page, {"content": "Yusuf"})
+    others = [{"id": f"a{number:02}.md"} for number in range(30)]
+    encoding = {"status": "encoding", "chunks": 0, "tokens_done": 42, "tokens": 100}
+    serve_documents(page, *others, {"id": "waits.pdf", "status": "queued", "chunks": 0}, {"id": "z.pdf", **encoding})
+    page.goto(url)
+    page.locator("#summary", has_text="encoding, 2 left").wait_for()
+    ask(page, "Who is the cook?", 1)
+    assert "; without 2 documents still to encode" in page.locator(".lane .detail").first.inner_text()
+    rows = page.locator("#documents li")
+    assert [text.split("\n")[0] for text in rows.all_inner_texts()[:3]] == ["z.pdf", "waits.pdf", "a00.md"]
+    assert "encoding, 42 %" in rows.first.inner_text()
+
+    # a new upload comes first, also when it is ready, and the list is scrolled to it
+    page.evaluate("document.getElementById('sidebar').scrollTop = 1000")
+    page.route("**/v1/corpus/a17.md", lambda route: route.fulfill(json={"problems": []}))
+    serve_documents(page, *others)
+    page.set_input_files("#files", [{"name": "a17.md", "mimeType": "text/plain", "buffer": b"new"}])
+    page.locator("#summary", has_text=re.compile("^30$")).wait_for()
+    assert rows.first.inner_text().startswith("a17.md")
+    assert page.evaluate("document.getElementById('sidebar').scrollTop") == 0
+
+
+def test_a_question_waits_for_the_sample_documents(page: Any, url: str) -> None:
+    asked = script(page, {"content": "Yusuf"})
+    name = next(iter(sample.HANDBOOK.documents()))
+    serve_documents(page, {"id": "a.md"}, {"id": name, "status": "queued", "chunks": 0})
+    page.goto(url)
+    page.fill("#question", "Who is the cook?")
+    page.press("#question", "Enter")
+    page.locator(".answer", has_text="Waiting: 1 document left to encode").wait_for()
+    assert asked == []
+    serve_documents(page, {"id": "a.md"}, {"id": name})
+    page.locator(".verdict", has_text=", the").wait_for()
+    assert "still to encode" not in page.locator(".lane .detail").first.inner_text()
+
+
+def test_at_most_eight_sources_are_shown_and_all_survives_a_reload(page: Any, url: str) -> None:
+    hits = [{"document": f"{number}.md", "text": f"Text {number}.", "pages": None} for number in range(28)]
+    hits[1] |= {"pages": [3, 4]}
+    script(page, {"reasoning_content": "Hm."}, {"content": "**Yusuf**"}, citations=hits)
+    page.goto(url)
+    ask(page, "Who is the cook?", 1)
+    page.click(".sources > summary")
+    assert page.inner_text(".sources > summary") == "28 chunks from 28 documents, the 8 most similar"
+    assert page.locator(".sources .where").all_inner_texts() == [
+        "0.md",
+        "1.md (pages 3-4)",
+        *(f"{n}.md" for n in range(2, 8)),
+    ]
+    shown = "document.getElementById('turns').querySelector('.turn').innerText"
+    before = page.evaluate(shown)
+    assert re.search(r"\d+ ms|\d\.\d\d s", before)
+    page.reload()
+    page.locator(".turn").wait_for()
+    page.click(".sources > summary")
+    assert page.evaluate(shown) == before
+    assert page.locator(".bar").evaluate_all("bars => bars.map(bar => bar.value).sort()")[1] == 1
+    assert page.inner_text(".answer strong >> nth=0") == "Yusuf"
+    page.locator(".thought summary").first.click()
+    assert page.locator(".thought p").first.inner_text() == "Hm."
+
+
+def test_the_key_dialog_speaks_to_a_person(page: Any, url: str) -> None:
+    def models(route: Any) -> None:
+        if route.request.headers.get("authorization") == "Bearer right":
+            return route.fallback()
+        message = "missing or wrong API key: send it as 'Authorization: Bearer KEY'"
+        return route.fulfill(status=401, json={"error": {"message": message}})
+
+    page.route("**/v1/models", models)
+    page.goto(url)
+    reason = page.locator("#key-reason")
+    page.locator("#key-dialog[open]").wait_for()
+    assert reason.inner_text() == "This server requires an API key."
+    for key in ("wrong", "right"):
+        page.fill("#key", key)
+        page.press("#key", "Enter")
+        if key == "wrong":
+            page.get_by_text("The server does not know this key. Try another one.").wait_for()
+    page.locator("#documents li").first.wait_for()
+
+
 def test_a_chat(page: Any, model_folder: Path, tmp_path: Path) -> None:
     with running(model_folder, tmp_path, "--ratio", "0.15") as server:
         _chat(page, server, tmp_path)
@@ -282,9 +374,12 @@ def _chat(page: Any, server: Any, tmp_path: Path) -> None:
     assert roles == [("user", "Question: Who is the cook?"), ("assistant", said), ("user", "Where does he work?")]
 
     # it survives a reload
+    turn = page.locator(".turn").first
+    page.click(".sources > summary")  # closed, as after the reload
+    before = turn.inner_text()
     page.reload()
     page.locator(".turn").nth(1).wait_for()
-    assert page.locator(".answer").first.inner_text() == said
+    assert turn.inner_text() == before
     assert page.is_hidden("#welcome")
     page.locator("#documents li").nth(len(sample.HANDBOOK.documents()) - 1).wait_for()
 

@@ -24,7 +24,13 @@ def test_the_same_prompts_are_answered_in_full_and_blended(monkeypatch: pytest.M
         return answer
 
     monkeypatch.setattr(BlendEngine, "generate", noting)
-    result = speed.measure()
+    steps: list[tuple[int, int]] = []
+    result = speed.measure(progress=lambda done, total: steps.append((done, total)))
+    total = 3 * 40 + 3 * (3 * 40 + 20 + round(0.15 * 3 * 40) + 20)
+    assert steps[0] == (0, total)
+    assert steps[-1] == (total, total)
+    assert sorted(steps) == steps
+    assert len(steps) >= 8  # also while the chunks are encoded
     assert [policy for policy, *_ in asked] == ["full", "query"] * 3
     assert all(full[1] == blended[1] for full, blended in zip(asked[::2], asked[1::2], strict=True))
     assert len({prompt for _, prompt, _ in asked}) == 3

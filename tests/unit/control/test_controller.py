@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from dataclasses import replace
@@ -143,14 +144,17 @@ def test_fit_is_never_negative_and_survives_little() -> None:
         assert 0.4 < float(np.median(middle / seen[:, 3])) < 2.5
 
 
-def test_costs_needs_a_pass_and_a_load() -> None:
+def test_costs_need_a_pass() -> None:
     meter = CostModel(4096)
     meter.observe_pass("full", 100, 5_000, 9.0)
-    assert not meter.knows_passes(), "a process's first pass includes one-time costs"
+    assert meter.speed() is None, "a process's first pass includes one-time costs"
     for rows in (100, 1000, 4000):
         meter.observe_pass("full", rows, rows**2 / 2, full_seconds(GPU, rows))
-    assert meter.knows_passes()
-    assert meter.speed() is None
+    assert not meter.knows_load()
+    alone = meter.speed()
+    assert alone is not None
+    assert alone.load == math.inf
+    assert blend_seconds(alone, _request(4_000, bytes=0), 0.15) < full_seconds(alone, 4_000)
     assert meter.bytes_per_token(7.0) == 7.0
     meter.observe_load(10**9, 8_000, 0.5)
     meter.observe_stitch(1000, 0.001)
@@ -333,6 +337,17 @@ def test_a_decision_needs_no_request_before_it(model: Model, tmp_path: Path) -> 
         assert engine.generate(PROMPT, max_new_tokens=1).report.decision.count("predicted") == 1
 
 
+def test_chunks_in_memory_need_no_measured_disk(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine._tuning, "observe_encoding", lambda *_: None)
+    monkeypatch.setattr(engine._tuning, "observe", lambda *_: None)  # the machine was busy
+    engine.warm(CHUNKS)
+    assert "no measurements" in engine.generate(PROMPT, max_new_tokens=1).report.decision
+    engine._tuning._costs.observe_pass("full", 2000, 1, 1.0)
+    report = engine.generate(messages(*reversed(CHUNKS)), max_new_tokens=1).report
+    assert report.tier == "ram"
+    assert report.decision.startswith("blend at 0.15: predicted ")
+
+
 def test_measurements_are_stored_with_the_chunks(model: Model, tmp_path: Path) -> None:
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
         engine.warm(CHUNKS)
@@ -362,7 +377,7 @@ def test_timings_of_a_process_that_waited_for_processors_are_not_used(
     monkeypatch.setattr("kvrag.ingest.ingest.time", fake)
     engine.warm(CHUNKS)
     engine.warm(["another text of more than sixteen tokens about a harp, a drum and the hall of Stelburg"])
-    assert engine._tuning._costs.knows_passes() == (share > 2 / 3)
+    assert (engine._tuning._costs.speed() is not None) == (share > 2 / 3)
     for _ in range(2):
         engine.generate(PROMPT, max_new_tokens=1, controller="off")
     assert (engine._tuning._costs.speed() is not None) == (share > 2 / 3)

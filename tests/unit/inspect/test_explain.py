@@ -328,6 +328,14 @@ def test_text_that_was_never_warmed_is_reported_automatically(engine: BlendEngin
     assert TEXT in strange.text
 
 
+def test_nobody_is_advised_to_warm_a_system_message(engine: BlendEngine) -> None:
+    engine.warm(CHUNKS)
+    system = {"role": "system", "content": OTHER}
+    (finding,) = [one for one in engine.explain([system, *messages(CHUNKS[0])]).chunks if one.reason != "reused"]
+    assert OTHER in finding.text
+    assert finding.detail.startswith("the beginning of the prompt: KV of a system message and tools is kept")
+
+
 def test_full_prefill_and_chunks_that_came_later_are_distinguished(engine: BlendEngine) -> None:
     engine.warm([OTHER])
     assert [chunk.reason for chunk in told(engine, OTHER, policy="full").chunks] == ["full prefill"]

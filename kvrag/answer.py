@@ -28,7 +28,6 @@ from kvrag.config import (
 )
 from kvrag.errors import SettingError, StoreError
 from kvrag.fingerprint import text_key
-from kvrag.generate.admission import Admission
 from kvrag.generate.decode import decode
 from kvrag.generate.grammar import constrain
 from kvrag.generate.history import Answered, History, Watch
@@ -37,10 +36,11 @@ from kvrag.generate.tools import Prepared, prepare
 from kvrag.ingest.ingest import Ingestion
 from kvrag.ingest.learn import Learner
 from kvrag.inspect.explain import why_little
+from kvrag.memory.conversation import Begun, Blended, CachedPrefix, Conversations, Turn
 from kvrag.request import Pipeline
-from kvrag.reuse.conversation import Begun, Blended, CachedPrefix, Conversations, Turn
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.stitch import Prefilled
+from kvrag.scheduling.admission import Admission
 from kvrag.types import Delta, Messages, TokenIds
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar, Unpack, cast
 
 from kvrag.answer import ANSWER_DEFAULTS, Answering, AnswerOptions, Question, overridden
-from kvrag.backend.lock import Shared, is_left
 from kvrag.backend.transformers import LoadOptions, Model
 from kvrag.config import (
     BlendConfig,
@@ -36,19 +35,21 @@ from kvrag.control.tuning import Tuning
 from kvrag.errors import AbandonedError, AnswerTimeoutError, KvragError, SettingError
 from kvrag.fingerprint import text_key
 from kvrag.forking import OfProcess
-from kvrag.generate.together import together
 from kvrag.generate.tools import prepare
+from kvrag.index.lookup import Lookup
 from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
 from kvrag.inspect.explanation import Explanation
-from kvrag.inspect.verify import Check, verify
+from kvrag.inspect.gate import Check, verify
+from kvrag.memory.prefetch import Prefetcher
+from kvrag.memory.tier import MemoryTier
 from kvrag.openmp import own_team
 from kvrag.request import Pipeline
 from kvrag.reuse.load import device_tier
-from kvrag.reuse.lookup import Lookup
-from kvrag.reuse.prefetch import Prefetcher
 from kvrag.reuse.stitch import Prefilled
-from kvrag.store import KVStore, MemoryTier, open_store
+from kvrag.scheduling.lock import Shared, is_left
+from kvrag.scheduling.together import together
+from kvrag.store import KVStore, open_store
 from kvrag.tracing import traced
 from kvrag.types import Answer, BlendReport, Delta, LearnStats, Messages, TokenIds, WarmReport, join
 
@@ -459,7 +460,7 @@ class BlendEngine(OfProcess):
 
     @own_team()
     def verify(self) -> list[Check]:
-        """Run the correctness gate on this engine's model, in a temporary folder; see `kvrag.inspect.verify`."""
+        """Run the correctness gate on this engine's model, in a temporary folder; see `kvrag.inspect.gate`."""
         return verify(partial(BlendEngine, self.model, codec=self.codec))
 
     @own_team()

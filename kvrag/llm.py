@@ -17,7 +17,7 @@ from hashlib import scrypt
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from kvrag.client.connection import KEY_VARIABLE, root_of
-from kvrag.client.request import checked
+from kvrag.client.payload import checked
 from kvrag.config import CODECS, CONTROLLERS, HISTORIES, POLICIES, Grammar, check_codec, check_number, without_password
 from kvrag.errors import KvragError, PromptError, SettingError
 

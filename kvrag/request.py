@@ -20,15 +20,16 @@ from torch import Tensor
 
 from kvrag.backend.protocol import Backend
 from kvrag.control.tuning import Plan, Tuning
+from kvrag.index.lookup import Lookup, Match
+from kvrag.memory.tier import MemoryTier
 from kvrag.reuse.blend import blend, blended_rows
 from kvrag.reuse.load import LayerLoader
-from kvrag.reuse.lookup import Lookup, Match
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.recovery import Recovery
 from kvrag.reuse.select import select
 from kvrag.reuse.stitch import Prefilled, Stitched, stitch
 from kvrag.reuse.trace import Trace
-from kvrag.store import KVStore, MemoryTier
+from kvrag.store import KVStore
 from kvrag.tracing import record_steps
 from kvrag.types import BlendReport
 

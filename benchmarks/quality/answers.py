@@ -29,7 +29,7 @@ from kvrag.cli.common import (
     require_extra,
     say,
 )
-from kvrag.cli.prompt import text_search
+from kvrag.cli.question import text_search
 from kvrag.config import (
     CODECS,
     DEFAULT_CONTEXT,

@@ -30,7 +30,7 @@ from kvrag.backend.transformers.untrained import one_token_words
 from kvrag.cli.common import add_number
 from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine
-from kvrag.reuse.conversation import Blended, Conversations
+from kvrag.memory.conversation import Blended, Conversations
 from kvrag.types import Messages
 
 

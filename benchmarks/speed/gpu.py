@@ -28,7 +28,7 @@ from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.untrained import one_token_words
 from kvrag.cli.common import add_number, at_least
 from kvrag.engine import BlendEngine
-from kvrag.inspect.verify import verify
+from kvrag.inspect.gate import verify
 
 _CHUNK_TOKENS = 512
 _INGESTED = 32  # chunks

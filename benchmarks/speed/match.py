@@ -32,13 +32,13 @@ from numpy.typing import NDArray
 
 from kvrag.cli.common import add_number
 from kvrag.errors import SettingError
-from kvrag.reuse.catalog import Catalog
-from kvrag.reuse.match import match
-from kvrag.reuse.segment import Segment
+from kvrag.index.catalog import Catalog
+from kvrag.index.match import match
+from kvrag.index.segment import Segment
 from kvrag.store import FileStore
 from kvrag.store.base import MANIFEST
 from kvrag.store.manifest import Manifest, ManifestRow
-from kvrag.store.protocol import Entry
+from kvrag.store.values import Entry
 from kvrag.types import Run
 
 MIN_RUN = 16

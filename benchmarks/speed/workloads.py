@@ -40,7 +40,7 @@ from benchmarks.shapes import SHAPES, random_model
 from benchmarks.speed.vllm import BLENDING, STOCK, connector, last_error, percentile, require_vllm, server, versions
 from kvrag.backend.transformers.untrained import one_token_words
 from kvrag.cli.common import add_number, at_least
-from kvrag.client.remote import RemoteEngine
+from kvrag.client.remote_engine import RemoteEngine
 from kvrag.errors import KvragError
 
 _SERVED = "served"  # name of the row with --base-url

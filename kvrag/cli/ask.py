@@ -17,7 +17,7 @@ from kvrag.cli.common import (
     stream,
     summary,
 )
-from kvrag.cli.prompt import as_prompt, retrieve
+from kvrag.cli.question import as_prompt, retrieve
 from kvrag.errors import PromptError
 
 

@@ -20,7 +20,7 @@ from kvrag.cli.common import (
     require_chunks,
     say,
 )
-from kvrag.cli.prompt import as_prompt, retrieve, text_search
+from kvrag.cli.question import as_prompt, retrieve, text_search
 from kvrag.config import DEFAULT_CONTEXT, DEFAULT_RATIO, POLICIES
 from kvrag.errors import KvragError
 from kvrag.types import Messages

@@ -15,7 +15,6 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag import sample
 from kvrag.cli.cluster import add_ray_argument, ray_command
 from kvrag.cli.common import (
     add_answer_arguments,
@@ -30,7 +29,7 @@ from kvrag.cli.common import (
     retrieval_folder,
     say,
 )
-from kvrag.cli.prompt import template
+from kvrag.cli.question import template
 from kvrag.config import ANSWER_SETTINGS, BlendConfig
 from kvrag.errors import SettingError
 from kvrag.llm import SETTINGS
@@ -232,7 +231,7 @@ def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, stat
     is_chat, corpora = "web" in args, state.corpora  # an option of `kvrag chat`
     for corpus in corpora if is_chat else ():
         if not corpus.statuses():
-            for name, text in sample.of(args.model).documents().items():
+            for name, text in corpus.of(args.model).documents().items():
                 corpus.add(name, [text])
     chunks = sum(len(corpus.index) for corpus in corpora)
     if args.json:

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     check_model(args.model)
     from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine
-    from kvrag.inspect.verify import verify
+    from kvrag.inspect.gate import verify
 
     options = {name: getattr(args, name) for name in ("allow_unverified", "compile_decode", "adapter")}
     model = Model.from_pretrained(args.model, dtype=args.dtype, **options)

@@ -12,9 +12,9 @@ from typing import Any
 from urllib.parse import quote
 
 from kvrag.blocking import run
-from kvrag.client.answer import report_of
 from kvrag.client.connection import Body, Connection
-from kvrag.client.request import blend_of, body_of
+from kvrag.client.parsing import report_of
+from kvrag.client.payload import blend_of, body_of
 from kvrag.config import NamedText
 from kvrag.errors import (
     ContextWindowError,

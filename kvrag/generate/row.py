@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrag.backend.lock import is_left
 from kvrag.backend.protocol import KVCache
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.tokenizer import TextStream
 from kvrag.config import Sampling
 from kvrag.errors import ModelError, SettingError
 from kvrag.generate.grammar import Constraint
-from kvrag.generate.sample import bias, logprob, penalize
+from kvrag.generate.logits import bias, logprob, penalize
 from kvrag.generate.thoughts import Thoughts
+from kvrag.scheduling.lock import is_left
 from kvrag.types import Delta, FinishReason
 
 

@@ -13,13 +13,13 @@ from functools import partial
 from itertools import takewhile
 from typing import cast
 
-from kvrag.backend.lock import is_left
 from kvrag.config import named_texts
 from kvrag.errors import KvragError
 from kvrag.fingerprint import text_key
+from kvrag.index.lookup import Lookup
 from kvrag.ingest.ingest import Ingestion
-from kvrag.reuse.conversation import Begun
-from kvrag.reuse.lookup import Lookup
+from kvrag.memory.conversation import Begun
+from kvrag.scheduling.lock import is_left
 from kvrag.types import LearnStats, Messages, Run, TokenIds
 
 logger = logging.getLogger("kvrag")

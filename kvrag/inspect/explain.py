@@ -24,9 +24,9 @@ from kvrag.config import check_list
 from kvrag.errors import SettingError, StoreError
 from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.generate.history import Answered
+from kvrag.index.match import match
+from kvrag.index.segment import GRAM, Segment
 from kvrag.inspect.explanation import Explanation, Finding, Kind, Reason, Stretch, summary_of
-from kvrag.reuse.match import match
-from kvrag.reuse.segment import GRAM, Segment
 from kvrag.store import Entry, FileStore, KVStore, entries_of, other_stores, read_owner
 from kvrag.types import BlendReport, Run
 

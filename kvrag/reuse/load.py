@@ -14,10 +14,11 @@ from torch import Tensor
 from kvrag.backend.protocol import Backend
 from kvrag.errors import ChunkUnreadableError, out_of_memory
 from kvrag.forking import per_process
+from kvrag.memory.tier import MemoryTier
 from kvrag.openmp import own_team
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.trace import Trace
-from kvrag.store import ChunkReader, MemoryTier
+from kvrag.store import ChunkReader
 from kvrag.store.codec import unpack
 
 _AHEAD = 4  # layers read before they are needed

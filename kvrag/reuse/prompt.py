@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from kvrag.backend.protocol import Backend
 from kvrag.config import BlendConfig
-from kvrag.reuse.conversation import CachedPrefix, Conversations, Placed
-from kvrag.reuse.lookup import Match
+from kvrag.index.lookup import Match
+from kvrag.memory.conversation import CachedPrefix, Conversations, Placed
 from kvrag.store import ChunkReader
 from kvrag.types import Run
 

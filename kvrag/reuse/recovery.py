@@ -12,9 +12,10 @@ import numpy as np
 from kvrag.backend.protocol import Backend
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError, reporting_memory
 from kvrag.fingerprint import text_key
-from kvrag.reuse.lookup import Match
+from kvrag.index.lookup import Match
+from kvrag.memory.tier import MemoryTier
 from kvrag.reuse.prompt import Prompt
-from kvrag.store import ChunkReader, KVStore, MemoryTier
+from kvrag.store import ChunkReader, KVStore
 
 _FAILURES = 3  # per prompt; afterwards, forward passes no longer depend on reads, see `Recovery`
 

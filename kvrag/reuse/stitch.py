@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvrag.backend.protocol import Backend, KVCache
 from kvrag.config import BlendConfig
-from kvrag.reuse.conversation import CachedPrefix, Placed
+from kvrag.memory.conversation import CachedPrefix, Placed
 from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.prompt import Prompt
 from kvrag.store import ChunkReader

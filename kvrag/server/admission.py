@@ -12,8 +12,8 @@ from contextvars import copy_context
 from itertools import count
 from typing import TypeVar
 
-from kvrag.backend.lock import is_left
-from kvrag.server.errors import ApiError
+from kvrag.scheduling.lock import is_left
+from kvrag.server.api_errors import ApiError
 
 T = TypeVar("T")
 

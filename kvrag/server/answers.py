@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from kvrag.engine import BlendEngine
 from kvrag.errors import PromptError
 from kvrag.retrieval.index import Hit, fitting
-from kvrag.server.errors import ApiError, ClientDisconnected, describe, json_response, log
+from kvrag.server.api_errors import ApiError, ClientDisconnected, describe, json_response, log
 from kvrag.server.response import Builder, Event, Piece
 from kvrag.server.schemas import AnswerFields, ChatRequest, CompletionRequest, Document, Retrieval
 from kvrag.server.settings import ServerSettings, fill

@@ -30,8 +30,8 @@ from kvrag.retrieval.sandbox import Sandbox
 from kvrag.server import page
 from kvrag.server.admission import AdmissionQueue
 from kvrag.server.answers import chat_work, completion_work, respond, while_connected
+from kvrag.server.api_errors import ApiError, handle_errors, json_response
 from kvrag.server.corpus import Corpus, check_id
-from kvrag.server.errors import ApiError, handle_errors, json_response
 from kvrag.server.guard import UPLOADS, Guard
 from kvrag.server.response import ResponseBuilder
 from kvrag.server.responses import ResponsesBuilder, ResponsesRequest

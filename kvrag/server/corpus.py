@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from kvrag.backend.lock import check_left, is_left
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError, StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.retrieval.documents import page_numbers
 from kvrag.retrieval.index import ChunkIndex, Hit
-from kvrag.server.errors import ApiError
+from kvrag.scheduling.lock import check_left, is_left
+from kvrag.server.api_errors import ApiError
 from kvrag.store.durable import TEMPORARY, write_file
 
 logger = logging.getLogger("kvrag")

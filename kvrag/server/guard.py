@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvrag.server.errors import ApiError, error_response
+from kvrag.server.api_errors import ApiError, error_response
 from kvrag.server.page import FILES
 from kvrag.server.settings import ServerSettings
 from kvrag.tracing import continued

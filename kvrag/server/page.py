@@ -9,8 +9,8 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response
 
-from kvrag import sample
-from kvrag.server.errors import json_response
+from kvrag.reader import corpus
+from kvrag.server.api_errors import json_response
 
 # path -> file; they hold no data, so they need no API key
 FILES = {"/": "index.html", "/style.css": "style.css", "/app.js": "app.js", "/markdown.js": "markdown.js"}
@@ -53,6 +53,6 @@ async def docs(request: Request) -> Response:
 @router.get("/samples.json")
 def samples(request: Request) -> Response:
     """Return the names of the sample documents, questions about them, and whether these may refer to earlier ones."""
-    fitting = sample.of(request.app.state.kvrag.engine.model.name)
+    fitting = corpus.of(request.app.state.kvrag.engine.model.name)
     names, questions = list(fitting.documents()), list(fitting.questions)
     return json_response({"documents": names, "questions": questions, "is_chat": fitting.is_chat})

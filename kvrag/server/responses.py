@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvrag.engine import BlendEngine
-from kvrag.server.errors import ApiError
+from kvrag.server.api_errors import ApiError
 from kvrag.server.response import Builder, Choice, Event, openai_usage
 from kvrag.server.schemas import ChatRequest, Common, Contextual, Effort, Request, Verbosity
 from kvrag.types import CallPiece, Delta, Messages

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from kvrag.config import ANSWER_SETTINGS, CONTROLLERS, HISTORIES, POLICIES, Grammar
-from kvrag.server.errors import ApiError
+from kvrag.server.api_errors import ApiError
 from kvrag.server.settings import ServerSettings
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]

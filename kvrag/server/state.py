@@ -9,8 +9,8 @@ from typing import Any
 from kvrag.engine import BlendEngine
 from kvrag.errors import SettingError
 from kvrag.server.admission import AdmissionQueue
+from kvrag.server.api_errors import ApiError
 from kvrag.server.corpus import Corpus
-from kvrag.server.errors import ApiError
 from kvrag.server.guard import UPLOADS
 from kvrag.server.metrics import Metrics
 from kvrag.server.settings import ServerSettings

@@ -1,10 +1,11 @@
-"""Storage of chunk KV: the base class, the embedded store, shared stores, the RAM tier."""
+"""Storage of chunk KV: the base class, the embedded store, shared stores."""
 
 from kvrag.store.base import KVStore, StoreCheck
 from kvrag.store.files import FileStore, entries_of, other_stores
-from kvrag.store.memory import MemoryTier
 from kvrag.store.owner import read_owner
-from kvrag.store.protocol import (
+from kvrag.store.shared import SharedStore, open_store
+from kvrag.store.urls import is_shared
+from kvrag.store.values import (
     ON_REQUEST,
     ChunkReader,
     ChunkRecord,
@@ -13,8 +14,6 @@ from kvrag.store.protocol import (
     TextState,
     visible_variant,
 )
-from kvrag.store.shared import SharedStore, open_store
-from kvrag.store.urls import is_shared
 
 __all__ = [
     "ON_REQUEST",
@@ -24,7 +23,6 @@ __all__ = [
     "FileStore",
     "Holding",
     "KVStore",
-    "MemoryTier",
     "SharedStore",
     "StoreCheck",
     "TextState",

@@ -26,8 +26,8 @@ from kvrag.store.chunkfile import SUFFIX, PackedChunk
 from kvrag.store.log import Log
 from kvrag.store.manifest import Manifest, ManifestRow, Removed
 from kvrag.store.owner import check_owner, codec_of
-from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
 from kvrag.store.schema import translated
+from kvrag.store.values import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
 
 logger = logging.getLogger("kvrag")
 

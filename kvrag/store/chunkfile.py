@@ -33,7 +33,7 @@ from torch import Tensor
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, out_of_memory
 from kvrag.fingerprint import FORMAT, chunk_key
 from kvrag.forking import per_process
-from kvrag.store.protocol import ChunkRecord
+from kvrag.store.values import ChunkRecord
 
 SUFFIX = ".safetensors"
 _MAX_HEADER = 16 << 20

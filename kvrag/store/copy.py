@@ -11,7 +11,7 @@ from kvrag.errors import ChunkUnreadableError, DamagedChunkError, FingerprintMis
 from kvrag.fingerprint import Fingerprint
 from kvrag.store.base import KVStore, Progress, no_progress
 from kvrag.store.codec import pack
-from kvrag.store.protocol import ChunkRecord, Holding
+from kvrag.store.values import ChunkRecord, Holding
 
 _PORTION = 256 << 20  # bytes in memory at a time
 

@@ -27,8 +27,8 @@ from kvrag.store.chunkfile import SUFFIX, ChunkFile, PackedChunk, key_of
 from kvrag.store.durable import TEMPORARY, write_file
 from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.owner import OWNER, owner_file, read_owner
-from kvrag.store.protocol import Entry, Holding
 from kvrag.store.schema import translated
+from kvrag.store.values import Entry, Holding
 
 logger = logging.getLogger("kvrag")
 

@@ -29,7 +29,7 @@ from transformers.utils import logging
 from kvrag import BlendEngine, Model
 from kvrag.backend.transformers import loading
 from kvrag.errors import KvragError, reason_of
-from kvrag.inspect.verify import verify
+from kvrag.inspect.gate import verify
 
 _SECONDS, _BYTES = 60, 9 << 30  # per family: some cannot be made small
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from kvrag.backend.transformers import Tokenizer
-from kvrag.reuse.match import match
-from kvrag.reuse.segment import Segment
-from kvrag.store.protocol import Entry
+from kvrag.index.match import match
+from kvrag.index.segment import Segment
+from kvrag.store.values import Entry
 
 MIN_RUN = 16
 DATA = Path(__file__).parents[3] / "shared" / "data" / "musique_100.jsonl"

@@ -16,12 +16,12 @@ from families import FAMILIES, SINCE, SMALL, build
 from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-import kvrag.backend.attention
+import kvrag.backend.masks
 from kvrag import BlendEngine, FileStore, Model, ModelLoadError, OutOfMemoryError, UnsupportedModelError
 from kvrag.backend.transformers import loading
 from kvrag.errors import ModelError, PromptError
 from kvrag.generate.decode import AHEAD
-from kvrag.inspect.verify import verify
+from kvrag.inspect.gate import verify
 from kvrag.types import Messages
 
 TOLERANCE = 1e-5
@@ -155,8 +155,8 @@ def test_verify_allows_for_the_noise_of_half_precision_but_for_no_error(
     model_type, changes = FAMILIES[family]
     model = Model(build(model_type, **changes).bfloat16(), tokenizer, family)
     if is_broken:  # recomputed tokens attend to later ones
-        mask = kvrag.backend.attention.Rows.mask
-        monkeypatch.setattr("kvrag.backend.attention.Rows.mask", lambda *args: torch.zeros_like(mask(*args)))
+        mask = kvrag.backend.masks.Rows.mask
+        monkeypatch.setattr("kvrag.backend.masks.Rows.mask", lambda *args: torch.zeros_like(mask(*args)))
     failed = [check.name for check in verify(partial(BlendEngine, model)) if not check.passed]
     assert ("ratio 1.0 = full prefill (logits)" in failed) == is_broken
     assert bool(failed) == is_broken

@@ -52,10 +52,10 @@ import kvrag.answer
 import kvrag.engine
 from benchmarks.__main__ import _parser as benchmarks_parser
 from kvrag import Model
-from kvrag.backend.lock import Shared
 from kvrag.backend.transformers.loading import FAMILIES
 from kvrag.cli.main import _COMMANDS, _parser
 from kvrag.config import POLICIES
+from kvrag.scheduling.lock import Shared
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -22,9 +22,9 @@ from transformers import AutoTokenizer
 
 import kvrag
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
-from kvrag.reuse.match import match
-from kvrag.reuse.segment import Segment
-from kvrag.store.protocol import Entry
+from kvrag.index.match import match
+from kvrag.index.segment import Segment
+from kvrag.store.values import Entry
 from torture import tiny
 from torture.campaign import Campaign
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import kvrag.reuse.catalog
+import kvrag.index.catalog
 from kvrag.errors import KvragError
 from kvrag.store import ChunkRecord, FileStore, SharedStore
 from kvrag.store.chunkfile import ChunkFile, PackedChunk
@@ -31,7 +31,7 @@ Layers = dict[tuple[str, int], tuple[Tensor, Tensor]]
 
 def run(campaign: Campaign) -> None:
     """Damage one copy of a store per case."""
-    kvrag.reuse.catalog._TAIL = 200  # tokens: so that even a small catalog is on disk
+    kvrag.index.catalog._TAIL = 200  # tokens: so that even a small catalog is on disk
     intact = campaign.folder / "intact"
     truth = _make(intact)
     for number in campaign.numbers():

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import kvrag.reuse.catalog
+import kvrag.index.catalog
 from kvrag import BlendEngine
 from kvrag.errors import KvragError
 from kvrag.store import schema
@@ -44,7 +44,7 @@ Decide = Callable[[], bool]
 
 def run(campaign: Campaign) -> None:
     """Inject one kind of fault per case."""
-    kvrag.reuse.catalog._TAIL = 200  # tokens: so that even a small catalog is on disk
+    kvrag.index.catalog._TAIL = 200  # tokens: so that even a small catalog is on disk
     intact = campaign.folder / "intact"
     with tiny.engine(intact) as engine:
         for name, numbers in _DOCUMENTS.items():

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvrag.reuse.match import _AGAIN, _GAP, match
-from kvrag.reuse.segment import GRAM, WINDOW, Segment
-from kvrag.store.protocol import Entry
+from kvrag.index.match import _AGAIN, _GAP, match
+from kvrag.index.segment import GRAM, WINDOW, Segment
+from kvrag.store.values import Entry
 from kvrag.types import Run
 from torture.campaign import Campaign
 

@@ -36,10 +36,10 @@ from kvrag import (
     StoreError,
     openmp,
 )
-from kvrag.backend.lock import is_left
 from kvrag.errors import AbandonedError
 from kvrag.fingerprint import text_key
 from kvrag.reuse.recovery import Recovery
+from kvrag.scheduling.lock import is_left
 from kvrag.store import visible_variant
 
 PROMPT = messages(*CHUNKS)

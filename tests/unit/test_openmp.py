@@ -14,9 +14,9 @@ import torch
 from blending import messages
 
 from kvrag import openmp
-from kvrag.backend.lock import FairLock
 from kvrag.engine import BlendEngine
 from kvrag.retrieval.index import ChunkIndex
+from kvrag.scheduling.lock import FairLock
 
 CHUNK = "The lighthouse of Brindle was built in 1871 by Ada Kern, who lived there for forty years."
 

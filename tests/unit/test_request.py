@@ -15,11 +15,11 @@ import torch
 from blending import CHUNKS, messages, plain_logits, prepare, relative
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, OutOfMemoryError
-from kvrag.backend.lock import FairLock
 from kvrag.control.tuning import Plan
 from kvrag.errors import ChunkUnreadableError
 from kvrag.reuse import recovery
 from kvrag.reuse.load import LayerLoader
+from kvrag.scheduling.lock import FairLock
 
 PROMPT = messages(*CHUNKS)
 

@@ -30,8 +30,8 @@ from kvrag.cli.common import (
 from kvrag.config import DEFAULT_CONTEXT
 from kvrag.control.prompts import Gap, ask, find_gaps, make_prompts, search_by_words
 from kvrag.errors import KvragError, SettingError
+from kvrag.reader.corpus import HANDBOOK
 from kvrag.retrieval import documents
-from kvrag.sample import HANDBOOK
 
 if TYPE_CHECKING:
     from adapt_kvrag.measure import Effect

@@ -54,7 +54,7 @@ class TestBlendLLM(LLMTests):
     @pytest.fixture(autouse=True)
     def no_conversations(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Prompts that begin alike would share the tokens of template and question, too."""
-        monkeypatch.setattr("kvrag.reuse.conversation.Conversations.find", lambda *_: None)
+        monkeypatch.setattr("kvrag.memory.conversation.Conversations.find", lambda *_: None)
 
     def vector_store(self, llm: Any, **changes: Any) -> KVWarmVectorStore:
         return KVWarmVectorStore(SimpleVectorStore(), llm, **changes)

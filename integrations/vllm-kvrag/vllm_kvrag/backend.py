@@ -24,7 +24,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from kvrag.backend.attention import Rows, attention_received
+from kvrag.backend.masks import Rows, attention_received
 from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers import loading

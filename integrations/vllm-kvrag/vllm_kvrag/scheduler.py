@@ -14,7 +14,7 @@ from typing import Any
 
 from kvrag.config import DEFAULT_RATIO, BlendConfig
 from kvrag.errors import KvragError
-from kvrag.reuse.lookup import Lookup, Match
+from kvrag.index.lookup import Lookup, Match
 from kvrag.store import KVStore
 from kvrag.types import BlendReport
 from vllm_kvrag.fingerprint import tokenizer_of

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from kvrag.config import BlendConfig
 from kvrag.control.tuning import Tuning
 from kvrag.errors import KvragError
+from kvrag.index.lookup import Lookup, Match
 from kvrag.ingest.ingest import Ingestion, Mode
+from kvrag.memory.conversation import CachedPrefix
+from kvrag.memory.tier import MemoryTier
 from kvrag.request import Pipeline
-from kvrag.reuse.conversation import CachedPrefix
-from kvrag.reuse.lookup import Lookup, Match
 from kvrag.reuse.prompt import Prompt
-from kvrag.store import KVStore, MemoryTier
+from kvrag.store import KVStore
 from vllm_kvrag.params import RequestParams
 from vllm_kvrag.runner import Job
 

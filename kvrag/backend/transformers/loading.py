@@ -20,8 +20,8 @@ from transformers import (
     AutoTokenizer,
 )
 
-from kvrag.backend.attention import Chunked
 from kvrag.backend.hub import READER, check_model, is_offline
+from kvrag.backend.masks import Chunked
 from kvrag.backend.transformers.smollm2 import SMOLLM2, smollm2_path
 from kvrag.errors import (
     KvragError,

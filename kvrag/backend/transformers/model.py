@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from kvrag.backend.lock import FairLock, Shared, check_left
 from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers import loading
@@ -31,6 +30,7 @@ from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import Sampling, fill_options, show_options
 from kvrag.errors import ContextWindowError, KvragError, UnsupportedModelError, reason_of, reporting_memory
 from kvrag.fingerprint import Fingerprint, hash_weights
+from kvrag.scheduling.lock import FairLock, Shared, check_left
 
 _TRIAL_TOKENS = 8
 

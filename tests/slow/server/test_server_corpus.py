@@ -25,8 +25,8 @@ import kvrag.retrieval.index
 from kvrag import BlendEngine, StoreError, StoreFullError
 from kvrag.cli.main import main
 from kvrag.server.answers import chat_work
+from kvrag.server.api_errors import ApiError
 from kvrag.server.corpus import Corpus
-from kvrag.server.errors import ApiError
 from kvrag.server.schemas import ChatRequest
 from kvrag.server.settings import ServerSettings
 from kvrag.server.state import State

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from kvrag import BlendConfig, BlendEngine, FileStore, FingerprintMismatchError, Model, ModelLoadError
 from kvrag.backend.transformers.adapter import CONFIG, WEIGHTS, load
-from kvrag.inspect.verify import verify
+from kvrag.inspect.gate import verify
 
 PLAIN, FULL = BlendConfig(policy="none", controller="off"), BlendConfig(policy="full", controller="off")
 EVERYTHING = BlendConfig(ratio=1.0, controller="off")

@@ -64,8 +64,8 @@ def test_ray_is_a_package_of_its_own(
 
 
 def test_the_command_of_the_installed_package_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.sample.on_cluster", lambda args: args.port, raising=False)
-    install(monkeypatch, EntryPoint("serve", "kvrag.sample:on_cluster", "kvrag.ray"))
+    monkeypatch.setattr("kvrag.tracing.on_cluster", lambda args: args.port, raising=False)
+    install(monkeypatch, EntryPoint("serve", "kvrag.tracing:on_cluster", "kvrag.ray"))
     assert main(["serve", "--port", "7", "--ray", "head:6379"]) == 7
 
 
@@ -81,7 +81,7 @@ def test_adapt_is_a_package_of_its_own(
 
 
 def test_the_options_of_adapt_are_those_of_the_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.sample.add_arguments", lambda parser: parser.add_argument("--epochs"), raising=False)
-    monkeypatch.setattr("kvrag.sample.run", lambda args: int(args.epochs), raising=False)
-    install(monkeypatch, EntryPoint("command", "kvrag.sample", "kvrag.adapt"))
+    monkeypatch.setattr("kvrag.tracing.add_arguments", lambda parser: parser.add_argument("--epochs"), raising=False)
+    monkeypatch.setattr("kvrag.tracing.run", lambda args: int(args.epochs), raising=False)
+    install(monkeypatch, EntryPoint("command", "kvrag.tracing", "kvrag.adapt"))
     assert main(["adapt", "--epochs", "7"]) == 7

@@ -13,8 +13,8 @@ import pytest
 import torch
 from blending import CHUNKS, messages
 
-import kvrag.backend.lock
-import kvrag.generate.admission
+import kvrag.scheduling.admission
+import kvrag.scheduling.lock
 from kvrag import BlendEngine, Delta, KvragError, Model, ModelError, Sampling, SettingError
 from kvrag.errors import OutOfMemoryError
 from kvrag.generate.decode import AHEAD, _batch_of, decode
@@ -64,7 +64,7 @@ def steps(endless: Model, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def polling_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.generate.admission, "_POLL_S", 0.005)
+    monkeypatch.setattr(kvrag.scheduling.admission, "_POLL_S", 0.005)
 
 
 def tokens(deltas: Any, count: int | None = None) -> list[int]:
@@ -364,7 +364,7 @@ def test_an_interrupted_step_is_computed_again(
 
 @pytest.fixture
 def paused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.backend.lock, "_SHARE", 0.0)
+    monkeypatch.setattr(kvrag.scheduling.lock, "_SHARE", 0.0)
 
 
 def test_a_decode_step_waits_for_one_layer_of_a_prefill_only(

@@ -16,7 +16,7 @@ from kvrag import BlendEngine, FileStore, Model
 from kvrag.errors import StoreError
 from kvrag.ingest import learn
 from kvrag.ingest.learn import Learner, new_texts
-from kvrag.reuse.conversation import Begun
+from kvrag.memory.conversation import Begun
 from kvrag.types import LearnStats
 
 PAGE = " ".join(CHUNKS[:3])  # over 64 tokens

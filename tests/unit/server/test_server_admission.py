@@ -11,10 +11,10 @@ from contextlib import aclosing
 import pytest
 from fastapi.routing import APIRoute
 
-from kvrag.backend.lock import check_left
+from kvrag.scheduling.lock import check_left
 from kvrag.server import app
 from kvrag.server.admission import AdmissionQueue
-from kvrag.server.errors import ApiError
+from kvrag.server.api_errors import ApiError
 
 
 class Work:

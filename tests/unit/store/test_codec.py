@@ -26,7 +26,7 @@ from kvrag import (
 )
 from kvrag.cli.main import main
 from kvrag.config import CODECS
-from kvrag.inspect.verify import verify
+from kvrag.inspect.gate import verify
 from kvrag.store import ChunkRecord, StoreCheck
 from kvrag.store.codec import pack, share, unpack
 

@@ -43,10 +43,10 @@ from kvrag import (
 from kvrag.cli.main import main
 from kvrag.errors import ChunkUnreadableError
 from kvrag.fingerprint import FORMAT, hash_weights, text_key
+from kvrag.memory.tier import MemoryTier
 from kvrag.store import (
     ON_REQUEST,
     ChunkReader,
-    MemoryTier,
     StoreCheck,
     TextState,
     entries_of,
@@ -1247,7 +1247,7 @@ def test_nothing_of_a_forgotten_text_is_left_after_gc(
     collects: bool, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its token ids are in its chunk file, in the manifest and SQLite's log, and in the catalog."""
-    monkeypatch.setattr("kvrag.reuse.catalog._TAIL", 1)
+    monkeypatch.setattr("kvrag.index.catalog._TAIL", 1)
     ids = np.asarray(model.tokenizer.encode(CHUNKS[1]), np.uint32)[3:19]
     forms = [ids.astype(kind).tobytes() for kind in ("<u4", "<i8")]
 

@@ -19,14 +19,14 @@ import torch
 from blending import CHUNKS, full_prefill, messages, plain_logits, relative
 
 import kvrag.answer
-import kvrag.reuse.conversation
+import kvrag.memory.conversation
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, SettingError
 from kvrag.backend.transformers import BlendCache
 from kvrag.control.tuning import Plan
-from kvrag.reuse.conversation import Blended, CachedPrefix, Conversations, KeptStretch, Turn
+from kvrag.memory.conversation import Blended, CachedPrefix, Conversations, KeptStretch, Turn
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.stitch import Prefilled
-from kvrag.store.protocol import Entry
+from kvrag.store.values import Entry
 from kvrag.types import Answer, Delta, Messages
 
 FIRST = messages(*CHUNKS[:3], question="Question: Who likes to eat curry and apples?")
@@ -549,7 +549,7 @@ def test_forgetting_a_chunk_leaves_what_stands_before_it() -> None:
 def test_without_memory_for_a_copy_nothing_is_kept_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     conversations = Conversations(1 << 20, 1000, 1)
     _keep(conversations, range(100), exact=100)
-    copied, left = kvrag.reuse.conversation._copied, iter([1, 0])
+    copied, left = kvrag.memory.conversation._copied, iter([1, 0])
 
     def fail(*args: Any) -> Any:
         if next(left, 0):
@@ -557,7 +557,7 @@ def test_without_memory_for_a_copy_nothing_is_kept_and_nothing_is_lost(monkeypat
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(kvrag.reuse.conversation, "_copied", fail)
+        patch.setattr(kvrag.memory.conversation, "_copied", fail)
         _keep(conversations, [*range(60), *range(500, 560)], exact=120)
     assert _lengths(conversations) == [(0, 100)]
     _keep(conversations, [*range(60), *range(500, 560)], exact=120)
@@ -610,7 +610,7 @@ def test_random_prompts_are_found_as_far_as_they_are_kept_and_nothing_twice() ->
 
 def test_the_work_for_a_prompt_does_not_grow_with_the_number_of_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
     conversations, looked_at = Conversations(300 * 40 * 4, 1000, 1), list[int]()
-    size, turns = KeptStretch.num_bytes, kvrag.reuse.conversation._turns
+    size, turns = KeptStretch.num_bytes, kvrag.memory.conversation._turns
 
     def counted(stretch: KeptStretch) -> Any:
         looked_at.append(stretch.start)
@@ -621,7 +621,7 @@ def test_the_work_for_a_prompt_does_not_grow_with_the_number_of_conversations(mo
         return turns(prompt, stretch)
 
     monkeypatch.setattr(KeptStretch, "num_bytes", property(counted))
-    monkeypatch.setattr(kvrag.reuse.conversation, "_turns", counted_turns)
+    monkeypatch.setattr(kvrag.memory.conversation, "_turns", counted_turns)
     for number in range(310):
         looked_at.clear()
         _keep(conversations, range(50 * number, 50 * number + 40), exact=40 * (number % 2))

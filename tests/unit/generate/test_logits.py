@@ -10,7 +10,7 @@ import torch
 from blending import messages, plain_logits
 
 from kvrag import BlendEngine, Model, PromptError, SettingError
-from kvrag.generate.sample import bias, logprob, penalize
+from kvrag.generate.logits import bias, logprob, penalize
 
 PROMPT = messages("Mira Brel was born in Florton.")
 

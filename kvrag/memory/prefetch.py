@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
-from kvrag.store import KVStore, MemoryTier
+from kvrag.memory.tier import MemoryTier
+from kvrag.store import KVStore
 
 logger = logging.getLogger("kvrag")
 

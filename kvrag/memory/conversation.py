@@ -30,10 +30,10 @@ from torch import Tensor
 from kvrag.backend.protocol import Backend, KVCache
 from kvrag.config import ANSWER_SETTINGS, BlendConfig
 from kvrag.errors import out_of_memory
-from kvrag.reuse.lookup import Match
-from kvrag.reuse.match import match
-from kvrag.reuse.segment import Segment
-from kvrag.store.protocol import ChunkReader, Entry
+from kvrag.index.lookup import Match
+from kvrag.index.match import match
+from kvrag.index.segment import Segment
+from kvrag.store.values import ChunkReader, Entry
 from kvrag.types import Run
 
 _LEAST = 16  # tokens in a row by which a text is recognised: the fewest that the matcher guarantees to find

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvrag.reuse import catalog as catalog_module
-from kvrag.reuse import segment as segment_module
-from kvrag.reuse.catalog import Catalog, _to_merge
-from kvrag.reuse.match import match
-from kvrag.reuse.segment import DamagedSegmentError, Segment, join, read, write
+from kvrag.index import catalog as catalog_module
+from kvrag.index import segment as segment_module
+from kvrag.index.catalog import Catalog, _to_merge
+from kvrag.index.match import match
+from kvrag.index.segment import DamagedSegmentError, Segment, join, read, write
 from kvrag.store import FileStore
 from kvrag.store.base import MANIFEST
 from kvrag.store.manifest import Manifest, ManifestRow
-from kvrag.store.protocol import Entry
+from kvrag.store.values import Entry
 from kvrag.types import Run
 
 MIN_RUN = 16

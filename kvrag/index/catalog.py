@@ -28,8 +28,8 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
 from kvrag.errors import StoreError
-from kvrag.reuse.match import match
-from kvrag.reuse.segment import MAX_TOKENS, SUFFIX, DamagedSegmentError, Ids, Segment, join, read, write
+from kvrag.index.match import match
+from kvrag.index.segment import MAX_TOKENS, SUFFIX, DamagedSegmentError, Ids, Segment, join, read, write
 from kvrag.store import Entry, KVStore
 from kvrag.store.durable import write_file
 from kvrag.types import Run
@@ -108,7 +108,7 @@ class Catalog:
         return removals
 
     def match(self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[Run]:
-        """Return the prompt's runs in the current snapshot; see `kvrag.reuse.match.match`."""
+        """Return the prompt's runs in the current snapshot; see `kvrag.index.match.match`."""
         return match(self._snapshot.segments, ids, min_run, namespace)
 
     def refresh(self) -> None:

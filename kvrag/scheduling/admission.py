@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvrag.backend.lock import check_left
 from kvrag.config import check_bytes
 from kvrag.forking import OfProcess
+from kvrag.scheduling.lock import check_left
 
 _POLL_S = 0.1
 _QUIET = 10  # polls without work on any admitted answer until the next one is admitted in any case

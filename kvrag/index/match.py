@@ -1,7 +1,7 @@
 """Find runs of prompt tokens that are identical to tokens of stored texts.
 
 Matching tokens instead of text keeps the prompt's ids exactly those of the plain model, regardless of the text around
-the chunks. The prompt is winnowed like the texts (see `kvrag.reuse.segment`), its anchors are looked up, and each hit
+the chunks. The prompt is winnowed like the texts (see `kvrag.index.segment`), its anchors are looked up, and each hit
 is extended by comparing ids.
 
 The work is linear in the prompt, independent of what is stored. Anchors with few postings are tried first: one token
@@ -28,7 +28,7 @@ from itertools import islice, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrag.reuse.segment import (
+from kvrag.index.segment import (
     GRAM,
     PAD,
     WINDOW,

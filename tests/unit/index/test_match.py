@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvrag.reuse import match as match_module
-from kvrag.reuse.match import _AGAIN, _COMPARED, _EDGE, _GAP, match
-from kvrag.reuse.segment import GRAM, WINDOW, Segment, gram_hashes, join
-from kvrag.store.protocol import Entry
+from kvrag.index import match as match_module
+from kvrag.index.match import _AGAIN, _COMPARED, _EDGE, _GAP, match
+from kvrag.index.segment import GRAM, WINDOW, Segment, gram_hashes, join
+from kvrag.store.values import Entry
 from kvrag.types import Run
 
 MIN_RUN = 16

@@ -29,7 +29,7 @@ class Sample:
     @property
     def path(self) -> Path:
         """Folder of the documents: in the package if installed, under examples/ in a checkout."""
-        here = Path(__file__).resolve().parent
+        here = Path(__file__).resolve().parent.parent
         for folder in (here / self.folder, here.parent / "examples" / self.folder):
             if folder.is_dir():
                 return folder

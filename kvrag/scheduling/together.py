@@ -10,8 +10,8 @@ from contextlib import closing
 from queue import SimpleQueue
 from typing import TypeVar
 
-from kvrag.backend.lock import is_left
 from kvrag.forking import check_process
+from kvrag.scheduling.lock import is_left
 
 T = TypeVar("T")
 

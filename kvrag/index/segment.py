@@ -29,7 +29,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvrag.errors import StoreError
-from kvrag.store.protocol import Entry
+from kvrag.store.values import Entry
 
 GRAM = 8
 WINDOW = 8

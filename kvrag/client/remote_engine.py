@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from kvrag.blocking import iterate, run
-from kvrag.client.answer import deltas_of
 from kvrag.client.connection import Body, Connection
-from kvrag.client.request import checked, messages_of
+from kvrag.client.parsing import deltas_of
+from kvrag.client.payload import checked, messages_of
 from kvrag.client.servers import Server, find_server, warm
 from kvrag.config import check_names, check_namespace, named_texts
 from kvrag.errors import SettingError

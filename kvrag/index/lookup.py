@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from kvrag.reuse.catalog import Catalog
-from kvrag.reuse.segment import Ids
+from kvrag.index.catalog import Catalog
+from kvrag.index.segment import Ids
 from kvrag.store import KVStore, visible_variant
 from kvrag.types import Run
 

@@ -1,0 +1,1 @@
+"""Which chunks there are, and where a prompt contains them."""

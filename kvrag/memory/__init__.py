@@ -1,0 +1,1 @@
+"""Every KV that is in memory."""

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from kvrag.engine import BlendEngine
 from kvrag.errors import PromptError
 from kvrag.retrieval.index import Hit, fitting
+from kvrag.server.admission import AdmissionQueue
 from kvrag.server.errors import ApiError, ClientDisconnected, describe, json_response, log
 from kvrag.server.response import Builder, Event, Piece
 from kvrag.server.schemas import AnswerFields, ChatRequest, CompletionRequest, Document, Retrieval
@@ -236,6 +237,17 @@ class EventStream(StreamingResponse):
                     await while_connected(receive, self.stream_response(send))
         finally:
             await self._rest.aclose()
+
+
+async def result(request: Request, queue: AdmissionQueue, work: Callable[[], T]) -> T:
+    """Run work in a thread once the queue admits it, while the client is connected; return its result."""
+
+    def results() -> Generator[T, None, None]:
+        yield work()
+
+    limit = request.app.state.kvrag.settings.timeout
+    async with aclosing(queue.run(results, limit, request.state.namespace)) as pieces:
+        return await while_connected(request.receive, anext(pieces))
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

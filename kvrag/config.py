@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from kvrag.errors import SettingError
+from kvrag.errors import PromptError, SettingError
 
 CODECS = ("native", "int8", "int4")  # of stored KV: as the model computes it, or in 8 or 4 bits
 
@@ -166,6 +166,19 @@ def check_names(*names: str) -> None:
     for name in names:
         ok = isinstance(name, str) and not any("\ud800" <= letter <= "\udfff" for letter in name)
         _require(ok, "names of documents and sources must be strings of valid Unicode", name)
+
+
+def check_text(text: str) -> None:
+    """Raise PromptError unless this is a string that tokenizers read."""
+    if not isinstance(text, str):
+        raise PromptError(f"the text must be a string, got {text!r:.80}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"the text has a lone surrogate at character {error.start}; "
+            "clean it with text.encode('utf-8', 'replace').decode()"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,12 +242,13 @@ class EventStream(StreamingResponse):
 async def result(request: Request, queue: AdmissionQueue, work: Callable[[], T]) -> T:
     """Run work in a thread once the queue admits it, while the client is connected; return its result."""
 
-    def results() -> Generator[T, None, None]:
-        yield work()
+    def results() -> Generator[tuple[T], None, None]:
+        yield (work(),)  # which may be None, the end of all pieces
 
     limit = request.app.state.kvrag.settings.timeout
     async with aclosing(queue.run(results, limit, request.state.namespace)) as pieces:
-        return await while_connected(request.receive, anext(pieces))
+        (only,) = await while_connected(request.receive, anext(pieces))
+        return only
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

@@ -110,7 +110,7 @@ def invalid(problems: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     elif kind in _BOUNDS:
         name, word, bound = _BOUNDS[kind]
         number = "integer" if isinstance(value, int) else "decimal"
-        expected = f"Expected a value {bound.format(**context)}, but got {value} instead."
+        expected = f"Expected a value {bound.format(**context)}, but got {value!s:.40} instead."
         message, code = f"Invalid '{param}': {number} {word} value. {expected}", f"{number}_{name}_value"
     elif type_name := _EXPECTED.get(kind.removesuffix("_type")):
         given = "null" if value is None else _TYPES.get(type(value).__name__, "a string")

@@ -219,11 +219,18 @@ def test_numbers_that_json_lacks_are_refused(number: str) -> None:
         parse(f'{{"model": "m", "input": "a", "metadata": {{"a": {number}}}}}'.encode(), ResponsesRequest)
 
 
-def test_a_body_has_a_limited_number_of_fields() -> None:
-    content = json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}] * 100_000}).encode()
-    with pytest.raises(ApiError, match="more than 100000 fields") as wrong:
+@pytest.mark.parametrize("item", [{"role": "user", "content": "a"}, {}, []])
+def test_a_body_has_a_limited_number_of_fields_and_lists(item: Any) -> None:
+    content = json.dumps({"model": "m", "messages": [item] * 101_000}).encode()
+    with pytest.raises(ApiError, match="more than 100000 fields or lists") as wrong:
         parse(content, schemas.ChatRequest)
     assert wrong.value.status == 400
+
+
+def test_brackets_in_a_text_are_no_lists() -> None:
+    text = '["\\' * 101_000
+    read = parse(json.dumps({"model": "m", "prompt": text}).encode(), schemas.CompletionRequest)
+    assert read.prompt == text
 
 
 # -------------------------------------------------------------------- queues

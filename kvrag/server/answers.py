@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
 from contextlib import aclosing, closing, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -173,7 +173,8 @@ async def _whole(pieces: AsyncGenerator[Piece, None], builder: Builder) -> dict[
     """Return the body of a response that is not streamed."""
     async with aclosing(pieces):
         async for piece in pieces:
-            builder.add(piece)
+            for _ in builder.add(piece):
+                pass
     return builder.whole()
 
 
@@ -199,7 +200,7 @@ async def _events(pieces: AsyncGenerator[Piece, None], builder: Builder) -> Asyn
     yield _encoded(builder.last_events())
 
 
-def _encoded(events: Sequence[Event]) -> bytes:
+def _encoded(events: Iterable[Event]) -> bytes:
     """Return server-sent events; those of `/v1/responses` have types."""
     lines = []
     for event in events:

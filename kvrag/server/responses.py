@@ -303,5 +303,4 @@ class ResponsesBuilder(Builder):
 
     def _event(self, kind: str, **fields: Any) -> Event:
         self._num_events += 1
-        # copied, because items grow before the event is sent
-        return deepcopy({"type": kind, "sequence_number": self._num_events - 1, **fields})
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from kvrag.errors import SettingError
+from kvrag.errors import PromptError, SettingError
 
 CODECS = ("native", "int8", "int4")  # of stored KV: as the model computes it, or in 8 or 4 bits
 
@@ -36,12 +37,22 @@ ANSWER_SETTINGS = ("ratio", "policy", "controller", "history", "deterministic")
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
+_MAX_DEPTH = 100  # levels of JSON; llguidance reads 128
+_TOO_DEEP = f"{{}} is nested deeper than {_MAX_DEPTH} levels: use a flatter one"
 _EXTREME = 1e9  # logits can be multiplied or divided by it twice within float32
 
 
-def _require(condition: bool, message: str) -> None:
+def _require(condition: bool, message: str, *got: object) -> None:
+    """Raise SettingError unless the condition holds; the message ends with what was given instead."""
     if not condition:
-        raise SettingError(message)
+        raise SettingError(f"{message}, got {_shown(got[0])}" if got else message)
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.120}"
+    except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
+        return f"one of type {type(value).__name__} that is too large to show"
 
 
 def check_number(name: str, value: Any, least: float = 0, most: float = math.inf, whole: bool = False) -> Any:
@@ -50,20 +61,20 @@ def check_number(name: str, value: Any, least: float = 0, most: float = math.inf
     is_number = is_number and (whole or abs(value) == math.inf or abs(value) <= sys.float_info.max)  # as a float
     kind, limits = "an integer" if whole else "a number", f"in [{least:g}, {most:g}]"
     limits = f"of at least {least:g}" if most == math.inf else limits
-    _require(is_number and least <= value <= most, f"{name} must be {kind} {limits}, got {value!r:.80}")
+    _require(is_number and least <= value <= most, f"{name} must be {kind} {limits}", value)
     return int(value) if whole else float(value)
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> str:
     """Return `value` if it is one of the choices, else raise SettingError."""
-    is_known = isinstance(value, str) and value in choices  # an array can be equal to them in part
-    _require(is_known, f"unknown {name} {value!r:.80}; choose one of {', '.join(choices)}")
+    if not (isinstance(value, str) and value in choices):  # an array can be equal to them in part
+        raise SettingError(f"unknown {name} {_shown(value)}; choose one of {', '.join(choices)}")
     return value
 
 
 def check_type(name: str, value: T, kind: Any, form: str) -> T:
     """Return `value` if it is of this kind, else raise SettingError; `form` says what it must be."""
-    _require(isinstance(value, kind), f"{name} must be {form}, got {value!r:.80}")
+    _require(isinstance(value, kind), f"{name} must be {form}", value)
     return value
 
 
@@ -73,7 +84,7 @@ def check_list(name: str, value: Iterable[T]) -> list[T]:
     try:
         return list(value)
     except TypeError:
-        raise SettingError(f"{name} must be a list, not {value!r:.80}") from None
+        raise SettingError(f"{name} must be a list, not {_shown(value)}") from None
 
 
 def check_policy(policy: str) -> str:
@@ -119,7 +130,7 @@ def without_password(url: str) -> str:
 def check_namespace(namespace: str) -> str:
     """Return `namespace` if it is a valid name, else raise SettingError. "" is the default namespace."""
     ok = isinstance(namespace, str) and len(namespace) <= 200 and (namespace.isprintable() or not namespace)
-    _require(ok, f"namespace must be a string of at most 200 printable characters, got {namespace!r:.80}")
+    _require(ok, "namespace must be a string of at most 200 printable characters", namespace)
     return namespace
 
 
@@ -127,7 +138,7 @@ def check_timeout(timeout: float | None) -> float | None:
     """Return `timeout` if it is a positive number of seconds, or None, else raise SettingError."""
     ok = timeout is None or (isinstance(timeout, Real) and not isinstance(timeout, bool) and timeout > 0)
     ok = ok and (timeout is None or timeout == math.inf or timeout <= sys.float_info.max)
-    _require(ok, f"timeout must be a positive number of seconds, got {timeout!r:.80}")
+    _require(ok, "timeout must be a positive number of seconds", timeout)
     return None if timeout is None else float(timeout)
 
 
@@ -160,7 +171,20 @@ def check_names(*names: str) -> None:
     """Raise SettingError unless all of them can name a document or a source."""
     for name in names:
         ok = isinstance(name, str) and not any("\ud800" <= letter <= "\udfff" for letter in name)
-        _require(ok, f"names of documents and sources must be strings of valid Unicode, got {name!r:.80}")
+        _require(ok, "names of documents and sources must be strings of valid Unicode", name)
+
+
+def check_text(text: str) -> None:
+    """Raise PromptError unless this is a string that tokenizers read."""
+    if not isinstance(text, str):
+        raise PromptError(f"the text must be a string, got {text!r:.80}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"the text has a lone surrogate at character {error.start}; "
+            "clean it with text.encode('utf-8', 'replace').decode()"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,13 +263,13 @@ class Sampling:
         check_fields(self)
         if self.temperature:
             check_number("temperature", self.temperature, 1 / _EXTREME, _EXTREME)
-        _require(isinstance(self.logit_bias, Mapping | None), f"logit_bias must be a dict, got {self.logit_bias!r:.80}")
+        _require(isinstance(self.logit_bias, Mapping | None), "logit_bias must be a dict", self.logit_bias)
         for token, value in (self.logit_bias or {}).items():
             check_number("a token id of logit_bias", token, whole=True)
             check_number(f"logit_bias of token {token}", value, -100, 100)
         ok = isinstance(self.stop, Sequence | Set) and not isinstance(self.stop, str | bytes)
-        _require(ok, f"stop must be a sequence of strings, got {self.stop!r:.80}")
-        _require(all(isinstance(s, str) and s for s in self.stop), f"stop strings must not be empty, got {self.stop!r}")
+        _require(ok, "stop must be a sequence of strings", self.stop)
+        _require(all(isinstance(s, str) and s for s in self.stop), "stop strings must not be empty", self.stop)
         object.__setattr__(self, "stop", tuple(self.stop))
 
 
@@ -269,9 +293,9 @@ class Grammar:
         formats = [name for name in ("json_schema", "regex", "lark") if getattr(self, name) is not None]
         _require(len(formats) == 1, f"a grammar needs json_schema, regex or lark, got {', '.join(formats) or 'none'}")
         for name, text in (("regex", self.regex), ("lark", self.lark)):
-            _require(isinstance(text, str | None), f"{name} must be a string, got {text!r:.80}")
+            _require(isinstance(text, str | None), f"{name} must be a string", text)
         if self.json_schema is not None:
-            _require(isinstance(self.json_schema, Mapping), f"json_schema must be a dict, got {self.json_schema!r:.80}")
+            _require(isinstance(self.json_schema, Mapping), "json_schema must be a dict", self.json_schema)
             check_json("json_schema", self.json_schema)
 
     @classmethod
@@ -287,17 +311,31 @@ class Grammar:
         _require(
             schema is not None,
             'response_format must be {"type": "text"}, {"type": "json_object"} or '
-            f'{{"type": "json_schema", "json_schema": {{"schema": ...}}}}, got {response_format!r:.120}',
+            '{"type": "json_schema", "json_schema": {"schema": ...}}',
+            response_format,
         )
         return cls(json_schema=schema)
 
 
 def check_json(name: str, value: object) -> None:
-    """Raise SettingError unless `value` can be serialised as JSON."""
+    """Raise SettingError unless `value` can be serialised as JSON and is not nested too deeply."""
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:
         raise SettingError(f"{name} is not JSON: {error}") from None
+    except RecursionError:
+        raise SettingError(_TOO_DEEP.format(name)) from None
+    check_depth(name, value)
+
+
+def check_depth(name: str, value: object) -> None:
+    """Raise SettingError if a JSON value is nested too deeply for recursive code."""
+    level: list[Any] = [[value]]
+    for _ in range(_MAX_DEPTH + 1):
+        parts = chain.from_iterable(outer.values() if isinstance(outer, dict) else outer for outer in level)
+        if not (level := [part for part in parts if isinstance(part, dict | list | tuple)]):
+            return
+    raise SettingError(_TOO_DEEP.format(name))
 
 
 def show_options(table: type, defaults: Mapping[str, Any]) -> Callable[[F], F]:

@@ -21,7 +21,7 @@ import urllib.request
 from typing import Any
 
 from benchmarks.speed.serve import begun_anew
-from kvrag.reader import corpus
+from kvrag.reader import samples
 
 
 def _get(url: str) -> Any:
@@ -66,7 +66,7 @@ def main() -> None:
                 time.sleep(0.2)
             model = next(entry["id"] for entry in _get(f"{url}/v1/models")["data"] if "rag" in entry["id"])
             blending, full, same = [], [], 0
-            questions = list(corpus.of(args.model).questions)
+            questions = list(samples.of(args.model).questions)
             for number in range(args.rounds * len(questions)):
                 question = questions[number % len(questions)]
                 ours, theirs = (_ask(url, model, question, number, policy) for policy in (None, "full"))

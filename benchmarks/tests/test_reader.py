@@ -13,7 +13,7 @@ from benchmarks.readers.first import world
 from benchmarks.readers.first.corpus import corpus
 from benchmarks.readers.first.world import KINDS, Question, Sample, draw, gather, sample
 from kvrag.backend.transformers.loading import reader_path
-from kvrag.reader.corpus import ARTICLES, ENCODED_ALONE
+from kvrag.reader.samples import ARTICLES, ENCODED_ALONE
 
 
 def _samples(split: str, num: int = 150, articles: int = 5) -> list[Sample]:

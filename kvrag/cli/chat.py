@@ -24,7 +24,7 @@ from kvrag.cli.common import (
 )
 from kvrag.cli.question import as_prompt, retrieve
 from kvrag.errors import ContextWindowError, PromptError, SettingError
-from kvrag.reader import corpus
+from kvrag.reader import samples
 from kvrag.types import BlendReport, Messages
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer until /quit or the end of the input; with --json one object per line."""
     if args.web:
-        documents = corpus.of(args.model)
+        documents = samples.of(args.model)
         args.top_k, args.chunk_tokens = args.top_k or documents.top_k, documents.chunk_tokens
         return serve.chat(args)
     if args.port or args.no_browser:

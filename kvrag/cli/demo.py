@@ -18,7 +18,7 @@ from kvrag.backend.hub import READER
 from kvrag.cli import warm
 from kvrag.cli.common import human_bytes, open_engine, open_index, progress, require_extra, say
 from kvrag.errors import needing
-from kvrag.reader.corpus import ARTICLES, ENCODED_ALONE, Sample
+from kvrag.reader.samples import ARTICLES, ENCODED_ALONE, Sample
 
 if TYPE_CHECKING:
     from kvrag.cli.speed import SpeedUp

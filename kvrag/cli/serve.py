@@ -11,6 +11,7 @@ import webbrowser
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, replace
+from ipaddress import ip_address
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from kvrag.cli.question import template
 from kvrag.config import ANSWER_SETTINGS, BlendConfig
 from kvrag.errors import SettingError
 from kvrag.llm import SETTINGS
+from kvrag.reader import samples
 from kvrag.retrieval import documents
 from kvrag.server.settings import ApiKey, ServerSettings
 
@@ -58,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     keys = "require an API key; repeatable with a NAME each, the namespace of its documents, conversations and metrics "
     keys += f"(default: --namespace). Also read from the environment variable {_KEYS}, comma-separated"
     where.add_argument("--api-key", action="append", default=[], metavar="[NAME:]KEY", help=keys)
+    no_key = "let anyone who can reach the server use it; without a key, needed to listen beyond this machine"
+    where.add_argument("--no-api-key", action="store_true", help=no_key)
     hosts = "host name that requests without an API key may use"
     where.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=hosts)
     origins = "web origin that may send requests"
@@ -178,21 +182,35 @@ def build(
 
 def read_settings(args: argparse.Namespace) -> ServerSettings:
     """Return the settings of the server."""
+    keys = _keys(args)
+    if not (keys or args.no_api_key or _is_local(args.host)):
+        how = f"pass --api-key or set {_KEYS}, or let everyone in with --no-api-key"
+        raise SettingError(f"anyone who can reach {args.host} could use the server: {how}")
     options = vars(args)
     settings = {row.name: options[row.name] for row in fields(ServerSettings) if row.name in options}
     if args.prompt_template is not None:
         settings["template"] = read_text(Path(args.prompt_template))
     return ServerSettings(
         name=args.served_model_name or args.model,
-        api_keys=_keys(args),
-        hosts=(*_LOCAL, *args.allow_host) if args.host in _LOCAL else (),
+        api_keys=keys,
+        hosts=(*_LOCAL, *args.allow_host) if _is_local(args.host) else (),
         origins=tuple(args.cors_origin),
         **settings,
     )
 
 
+def _is_local(host: str) -> bool:
+    """Return whether only this machine can reach a server on this address."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def _keys(args: argparse.Namespace) -> tuple[ApiKey, ...]:
     given = [*args.api_key, *filter(None, os.environ.get(_KEYS, "").split(","))]
+    if given and args.no_api_key:
+        raise SettingError(f"--no-api-key contradicts the keys of --api-key or {_KEYS}: leave out one of them")
     if len(given) > 1 and not all(":" in key for key in given):
         raise SettingError("several API keys need names: pass --api-key NAME:KEY, where NAME is the key's namespace")
     return tuple(ApiKey.parse(key, args.namespace) for key in given)
@@ -231,7 +249,7 @@ def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, stat
     is_chat, corpora = "web" in args, state.corpora  # an option of `kvrag chat`
     for corpus in corpora if is_chat else ():
         if not corpus.statuses():
-            for name, text in corpus.of(args.model).documents().items():
+            for name, text in samples.of(args.model).documents().items():
                 corpus.add(name, [text])
     chunks = sum(len(corpus.index) for corpus in corpora)
     if args.json:
@@ -248,5 +266,3 @@ def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, stat
     if shares.get(args.namespace) and args.namespace not in settings.namespaces:
         name = args.namespace or "(default)"
         say(f"no API key reads the {shares[args.namespace]} documents in the namespace {name}: pass a key without NAME")
-    if args.host not in _LOCAL and not settings.api_keys:
-        say(f"anyone who can reach {url} can use the server: require a key with --api-key")

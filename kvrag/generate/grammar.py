@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 import weakref
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,10 +20,16 @@ from kvrag.forking import HeldBriefly
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+T = TypeVar("T")
+
 # Python's and the chat templates' JSON style; if white space were free, a weak model might write nothing else
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
 _SCHEMAS_BY_NAME = ("properties", "$defs", "definitions", "patternProperties")
 _LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
+
+# llguidance follows references by recursion, and an overflow of the stack would end the process: a long grammar
+# of nothing else takes 0.3 GiB. Memory of the stack that is not used is not allocated
+_MOST_CHARACTERS, _STACK = 1 << 20, 512 << 20
 
 _tokenizers: weakref.WeakKeyDictionary[Model, LLTokenizer] = weakref.WeakKeyDictionary()
 _creating = HeldBriefly()
@@ -39,15 +47,16 @@ class Constraint:
     def mask(self, logits: Tensor) -> Tensor:
         """Return (1, V) logits with -inf for every token that would break the grammar.
 
-        Tokens that end an answer are allowed where the grammar may end. Raises ModelError if no token is allowed.
+        Tokens that end an answer are allowed where the grammar may end. Raises SettingError if no token is allowed.
         """
         from llguidance.torch import fill_next_token_bitmask
 
         fill_next_token_bitmask(self._matcher, self._bitmask)
         if self._matcher.is_error():
-            raise self._failure(self._matcher.get_error())
+            reason = first_line(self._matcher.get_error())
+            raise SettingError(f"the grammar cannot continue ({reason}): does it refer to itself without an end?")
         if not self._bitmask.any():
-            raise self._failure("no token of this model continues the answer")
+            raise SettingError("the grammar cannot continue: this model has no token that it allows here")
         # not llguidance's apply_token_bitmask_inplace: it is torch-compiled, which takes half a minute and a compiler
         bits = torch.arange(32, dtype=torch.int32, device=logits.device)
         allowed = (self._bitmask.to(logits.device)[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[-1]]  # (1, V)
@@ -59,12 +68,8 @@ class Constraint:
     def push(self, token: int) -> bool:
         """Advance by an allowed token; return whether the answer is complete and nothing can follow."""
         if not self._matcher.consume_token(token):
-            raise self._failure(self._matcher.get_error())
+            raise ModelError(f"the grammar cannot continue: {first_line(self._matcher.get_error())}")
         return bool(self._matcher.is_stopped())
-
-    @staticmethod
-    def _failure(reason: str) -> ModelError:
-        return ModelError(f"the grammar cannot continue: {first_line(reason)}")
 
 
 def constrain(model: Model, grammar: Grammar, before: str = "") -> Constraint:
@@ -97,11 +102,27 @@ def constrain(model: Model, grammar: Grammar, before: str = "") -> Constraint:
     if before:
         answer = {"lark_grammar": source} if kind == "lark" else json.loads(source)["grammars"][0]
         source = json.dumps({"grammars": [{"lark_grammar": before}, {**answer, "name": "answer"}]})
+    if len(source) > _MOST_CHARACTERS:
+        raise SettingError(
+            f"the grammar is longer than {_MOST_CHARACTERS} characters: use a shorter one, or fewer tools"
+        )
     tokenizer = _tokenizer(model)
-    matcher = llguidance.LLMatcher(tokenizer, source)
+    matcher = _with_stack(lambda: llguidance.LLMatcher(tokenizer, source))
     if matcher.is_error():
         raise SettingError(f"the grammar's {kind} is invalid or not supported: {first_line(matcher.get_error())}")
     return Constraint(matcher, tokenizer.vocab_size)
+
+
+def _with_stack(work: Callable[[], T]) -> T:
+    """Return the result of work in a thread with a large stack."""
+    with ThreadPoolExecutor(1) as pool:
+        with _creating:
+            usual = threading.stack_size(_STACK)
+            try:
+                done = pool.submit(work)  # starts the thread
+            finally:
+                threading.stack_size(usual)
+        return done.result()
 
 
 def guarded(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrag.config import check_text
 from kvrag.errors import KvragError, SettingError, StoreError, needing, reason_of
 from kvrag.forking import HeldBriefly, OfProcess
 from kvrag.openmp import own_team
@@ -199,6 +200,8 @@ class ChunkIndex(OfProcess):
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return (N, E) unit vectors; loads the embedder on first use."""
+        for text in texts:
+            check_text(text)
         with own_team(), _embedding:
             vectors = _encoder(self.embedder).encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
         return np.ascontiguousarray(vectors, np.float32)
@@ -218,7 +221,8 @@ class ChunkIndex(OfProcess):
         """
         with _embedding:
             tokenizer = _encoder(self.embedder).tokenizer
-            plain = [token for token in ids if token not in tokenizer.all_special_ids]
+            special = set(tokenizer.all_special_ids)
+            plain = [token for token in ids if token not in special]
             is_known = all(0 <= token < len(tokenizer) for token in plain)
             text = str(tokenizer.decode(plain)) if is_known else ""
             # ids of another tokenizer would silently become an unrelated text

@@ -21,13 +21,20 @@ T = TypeVar("T")
 class AdmissionQueue:
     """Admits a number of requests at a time, queues some more, and rejects the rest with 429.
 
-    A free place goes to the namespace whose last admission is longest ago, so that no namespace blocks another one, and
-    there to the request that has waited longest. Call all methods on the event loop.
+    A namespace that has a place gets another one only while a free place is left for each namespace that has none, at
+    most half of all places: so no namespace holds the last place of two or more. A free place goes to the namespace
+    whose last admission is longest ago, and there to the request that has waited longest. Call all methods on the event
+    loop.
     """
 
-    def __init__(self, places: int, queue: int, name: str) -> None:
-        """Create an empty queue that admits `places` requests, while `queue` requests per namespace may wait."""
-        self._places, self._queue = places, queue
+    def __init__(self, places: int, queue: int, name: str, namespaces: int = 1) -> None:
+        """Create an empty queue that admits `places` requests, while `queue` requests per namespace may wait.
+
+        Args:
+            name: Name of its threads.
+            namespaces: Number of namespaces that send requests.
+        """
+        self._places, self._queue, self._namespaces = places, queue, namespaces
         self._running: Counter[str] = Counter()
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []  # with their namespaces, the oldest first
         self._admissions = count(1)
@@ -66,7 +73,7 @@ class AdmissionQueue:
         """
         loop = asyncio.get_running_loop()
         started = loop.time()
-        late = ApiError(504, f"the answer took longer than {limit:g} s: request fewer tokens", "timeout")
+        late = ApiError(504, f"the request took longer than {limit:g} s: request fewer tokens, or send less", "timeout")
         try:
             async with asyncio.timeout(limit):
                 await self._admit(namespace)
@@ -120,7 +127,7 @@ class AdmissionQueue:
     async def _admit(self, namespace: str) -> None:
         if self.is_stopping:
             raise _stopping()
-        if self._has_place() and not self._waiting:
+        if self._has_place(namespace):  # which all that wait lack
             self._take_place(namespace)
             return
         if self.waiting(namespace) >= self._queue:
@@ -136,8 +143,10 @@ class AdmissionQueue:
                 self._release(namespace)  # admitted and cancelled at the same time
             raise
 
-    def _has_place(self) -> bool:
-        return self._running.total() < self._places
+    def _has_place(self, namespace: str) -> bool:
+        without = self._namespaces - sum(number > 0 for number in self._running.values())
+        reserved = min(without, self._places // 2) if self._running[namespace] else 0
+        return self._places - self._running.total() > reserved
 
     def _take_place(self, namespace: str) -> None:
         self._running[namespace] += 1
@@ -146,8 +155,8 @@ class AdmissionQueue:
 
     def _release(self, namespace: str) -> None:
         self._running[namespace] -= 1
-        while self._waiting and self._has_place():
-            following, admission = min(self._waiting, key=lambda request: self._last[request[0]])
+        while able := [request for request in self._waiting if self._has_place(request[0])]:
+            following, admission = min(able, key=lambda request: self._last[request[0]])
             self._waiting.remove((following, admission))
             if not admission.done():
                 self._take_place(following)

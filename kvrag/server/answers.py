@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
 from contextlib import aclosing, closing, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from kvrag.engine import BlendEngine
 from kvrag.errors import PromptError
 from kvrag.retrieval.index import Hit, fitting
+from kvrag.server.admission import AdmissionQueue
 from kvrag.server.api_errors import ApiError, ClientDisconnected, describe, json_response, log
 from kvrag.server.response import Builder, Event, Piece
 from kvrag.server.schemas import AnswerFields, ChatRequest, CompletionRequest, Document, Retrieval
@@ -172,7 +173,8 @@ async def _whole(pieces: AsyncGenerator[Piece, None], builder: Builder) -> dict[
     """Return the body of a response that is not streamed."""
     async with aclosing(pieces):
         async for piece in pieces:
-            builder.add(piece)
+            for _ in builder.add(piece):
+                pass
     return builder.whole()
 
 
@@ -198,7 +200,7 @@ async def _events(pieces: AsyncGenerator[Piece, None], builder: Builder) -> Asyn
     yield _encoded(builder.last_events())
 
 
-def _encoded(events: Sequence[Event]) -> bytes:
+def _encoded(events: Iterable[Event]) -> bytes:
     """Return server-sent events; those of `/v1/responses` have types."""
     lines = []
     for event in events:
@@ -236,6 +238,18 @@ class EventStream(StreamingResponse):
                     await while_connected(receive, self.stream_response(send))
         finally:
             await self._rest.aclose()
+
+
+async def result(request: Request, queue: AdmissionQueue, work: Callable[[], T]) -> T:
+    """Run work in a thread once the queue admits it, while the client is connected; return its result."""
+
+    def results() -> Generator[tuple[T], None, None]:
+        yield (work(),)  # which may be None, the end of all pieces
+
+    limit = request.app.state.kvrag.settings.timeout
+    async with aclosing(queue.run(results, limit, request.state.namespace)) as pieces:
+        (only,) = await while_connected(request.receive, anext(pieces))
+        return only
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

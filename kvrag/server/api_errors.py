@@ -93,18 +93,13 @@ _BOUNDS = {
 }
 
 
-def _invalid(error: RequestValidationError, is_json: bool) -> ApiError:
-    """Return the error for an invalid request, in OpenAI's words."""
+def invalid(problems: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    """Return the error for pydantic's problems with a request, in OpenAI's words."""
     # a value that may have several types has an error for each; one that is not about the type says more
-    problem = min(error.errors(), key=lambda row: row["type"].endswith("_type"))
+    problem = min(problems, key=lambda row: row["type"].endswith("_type"))
     kind, value, context = problem["type"], problem.get("input"), problem.get("ctx", {})
-    if kind == "json_invalid":
-        return ApiError(400, "the body is not valid JSON", "invalid_json")
-    names = problem["loc"][1:]  # the first one is "body", "query" or "path"
-    if not names and not is_json:
-        message = "the body must be JSON: set the header Content-Type: application/json"
-        return ApiError(400, message, "invalid_json")
-    param = _place(names, error.body) or str(names[0] if names else "body")
+    names = problem["loc"]
+    param = _place(names, body) or str(names[0] if names else "body")
     message, code = f"Invalid '{param}': {problem['msg']}.", "invalid_value"
     if kind == "missing":
         message, code = f"Missing required parameter: '{param}'.", "missing_required_parameter"
@@ -115,7 +110,7 @@ def _invalid(error: RequestValidationError, is_json: bool) -> ApiError:
     elif kind in _BOUNDS:
         name, word, bound = _BOUNDS[kind]
         number = "integer" if isinstance(value, int) else "decimal"
-        expected = f"Expected a value {bound.format(**context)}, but got {value} instead."
+        expected = f"Expected a value {bound.format(**context)}, but got {value!s:.40} instead."
         message, code = f"Invalid '{param}': {number} {word} value. {expected}", f"{number}_{name}_value"
     elif type_name := _EXPECTED.get(kind.removesuffix("_type")):
         given = "null" if value is None else _TYPES.get(type(value).__name__, "a string")
@@ -138,8 +133,13 @@ def handle_errors(app: FastAPI) -> None:
     """Report every error of the app in OpenAI's format."""
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return error_response(_invalid(error, "json" in request.headers.get("content-type", "")))
+    async def not_read(_: Request, error: RequestValidationError) -> Response:
+        problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
+        if problems[0]["loc"]:  # behind "query" or "path"
+            return error_response(invalid(problems, None))
+        # of a body that is not read as JSON
+        message = "the body must be JSON: set the header Content-Type: application/json"
+        return error_response(ApiError(400, message, "invalid_json"))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:

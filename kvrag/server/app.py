@@ -6,18 +6,16 @@ import asyncio
 import base64
 import mimetypes
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import PurePosixPath
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
-from numpy.typing import NDArray
-from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -25,12 +23,14 @@ from starlette.responses import Response
 
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError
+from kvrag.reader.samples import of as samples_of
 from kvrag.retrieval.documents import SUFFIXES, Content
+from kvrag.retrieval.index import ChunkIndex
 from kvrag.retrieval.sandbox import Sandbox
 from kvrag.server import page
-from kvrag.server.admission import AdmissionQueue
-from kvrag.server.answers import chat_work, completion_work, respond, while_connected
+from kvrag.server.answers import chat_work, completion_work, respond, result
 from kvrag.server.api_errors import ApiError, handle_errors, json_response
+from kvrag.server.body import ParsingRoute, read
 from kvrag.server.corpus import Corpus, check_id
 from kvrag.server.guard import UPLOADS, Guard
 from kvrag.server.response import ResponseBuilder
@@ -49,14 +49,13 @@ from kvrag.server.settings import ServerSettings
 from kvrag.server.state import State, Tenant
 from kvrag.types import WarmReport
 
-T = TypeVar("T")
-
 _OFFICE = {".docx": "wordprocessingml.document", ".xlsx": "spreadsheetml.sheet", ".pptx": "presentationml.presentation"}
 for _suffix, _kind in _OFFICE.items():
     mimetypes.add_type(f"application/vnd.openxmlformats-officedocument.{_kind}", _suffix)
 mimetypes.add_type("application/vnd.oasis.opendocument.text", ".odt")
 mimetypes.add_type("application/epub+zip", ".epub")
 mimetypes.add_type("application/jsonl", ".jsonl")
+_TOKENIZED, _PER_TOKEN = 1 << 20, 16  # bytes of a body of /tokenize: at least, and per token of the window
 _ENCODING_S = 10.0  # seconds for the corpora to reach a point where the next server can resume
 
 
@@ -76,7 +75,7 @@ async def _tenant(request: Request) -> Tenant:
 
 Server = Annotated[State, Depends(_server)]
 Caller = Annotated[Tenant, Depends(_tenant)]
-router = APIRouter()
+router = APIRouter(route_class=ParsingRoute)
 
 
 @router.post("/v1/chat/completions")
@@ -89,7 +88,7 @@ async def chat(body: ChatRequest, request: Request, state: Server, tenant: Calle
 @router.post("/v1/responses")
 async def respond_to_input(body: ResponsesRequest, request: Request, state: Server, tenant: Caller) -> Response:
     """Answer a conversation, in the form of OpenAI's Responses API. Nothing is stored."""
-    work = chat_work(state, tenant, body.chat())
+    work = chat_work(state, tenant, await result(request, state.parsing, body.chat))
     return await respond(request, state, tenant, work, ResponsesBuilder(body, state.engine))
 
 
@@ -103,45 +102,51 @@ async def complete(body: CompletionRequest, request: Request, state: Server, ten
 @router.post("/v1/embeddings")
 async def embed(body: EmbeddingRequest, request: Request, tenant: Caller) -> Response:
     """Embed texts, or token ids of the embedder's tokenizer, with the corpus's embedder."""
-    vectors, tokens = await _embedded(request, tenant, body.model, body.inputs())
-    if body.dimensions not in (None, vectors.shape[1]):
-        raise ApiError(400, f"dimensions must be {vectors.shape[1]}", "unsupported_value", "dimensions")
-    rows = [
-        base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
-        for vector in vectors.astype("<f4")
-    ]
-    data = [{"object": "embedding", "index": number, "embedding": row} for number, row in enumerate(rows)]
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return json_response({"object": "list", "data": data, "model": body.model, "usage": usage})
+    inputs = body.inputs()
+
+    def work(index: ChunkIndex) -> Response:
+        texts = [text if isinstance(text, str) else index.decode(text) for text in inputs]
+        vectors = index.embed(texts)
+        if body.dimensions not in (None, vectors.shape[1]):
+            raise ApiError(400, f"dimensions must be {vectors.shape[1]}", "unsupported_value", "dimensions")
+        rows = [
+            base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
+            for vector in vectors.astype("<f4")
+        ]
+        data = [{"object": "embedding", "index": number, "embedding": row} for number, row in enumerate(rows)]
+        tokens = index.count_tokens(texts)
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return json_response({"object": "list", "data": data, "model": body.model, "usage": usage})
+
+    return await _embedded(request, tenant, body.model, work)
 
 
 @router.post("/v1/rerank")
 async def rerank(body: RerankRequest, request: Request, tenant: Caller) -> Response:
     """Sort documents by how similar they are to a query, by the cosine of the corpus's embedder."""
-    vectors, tokens = await _embedded(request, tenant, body.model, [body.query, *body.documents])
-    scores = vectors[1:] @ vectors[0]
-    best = np.argsort(-scores, kind="stable")[: body.top_n or None]
-    results = [
-        {"index": int(at), "document": {"text": body.documents[at]}, "relevance_score": float(scores[at])}
-        for at in best
-    ]
-    return json_response({"model": body.model, "results": results, "usage": {"total_tokens": tokens}})
+
+    def work(index: ChunkIndex) -> Response:
+        texts = [body.query, *body.documents]
+        vectors = index.embed(texts)
+        scores = vectors[1:] @ vectors[0]
+        best = np.argsort(-scores, kind="stable")[: body.top_n or None]
+        results = [
+            {"index": int(at), "document": {"text": body.documents[at]}, "relevance_score": float(scores[at])}
+            for at in best
+        ]
+        usage = {"total_tokens": index.count_tokens(texts)}
+        return json_response({"model": body.model, "results": results, "usage": usage})
+
+    return await _embedded(request, tenant, body.model, work)
 
 
-async def _embedded(
-    request: Request, tenant: Tenant, model: str, inputs: Sequence[str | list[int]]
-) -> tuple[NDArray[np.float32], int]:
-    """Return the vectors of texts, or token ids, by the embedder with this name, and the number of their tokens."""
+async def _embedded(request: Request, tenant: Tenant, model: str, work: Callable[[ChunkIndex], Response]) -> Response:
+    """Return the result of work with the index whose embedder has this name."""
     index = tenant.require_corpus().index
     if model != index.embedder:
         message = f"unknown embedder {model!r:.280}: this server has {index.embedder!r}"
         raise ApiError(404, message, "model_not_found", "model")
-
-    def work() -> tuple[NDArray[np.float32], int]:
-        texts = [text if isinstance(text, str) else index.decode(text) for text in inputs]
-        return index.embed(texts), index.count_tokens(texts)
-
-    return await _result(request, _state(request).answering, work)
+    return await result(request, _state(request).answering, partial(work, index))
 
 
 @router.get("/v1/models")
@@ -184,20 +189,13 @@ async def add_document(request: Request, state: Server, tenant: Caller) -> Respo
             for file in files:
                 document = name if isinstance(name, str) else file.filename or ""
                 contents[document] = await _read(request, document, await file.read(), file.content_type or "")
-        added = [await _add(corpus, document, content) for document, content in contents.items()]
+        added = [await _add(request, corpus, document, content) for document, content in contents.items()]
         return json_response(added[0] if len(added) == 1 else {"object": "list", "data": added}, 202)
-    try:  # FastAPI reads no JSON where it may be a form as well
-        body = NewDocument.model_validate(await request.json())
-    except ValidationError as error:
-        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
-        raise RequestValidationError(problems) from None
-    except (ValueError, RecursionError):
-        message = "the body is not valid JSON: send JSON, or a form with files"
-        raise ApiError(400, message, "invalid_json") from None
+    body = await read(request, NewDocument)  # by its content, as ever: the media type tells only forms
     if not body.text.strip():
         raise ApiError(400, "the text is empty: send one with content", "invalid_value", "text")
-    name = body.id if body.id is not None else f"doc-{time.time_ns():x}"
-    status = await asyncio.to_thread(corpus.add, name, [body.text])
+    document = body.id if body.id is not None else f"doc-{time.time_ns():x}"
+    status = await result(request, state.working, lambda: corpus.add(document, [body.text]))
     return json_response(status.to_dict(), 202)
 
 
@@ -216,7 +214,7 @@ async def upload_document(document: str, request: Request, tenant: Caller) -> Re
     if _is_form(request):
         raise ApiError(400, "send forms to POST /v1/corpus, and a file alone to this path", "invalid_value")
     content = await _read(request, document, await request.body(), request.headers.get("content-type", ""))
-    return json_response(await _add(corpus, document, content), 202)
+    return json_response(await _add(request, corpus, document, content), 202)
 
 
 async def _read(request: Request, document: str, content: bytes, media_type: str) -> Content:
@@ -236,37 +234,42 @@ async def _read(request: Request, document: str, content: bytes, media_type: str
             raise ApiError(400, "; ".join(map(str, parsed.problems[:3])), "unreadable_document")
         return parsed
 
-    return await _result(request, _state(request).reading, work)
+    return await result(request, _state(request).reading, work)
 
 
-async def _add(corpus: Corpus, document: str, content: Content) -> dict[str, Any]:
+async def _add(request: Request, corpus: Corpus, document: str, content: Content) -> dict[str, Any]:
     """Queue a file to be encoded; return its status and what was skipped in it."""
-    status = await asyncio.to_thread(corpus.add, document, content.texts, content.pages)
+    add = partial(corpus.add, document, content.texts, content.pages)
+    status = await result(request, _state(request).working, add)
     return status.to_dict() | {"problems": [problem.to_dict() for problem in content.problems]}
 
 
 @router.get("/v1/corpus")
 async def list_documents(
-    tenant: Caller, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000, after: str = ""
+    request: Request,
+    state: Server,
+    tenant: Caller,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    after: str = "",
 ) -> Response:
     """List the documents by id, with the progress of unfinished ones."""
-    statuses = await asyncio.to_thread(tenant.require_corpus().statuses)
+    statuses = await result(request, state.working, tenant.require_corpus().statuses)
     rest = [status for status in statuses if status.id > after]
     data = [status.to_dict() for status in rest[:limit]]
     return json_response({"object": "list", "data": data, "has_more": len(rest) > limit, "total": len(statuses)})
 
 
 @router.get("/v1/corpus/{document:path}")
-async def show_document(document: str, tenant: Caller) -> Response:
+async def show_document(document: str, request: Request, state: Server, tenant: Caller) -> Response:
     """Return a document's status."""
-    status = await asyncio.to_thread(tenant.require_corpus().status, document)
+    status = await result(request, state.working, partial(tenant.require_corpus().status, document))
     return json_response(status.to_dict())
 
 
 @router.delete("/v1/corpus/{document:path}")
-async def delete_document(document: str, tenant: Caller) -> Response:
+async def delete_document(document: str, request: Request, state: Server, tenant: Caller) -> Response:
     """Delete a document. It is no longer retrieved from now on."""
-    await asyncio.to_thread(tenant.require_corpus().remove, document)
+    await result(request, state.working, partial(tenant.require_corpus().remove, document))
     return json_response({"id": document, "object": "corpus.document", "deleted": True})
 
 
@@ -286,41 +289,61 @@ async def warm_chunks(body: NewChunks, request: Request, state: Server, tenant: 
         finally:  # of the work, which ends later than the request of a client that leaves
             tenant.encoding.pop(name, None)
 
-    report = await _result(request, state.answering, work)
+    report = await result(request, state.answering, work)
     return json_response(report.to_dict())
 
 
 @router.get("/v1/chunks")
-async def list_chunks(state: Server, tenant: Caller, prefix: str = "") -> Response:
+async def list_chunks(request: Request, state: Server, tenant: Caller, prefix: str = "") -> Response:
     """Return the names of the documents that start with `prefix` and have chunks, sorted.
 
     `encoding` has the tokens done and to do of `POST` requests in progress, by the name of their first document.
     """
-    documents = await asyncio.to_thread(state.engine.documents, prefix, namespace=tenant.namespace)
+    work = partial(state.engine.documents, prefix, namespace=tenant.namespace)
+    documents = await result(request, state.working, work)
     encoding = {name: tokens for name, tokens in [*tenant.encoding.items()] if name.startswith(prefix)}
     return json_response({"documents": documents, "encoding": encoding})
 
 
 @router.delete("/v1/chunks/{document:path}")
-async def forget_chunks(document: str, state: Server, tenant: Caller) -> Response:
+async def forget_chunks(document: str, request: Request, state: Server, tenant: Caller) -> Response:
     """Delete a document's chunks unless another document has them."""
-    removed = await asyncio.to_thread(state.engine.forget, document, namespace=tenant.namespace)
+    work = partial(state.engine.forget, document, namespace=tenant.namespace)
+    removed = await result(request, state.working, work)
     return json_response({"document": document, "removed": removed})
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, state: Server) -> Response:
+async def tokenize(body: TokenizeRequest, request: Request, state: Server) -> Response:
     """Return the token ids of a prompt, as vLLM does; `add_special_tokens=false`: of a chunk's text."""
     engine = state.engine
+    limit = max(_TOKENIZED, _PER_TOKEN * engine.context_window)  # no work can be stopped within a text
+    if len(await request.body()) > limit:
+        message = f"/tokenize takes at most {limit / (1 << 20):g} MiB: send a longer text in parts"
+        raise ApiError(413, message, "body_too_large")
 
-    def work() -> list[int]:
+    def work() -> Response:
         if body.messages is not None:
-            return engine.tokenize([message.plain() for message in body.messages], tools=body.tools)
-        assert body.prompt is not None
-        return engine.encode(body.prompt) if body.add_special_tokens is False else engine.tokenize(body.prompt)
+            tokens = engine.tokenize([message.plain() for message in body.messages], tools=body.tools)
+        elif body.add_special_tokens is False:
+            tokens = engine.encode(body.prompt or "")
+        else:
+            tokens = engine.tokenize(body.prompt or "")
+        return json_response({"count": len(tokens), "max_model_len": engine.context_window, "tokens": tokens})
 
-    tokens = await asyncio.to_thread(work)
-    return json_response({"count": len(tokens), "max_model_len": engine.context_window, "tokens": tokens})
+    return await result(request, state.working, work)
+
+
+@router.get("/samples.json", include_in_schema=False)
+async def samples(request: Request, state: Server) -> Response:
+    """Return the names of the sample documents, questions about them, and whether these may refer to earlier ones."""
+
+    def work() -> Response:
+        fitting = samples_of(state.engine.model.name)
+        names, questions = list(fitting.documents()), list(fitting.questions)
+        return json_response({"documents": names, "questions": questions, "is_chat": fitting.is_chat})
+
+    return await result(request, state.working, work)
 
 
 @router.get("/health")
@@ -339,16 +362,6 @@ async def metrics(tenant: Caller) -> Response:
     return Response(tenant.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _result(request: Request, queue: AdmissionQueue, work: Callable[[], T]) -> T:
-    """Run work in a thread once the queue admits it, while the client is connected; return its result."""
-
-    def results() -> Generator[T, None, None]:
-        yield work()
-
-    async with aclosing(queue.run(results, _state(request).settings.timeout, request.state.namespace)) as pieces:
-        return await while_connected(request.receive, anext(pieces))
-
-
 def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[Corpus] = ()) -> FastAPI:
     """Return an ASGI app that answers with an engine. It closes neither the engine nor the corpora's indexes.
 
@@ -363,7 +376,7 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[
             corpus.start()
         yield
         encoding = [asyncio.to_thread(corpus.stop, _ENCODING_S) for corpus in corpora]
-        await asyncio.gather(state.answering.stop(), state.reading.stop(), *encoding)
+        await asyncio.gather(*(queue.stop() for queue in state.queues), *encoding)
 
     app = FastAPI(
         title="kvrag",

@@ -21,6 +21,13 @@ from kvrag.tracing import continued
 _OPEN = ("/health", "/docs", "/openapi.json", *FILES)
 _READING = 64  # requests per namespace beyond those in the admission queue; each may hold a body
 UPLOADS = 16  # per namespace; each may hold a file
+_BODY_S = 10.0  # for a body to arrive ...
+_BODY_RATE = 16 << 10  # ... and a second more for each of these bytes: a body that stalls takes a place
+
+
+def most_requests(settings: ServerSettings) -> tuple[int, int]:
+    """Return how many ordinary requests, and how many uploads, of a namespace may be in the server."""
+    return settings.concurrency + settings.queue + _READING, UPLOADS
 
 
 class Guard:
@@ -46,8 +53,7 @@ class Guard:
             )
             if scope["path"] not in _OPEN:
                 namespace = self._check_sender(headers)
-                most = UPLOADS if is_upload else self._settings.concurrency + self._settings.queue + _READING
-                if self._inside[namespace, is_upload] >= most:
+                if self._inside[namespace, is_upload] >= most_requests(self._settings)[is_upload]:
                     raise ApiError(429, "too many concurrent requests: retry later", "queue_full")
             receive = self._bounded(is_upload, headers, receive)
         except ApiError as error:
@@ -100,15 +106,16 @@ class Guard:
         if announced.isdecimal() and int(announced) > limit:
             raise ApiError(413, too_long, "body_too_large")
         received, is_whole = 0, False
-        deadline = asyncio.get_running_loop().time() + self._settings.timeout
+        started = asyncio.get_running_loop().time()
 
         async def bounded() -> Message:
             nonlocal received, is_whole
+            allowed = min(self._settings.timeout, _BODY_S + received / _BODY_RATE)
             try:
-                async with asyncio.timeout_at(None if is_whole else deadline):
+                async with asyncio.timeout_at(None if is_whole else started + allowed):
                     message = await receive()
             except TimeoutError:
-                raise HTTPException(408, f"the body did not arrive within {self._settings.timeout:g} s") from None
+                raise HTTPException(408, f"the body did not arrive within {allowed:.3g} s") from None
             received += len(message.get("body", b""))
             is_whole = not message.get("more_body", False)
             if received > limit:

@@ -1,4 +1,4 @@
-"""The chat page at `/`: static files, and the sample documents that it offers; and the endpoints at `/docs`."""
+"""The chat page at `/`: static files; and the endpoints at `/docs`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from pathlib import Path
 
 from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response
-
-from kvrag.reader import corpus
-from kvrag.server.api_errors import json_response
 
 # path -> file; they hold no data, so they need no API key
 FILES = {"/": "index.html", "/style.css": "style.css", "/app.js": "app.js", "/markdown.js": "markdown.js"}
@@ -48,11 +45,3 @@ async def docs(request: Request) -> Response:
         for name, part in (parts | spec["components"]["schemas"]).items()
     )
     return Response(_DOCS + "".join(rows), media_type="text/html", headers=_HEADERS)
-
-
-@router.get("/samples.json")
-def samples(request: Request) -> Response:
-    """Return the names of the sample documents, questions about them, and whether these may refer to earlier ones."""
-    fitting = corpus.of(request.app.state.kvrag.engine.model.name)
-    names, questions = list(fitting.documents()), list(fitting.questions)
-    return json_response({"documents": names, "questions": questions, "is_chat": fitting.is_chat})

@@ -68,12 +68,12 @@ class Builder:
         self._created = int(time.time())
         self._extras: dict[str, Any] = {}  # the citations, once something was retrieved
 
-    def add(self, piece: Piece) -> list[Event]:
-        """Add a piece; return its stream events."""
+    def add(self, piece: Piece) -> Iterator[Event]:
+        """Add a piece; yield its stream events, each of which is valid until the next."""
         if isinstance(piece, tuple):
-            return list(self._add(*piece))
-        self._extras["citations"] = [{"index": number, **asdict(hit)} for number, hit in enumerate(piece, 1)]
-        return []
+            yield from self._add(*piece)
+        else:
+            self._extras["citations"] = [{"index": number, **asdict(hit)} for number, hit in enumerate(piece, 1)]
 
     def _add(self, number: int, delta: Delta) -> Iterator[Event]:
         raise NotImplementedError

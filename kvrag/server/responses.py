@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from kvrag.engine import BlendEngine
 from kvrag.server.api_errors import ApiError
 from kvrag.server.response import Builder, Choice, Event, openai_usage
-from kvrag.server.schemas import ChatRequest, Common, Contextual, Effort, Request, Verbosity
+from kvrag.server.schemas import ChatRequest, Common, Contextual, Effort, Many, Part, Request, Verbosity
 from kvrag.types import CallPiece, Delta, Messages
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -25,32 +25,26 @@ _NEW: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-class _Sent(BaseModel):
-    """Base of what clients copy from earlier responses; unknown fields are ignored."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-
-class TextPart(_Sent):
+class TextPart(Part):
     """A part of a message."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text"]
     text: str
 
 
-class Item(_Sent):
+class Item(Part):
     """An item of the input. Of `reasoning` items, the text goes to the chat template."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[TextPart] | None = None
+    content: str | Many[TextPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[TextPart] | None = None
+    output: str | Many[TextPart] | None = None
 
 
-class FunctionTool(_Sent):
+class FunctionTool(Part):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -67,7 +61,7 @@ class TextOptions(Request):
     verbosity: Verbosity | None = None
 
 
-class Reasoning(_Sent):
+class Reasoning(Part):
     """OpenAI's `reasoning`; summaries are not supported."""
 
     effort: Effort | None = None
@@ -76,14 +70,14 @@ class Reasoning(_Sent):
 class ResponsesRequest(Common, Contextual):
     """The body of `/v1/responses`."""
 
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: str | Annotated[Many[Item], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     stream_options: dict[str, Any] | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    tools: list[FunctionTool] | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    tools: Many[FunctionTool] | None = None
+    include: Many[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     # accepted with their default values only
@@ -309,5 +303,4 @@ class ResponsesBuilder(Builder):
 
     def _event(self, kind: str, **fields: Any) -> Event:
         self._num_events += 1
-        # copied, because items grow before the event is sent
-        return deepcopy({"type": kind, "sequence_number": self._num_events - 1, **fields})
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}

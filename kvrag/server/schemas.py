@@ -1,11 +1,11 @@
 """Request schemas of OpenAI's API, with kvrag's extensions.
 
-Unknown fields are rejected, never ignored: they could change the answer.
+Unknown fields are rejected, never ignored: they could change the answer. A field that is null is absent.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
@@ -13,6 +13,9 @@ from kvrag.config import ANSWER_SETTINGS, CONTROLLERS, HISTORIES, POLICIES, Gram
 from kvrag.server.api_errors import ApiError
 from kvrag.server.settings import ServerSettings
 
+T = TypeVar("T")
+
+Many = Annotated[list[T], Field(fail_fast=True)]  # a million wrong items are one error
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
@@ -22,6 +25,10 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 _MOST_CHOICES = 128  # of a request, as by OpenAI
 
+Ids = Many[int]
+Inputs = str | Many[str] | Ids | Annotated[Many[Ids], Field(max_length=4096)]
+"""A text or its token ids, or several."""
+
 # options that the engine has under the same name
 _SAME = (
     *("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
@@ -29,10 +36,29 @@ _SAME = (
 )
 
 
-class Request(BaseModel):
-    """Base of all requests: no conversion of JSON types, unknown fields are errors."""
+class Part(BaseModel):
+    """Base of parts of requests: no conversion of JSON types, unknown fields are ignored."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, sent: Any) -> Any:
+        """Drop fields that are null; required ones stay, and are an error."""
+        if not isinstance(sent, dict):
+            return sent
+        fields = cls.model_fields
+        return {
+            name: value
+            for name, value in sent.items()
+            if value is not None or (name in fields and fields[name].is_required())
+        }
+
+
+class Request(Part):
+    """Base of all requests: unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 class StreamOptions(Request):
@@ -59,7 +85,7 @@ class Common(Request):
     controller: Literal[CONTROLLERS] | None = None  # type: ignore[valid-type]
     history: Literal[HISTORIES] | None = None  # type: ignore[valid-type]
     deterministic: bool | None = None
-    chunks: Annotated[list[str], Field(max_length=1000)] | None = None
+    chunks: Annotated[Many[str], Field(max_length=1000)] | None = None
 
     # accepted without effect
     user: str | None = None
@@ -101,7 +127,7 @@ class Contextual(Request):
     parallel_tool_calls: bool | None = None
 
     # kvrag's extensions
-    documents: Annotated[list[str | Document], Field(max_length=1000)] | None = None
+    documents: Annotated[Many[str | Document], Field(max_length=1000)] | None = None
     retrieval: Retrieval | None = None
     chat_template_kwargs: TemplateVariables | None = None
 
@@ -116,7 +142,7 @@ class AnswerFields(Common):
     logit_bias: dict[TokenId, Annotated[Number, Field(ge=-100, le=100)]] | None = None
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[Many[Stop], Field(max_length=16)] | None = None
     response_format: dict[str, Any] | None = None
 
     def num_choices(self) -> int:
@@ -150,17 +176,15 @@ class AnswerFields(Common):
         }
 
 
-class Message(BaseModel):
-    """A message; unknown fields are ignored."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
+class Message(Part):
+    """A message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Many[dict[str, Any]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Many[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -180,13 +204,13 @@ class Message(BaseModel):
 class ChatRequest(AnswerFields, Contextual):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     reasoning_effort: Effort | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Many[Literal["text"]] | None = None
 
     # accepted without effect
     verbosity: Verbosity | None = None
@@ -217,7 +241,7 @@ class ChatRequest(AnswerFields, Contextual):
 class CompletionRequest(AnswerFields):
     """The body of `/v1/completions`. Prompts are used unchanged, control tokens included."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Inputs
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     echo: Literal[False] | None = None
@@ -244,7 +268,7 @@ class CompletionRequest(AnswerFields):
         return prompts
 
 
-def _as_list(texts: str | list[str] | list[int] | list[list[int]]) -> list[Any]:
+def _as_list(texts: Inputs) -> list[Any]:
     """Return a list of texts or lists of token ids; a single one becomes a list of one."""
     is_single = isinstance(texts, str) or (texts and isinstance(texts[0], int))
     return [texts] if is_single else list(texts)
@@ -255,8 +279,8 @@ class TokenizeRequest(Request):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
+    tools: Many[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
@@ -272,7 +296,7 @@ class EmbeddingRequest(Request):
     """The body of `/v1/embeddings`."""
 
     model: str
-    input: str | list[str] | list[int] | list[list[int]]
+    input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     user: str | None = None
@@ -290,7 +314,7 @@ class RerankRequest(Request):
 
     model: str
     query: str = Field(min_length=1)
-    documents: list[str] = Field(min_length=1, max_length=2047)
+    documents: Many[str] = Field(min_length=1, max_length=2047)
     top_n: int = Field(0, ge=0)  # 0 = all
     user: str | None = None
 
@@ -305,14 +329,14 @@ class NewDocument(Request):
 class NewFiles(Request):
     """The form of `POST /v1/corpus`."""
 
-    file: list[bytes]
+    file: Many[bytes]
     id: str | None = None
 
 
 class NewChunks(Request):
     """The body of `POST /v1/chunks`; see `BlendEngine.warm`."""
 
-    texts: list[str]
-    document: str | list[str] = ""
-    sources: str | list[str] | None = None
+    texts: Many[str]
+    document: str | Many[str] = ""
+    sources: str | Many[str] | None = None
     skip_invalid: bool = False

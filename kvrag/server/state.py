@@ -11,11 +11,13 @@ from kvrag.errors import SettingError
 from kvrag.server.admission import AdmissionQueue
 from kvrag.server.api_errors import ApiError
 from kvrag.server.corpus import Corpus
-from kvrag.server.guard import UPLOADS
+from kvrag.server.guard import UPLOADS, most_requests
 from kvrag.server.metrics import Metrics
 from kvrag.server.settings import ServerSettings
 
-_READERS = 2  # concurrent file readers
+_READERS = 2  # concurrent readers of files
+_PARSERS = 2  # of bodies
+_WORKERS = 4  # on what is neither an answer nor one of these
 
 
 class Tenant:
@@ -41,13 +43,21 @@ class Tenant:
 
 
 class State:
-    """Engine, settings, admission queues (`answering`, and `reading` of files) and namespaces of one server."""
+    """Engine, settings, admission queues and namespaces of one server.
+
+    All work passes a queue: `answering` and encoding, `reading` of files, `parsing` of bodies, and `working` on the
+    rest. The event loop alone answers `/health`.
+    """
 
     def __init__(self, engine: BlendEngine, settings: ServerSettings, corpora: Iterable[Corpus]) -> None:
         self.engine, self.settings = engine, settings
-        self.answering = AdmissionQueue(settings.concurrency, settings.queue, "answer")
-        self.reading = AdmissionQueue(_READERS, UPLOADS, "read")
         self.started = int(time.time())
+        number, most = len(settings.namespaces), sum(most_requests(settings))
+        self.answering = AdmissionQueue(settings.concurrency, settings.queue, "answer", number)
+        self.reading = AdmissionQueue(_READERS, UPLOADS, "read", number)
+        self.parsing = AdmissionQueue(_PARSERS, most, "parse", number)
+        self.working = AdmissionQueue(_WORKERS, most, "work", number)
+        self.queues = (self.answering, self.reading, self.parsing, self.working)
         found = {corpus.namespace: corpus for corpus in corpora}
         names = settings.namespaces
         if found and set(found) != set(names):

@@ -110,7 +110,8 @@ def test_every_file_belongs_to_a_variant() -> None:
 
 
 @every
-def test_commands_are_kvrags_and_agree(variant: str) -> None:
+def test_commands_are_kvrags_and_agree(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRAG_API_KEY", "of-the-secret")
     commands = {args.command: args for _, _, args in kvrags(variant)}
     assert set(commands) == {"serve", "warm", "store"}
     assert len({(args.store, args.store_cache) for args in commands.values()}) == 1

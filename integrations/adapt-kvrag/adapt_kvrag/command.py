@@ -30,7 +30,7 @@ from kvrag.cli.common import (
 from kvrag.config import DEFAULT_CONTEXT
 from kvrag.control.prompts import Gap, ask, find_gaps, make_prompts, search_by_words
 from kvrag.errors import KvragError, SettingError
-from kvrag.reader.corpus import HANDBOOK
+from kvrag.reader.samples import HANDBOOK
 from kvrag.retrieval import documents
 
 if TYPE_CHECKING:

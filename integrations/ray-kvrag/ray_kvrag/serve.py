@@ -192,6 +192,8 @@ def application(options: dict[str, Any]) -> serve.Application:
         args = parser.parse_args(arguments)
     except argparse.ArgumentError as error:
         raise SettingError(str(error)) from None
+    if "host" not in options:  # Serve's own setting
+        args.host = "0.0.0.0"
     cluster = current_cluster()
     read_config(args)
     return _app(on_all_machines(args, cluster), read_settings(args), cluster)

@@ -20,6 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.chat_parsing import ResponseParser
 
 from kvrag.backend.transformers.control_tokens import apply_chat_template
+from kvrag.config import check_text
 from kvrag.errors import PromptError
 from kvrag.forking import HeldBriefly
 from kvrag.types import Messages, TokenIds
@@ -80,7 +81,7 @@ class Tokenizer:
                 raise PromptError(f"unknown token id {unknown[0]}: {self._name} has tokens 0 to {len(self.hf) - 1}")
             return list(prompt)
         if isinstance(prompt, str):
-            _check_text(prompt)
+            check_text(prompt)
             if not prompt.strip():
                 raise PromptError("the prompt is empty")
             with self._lock:
@@ -128,14 +129,14 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a chunk's text: without BOS, control tokens as text."""
-        _check_text(text)
+        check_text(text)
         with self._lock:
             return list(self.hf.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
         """Return the number of tokens that `encode` gives each text, in one fast call."""
         for text in texts:
-            _check_text(text)
+            check_text(text)
         with self._lock:
             encoded = self.hf(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return [len(ids) for ids in encoded]
@@ -380,7 +381,7 @@ def checked_message(message: dict[str, Any]) -> dict[str, Any]:
     if content is not None:
         if not isinstance(content, str):
             raise PromptError(f"content must be text, got {content!r:.80}")
-        _check_text(content)
+        check_text(content)
     return message
 
 
@@ -431,15 +432,3 @@ def _fold_system(messages: Messages) -> Messages:
 
 def _paragraphs(*texts: str | None) -> str:
     return "\n\n".join(text for text in texts if text)
-
-
-def _check_text(text: str) -> None:
-    if not isinstance(text, str):
-        raise PromptError(f"the text must be a string, got {text!r:.80}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PromptError(
-            f"the text has a lone surrogate at character {error.start}; "
-            "clean it with text.encode('utf-8', 'replace').decode()"
-        ) from None

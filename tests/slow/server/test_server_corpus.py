@@ -306,7 +306,7 @@ def test_the_command_serves_until_it_is_stopped(tmp_path: Path) -> None:
         (["--api-key", "a", "--api-key", "b"], "--api-key NAME:KEY"),
         (["--api-key", "one:a", "--api-key", "two:a"], "two API keys are equal"),
         (["--namespace", "a\0b"], "namespace"),
-        (["--host", "192.0.2.1"], "cannot listen"),
+        (["--host", "192.0.2.1", "--no-api-key"], "cannot listen"),
         (["--port", "99999"], "--port: must be from 0 to 65535"),
         (["--prompt-template", "/nowhere"], "/nowhere"),
         (["--prompt-template", sys.executable], "not UTF-8"),

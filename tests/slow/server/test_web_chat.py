@@ -19,7 +19,7 @@ from families import build
 from pdf import pdf
 from run_script import start
 
-from kvrag.reader import corpus
+from kvrag.reader import samples
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'kvrag[dev]'")
 
@@ -270,7 +270,7 @@ def test_a_question_does_not_wait_for_an_upload(page: Any, url: str) -> None:
 
 def test_a_question_waits_for_the_sample_documents(page: Any, url: str) -> None:
     asked = script(page, {"content": "Yusuf"})
-    name = next(iter(corpus.HANDBOOK.documents()))
+    name = next(iter(samples.HANDBOOK.documents()))
     serve_documents(page, {"id": "a.md"}, {"id": name, "status": "queued", "chunks": 0})
     page.goto(url)
     page.fill("#question", "Who is the cook?")
@@ -350,7 +350,7 @@ def _chat(page: Any, server: Any, tmp_path: Path) -> None:
     assert len(heard) > 2  # not all at once
     assert all(later.startswith(earlier) for earlier, later in pairwise(heard))
     assert not page.locator(".thought").first.is_visible()
-    assert page.locator("#documents li").count() == len(corpus.HANDBOOK.documents())
+    assert page.locator("#documents li").count() == len(samples.HANDBOOK.documents())
     lanes = page.locator(".lane")
     assert lanes.locator(".name").all_inner_texts() == ["kvrag", "Full prefill"]
     assert all(re.fullmatch(r"\d+ ms|\d+\.\d\d s", text) for text in lanes.locator(".time").all_inner_texts())
@@ -362,7 +362,7 @@ def _chat(page: Any, server: Any, tmp_path: Path) -> None:
     named = page.inner_text(".sources > summary")
     assert re.fullmatch(r"5 chunks from \d documents", named)
     assert page.is_hidden("#tiny")  # the note about the bundled model
-    assert page.inner_text(".sources li:first-child p") in "".join(corpus.HANDBOOK.documents().values())
+    assert page.inner_text(".sources li:first-child p") in "".join(samples.HANDBOOK.documents().values())
     assert warm_up.items() <= asked.pop(0).items()
     assert [body.get("policy") for body in asked] == [None, "full"]
     assert asked[0]["messages"] == asked[1]["messages"]
@@ -381,7 +381,7 @@ def _chat(page: Any, server: Any, tmp_path: Path) -> None:
     page.locator(".turn").nth(1).wait_for()
     assert turn.inner_text() == before
     assert page.is_hidden("#welcome")
-    page.locator("#documents li").nth(len(corpus.HANDBOOK.documents()) - 1).wait_for()
+    page.locator("#documents li").nth(len(samples.HANDBOOK.documents()) - 1).wait_for()
 
     # upload, and deletion
     (tmp_path / "note.md").write_text("Yusuf Demir works in the canteen, and he sings while he cooks fish soup.")

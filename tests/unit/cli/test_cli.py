@@ -26,7 +26,7 @@ from run_script import start
 
 import kvrag.cli.common
 import kvrag.retrieval.index
-from kvrag import BlendConfig, BlendEngine, Model
+from kvrag import BlendConfig, BlendEngine, Model, SettingError
 from kvrag.backend.hub import BUNDLED
 from kvrag.backend.transformers import READER
 from kvrag.backend.transformers.smollm2 import SMOLLM2
@@ -1014,3 +1014,24 @@ def test_the_controller_can_be_switched_off(own: Path, as_json: Json, monkeypatc
     assert (report["policy"], report["decision"].split(":")[0]) == ("full", "full prefill")
     report = as_json("ask", QUESTION, "--store", own, "--controller", "off")["report"]
     assert (report["policy"], report["decision"]) == (DEFAULT_POLICY, "")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1"])
+def test_only_this_machine_is_served_without_a_key(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVRAG_API_KEY", raising=False)
+    settings = serve.read_settings(_parser(["serve"]).parse_args(["serve", "--host", host]))
+    assert "localhost" in settings.hosts
+    assert not settings.api_keys
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "gpu-server", ""])
+def test_beyond_this_machine_a_key_is_needed_or_an_option(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVRAG_API_KEY", raising=False)
+    words = ["serve", "--host", host]
+    with pytest.raises(SettingError, match=r"--api-key or set KVRAG_API_KEY, or .* --no-api-key"):
+        serve.read_settings(_parser(["serve"]).parse_args(words))
+    assert not serve.read_settings(_parser(["serve"]).parse_args([*words, "--no-api-key"])).api_keys
+    monkeypatch.setenv("KVRAG_API_KEY", "secret")
+    assert serve.read_settings(_parser(["serve"]).parse_args(words)).api_keys
+    with pytest.raises(SettingError, match="--no-api-key contradicts"):
+        serve.read_settings(_parser(["serve"]).parse_args([*words, "--no-api-key"]))

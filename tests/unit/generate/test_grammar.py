@@ -233,6 +233,49 @@ def test_a_token_that_was_not_allowed_is_an_error(model: Model) -> None:
         constraint.push(model.tokenizer.encode("b")[0])
 
 
+LOOP = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$ref": "#/$defs/a", **LOOP},
+        {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"], **LOOP},
+    ],
+)
+def test_a_schema_that_refers_to_itself_without_an_end_is_a_wrong_setting(
+    engine: BlendEngine, schema: dict[str, Any]
+) -> None:
+    with pytest.raises(SettingError, match=r"the grammar cannot continue .*refer to itself") as error:
+        engine.generate(PROMPT, grammar=Grammar(json_schema=schema), max_new_tokens=400)
+    assert "\n" not in str(error.value)
+
+
+def test_a_long_chain_of_references_does_not_overflow_the_stack(model: Model) -> None:
+    links = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}]} for i in range(4000)}
+    chain = {"$ref": "#/$defs/a0", "$defs": {**links, "a4000": {"type": "integer"}}}
+    assert constrain(model, Grammar(json_schema=chain))
+    with pytest.raises(SettingError, match="the grammar is longer than 1048576 characters"):
+        constrain(model, Grammar(json_schema={"enum": ["a" * 1_100_000]}))
+
+
+@pytest.mark.parametrize("levels", [98, 101, 480, 5000])
+def test_json_that_is_nested_too_deeply_is_refused(levels: int) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"not": schema}
+    if levels < 100:
+        assert Grammar(json_schema=schema)
+        return
+    for wrong in (schema, [schema]):
+        with pytest.raises(SettingError, match=r"nested deeper than 100 levels|json_schema must be a dict") as error:
+            Grammar.of_response_format({"type": "json_schema", "json_schema": {"schema": wrong}})
+        assert len(str(error.value)) < 400
+    with pytest.raises(SettingError, match="response_format must be"):
+        Grammar.of_response_format({"type": schema})
+
+
 @pytest.mark.parametrize(
     ("response_format", "schema"),
     [

@@ -231,6 +231,53 @@ async def test_namespaces_have_their_own_queues_and_are_admitted_in_rotation() -
     assert queue._waiting == []
 
 
+def _held(queue: AdmissionQueue, namespaces: str) -> str:
+    """Let the namespaces ask for places in this order, without an end; return those that are admitted at once."""
+
+    async def ask() -> str:
+        asked = [(name, asyncio.ensure_future(queue._admit(name))) for name in namespaces]
+        await asyncio.sleep(0)
+        admitted = "".join(name for name, task in asked if task.done())
+        for _, task in asked:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in asked), return_exceptions=True)
+        return admitted
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("places", "namespaces", "asking", "admitted"),
+    [
+        (4, 1, "aaaaa", "aaaa"),
+        (4, 2, "aaaaab", "aaab"),
+        (4, 2, "abaaa", "abaa"),  # both have one: the rest is free for all
+        (4, 3, "aaaabbc", "aabc"),
+        (4, 9, "aaaabbc", "aabc"),  # more namespaces than places: half of them are reserved
+        (2, 9, "aabbc", "ab"),
+        (1, 2, "aab", "a"),  # one place cannot be shared
+    ],
+)
+def test_a_place_stays_free_for_each_namespace_that_has_none(
+    places: int, namespaces: int, asking: str, admitted: str
+) -> None:
+    assert _held(AdmissionQueue(places, 9, "test", namespaces), asking) == admitted
+
+
+async def test_a_freed_place_goes_to_a_waiting_request_that_may_have_it() -> None:
+    queue = AdmissionQueue(3, 9, "test", 2)
+    for _ in range(2):
+        await queue._admit("a")
+    waiting = asyncio.ensure_future(queue._admit("a"))
+    await asyncio.wait_for(queue._admit("b"), 30)
+    assert (queue.running("a"), queue.running("b"), queue.waiting("a")) == (2, 1, 1)
+    queue._release("b")
+    assert queue.waiting("a") == 1, "the place of b stays free"
+    queue._release("a")
+    await asyncio.wait_for(waiting, 30)
+    assert (queue.running("a"), queue.waiting("a")) == (2, 0)
+
+
 def test_no_endpoint_and_no_dependency_takes_one_of_the_shared_threads() -> None:
     """FastAPI runs plain functions in 40 threads, which slow requests of one namespace could fill for all others."""
     for route in app.router.routes:

@@ -1,0 +1,91 @@
+"""JSON bodies of requests: parsed and validated in a thread, with bounds on what a body of a few MiB can cost."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar, get_type_hints
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.responses import Response
+
+from kvrag.config import check_depth
+from kvrag.server.answers import result
+from kvrag.server.api_errors import ApiError, invalid
+
+M = TypeVar("M", bound=BaseModel)
+
+_MOST = 100_000  # fields in all objects of a body, and lists: a few microseconds each
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)  # the last one may lack its end
+
+
+async def read(request: Request, kind: type[M]) -> M:
+    """Return the JSON body of a request; raise ApiError if it is not valid."""
+    content = await request.body()
+    return await result(request, request.app.state.kvrag.parsing, lambda: parse(content, kind))
+
+
+def parse(content: bytes, kind: type[M]) -> M:
+    """Return the model that JSON describes; raise ApiError if it is not valid."""
+    fields = 0
+    many = ApiError(400, f"the body has more than {_MOST} fields or lists: send less at once", "invalid_value")
+    # lists are counted before there are any: Python's garbage collection looks at each of them again and again
+    if content.count(b"[") > _MOST and _STRING.sub(b"", content).count(b"[") > _MOST:
+        raise many
+
+    def count(found: dict[str, Any]) -> dict[str, Any]:  # also lets other threads run while a long text is parsed
+        nonlocal fields
+        fields += len(found) + 1
+        if fields > _MOST:
+            raise many
+        return found
+
+    try:
+        sent = json.loads(content, object_hook=count, parse_float=_number, parse_constant=_number)
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not valid JSON", "invalid_json") from None
+    check_depth("the body", sent)
+    try:
+        return kind.model_validate(sent)
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False), sent) from None
+
+
+def _number(text: str) -> float:
+    """Return a finite number; raise ValueError for NaN, an infinity, and what is one as a float."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
+
+
+class _Parsed(Request):
+    """Request whose JSON FastAPI gets as a model, which it then leaves as it is."""
+
+    model: BaseModel
+
+    async def json(self) -> Any:
+        """Return the model."""
+        return self.model
+
+
+class ParsingRoute(APIRoute):
+    """Route whose endpoint's argument `body` is read by `read`; FastAPI would parse and validate on the event loop."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See APIRoute."""
+        respond = super().get_route_handler()
+        kind = get_type_hints(self.endpoint).get("body")
+
+        async def handle(request: Request) -> Response:
+            request = _Parsed(request.scope, request.receive)
+            media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind is not None and media_type.startswith("application/") and media_type.endswith(("/json", "+json")):
+                request.model = await read(request, kind)
+            return await respond(request)
+
+        return handle

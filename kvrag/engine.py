@@ -43,10 +43,10 @@ from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.verify import Check, verify
 from kvrag.openmp import own_team
 from kvrag.request import Pipeline
+from kvrag.reuse.deepen import Prefilled
 from kvrag.reuse.load import device_tier
 from kvrag.reuse.lookup import Lookup
 from kvrag.reuse.prefetch import Prefetcher
-from kvrag.reuse.stitch import Prefilled
 from kvrag.store import KVStore, MemoryTier, open_store
 from kvrag.tracing import traced
 from kvrag.types import Answer, BlendReport, Delta, LearnStats, Messages, TokenIds, WarmReport, join

@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "store": BASE,
     "retrieval": BASE | {"store"},
     "reuse": BASE | {"backend", "store"},
-    "generate": BASE | {"backend"},
+    "generate": BASE | {"backend", "reuse"},
     "control": BASE | {"backend", "store", "reuse", "generate"},
     "ingest": BASE | {"backend", "store", "reuse", "control"},
     "inspect": BASE | {"backend", "store", "reuse", "ingest", "generate"},

@@ -25,7 +25,7 @@ from kvrag.backend.transformers import BlendCache
 from kvrag.control.tuning import Plan
 from kvrag.reuse.conversation import Blended, CachedPrefix, Conversations, KeptStretch, Turn
 from kvrag.reuse.prompt import Prompt
-from kvrag.reuse.stitch import Prefilled
+from kvrag.reuse.deepen import Prefilled
 from kvrag.types import Answer, Delta, Messages
 
 FIRST = messages(*CHUNKS[:3], question="Question: Who likes to eat curry and apples?")

@@ -38,10 +38,10 @@ from kvrag.ingest.learn import Learner
 from kvrag.inspect.explain import why_little
 from kvrag.memory.conversation import Begun, Blended, CachedPrefix, Conversations, Turn
 from kvrag.request import Pipeline
+from kvrag.reuse.deepen import Prefilled
 from kvrag.reuse.prompt import Prompt
-from kvrag.reuse.stitch import Prefilled
 from kvrag.scheduling.admission import Admission
-from kvrag.types import Delta, Messages, TokenIds
+from kvrag.types import BlendReport, Delta, Messages, TokenIds
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -50,6 +50,7 @@ class AnswerOptions(TypedDict, total=False):
     documents: Sequence[str] | None
     namespace: str
     ratio: float | None
+    margin: float | None
     policy: str | None
     controller: str | None
     history: str | None
@@ -152,18 +153,20 @@ class Answering:
             is_complete = False
             with contextlib.suppress(GeneratorExit):  # a consumer may leave a stream and continue the conversation
                 start = self._model, done.ids, done.cache, done.logits, question.sampling
-                for delta in decode(*start, constraint, control_tokens, thoughts, question.config.deterministic):
+                alone, deepening = question.config.deterministic, done.deepening
+                for delta in decode(*start, constraint, control_tokens, thoughts, alone, deepening):
                     answer += delta.token_ids
                     num_thought += delta.reasoning_tokens
                     if answered is None:
-                        report = replace(done.report, ttft_s=time.perf_counter() - started)
+                        report = replace(_deepened(done), ttft_s=time.perf_counter() - started)
                         answered = Answered(done.ids, done.selected, report, question.namespace)
                         self.history.add(answered)
                     delta = parser.parse(delta) if parser else delta
                     admitted.is_working = False
                     if delta.finish_reason:
                         notes = _notes(delta, num_thought == len(answer), room, question.sampling.max_new_tokens)
-                        delta = replace(delta, report=replace(report, notes=(*report.notes, *notes)))
+                        last = replace(_deepened(done), ttft_s=report.ttft_s, exact=report.exact)
+                        delta = replace(delta, report=replace(last, notes=(*report.notes, *notes)))
                     yield delta
                     admitted.is_working = True
                     if len(answer) == 1 and reuses:
@@ -354,7 +357,8 @@ class Answering:
         """
         prefix, num_tokens = done.prefix, len(done.ids)
         ids = np.array([*done.ids.tolist(), *answer][: done.cache.get_seq_length()])
-        exact = len(ids) if done.report.exact else done.num_exact(done.selected[:0])
+        is_exact = done.report.exact or (done.deepening is not None and done.deepening.is_complete)
+        exact = len(ids) if is_exact else done.num_exact(done.selected[:0])
         turn = Turn(done.kept, num_tokens - generation_prompt, num_tokens)
         # the prefix's variants win: if another one is usable by now, the conversation must not be continued
         blended = Blended(
@@ -365,6 +369,16 @@ class Answering:
         replaced = prefix.continued if prefix else None
         ids = ids if answer else ids[:exact]
         self._conversations.keep(begun, ids, exact, done.cache, done.chunks, blended, replaced)
+
+
+def _deepened(done: Prefilled) -> BlendReport:
+    """Return the report with what was recomputed while the model was unsure."""
+    deepening = done.deepening
+    if deepening is None or not deepening.stages:
+        return done.report
+    is_exact = done.report.exact or deepening.is_complete
+    stages = tuple(deepening.stages)
+    return replace(done.report, recomputed_tokens=deepening.recomputed, stages=stages, exact=is_exact)
 
 
 def _notes(delta: Delta, is_thought: bool, room: int, max_new_tokens: int) -> Iterator[str]:

@@ -31,7 +31,7 @@ DEFAULT_CONTEXT = 256  # tokens that a chunk is encoded with
 CONTROLLERS = ("auto", "off")
 HISTORIES = ("exact", "blend")
 
-ANSWER_SETTINGS = ("ratio", "policy", "controller", "history", "deterministic")
+ANSWER_SETTINGS = ("ratio", "margin", "policy", "controller", "history", "deterministic")
 """Names of the settings that every answer can override."""
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -195,8 +195,10 @@ class BlendConfig:
         policy: One of `POLICIES`, with its own settings if need be: `"query:first_tokens=4,band=0.4:0.7"`; see
             `kvrag.reuse.policies`.
         ratio: Share of the reused, inexact tokens to recompute; 0 = plain reuse, 1 = full prefill's logits.
-            None = the result of `engine.calibrate` for this model and policy; without one, full prefill, or
-            `DEFAULT_RATIO` for the bundled model and where policy or controller are given.
+            None = begin with a small one, and recompute more while the model is unsure, see `margin`.
+        margin: Without a ratio, the model counts as unsure of a token if the likeliest one is less than this many nats
+            more likely than the next one; more of the prompt is recomputed before it is emitted. 0 = never, None = as
+            tuned by `engine.calibrate`, or 1.5: 4.5 times as likely.
         controller: "auto" = without a ratio and with the default policy, the engine chooses full prefill if it is
             predicted to be faster or if no ratio is calibrated, and a higher ratio if loading hides it. "off" =
             never. See `kvrag.control.tuning`.
@@ -213,6 +215,7 @@ class BlendConfig:
 
     policy: str = checked(DEFAULT_POLICY, lambda _, policy: check_policy(policy))
     ratio: float | None = checked(None, check_number, most=1)
+    margin: float | None = checked(None, check_number, most=_EXTREME)
     controller: str = checked("auto", check_choice, choices=CONTROLLERS)
     min_run: int = checked(16, check_number, least=16, whole=True)  # guaranteed by the matcher
     history: str = checked("exact", check_choice, choices=HISTORIES)

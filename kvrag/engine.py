@@ -45,8 +45,8 @@ from kvrag.memory.prefetch import Prefetcher
 from kvrag.memory.tier import MemoryTier
 from kvrag.openmp import own_team
 from kvrag.request import Pipeline
+from kvrag.reuse.deepen import Prefilled
 from kvrag.reuse.load import device_tier
-from kvrag.reuse.stitch import Prefilled
 from kvrag.scheduling.lock import Shared, is_left
 from kvrag.scheduling.together import together
 from kvrag.store import KVStore, open_store

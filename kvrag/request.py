@@ -23,11 +23,12 @@ from kvrag.control.tuning import Plan, Tuning
 from kvrag.index.lookup import Lookup, Match
 from kvrag.memory.tier import MemoryTier
 from kvrag.reuse.blend import blend, blended_rows
+from kvrag.reuse.deepen import Deepening, Prefilled
 from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.recovery import Recovery
 from kvrag.reuse.select import select
-from kvrag.reuse.stitch import Prefilled, Stitched, stitch
+from kvrag.reuse.stitch import Stitched, stitch
 from kvrag.reuse.trace import Trace
 from kvrag.store import KVStore
 from kvrag.tracing import record_steps
@@ -75,13 +76,15 @@ class Pipeline:
                 with trace.step("stitch", synchronise=False):
                     stitched = stitch(self.backend, prompt, layers)
                 with trace.step("select"):
-                    selected = select(self.backend, stitched, plan.config)
+                    selection = select(self.backend, stitched, plan.config, wants_logits=plan.margin > 0)
+                    selected = selection.selected
                 with trace.step("blend"):
                     logits = blend(self.backend, stitched, selected)
             self.tuning.observe(prompt, stitched, len(blended_rows(self.backend, stitched, selected)), trace)
             report = _report(prompt, plan, stitched, selected, trace, recovery.notes)
         record_steps(trace.times)
         self.store.touch([run.key for run in prompt.stored])
+        deepening = Deepening(self.backend, stitched, selection, plan.margin) if plan.margin else None
         return Prefilled(
             **vars(stitched),
             selected=selected,
@@ -90,6 +93,7 @@ class Pipeline:
             report=report,
             with_context=prompt.with_context,
             chunks=chunks,
+            deepening=deepening,
         )
 
 

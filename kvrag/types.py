@@ -39,7 +39,8 @@ class _Report:
         known = _known(cls, content)
         for name, value in known.items():
             if isinstance(value, list):
-                known[name] = tuple(Run(**_known(Run, item)) if name == "runs" else item for item in value)
+                kind = {"runs": Run, "stages": Stage}.get(name)
+                known[name] = tuple(kind(**_known(kind, item)) if kind else item for item in value)
         return cls(**known)
 
 
@@ -79,6 +80,20 @@ class LearnStats(_Report):
     reused: int
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of recomputing more of a prompt, because the model was unsure of a token.
+
+    `token` is the token's number in the answer, `recomputed` the number of reused tokens that have been recomputed by
+    then. The stage computed `rows` tokens, those of the question and the answer included, in `seconds`.
+    """
+
+    token: int
+    recomputed: int
+    rows: int
+    seconds: float
+
+
 _TIMES = ("match_s", "load_s", "stitch_s", "select_s", "blend_s", "ttft_s")
 
 
@@ -94,7 +109,8 @@ class BlendReport(_Report):
     time to read chunks, mostly in parallel with the forward pass. `load_stall_s` is the time that the
     forward pass waited for chunks; like `stitch_s`, it is part of `select_s` and `blend_s`. `exact`: the answer equals
     full prefill's by construction. `tier` is the source of the KV: "device", "ram", "disk", "shared", "mixed" or ""
-    (none). `decision` is the controller's choice and its reason, "" without one.
+    (none). `decision` is the controller's choice and its reason, "" without one. `stages`: how more of the prompt was
+    recomputed while the model was unsure of a token; `recomputed_tokens` includes them.
     """
 
     prompt_tokens: int
@@ -119,6 +135,7 @@ class BlendReport(_Report):
     conversation_tokens: int = 0
     moved_tokens: int = 0
     load_stall_s: float = 0.0
+    stages: tuple[Stage, ...] = ()
 
     @classmethod
     def unblended(cls, prompt_tokens: int, cached_tokens: int, **known: Any) -> BlendReport:

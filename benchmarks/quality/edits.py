@@ -42,7 +42,7 @@ from kvrag.config import BlendConfig, Sampling
 from kvrag.control.agreement import Record, compare, wilson
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError, SettingError
-from kvrag.reuse.stitch import Prefilled
+from kvrag.reuse.deepen import Prefilled
 from kvrag.types import Messages
 
 KINDS = ("removed", "system", "order", "replaced", "turns")

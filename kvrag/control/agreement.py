@@ -23,7 +23,7 @@ from kvrag.backend.transformers import Model
 from kvrag.config import BlendConfig, Sampling
 from kvrag.errors import ModelError
 from kvrag.generate.decode import decode
-from kvrag.reuse.stitch import Prefilled
+from kvrag.reuse.deepen import Prefilled
 
 TARGET = 0.99
 """Share of first tokens that must agree by default."""

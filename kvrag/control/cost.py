@@ -68,6 +68,11 @@ class Workload:
     passes: Passes = NO_PASSES
     kept: int = 0
 
+    def rows(self, ratio: float) -> float:
+        """Return the rows of blending, those that the policy runs to select included."""
+        fresh = self.prompt - self.kept - self.reused
+        return fresh + ratio * self.inexact + self.passes.query * fresh + self.passes.detection * self.prompt
+
 
 def full_seconds(speed: Speed, prompt: int, kept: int = 0) -> float:
     """Predict full prefill of that many tokens, the first `kept` of which are cached."""

@@ -22,6 +22,7 @@ from kvrag.control import calibrate, cost
 from kvrag.control.calibrate import Calibration
 from kvrag.control.cost import CostModel, Speed, Workload, blend_seconds, full_seconds
 from kvrag.errors import StoreError
+from kvrag.reuse.deepen import MOST
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.select import selecting
 from kvrag.reuse.stitch import Stitched
@@ -31,7 +32,12 @@ from kvrag.store.codec import tokens_of
 
 logger = logging.getLogger("kvrag")
 
-REMEDY = "run `kvrag calibrate` or .calibrate() once, or pass ratio="
+START = DEFAULT_RATIO
+"""Ratio that adaptive recompute begins with."""
+
+MARGIN = 1.5
+"""Default of `BlendConfig.margin`."""
+
 NOTICEABLE_S = 0.01
 """Minimum advantage of full prefill in seconds: smaller differences should not make answers depend on timing."""
 STEP = 0.05
@@ -39,8 +45,6 @@ STEP = 0.05
 
 CPU_SHARE = 2 / 3
 """Timings of a thread that had a processor for a smaller share of the time are not used: the machine was busy."""
-
-_LONGER = 2  # times the longest calibrated prompt is noted
 
 _KEEP_S = 60.0  # seconds between writes of the measurements, and between probes of a slow disk
 _PROBE_BYTES = 1 << 20
@@ -52,11 +56,13 @@ class Plan:
 
     Attributes:
         config: The settings that were asked for, with the ratio and, for full prefill, the policy filled in.
+        margin: Of a token that is emitted, see `kvrag.reuse.deepen`; 0 = any.
         reason: The controller's choice and its reason; "" if it made none.
         notes: Notes for the report.
     """
 
     config: BlendConfig
+    margin: float = 0.0
     reason: str = ""
     notes: tuple[str, ...] = ()
 
@@ -123,7 +129,6 @@ class Tuning:
         self._backend = backend
         self._path, self._texts = store.stats().path, store
         self._calibration: tuple[Calibration | None, str] | None = None
-        self._has_warned = False
         device = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else backend.device.type
         # with the machine's name: machines that share a store read it at different speeds
         self._machine = f"{backend.fingerprint.digest} {platform.node()} {device} {torch.get_num_threads()} threads"
@@ -145,31 +150,18 @@ class Tuning:
             return Plan(config)
         if config.policy in ("none", "full"):
             return Plan(replace(config, ratio=1.0 if config.policy == "full" else 0.0))
-        is_auto = config.controller == "auto"
-        is_open = is_auto and config.policy == DEFAULT_POLICY
         calibration, note = self._calibrated(config)
-        notes = [note] if note else []
-        ratio, doubt = DEFAULT_RATIO, ""  # which answers blending would cost
-        if calibration is None:
-            doubt = "" if self._backend.fingerprint.is_bundled else f"not calibrated ({REMEDY})"
-        elif calibration.ratio is None:
-            doubt = f"calibration: no ratio up to {calibration.curve[-1].ratio:g} reaches the target"
-        else:
+        ratio, margin = START, MARGIN if config.margin is None else config.margin
+        if calibration is not None and calibration.ratio is not None:
             ratio = calibration.ratio
-        is_full = bool(doubt) and (is_auto if calibration else is_open)
-        if doubt:
-            used = f"; ratio {ratio:g} is used because policy or controller was given"
-            notes.append(doubt + (", so full prefill is used" if is_full else used))
-            if not calibration and not self._has_warned:
-                self._has_warned = True
-                logger.warning("%s: %s", self._backend.fingerprint.model, notes[-1])
-        longest = calibration.longest if calibration else 0
-        if prompt and not is_full and 0 < _LONGER * longest < len(prompt.ids):  # longer ones need more recompute
-            notes.append(f"calibrated on prompts of up to {longest} tokens: calibrate with more chunks for longer ones")
-        config = replace(config, policy="full", ratio=1.0) if is_full else replace(config, ratio=ratio)
-        plan = Plan(config, notes=tuple(notes))
-        decides = is_open and not is_full and not config.deterministic
-        return self._decide(plan, prompt) if decides and prompt and prompt.runs else plan
+        plan = Plan(replace(config, ratio=ratio), margin=margin, notes=(note,) if note else ())
+        if config.controller != "auto" or not prompt or not prompt.runs:
+            return plan
+        workload = self._workload(plan.config, prompt)
+        if margin and workload.rows(ratio) > (MOST - 1) * (workload.prompt - workload.kept):
+            reason = "full prefill: too little of the prompt is stored to gain, should the model be unsure"
+            return replace(plan, config=replace(plan.config, policy="full", ratio=1.0), margin=0.0, reason=reason)
+        return self._decide(plan, prompt) if config.policy == DEFAULT_POLICY and not config.deterministic else plan
 
     def calibration(self, config: BlendConfig) -> Calibration | None:
         """Return the stored calibration that is valid for these settings, if any."""
@@ -200,8 +192,9 @@ class Tuning:
         if decision.full and cold and costs.load_age > _KEEP_S:  # full prefill loads nothing
             self._probe(cold[0])
             decision = decide(costs.speed(), self._workload(plan.config, prompt), plan.ratio)
-        policy = "full" if decision.full else plan.config.policy
-        return replace(plan, config=replace(plan.config, policy=policy, ratio=decision.ratio), reason=decision.reason)
+        policy, margin = ("full", 0.0) if decision.full else (plan.config.policy, plan.margin)
+        config = replace(plan.config, policy=policy, ratio=decision.ratio)
+        return replace(plan, config=config, margin=margin, reason=decision.reason)
 
     def _workload(self, config: BlendConfig, prompt: Prompt) -> Workload:
         first = prompt.runs[0]

@@ -23,6 +23,7 @@ from kvrag.generate.grammar import Constraint
 from kvrag.generate.row import Row
 from kvrag.generate.thoughts import Thoughts
 from kvrag.openmp import release_team
+from kvrag.reuse.deepen import Deepening
 from kvrag.types import Delta
 
 AHEAD = 16
@@ -42,6 +43,7 @@ def decode(
     control_tokens: Collection[int] = (),
     thoughts: Thoughts | None = None,
     alone: bool = False,
+    deepening: Deepening | None = None,
 ) -> Iterator[Delta]:
     """Generate with `model.generate`'s own processors, in steps that all answers of the model share.
 
@@ -55,6 +57,7 @@ def decode(
         control_tokens: Those that stay in the text, for `thoughts` and a parser of tool calls.
         thoughts: Splits the answer from its thoughts. It is changed.
         alone: Share no step, so that the answer does not depend on others: kernels round by the number of rows.
+        deepening: Recomputes more of the prompt before a token of which the model is unsure.
 
     Yields:
         One Delta per token. Its text is empty while a character or a stop string is incomplete. The last one has
@@ -62,8 +65,8 @@ def decode(
     """
     if unknown := [token for token in sampling.logit_bias or () if token >= logits.shape[-1]]:
         raise SettingError(f"logit_bias: unknown token {unknown[0]}: this model has tokens 0 to {logits.shape[-1] - 1}")
-    row = Row(model, ids, cache, sampling, constraint, control_tokens, thoughts, logits.device, alone)
-    row.advance(logits, row.draw(logits).tolist())
+    row = Row(model, ids, cache, sampling, constraint, control_tokens, thoughts, logits.device, alone, deepening)
+    row.begin(logits)
     batch = _batch_of(model)
     try:
         delta: Delta | None = None
@@ -88,13 +91,16 @@ class Batch(OfProcess):
         while not row.deltas:
             if row.error is not None:
                 raise row.fail()
+            if row.unsure:
+                row.deepen()
+                continue
             self._rows[row] = None
             leads = False
             try:
                 with self._changed:
-                    while self._is_led and not row.deltas and row.error is None:
+                    while self._is_led and not (row.deltas or row.error or row.unsure):
                         self._changed.wait()
-                    if not row.deltas and row.error is None:
+                    if not (row.deltas or row.error or row.unsure):
                         leads = self._is_led = True
                 if leads:
                     self._step(row)
@@ -117,7 +123,7 @@ class Batch(OfProcess):
     def _step(self, leader: Row) -> None:
         """Compute the next token of every row that is not too far ahead of its consumer."""
         unfinished = [row for row in tuple(self._rows) if not row.is_done and row.error is None]
-        rows = [row for row in unfinished if len(row.deltas) < AHEAD and not row.is_parked]
+        rows = [row for row in unfinished if len(row.deltas) < AHEAD and not (row.is_parked or row.unsure)]
         if not rows:  # no memory for the leader's row, and the others depend on their consumers
             if len(self._rows) > 1 and leader.num_waits < _WAITS:
                 leader.num_waits += 1
@@ -167,7 +173,7 @@ def _append_tokens(rows: Sequence[Row], lengths: Sequence[int], logits: Tensor) 
                 drawn.append(row.draw(row_logits[None]))
             except Exception as error:
                 row.error = error
-                drawn.append(row_logits.new_zeros(3, dtype=torch.double))
+                drawn.append(row_logits.new_zeros(5, dtype=torch.double))
         numbers = torch.stack(drawn).tolist()  # waits only once for the device
         for row, row_logits, own in zip(rows, logits, numbers, strict=True):
             done += 1

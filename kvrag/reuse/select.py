@@ -20,13 +20,35 @@ from kvrag.errors import SettingError
 from kvrag.reuse.stitch import Stitched
 
 
-@dataclass(frozen=True)
+@dataclass
 class Context:
-    """Input of a policy. A policy may fill layers of `stitched.cache` with better KV, never with worse."""
+    """Input of a policy. A policy may fill layers of `stitched.cache` with better KV, never with worse.
+
+    Attributes:
+        wants_logits: A policy that runs the fresh tokens through the model runs them to its end, and sets `plain`.
+        plain: (1, V) logits after the last token by plain reuse.
+    """
 
     backend: Backend
     stitched: Stitched
     budget: int
+    wants_logits: bool = False
+    plain: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The reused positions to recompute.
+
+    Attributes:
+        selected: (S,) ascending.
+        scores: (T,) of all positions, by which more of them can be recomputed later; None if there were none to choose.
+        plain: See `Context`.
+    """
+
+    selected: Tensor
+    scores: Tensor | None = None
+    plain: Tensor | None = None
 
 
 class Passes(NamedTuple):
@@ -52,19 +74,20 @@ class Policy:
         return NO_PASSES
 
 
-def select(backend: Backend, stitched: Stitched, config: BlendConfig) -> Tensor:
-    """Return `config.ratio` of the inexact reused positions, (S,) ascending."""
+def select(backend: Backend, stitched: Stitched, config: BlendConfig, wants_logits: bool = False) -> Selection:
+    """Select `config.ratio` of the inexact reused positions. For `wants_logits`, see `Context`."""
     inexact = stitched.inexact
     budget = round((DEFAULT_RATIO if config.ratio is None else config.ratio) * len(inexact))
     if budget == 0 or config.policy == "none":
-        return inexact[:0]
+        return Selection(inexact[:0])
     if budget == len(inexact):
-        return inexact  # regardless of scores
+        return Selection(inexact)  # regardless of scores
     # choosing runs the fresh tokens through most layers: with a long question, computing all reused tokens costs less
     if len(inexact) - budget <= selecting(config, backend.num_layers).query * len(stitched.fresh):
-        return inexact
-    scores = policy_of(config.policy).score(Context(backend, stitched, budget))
-    return inexact[best(scores[inexact], budget)]
+        return Selection(inexact)
+    context = Context(backend, stitched, budget, wants_logits)
+    scores = policy_of(config.policy).score(context)
+    return Selection(inexact[best(scores[inexact], budget)], scores, context.plain)
 
 
 def selecting(config: BlendConfig, num_layers: int) -> Passes:

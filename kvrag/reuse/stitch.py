@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend, KVCache
-from kvrag.config import BlendConfig
-from kvrag.memory.conversation import CachedPrefix, Placed
+from kvrag.memory.conversation import CachedPrefix
 from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.prompt import Prompt
 from kvrag.store import ChunkReader
-from kvrag.types import BlendReport, Run
+from kvrag.types import Run
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,19 +57,6 @@ class Stitched:
         """Return the number of leading positions with full prefill's KV once the `selected` ones are recomputed."""
         deviating = (self.reused & ~self.exact).index_fill(0, selected, False)
         return int(deviating.int().argmax()) if deviating.any() else len(self.ids)
-
-
-@dataclass(frozen=True, eq=False)
-class Prefilled(Stitched):
-    """A prompt with a complete cache, ready for `kvrag.generate.decode`."""
-
-    _: KW_ONLY
-    selected: Tensor  # (S,) reused positions that were recomputed
-    logits: Tensor  # (1, V) float32, after the last token
-    config: BlendConfig  # that it was blended with
-    report: BlendReport  # without `ttft_s`, which the caller sets
-    with_context: Mapping[str, str]  # as in `Prompt`
-    chunks: tuple[Placed, ...]  # as in `Prompt`
 
 
 def stitch(backend: Backend, prompt: Prompt, loader: LayerLoader) -> Stitched:

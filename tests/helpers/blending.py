@@ -11,10 +11,11 @@ import torch
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.answer import overridden
 from kvrag.reuse.blend import blend
+from kvrag.reuse.deepen import Prefilled
 from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.recovery import Recovery
-from kvrag.reuse.stitch import Prefilled, Stitched, stitch
+from kvrag.reuse.stitch import Stitched, stitch
 from kvrag.reuse.trace import Trace
 
 CHUNKS = [

@@ -14,7 +14,7 @@ from vllm_kvrag.backend import VllmBackend
 
 from kvrag import BlendEngine, FileStore
 from kvrag.request import Pipeline
-from kvrag.reuse.stitch import Prefilled
+from kvrag.reuse.deepen import Prefilled
 
 NEAR = 1e-4
 ORDER = [CHUNKS[2], CHUNKS[0], CHUNKS[3], CHUNKS[1]]

@@ -29,7 +29,7 @@ from vllm_kvrag import worker
 from kvrag import BlendEngine, Model
 from kvrag.answer import overridden
 from kvrag.backend.transformers.loading import reader_path
-from kvrag.reuse.stitch import Prefilled
+from kvrag.reuse.deepen import Prefilled
 from kvrag.store import KVStore
 
 _HYBRID: dict[str, Any] = {

@@ -311,18 +311,21 @@ class Model(Backend):
         finally:
             cache.observer = cache.last = None
 
-    def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
+    def attention_received(
+        self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range, to_end: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """See `Backend.attention_received`."""
         total = torch.zeros(int(rows[-1]) + 1, device=self.device)
 
         def add(number: int, received: Tensor) -> None:
             total.add_(received.to(self.device))
-            if number == layers[-1]:
+            if number == layers[-1] and not to_end:
                 raise StopForward
 
+        logits = None
         with suppress(StopForward):
-            self._forward(ids, cache, rows, AttentionObserver(num_queries, layers, add))
-        return (total / len(layers)).cpu()
+            logits = self._forward(ids, cache, rows, AttentionObserver(num_queries, layers, add))
+        return (total / len(layers)).cpu(), logits
 
     def _forward(
         self,

@@ -70,8 +70,11 @@ class Query(Policy):
             queries = min(len(rows), num_queries - left)
             ids = stitched.ids[rows][None]
             if queries > 0:
-                part = backend.attention_received(ids, stitched.cache, rows, queries, layers)
+                part, logits = backend.attention_received(
+                    ids, stitched.cache, rows, queries, layers, to_end=context.wants_logits
+                )
                 received[: len(part)] += part
+                context.plain = logits
             else:
                 backend.forward_until(layers.stop, ids, stitched.cache, rows)
         return (received / num_queries).sqrt_()

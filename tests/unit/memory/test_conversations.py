@@ -24,8 +24,8 @@ from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, Settin
 from kvrag.backend.transformers import BlendCache
 from kvrag.control.tuning import Plan
 from kvrag.memory.conversation import Blended, CachedPrefix, Conversations, KeptStretch, Turn
+from kvrag.reuse.deepen import Prefilled
 from kvrag.reuse.prompt import Prompt
-from kvrag.reuse.stitch import Prefilled
 from kvrag.store.values import Entry
 from kvrag.types import Answer, Delta, Messages
 

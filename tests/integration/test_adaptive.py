@@ -1,0 +1,177 @@
+"""Adaptive recompute: an answer of which the model is unsure becomes full prefill's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blending import CHUNKS, messages
+from families import FAMILIES, build
+
+from kvrag import BlendConfig, BlendEngine, Grammar, Model, SettingError
+from kvrag.generate.row import Row
+from kvrag.reuse.deepen import MOST, STAGES, Doubt
+
+PROMPT = messages(*(CHUNKS[number] for number in (2, 0, 3, 1)))
+UNSURE = {"margin": 1e8, "controller": "off"}  # of everything
+KINDS = [
+    *(
+        "llama",
+        *(name for name in FAMILIES if "mistral" in name),
+        "gemma3",
+        "gpt_oss",
+        "mixtral",
+        "deepseek_v3",
+        "cohere",
+    ),
+    *(name for name in FAMILIES if "longrope" in name or "dynamic" in name),
+]
+
+
+def _model(family: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Model:
+    model_type, changes = FAMILIES[family]
+    model = Model(build(model_type, **changes), tokenizer, family)
+    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
+    return model
+
+
+def _by_full_prefill(model: Model, ids: Sequence[int], said: Sequence[int], num: int) -> list[int]:
+    """The tokens that follow a prompt, prefilled in full, and the beginning of its answer, token by token."""
+    cache = model.new_cache(len(ids) + num)
+    logits = model.forward(torch.tensor([list(ids)]), cache)
+    tokens = list(said)
+    for number in range(num):
+        token = tokens[number] if number < len(said) else int(logits.argmax())
+        tokens[number:] = [token, *tokens[number + 1 :]]
+        logits = model.forward_each([token], [cache])
+    return tokens
+
+
+@pytest.fixture
+def unsure_at(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Numbers of the tokens at which the model is unsure, by blended KV of any stage."""
+    tokens: set[int] = set()
+
+    def doubt(row: Row, drawn: Sequence[float]) -> Doubt | None:
+        is_open = row._deepening is not None and not row._deepening.is_complete
+        return Doubt(int(drawn[3]), 0.0) if is_open and row._num_tokens in tokens else None
+
+    monkeypatch.setattr(Row, "_doubt", doubt)
+    monkeypatch.setattr("kvrag.reuse.deepen.MOVED", 0.0)  # no stage confirms another
+    return tokens
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_completed_answer_is_full_prefills(
+    family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unsure_at: set[int]
+) -> None:
+    model = _model(family, tokenizer, monkeypatch)
+    with BlendEngine(model, tmp_path, BlendConfig(**UNSURE)) as engine:
+        engine.warm(CHUNKS)
+        ids = model.tokenizer.render(PROMPT)
+        for number in (0, 3):
+            unsure_at.clear()
+            unsure_at.add(number)
+            answer = engine.generate(PROMPT, max_new_tokens=12, temperature=0, deterministic=True)
+            report = answer.report
+            assert report.stages
+            assert {stage.token for stage in report.stages} == {number}
+            assert report.exact == (number == 0)
+            assert report.recomputed_tokens == report.stages[-1].recomputed > 80
+            said = list(answer.token_ids)
+            assert said == _by_full_prefill(model, ids, said[:number], 12)
+
+
+def test_stages_are_nested_and_the_last_one_is_full_prefill(
+    model: Model, tmp_path: Path, unsure_at: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
+    unsure_at.add(2)
+    with BlendEngine(model, tmp_path, BlendConfig(**UNSURE, history="exact")) as engine:
+        engine.warm(CHUNKS)
+        report = engine.generate(PROMPT, max_new_tokens=4, temperature=0).report
+    inexact = report.stages[-1].recomputed
+    assert [stage.recomputed for stage in report.stages] == [*(round(ratio * inexact) for ratio in STAGES), inexact]
+    grown = [stage.recomputed - before for before, stage in zip([round(0.15 * inexact)], report.stages, strict=False)]
+    asked = report.fresh_tokens + 2
+    assert grown[0] < report.stages[0].rows <= grown[0] + asked
+    assert report.stages[-1].rows <= report.prompt_tokens + 2
+
+
+def test_before_the_first_token_a_bounded_number_of_rows_is_computed(
+    model: Model, tmp_path: Path, unsure_at: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unsure_at.add(0)
+    with BlendEngine(model, tmp_path, BlendConfig(**UNSURE)) as engine:
+        engine.warm(CHUNKS)
+        report = engine.generate(PROMPT, max_new_tokens=1, temperature=0).report
+        start = 2 * report.fresh_tokens + round(0.15 * report.stages[-1].recomputed)
+        assert start + sum(stage.rows for stage in report.stages) <= MOST * report.prompt_tokens
+        assert len(report.stages) == 2, "another stage between would leave too few rows for full prefill"
+        assert report.exact
+        long = messages(*CHUNKS[:2], question="Who was born in Florton, and who owns a goat? " * 3)
+        report = engine.generate(long, max_new_tokens=1, temperature=0, controller="auto").report
+        assert (report.policy, report.stages) == ("full", ())
+        assert "too little of the prompt is stored" in report.decision
+
+
+def test_flat_logits_end_in_one_full_prefill(model: Model, tmp_path: Path) -> None:
+    """Of a random model, which is unsure of every token."""
+    with BlendEngine(model, tmp_path, BlendConfig(**UNSURE)) as engine:
+        engine.warm(CHUNKS)
+        report = engine.generate(PROMPT, max_new_tokens=30, temperature=0).report
+        assert 0 < len(report.stages) <= len(STAGES) + 1
+        assert report.stages[-1].recomputed > 80
+
+
+def test_a_fixed_ratio_and_a_margin_of_zero_are_never_deepened(model: Model, tmp_path: Path) -> None:
+    with BlendEngine(model, tmp_path) as engine:
+        engine.warm(CHUNKS)
+        for options in ({"ratio": 0.15}, {"margin": 0}, {"policy": "none"}, {"ratio": 0.3, "margin": 1e8}):
+            report = engine.generate(PROMPT, max_new_tokens=8, temperature=0, **options).report
+            assert (report.stages, report.exact) == ((), False)
+
+
+def test_an_answer_is_sampled_alike_whether_or_not_a_token_was_in_doubt(
+    model: Model, tmp_path: Path, unsure_at: set[int]
+) -> None:
+    """A draw that is not emitted uses up no random numbers."""
+    unsure_at.add(0)
+    with BlendEngine(model, tmp_path, BlendConfig(controller="off")) as engine:
+        engine.warm(CHUNKS)
+        settings: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.5, "seed": 7, "deterministic": True}
+        exact = engine.generate(PROMPT, ratio=1.0, **settings)
+        unsure = engine.generate(PROMPT, margin=1e8, **settings)
+        assert unsure.report.stages[0].token == 0
+        assert unsure.token_ids == exact.token_ids
+
+
+def test_a_token_that_a_grammar_forces_is_never_in_doubt(model: Model, tmp_path: Path) -> None:
+    with BlendEngine(model, tmp_path, BlendConfig(**UNSURE)) as engine:
+        engine.warm(CHUNKS)
+        answer = engine.generate(PROMPT, grammar=Grammar(regex="a"), max_new_tokens=4, temperature=0)
+        assert answer.text == "a"
+        assert answer.report.stages == ()
+
+
+def test_a_completed_answer_is_kept_as_exact(
+    model: Model, tmp_path: Path, unsure_at: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
+    unsure_at.add(2)
+    with BlendEngine(model, tmp_path, BlendConfig(**UNSURE)) as engine:
+        engine.warm(CHUNKS)
+        answer = engine.generate(PROMPT, max_new_tokens=6, temperature=0)
+        following = [*PROMPT, {"role": "assistant", "content": answer.text}, {"role": "user", "content": "And who?"}]
+        report = engine.generate(following, max_new_tokens=1, temperature=0, ratio=1.0).report
+        assert report.exact
+        assert report.conversation_tokens > report.prompt_tokens / 2
+
+
+@pytest.mark.parametrize("margin", [float("nan"), -1, "much", 1e300, True])
+def test_margins_that_are_none_are_refused(margin: Any) -> None:
+    with pytest.raises(SettingError, match="margin"):
+        BlendConfig(margin=margin)

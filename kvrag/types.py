@@ -52,7 +52,7 @@ class WarmReport(_Report):
     """Result of an ingestion.
 
     `chunks` counts distinct chunks given, `new` those encoded now, `reused` those already in the store, `skipped`
-    those too short to be matched. `tokens` and `bytes` count the new ones. `warnings` name texts that will not be
+    those too short to be matched. `tokens` and `bytes` count what was stored. `warnings` name texts that will not be
     reused.
     """
 

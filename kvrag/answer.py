@@ -37,8 +37,8 @@ from kvrag.ingest.ingest import Ingestion
 from kvrag.ingest.learn import Learner
 from kvrag.inspect.explain import why_little
 from kvrag.request import Pipeline
-from kvrag.reuse.deleted import DeletedTexts, forget
 from kvrag.reuse.conversation import Begun, Blended, CachedPrefix, Conversations, Turn
+from kvrag.reuse.deleted import DeletedTexts, forget
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.stitch import Prefilled
 from kvrag.types import Delta, Messages, TokenIds

@@ -234,7 +234,7 @@ def _new_tokens(engine: BlendEngine, chunks: dict[str, list[str]], namespace: st
     from kvrag.fingerprint import text_key
 
     encoded = (ids for texts in chunks.values() for ids in map(engine.encode, texts))
-    lengths = {text_key(namespace, ids): len(ids) for ids in encoded if ids}
+    lengths = {text_key(namespace, ids): len(ids) for ids in encoded if len(ids) >= engine.config.min_run}
     stored = engine.store.look_up(list(lengths))
     return sum(length for text, length in lengths.items() if not stored[text].variants)
 

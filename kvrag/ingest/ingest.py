@@ -59,6 +59,7 @@ class _Tally:
 
     store: KVStore
     progress: Progress
+    least: int  # tokens of a text that is counted: shorter ones are not reused
     text_keys: set[str] = field(default_factory=set)
     tokens: int = 0
     bytes: int = 0
@@ -71,14 +72,19 @@ class _Tally:
     def report(self) -> None:
         self.progress(self.done, self.total)
 
+    def count(self, chunks: Iterable[_Piece | ChunkRecord]) -> int:
+        """Return the number of tokens of those that are counted."""
+        return sum(len(chunk.ids) for chunk in chunks if len(chunk.ids) >= self.least)
+
     def put(self) -> None:
         """Store the waiting chunks."""
-        waiting, size, self.waiting, self.size = self.waiting, self.size, [], 0
+        waiting, self.waiting, self.size = self.waiting, [], 0
         if waiting:
-            self.bytes += self.store.put([record for _, record in waiting])
+            records = [record for _, record in waiting]
+            self.bytes += self.store.put(records)
             self.text_keys.update(text_key for text_key, _ in waiting)
-            self.tokens += size
-            self.done += size
+            self.tokens += self.count(records)
+            self.done += self.count(records)
             self.report()
         self.stored = time.perf_counter()
 
@@ -232,7 +238,7 @@ class Ingestion(Choosing):
         pieces = self._pieces(named, tokenized, namespace, {} if before is None else before)
         # also one without texts
         documents = {text.document for text in given} | ({document} if isinstance(document, str) else set())
-        tally = _Tally(self._store, progress)
+        tally = _Tally(self._store, progress, min_run)
 
         shared: set[str] = set()
         choices, missing = self._choose(pieces, namespace, shared)
@@ -288,14 +294,14 @@ class Ingestion(Choosing):
         return all(most is None or used + needed <= most for used, most in rooms)
 
     def _encode_and_put(self, missing: Sequence[_Piece], namespace: str, tally: _Tally) -> None:
-        tally.total += sum(len(choice.ids) for choice in missing)
+        tally.total += tally.count(missing)
         if missing or not tally.total:
             tally.report()
         for portion in _portions(missing, self._model.bytes_per_token):
             # another process may be warming the same corpus
             wanted = set(self._store.missing([choice.chunk_key for choice in portion]))
             new = [choice for choice in portion if choice.chunk_key in wanted]
-            tally.done += sum(len(choice.ids) for choice in portion if choice.chunk_key not in wanted)
+            tally.done += tally.count(choice for choice in portion if choice.chunk_key not in wanted)
             with reporting_memory():
                 self._encode(new, namespace, tally)
             if not new:

@@ -114,6 +114,7 @@ class ChunkIndex:
         self._faiss: tuple[int, NDArray[np.int64], Any] | None = None  # data version, chunk ids, index
         try:
             self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None, check_same_thread=False)
+            self._db.execute("PRAGMA secure_delete=ON")  # a deleted text is overwritten
             self._db.executescript(_SCHEMA)
             row = self._db.execute("SELECT value FROM settings WHERE name = 'embedder'").fetchone()
         except sqlite3.Error as error:

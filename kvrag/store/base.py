@@ -151,9 +151,9 @@ class KVStore(ABC):
 
     @abstractmethod
     def delete_leftovers(self) -> int:
-        """Do the same as `clean`, also where it takes long, and delete chunks without a row; return their number.
+        """Delete what killed writers left, chunks without a row, and quarantined ones; return their number.
 
-        Where nothing tells whether the writer of a file lives, and what is quarantined: unless it is recent.
+        Recent ones stay if they are quarantined, or nothing tells whether their writer lives.
         """
 
     @abstractmethod
@@ -424,11 +424,12 @@ class KVStore(ABC):
             return len(unheld), leftovers
 
     def purge(self) -> None:
-        """Delete what may contain token ids of deleted texts: the manifest's log, old manifests, and the catalog."""
+        """Delete what may contain deleted texts: the manifest's log, damaged files, and the catalog."""
         if not self._manifest.purge():
             return
-        for path in self.path.glob(f"{MANIFEST}.damaged-*"):
-            path.unlink(missing_ok=True)
+        for pattern in (f"{MANIFEST}.damaged-*", "*/*.damaged", "namespaces/**/*.damaged"):
+            for path in self.path.glob(pattern):
+                path.unlink(missing_ok=True)
         if self.catalog_folder.exists():
             with FileLock(self.catalog_folder / CATALOG_LOCK):  # a writer may have read them before they were deleted
                 for path in self.catalog_folder.glob("*"):

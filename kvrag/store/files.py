@@ -28,7 +28,7 @@ from kvrag.store.chunkfile import SUFFIX, ChunkFile, PackedChunk, key_of
 from kvrag.store.durable import BOOT, TEMPORARY, delete_left, is_stale, try_lock, write_file
 from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.owner import OWNER, owner_file, read_owner
-from kvrag.store.protocol import Entry, Holding
+from kvrag.store.protocol import ChunkRecord, Entry, Holding
 from kvrag.store.schema import translated
 
 logger = logging.getLogger("kvrag")
@@ -36,7 +36,7 @@ logger = logging.getLogger("kvrag")
 _OTHERS = 20  # folders, the most recent first
 
 _TOUCH_EVERY = 1.0  # seconds
-_WRITERS = ".writers"  # in the folder of chunks: locked by those who write chunks
+_WRITERS = "chunks.lock"  # locked by those who write chunks
 
 
 class FileStore(KVStore):
@@ -75,7 +75,7 @@ class FileStore(KVStore):
             self._manifest = self._changes = Manifest(self.path / MANIFEST)
             if self._manifest.is_new:
                 self._recover()
-            self._delete_temporary()
+            self._delete_temporary(f"chunks/*/{TEMPORARY}")  # where older versions wrote them
 
     @property
     def read_only(self) -> bool:  # type: ignore[override]
@@ -107,7 +107,7 @@ class FileStore(KVStore):
 
     @contextlib.contextmanager
     def _writers_lock(self) -> Iterator[int]:
-        with open(self._chunks / _WRITERS, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        with open(self.path / _WRITERS, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             yield file.fileno()
 
     def _put(self, records: Sequence[ChunkRecord]) -> tuple[int, list[ChunkRecord]]:
@@ -249,13 +249,14 @@ class FileStore(KVStore):
 
     def clean(self) -> int:
         """See KVStore.clean."""
-        aside = [] if self.read_only else list(self.path.glob("quarantine/*"))
-        held = self._manifest.held([key_of(path.name) for path in aside]) if aside else ()
-        return self._delete_temporary() + _unlink(path for path in aside if key_of(path.name) not in held)
+        with translated(self.path):
+            aside = [] if self.read_only else list(self.path.glob("quarantine/*"))
+            held = self._manifest.held([key_of(path.name) for path in aside]) if aside else ()
+            return self._delete_temporary() + _unlink(path for path in aside if key_of(path.name) not in held)
 
-    def _delete_temporary(self) -> int:
-        """Delete the temporary files of killed writers."""
-        patterns = () if self.read_only else (TEMPORARY, f"*/{TEMPORARY}")
+    def _delete_temporary(self, *patterns: str) -> int:
+        """Delete the temporary files of killed writers, also those that match these patterns."""
+        patterns = () if self.read_only else (TEMPORARY, f"*/{TEMPORARY}", f"namespaces/**/{TEMPORARY}", *patterns)
         return delete_left(path for pattern in patterns for path in self.path.glob(pattern))
 
     def delete_leftovers(self) -> int:
@@ -266,7 +267,7 @@ class FileStore(KVStore):
             known = self._manifest.files()  # read after listing the folder: it has the rows of all that are stale
             unknown = (path for path in paths if path.name not in known)
             left = _unlink(path for path in unknown if (is_alone and f"-{BOOT}" in path.name) or is_stale(path))
-        return left + self.clean() + _unlink(filter(is_stale, self.path.glob("quarantine/*")))
+        return left + self._delete_temporary() + _unlink(filter(is_stale, self.path.glob("quarantine/*")))
 
     def keys(self) -> list[str]:
         """Return the keys of all chunks."""

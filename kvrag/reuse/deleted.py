@@ -6,12 +6,14 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.match import match
-from kvrag.reuse.segment import Ids, Segment
+from kvrag.reuse.segment import Segment
 from kvrag.store import Entry, KVStore
 
 Decode = Callable[[Sequence[int]], str]
@@ -63,7 +65,7 @@ class DeletedTexts:
                 self._short[text.namespace].add(decode(text.ids.tolist()).strip())
         self.namespaces = {text.namespace for text in texts}
 
-    def find(self, ids: Sequence[int] | Ids, namespace: str) -> int | None:
+    def find(self, ids: Sequence[int] | NDArray[np.integer[Any]], namespace: str) -> int | None:
         """Return the position at which the first of them begins, negative if before; None if there is none."""
         if namespace not in self.namespaces:
             return None

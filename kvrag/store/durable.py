@@ -54,7 +54,7 @@ def write_file(
 
 @contextmanager
 def temporary(folder: Path, mode: int = 0o600) -> Iterator[tuple[int, Path]]:
-    """Yield a new file, as descriptor and path, locked while its writer lives. The body renames it, or it is deleted."""
+    """Yield a new file, as descriptor and path, locked while its writer lives; deleted unless the body renames it."""
     while True:
         path = folder / f".{BOOT}-{uuid.uuid4().hex}.tmp"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)

@@ -284,7 +284,10 @@ class FileStore(KVStore):
 
 def _unlink(paths: Iterable[Path]) -> int:
     """Delete files; return their number."""
-    return sum(path.unlink(missing_ok=True) is None for path in paths)
+    unneeded = list(paths)
+    for path in unneeded:
+        path.unlink(missing_ok=True)
+    return len(unneeded)
 
 
 def other_stores(path: Path) -> Iterator[Path]:

@@ -37,6 +37,7 @@ from kvrag.ingest.ingest import Ingestion
 from kvrag.ingest.learn import Learner
 from kvrag.inspect.explain import why_little
 from kvrag.memory.conversation import Begun, Blended, CachedPrefix, Conversations, Turn
+from kvrag.memory.forgetting import DeletedTexts, forget
 from kvrag.request import Pipeline
 from kvrag.reuse.deepen import Prefilled
 from kvrag.reuse.prompt import Prompt
@@ -159,7 +160,9 @@ class Answering:
                     num_thought += delta.reasoning_tokens
                     if answered is None:
                         report = replace(_deepened(done), ttft_s=time.perf_counter() - started)
-                        answered = Answered(done.ids, done.selected, report, question.namespace)
+                        answered = Answered(
+                            done.ids, done.selected, report, question.namespace, lambda: begun.is_forgotten
+                        )
                         self.history.add(answered)
                     delta = parser.parse(delta) if parser else delta
                     admitted.is_working = False
@@ -265,6 +268,7 @@ class Answering:
         """Free the KV of these chunks and the conversations that contain it; answers in progress complete with it."""
         self._pipeline.memory.drop(keys)
         self._conversations.drop(keys)
+        self.history.drop_forgotten()
 
     def close(self) -> None:
         """Drop the conversations and stop learning. Answers in progress complete with their KV."""
@@ -285,20 +289,24 @@ class Answering:
             self._removals = removals  # not before: other prompts must not find chunks that are about to be freed
         with self._dropping:
             if texts := self._pipeline.lookup.take_removed():
-                self._conversations.drop_texts(texts)
+                self._conversations.drop_texts(DeletedTexts(texts, self._model.tokenizer.decode))
+                self.history.drop_forgotten()
 
     def forget(self, document: str, namespace: str) -> int:
         """See `BlendEngine.forget`."""
-        lookup, min_run = self._pipeline.lookup, BlendConfig().min_run
-        with lookup.removing() as texts:
-            removed = self._ingestion.forget(document, namespace)
-        self.free(removed)
+        remove, decode = partial(self._ingestion.forget, document, namespace), self._model.tokenizer.decode
+        return forget(remove, namespace, self._pipeline.store, self._pipeline.lookup, decode, self._drop)
+
+    def forget_learned(self, namespace: str) -> int:
+        """See `BlendEngine.forget_learned`."""
+        if self.learner:
+            self.learner.forget(namespace)
+        remove, decode = partial(self._pipeline.store.forget_requests, namespace), self._model.tokenizer.decode
+        return forget(remove, namespace, self._pipeline.store, self._pipeline.lookup, decode, self._drop)
+
+    def _drop(self, keys: Collection[str]) -> None:
+        self.free(keys)
         self.notice_removals()
-        if texts:
-            choose = partial(lookup.containing, texts, min_run=min_run)
-            self.free(self._pipeline.store.forget_requests(namespace, choose))
-        lookup.refresh()
-        return len(removed)
 
     def _free_removed(self, since: int | None = None) -> None:
         """Free KV that is no longer stored, unless the store's counter is still `since`.

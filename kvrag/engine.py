@@ -264,12 +264,7 @@ class BlendEngine(OfProcess):
 
         Chunks of a warmed document stay.
         """
-        if self._answering.learner:
-            self._answering.learner.forget()
-        removed = self.store.forget_requests(check_namespace(namespace))
-        self._answering.free(removed)
-        self._lookup.refresh()
-        return len(removed)
+        return self._answering.forget_learned(check_namespace(namespace))
 
     @property
     def learned(self) -> LearnStats | None:

@@ -169,7 +169,7 @@ class VectorStoreKV:
             elif source and missing:
                 missing = chunks  # a text's context is the text before it, stored or not
             sources |= dict.fromkeys(missing, "" if is_unknown else source)
-        sources |= dict.fromkeys(named.keys() - before - sources.keys(), "")  # too short: for the report
+        sources |= dict.fromkeys(named.keys() - before - sources.keys(), "")  # without a token: for the report
         to_encode = [named[name].text for name in sources]
         report = self._warm(to_encode, list(sources), list(sources.values()), skip_invalid=True)
         self.forget(before - named.keys())
@@ -186,7 +186,7 @@ class VectorStoreKV:
         return report
 
     def _stored(self, named: Mapping[str, Existing], before: set[str]) -> set[str]:
-        """Return the names of the texts with KV for their sources, and of those that are too short for KV.
+        """Return the names of the texts with KV for their sources, and of those without a token.
 
         Of a server, only the names of the documents are known.
         """
@@ -208,7 +208,7 @@ class VectorStoreKV:
             held = {state.sources.get(source) for source in (named[name].source, "")}  # "": encoded alone
             return name in before and not held.isdisjoint(state.variants)
 
-        return {name for name in ids if len(ids[name]) < engine.config.min_run or has_kv(name)}
+        return {name for name in ids if not ids[name] or has_kv(name)}
 
     def drop(self, ids: Iterable[Id], left: Present) -> None:
         """Drop the KV of the ids that the vector store no longer has; of none if these are unknown."""

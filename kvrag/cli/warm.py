@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from kvrag.client import RemoteEngine
     from kvrag.engine import BlendEngine
     from kvrag.retrieval.index import ChunkIndex
-    from kvrag.store import KVStore
 
 TOTALS = ("chunks", "new", "reused", "skipped", "tokens", "bytes")
 _NAMED = 3  # documents or files named in a message
@@ -123,7 +123,7 @@ def warm_here(args: argparse.Namespace) -> dict[str, Any]:
         store, place = engine.store, engine.store.stats().path
         gone = find_gone(args.paths, lambda prefix: [*index.documents(), *store.documents(prefix, args.namespace)])
         # first: otherwise a chunk moved to another file would temporarily belong to two documents
-        dropped = drop(store, index, gone, args.namespace) if args.prune else 0
+        dropped = drop(index, gone, partial(engine.forget, namespace=args.namespace)) if args.prune else 0
         chunks, pages, problems = read_chunks(args, engine.encode)
         new = _new_tokens(engine, chunks, args.namespace)
         needed = new * bytes_per_token(engine, args.chunk_tokens)
@@ -285,11 +285,11 @@ def _is_gone(name: str) -> bool:
     return False
 
 
-def drop(store: KVStore, index: ChunkIndex, names: Sequence[str], namespace: str) -> int:
-    """Drop documents; return the number of chunks that no other document has."""
+def drop(index: ChunkIndex, names: Sequence[str], forget: Callable[[str], int]) -> int:
+    """Drop documents from an index and, with `forget`, from a store; return the number of chunks deleted."""
     for name in names:
         index.remove(name)  # first, so that every retrievable chunk has its KV
-    return sum(len(store.set_document(name, [], namespace)) for name in names)
+    return sum(map(forget, names))
 
 
 def bytes_per_token(engine: BlendEngine, chunk_tokens: int) -> float:

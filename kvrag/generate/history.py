@@ -25,12 +25,16 @@ _LITTLE = 0.1  # reused share that is suspiciously low
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answered prompt: its (T,) ids, and the (S,) reused positions that were recomputed."""
+    """An answered prompt: its (T,) ids, and the (S,) reused positions that were recomputed.
+
+    `is_forgotten` returns whether a text in it has been deleted.
+    """
 
     ids: Tensor
     selected: Tensor
     report: BlendReport
     namespace: str = ""
+    is_forgotten: Callable[[], bool] = lambda: False
 
 
 class History:
@@ -45,17 +49,30 @@ class History:
         with self._lock:
             self._answers.setdefault(answered.namespace, deque(maxlen=_ANSWERS)).append(answered)
 
+    def drop_forgotten(self) -> None:
+        """Drop the prompts with a text that has been deleted."""
+        with self._lock:
+            for namespace, answers in list(self._answers.items()):
+                left = [answered for answered in answers if not answered.is_forgotten()]
+                if len(left) < len(answers):
+                    self._answers[namespace] = deque(left, maxlen=_ANSWERS)
+
     def find(self, namespace: str, report: BlendReport | dict[str, Any] | None) -> Answered:
         """Return the prompt of a report, or the last one of the namespace. Raises PromptError if it is unknown."""
         with self._lock:
-            answers = list(self._answers.get(namespace, ()))
+            answers = [answered for answered in self._answers.get(namespace, ()) if not answered.is_forgotten()]
         if not answers:
-            raise PromptError("there is no answer in this namespace yet: pass a prompt to explain")
+            raise PromptError(
+                "there is no answer in this namespace yet, or texts in it were deleted: pass a prompt to explain"
+            )
         for answered in reversed(answers):
             known = answered.report
             if report is None or report == (known if isinstance(report, BlendReport) else known.to_dict()):
                 return answered
-        raise PromptError(f"this answer is not among the last {_ANSWERS} of the namespace: pass its prompt to explain")
+        raise PromptError(
+            f"this answer is not among the last {_ANSWERS} of the namespace, or a text in it was deleted: "
+            "pass its prompt to explain"
+        )
 
 
 class Watch:

@@ -16,7 +16,7 @@ import os
 import threading
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -31,6 +31,7 @@ from kvrag.errors import StoreError
 from kvrag.index.match import match
 from kvrag.index.segment import MAX_TOKENS, SUFFIX, DamagedSegmentError, Ids, Segment, join, read, write
 from kvrag.store import Entry, KVStore
+from kvrag.store.base import CATALOG_LOCK
 from kvrag.store.durable import write_file
 from kvrag.types import Run
 
@@ -44,7 +45,7 @@ _LONG_TAIL = 1 << 25  # ... and while there is much to index
 _FULL = 1 << 30  # in a file: no file is merged beyond it
 _SMALL = 4  # files of similar size before they are merged
 _DEAD = 0.25  # share of a file's texts before it is written again
-_HEAD, _LOCK = "head.json", "head.lock"
+_HEAD = "head.json"
 
 
 @dataclass(frozen=True)
@@ -135,14 +136,14 @@ class Catalog:
                 removed.append(self._removed.popleft())
         return removed
 
-    def containing(self, texts: Sequence[Entry], among: Collection[str], min_run: int) -> list[str]:
-        """Return the keys of those texts, `among` these keys, that have a run in common with one of the texts."""
-        keys, parts = np.array([key.encode() for key in among], np.bytes_), [Segment.of(texts)]
+    def containing(self, find: Callable[[Ids, str], int | None], among: Collection[str]) -> list[str]:
+        """Return the keys of those texts, `among` these keys, in whose ids and namespace `find` finds something."""
+        keys = np.array([key.encode() for key in among], np.bytes_)
         return [
             segment.text_key(row)
             for segment in self._snapshot.segments
             for row in np.flatnonzero(segment.alive & np.isin(segment.keys, keys)).tolist()
-            if match(parts, segment.text(row), min_run, segment.namespaces[segment.spaces[row]])
+            if find(segment.text(row), segment.namespaces[segment.spaces[row]]) is not None
         ]
 
     def settle(self) -> None:
@@ -322,7 +323,7 @@ class Catalog:
         """Write the tail, merge files, replace the head; return whether this process, and no other, has done it."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(self._folder / _LOCK, blocking=False):
+            with FileLock(self._folder / CATALOG_LOCK, blocking=False):
                 with self._refreshing:
                     self._advance(0)
                     snapshot = self._snapshot

@@ -16,9 +16,7 @@ import hashlib
 import json
 import mmap
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -29,6 +27,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvrag.errors import StoreError
+from kvrag.store.durable import temporary
 from kvrag.store.values import Entry
 
 GRAM = 8
@@ -365,20 +364,15 @@ def write(segments: Sequence[Segment], folder: Path, check: Callable[[], None] =
         segment.check()
     facts, portions = _merge(segments)
     footer: dict[str, Any] = {**facts, "window": WINDOW, "arrays": {}}
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=".tmp", delete=False) as file:
-        try:
+    with temporary(folder) as (descriptor, tmp):
+        with os.fdopen(descriptor, "wb", closefd=False) as file:
             for name, parts in portions.items():
                 footer["arrays"][name] = _write_array(file, parts, check)
             text = json.dumps(footer).encode()
             file.write(text + len(text).to_bytes(8, "little") + xxhash.xxh3_64_digest(text) + _MAGIC)
-            file.flush()
-            os.fsync(file.fileno())
-            name = f"{facts['last']}-{os.path.basename(file.name)[1:-4]}{SUFFIX}"
-            os.replace(file.name, folder / name)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(file.name)
-            raise
+        os.fsync(descriptor)
+        name = f"{facts['last']}-{tmp.stem[1:]}{SUFFIX}"
+        os.replace(tmp, folder / name)
     return name
 
 

@@ -4,6 +4,8 @@ A text is encoded with the preceding text of its source as context, so that its 
 text that several sources hold is encoded alone, so that readers of one source never get words of another. The decision
 uses the durable state, and is checked again after this document has been recorded as a holder. If two processes store
 the same text, the second one sees both holders and encodes the text alone before `warm` returns.
+
+A document's texts that are too short to be matched are stored as well, so that it can be forgotten with them.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ class _Tally:
 
     store: KVStore
     progress: Progress
+    least: int  # tokens of a text that is counted: shorter ones are not reused
     text_keys: set[str] = field(default_factory=set)
     tokens: int = 0
     bytes: int = 0
@@ -69,14 +72,19 @@ class _Tally:
     def report(self) -> None:
         self.progress(self.done, self.total)
 
+    def count(self, chunks: Iterable[_Piece | ChunkRecord]) -> int:
+        """Return the number of tokens of those that are counted."""
+        return sum(len(chunk.ids) for chunk in chunks if len(chunk.ids) >= self.least)
+
     def put(self) -> None:
         """Store the waiting chunks."""
-        waiting, size, self.waiting, self.size = self.waiting, self.size, [], 0
+        waiting, self.waiting, self.size = self.waiting, [], 0
         if waiting:
-            self.bytes += self.store.put([record for _, record in waiting])
+            records = [record for _, record in waiting]
+            self.bytes += self.store.put(records)
             self.text_keys.update(text_key for text_key, _ in waiting)
-            self.tokens += size
-            self.done += size
+            self.tokens += self.count(records)
+            self.done += self.count(records)
             self.report()
         self.stored = time.perf_counter()
 
@@ -87,11 +95,17 @@ class Choosing:
     def __init__(self, model: Outline, store: KVStore, config: BlendConfig, fingerprint: Fingerprint) -> None:
         self._outline, self._store, self._config, self._fingerprint = model, store, config, fingerprint
 
-    def tokenize(self, texts: Iterable[NamedText], namespace: str = "") -> list[tuple[list[int], str | None]]:
-        """Return each text's token ids, and its chunk key if encoded alone: None if it is too short to be matched."""
-        return [self._tokenized(number, text, namespace) for number, text in enumerate(texts)]
+    def tokenize(
+        self, texts: Iterable[NamedText], namespace: str = "", least: int | None = None
+    ) -> list[tuple[list[int], str | None]]:
+        """Return each text's token ids, and its chunk key if encoded alone: None for fewer than `least` tokens.
 
-    def _tokenized(self, number: int, text: NamedText, namespace: str) -> tuple[list[int], str | None]:
+        `least` is by default the number by which a text is matched.
+        """
+        least = self._config.min_run if least is None else least
+        return [self._tokenized(number, text, namespace, least) for number, text in enumerate(texts)]
+
+    def _tokenized(self, number: int, text: NamedText, namespace: str, least: int) -> tuple[list[int], str | None]:
         chunk = f"chunk {number}" + f" of document {text.document!r}" * bool(text.document)
         chunk += f" from {text.source!r}" * (text.source not in ("", text.document))
         try:
@@ -102,13 +116,12 @@ class Choosing:
             if not isinstance(error, ContextWindowError):  # which names it
                 error.args = (f"{chunk}: {error}",)
             raise
-        is_short = len(ids) < self._config.min_run
-        return ids, None if is_short else self._fingerprint.chunk_key(ids, (), namespace)
+        return ids, self._fingerprint.chunk_key(ids, (), namespace) if len(ids) >= least else None
 
     def is_warm(self, texts: Sequence[str], document: str, namespace: str = "") -> bool:
         """Return whether `warm` with these texts of a document would encode nothing and change nothing."""
         named = named_texts(texts, document)
-        pieces = self._pieces(named, self.tokenize(named, namespace), namespace, {})
+        pieces = self._pieces(named, self.tokenize(named, namespace, least=1), namespace, {})
         choices, missing = self._choose(pieces, namespace, set())
         held = self._store.documents(document, namespace).get(document, [])
         return not missing and held == sorted({choice.chunk_key for choice in choices})
@@ -210,21 +223,22 @@ class Ingestion(Choosing):
         """
         started = time.perf_counter()
         given, named, tokenized, refused = named_texts(texts, document, sources), [], [], []
+        is_request, min_run = mode == "on request", self._config.min_run
         for number, text in enumerate(given):
             try:
-                tokenized.append(self._tokenized(number, text, namespace))
+                tokenized.append(self._tokenized(number, text, namespace, min_run if is_request else 1))
                 named.append(text)
             except PromptError as error:
                 if not skip_invalid:
                     raise
                 refused.append(f"skipped: {error}")
-        if mode == "on request":
+        if is_request:
             document, named = ON_REQUEST, [text._replace(document=ON_REQUEST) for text in named]
             given = named
         pieces = self._pieces(named, tokenized, namespace, {} if before is None else before)
         # also one without texts
         documents = {text.document for text in given} | ({document} if isinstance(document, str) else set())
-        tally = _Tally(self._store, progress)
+        tally = _Tally(self._store, progress, min_run)
 
         shared: set[str] = set()
         choices, missing = self._choose(pieces, namespace, shared)
@@ -238,21 +252,22 @@ class Ingestion(Choosing):
                 break
 
         self._tuning.keep_speed()
-        skipped = len({tuple(ids) for ids, chunk_key in tokenized if not chunk_key})
-        num_texts = len({piece.text_key for piece in pieces})
+        skipped = len({tuple(ids) for ids, _ in tokenized if len(ids) < min_run})
+        matched = {piece.text_key for piece in pieces if len(piece.ids) >= min_run}
+        new = len(matched & tally.text_keys)
         return WarmReport(
-            chunks=num_texts + skipped,
+            chunks=len(matched) + skipped,
             tokens=tally.tokens,
             bytes=tally.bytes,
-            new=len(tally.text_keys),
-            reused=num_texts - len(tally.text_keys),
+            new=new,
+            reused=len(matched) - new,
             skipped=skipped,
             seconds=time.perf_counter() - started,
             warnings=(*refused, *_warnings(skipped, self._config.min_run, len(missing))),
         )
 
     def forget(self, document: str, namespace: str = "") -> list[str]:
-        """See BlendEngine.forget; returns the keys of the removed chunks."""
+        """Delete a document's chunks unless another one has them; return their keys. See `kvrag.memory.forgetting`."""
         check_names(document)
         if not document:
             raise SettingError("forget needs the name of a document")
@@ -279,14 +294,14 @@ class Ingestion(Choosing):
         return all(most is None or used + needed <= most for used, most in rooms)
 
     def _encode_and_put(self, missing: Sequence[_Piece], namespace: str, tally: _Tally) -> None:
-        tally.total += sum(len(choice.ids) for choice in missing)
+        tally.total += tally.count(missing)
         if missing or not tally.total:
             tally.report()
         for portion in _portions(missing, self._model.bytes_per_token):
             # another process may be warming the same corpus
             wanted = set(self._store.missing([choice.chunk_key for choice in portion]))
             new = [choice for choice in portion if choice.chunk_key in wanted]
-            tally.done += sum(len(choice.ids) for choice in portion if choice.chunk_key not in wanted)
+            tally.done += tally.count(choice for choice in portion if choice.chunk_key not in wanted)
             with reporting_memory():
                 self._encode(new, namespace, tally)
             if not new:

@@ -58,7 +58,7 @@ class Learner:
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by namespace
         self._counting = threading.Lock()
         self._has_warned = False
-        self._times_forgotten = 0
+        self._times_forgotten = Counter[str]()  # by namespace
 
     def observe(self, prompt: str | Messages | TokenIds, begun: Begun, runs: Iterable[Run] = ()) -> None:
         """Count what a prompt reused, and look at its new texts later, in another thread.
@@ -66,7 +66,7 @@ class Learner:
         The first error is logged as a warning, all are counted.
         """
         self._count(begun.namespace, reused=sum(len(run) for run in runs if run.key in self._keys))
-        is_forgotten = partial(self._is_forgotten, begun, self._times_forgotten)
+        is_forgotten = partial(self._is_forgotten, begun, self._times_forgotten[begun.namespace])
         self._later(self._looking, begun.namespace, partial(self._look, prompt, begun.namespace, is_forgotten))
 
     def _later(self, pool: ThreadPoolExecutor, namespace: str, work: Callable[[], None]) -> None:
@@ -109,11 +109,11 @@ class Learner:
         for pool in (self._looking, self._encoding):
             pool.submit(lambda: None).result()
 
-    def forget(self) -> None:
-        """Forget which texts were seen once, and the prompts that wait."""
+    def forget(self, namespace: str) -> None:
+        """Forget which texts of a namespace were seen once, and its prompts that wait."""
         with self._counting:
-            self._times_forgotten += 1
-            self._seen.clear()
+            self._times_forgotten[namespace] += 1
+            self._seen = OrderedDict((digest, name) for digest, name in self._seen.items() if name != namespace)
 
     def close(self) -> None:
         """End, also within a text that is being encoded."""
@@ -132,7 +132,7 @@ class Learner:
 
     def _is_forgotten(self, begun: Begun, times_forgotten: int) -> bool:
         self._notice()
-        return begun.is_forgotten or times_forgotten != self._times_forgotten
+        return begun.is_forgotten or times_forgotten != self._times_forgotten[begun.namespace]
 
     def _look(self, prompt: str | Messages | TokenIds, namespace: str, is_forgotten: Callable[[], bool]) -> None:
         for text in dict.fromkeys(new_texts(prompt)):

@@ -33,10 +33,10 @@ from kvrag.errors import out_of_memory
 from kvrag.index.lookup import Match
 from kvrag.index.match import match
 from kvrag.index.segment import Segment
+from kvrag.memory.forgetting import DeletedTexts
 from kvrag.store.values import ChunkReader, Entry
 from kvrag.types import Run
 
-_LEAST = 16  # tokens in a row by which a text is recognised: the fewest that the matcher guarantees to find
 _BEFORE = 64  # tokens before a stretch in which a text may begin that is recognised in the stretch
 _SEARCHED = 64  # stretches used last, in which the text of an edited history is looked for
 _QUESTION = 32  # tokens at the end of a prompt that are not reused from elsewhere: they select what is recomputed
@@ -172,7 +172,7 @@ class CachedPrefix:
 
 @dataclass(eq=False)
 class Begun:
-    """A prompt whose answer is in progress."""
+    """A prompt whose answer is in progress, or kept for explanations."""
 
     namespace: str
     ids: Sequence[int]
@@ -333,22 +333,20 @@ class Conversations:
                 if at is not None:
                     self._drop_from(stretch, at)
 
-    def drop_texts(self, texts: Sequence[Entry]) -> None:
+    def drop_texts(self, texts: DeletedTexts) -> None:
         """Drop all KV of and after these texts, also that of answers in progress at their end.
 
         Prompts that were computed before their texts were stored depend on no chunk.
         """
-        parts = [Segment.of(sorted(texts, key=lambda text: text.number))]
         with self._changing():
             for begun in self._begun:
-                found = not begun.is_forgotten and match(parts, begun.ids, _LEAST, begun.namespace)
-                begun.is_forgotten = begun.is_forgotten or bool(found)
-            for stretch in list(self._kept):
+                begun.is_forgotten = begun.is_forgotten or texts.find(begun.ids, begun.namespace) is not None
+            for stretch in [each for each in self._kept if each.namespace in texts.namespaces]:
                 ids, parent = stretch.ids, stretch.parent()
                 while parent is not None and len(ids) < len(stretch.ids) + _BEFORE:
                     ids, parent = np.concatenate([parent.ids[-_BEFORE:], ids]), parent.parent()
-                if runs := match(parts, ids.astype(np.uint32), _LEAST, stretch.namespace):
-                    self._drop_from(stretch, max(stretch.stop - len(ids) + runs[0].start - runs[0].offset, 0))
+                if (start := texts.find(ids, stretch.namespace)) is not None:
+                    self._drop_from(stretch, max(stretch.stop - len(ids) + start, 0))
 
     @property
     def num_bytes(self) -> int:

@@ -117,6 +117,7 @@ class ChunkIndex(OfProcess):
         self._faiss: tuple[int, NDArray[np.int64], Any] | None = None  # data version, chunk ids, index
         try:
             self._db = connect(self.path)
+            self._db.execute("PRAGMA secure_delete=ON")  # a deleted text is overwritten
             self._db.executescript(_SCHEMA)
             row = self._db.execute("SELECT value FROM settings WHERE name = 'embedder'").fetchone()
         except sqlite3.Error as error:

@@ -118,11 +118,12 @@ class Corpus:
             return self.status(document)
 
     def remove(self, document: str) -> None:
-        """Delete a document. It is no longer retrieved, and its chunks' KV is deleted in the background."""
+        """Delete a document and its chunks' KV; what is being encoded at the moment, once that has ended."""
         with self._changed:
             self.status(document)  # raises if it does not exist
             self._put(CorpusTask(self._next, "drop", document))
             self.index.remove(document)
+            self._engine.forget(document, namespace=self.namespace)  # before it can be added again
 
     def status(self, document: str) -> Status:
         """Return the status of a document; raise ApiError if it does not exist."""

@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from kvrag.config import check_budget, check_namespace, check_number
 from kvrag.errors import DamagedChunkError, StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.fingerprint import Fingerprint
 from kvrag.forking import OfProcess
 from kvrag.store import chunkfile
 from kvrag.store.chunkfile import SUFFIX, PackedChunk
+from kvrag.store.durable import BOOT
 from kvrag.store.log import Log
 from kvrag.store.manifest import Manifest, ManifestRow, Removed
 from kvrag.store.owner import check_owner, codec_of
@@ -32,6 +35,8 @@ from kvrag.store.values import ON_REQUEST, ChunkRecord, Entry, Holding, StoreSta
 logger = logging.getLogger("kvrag")
 
 MANIFEST = "manifest.sqlite"
+CATALOG_LOCK = "head.lock"
+"""File in the catalog's folder that its writer locks."""
 _REMOVE, _ADD, _USES = 500, 200, 5000  # chunks that one change removes, adds, or counts the uses of
 _LOW_WATERMARK = 0.8  # share of a budget that eviction leaves
 
@@ -139,8 +144,18 @@ class KVStore(OfProcess, ABC):
         """Move a chunk without a row to quarantine; a missing one is ignored."""
 
     @abstractmethod
+    def clean(self) -> int:
+        """Delete what killed writers left, and quarantined chunks that no document relies on, as far as that is quick.
+
+        Returns their number. Called after a document was forgotten.
+        """
+
+    @abstractmethod
     def delete_leftovers(self) -> int:
-        """Delete chunks without a row and quarantined ones, unless they are recent; return their number."""
+        """Delete what killed writers left, chunks without a row, and quarantined ones; return their number.
+
+        Recent ones stay if they are quarantined, or nothing tells whether their writer lives.
+        """
 
     @abstractmethod
     def check(self, progress: Progress = no_progress) -> StoreCheck:
@@ -204,7 +219,7 @@ class KVStore(OfProcess, ABC):
 
     def _write(self, record: ChunkRecord) -> ManifestRow:
         """Write a record under a unique name."""
-        name = f"{record.key}-{uuid.uuid4().hex[:8]}{SUFFIX}"
+        name = f"{record.key}-{BOOT}{uuid.uuid4().hex[:8]}{SUFFIX}"
         header, body = chunkfile.serialise(record, self._fingerprint)
         self._write_chunk(name, header, body)
         return ManifestRow.of(record, name, len(header) + body.nbytes)
@@ -394,8 +409,8 @@ class KVStore(OfProcess, ABC):
         """Delete unneeded chunks and files; return (chunks, files) deleted. Also enforces the budgets.
 
         Unneeded: chunks that no document relies on, including chunks of requests unused for `unused_days`, files
-        without a row, and quarantined files. Token ids of deleted texts are deleted from the manifest's log and from
-        the catalog, which is rebuilt.
+        without a row, and quarantined files. Token ids of deleted texts are deleted from the manifest, its log and the
+        catalog, which is rebuilt.
         """
         check_number("unused_days", unused_days, least=-math.inf)
         with translated(self.path):
@@ -406,10 +421,21 @@ class KVStore(OfProcess, ABC):
             self.remove(unheld)
             self.keep_budgets()  # a killed writer did not
             leftovers = self.delete_leftovers()
-            if self._manifest.purge():
-                for path in self.catalog_folder.glob("*"):
-                    path.unlink(missing_ok=True)
+            self.purge()
             return len(unheld), leftovers
+
+    def purge(self) -> None:
+        """Delete what may contain deleted texts: the manifest's log, damaged files, and the catalog."""
+        if not self._manifest.purge():
+            return
+        for pattern in (f"{MANIFEST}.damaged-*", "*/*.damaged", "namespaces/**/*.damaged"):
+            for path in self.path.glob(pattern):
+                path.unlink(missing_ok=True)
+        if self.catalog_folder.exists():
+            with FileLock(self.catalog_folder / CATALOG_LOCK):  # a writer may have read them before they were deleted
+                for path in self.catalog_folder.glob("*"):
+                    if path.name != CATALOG_LOCK:
+                        path.unlink(missing_ok=True)
 
     def quarantine(self, key: str) -> None:
         """Take a damaged chunk out of use and keep its bytes for inspection."""

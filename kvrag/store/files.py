@@ -4,17 +4,18 @@ Chunks are content-addressed: a chunk's KV is a function of its key. Writers nee
 that is encoded again. Every write creates a file with a new name, which the chunk's row records. A process that deletes
 a row may therefore delete the file at any later time, even if the key has been stored again. Order of writing: file
 under a temporary name, fsync, rename, row. A process killed in between leaves a file without a row; `gc` deletes it.
+Locks tell whether its writer lives: each on its temporary file, and all together on one file until the row is written.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,18 +25,18 @@ from kvrag.errors import DamagedChunkError, SettingError, StoreError, StoreFullE
 from kvrag.fingerprint import Fingerprint
 from kvrag.store.base import MANIFEST, KVStore, Progress, StoreCheck, no_progress
 from kvrag.store.chunkfile import SUFFIX, ChunkFile, PackedChunk, key_of
-from kvrag.store.durable import TEMPORARY, write_file
+from kvrag.store.durable import BOOT, TEMPORARY, delete_left, is_stale, try_lock, write_file
 from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.owner import OWNER, owner_file, read_owner
 from kvrag.store.schema import translated
-from kvrag.store.values import Entry, Holding
+from kvrag.store.values import ChunkRecord, Entry, Holding
 
 logger = logging.getLogger("kvrag")
 
 _OTHERS = 20  # folders, the most recent first
 
 _TOUCH_EVERY = 1.0  # seconds
-_STALE = 3600.0  # seconds after which a file without a row is a leftover
+_WRITERS = "chunks.lock"  # locked by those who write chunks
 
 
 class FileStore(KVStore):
@@ -74,9 +75,7 @@ class FileStore(KVStore):
             self._manifest = self._changes = Manifest(self.path / MANIFEST)
             if self._manifest.is_new:
                 self._recover()
-            if not self.read_only:
-                for path in self._stale(TEMPORARY, f"chunks/*/{TEMPORARY}"):  # of killed writers
-                    path.unlink(missing_ok=True)
+            self._delete_temporary(f"chunks/*/{TEMPORARY}")  # where older versions wrote them
 
     @property
     def read_only(self) -> bool:  # type: ignore[override]
@@ -98,13 +97,26 @@ class FileStore(KVStore):
         with translated(self.path), contextlib.suppress(FileExistsError):  # the first of two processes wins
             write_file(self.path / OWNER, owner_file(fingerprint), replace=False)
 
-    def _durably(self, path: Path, *parts: bytes | memoryview) -> None:
+    def _durably(self, path: Path, *parts: bytes | memoryview, beside: Path | None = None) -> None:
         if self.read_only:
             raise StoreReadOnlyError(f"{self.path} is not writable: choose another store folder")
         with translated(self.path):
-            write_file(path, *parts)
+            write_file(path, *parts, beside=beside)
 
     # ---------------------------------------------------------------- chunks
+
+    @contextlib.contextmanager
+    def _writers_lock(self) -> Iterator[int]:
+        with open(self.path / _WRITERS, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            yield file.fileno()
+
+    def _put(self, records: Sequence[ChunkRecord]) -> tuple[int, list[ChunkRecord]]:
+        if self.read_only:
+            return super()._put(records)
+        with translated(self.path), self._writers_lock() as lock:
+            with contextlib.suppress(OSError):  # a file system without locks: see `delete_leftovers`
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            return super()._put(records)
 
     def _add(self, rows: Sequence[ManifestRow]) -> list[ManifestRow]:
         try:
@@ -114,7 +126,7 @@ class FileStore(KVStore):
             raise
 
     def _write_chunk(self, name: str, header: bytes, body: memoryview) -> None:
-        self._durably(self._file(name), header, body)
+        self._durably(self._file(name), header, body, beside=self._chunks)  # where few files are beside it
 
     def _make_room(self, sizes: Mapping[str | None, int]) -> None:
         super()._make_room(sizes)
@@ -235,22 +247,31 @@ class FileStore(KVStore):
         if not self._file(row.file).exists():  # removed in the meantime, without deleting a row because there was none
             self._remove([row.key], file=row.file)
 
+    def clean(self) -> int:
+        """See KVStore.clean."""
+        with translated(self.path):
+            aside = [] if self.read_only else list(self.path.glob("quarantine/*"))
+            held = self._manifest.held([key_of(path.name) for path in aside]) if aside else ()
+            return self._delete_temporary() + _unlink(path for path in aside if key_of(path.name) not in held)
+
+    def _delete_temporary(self, *patterns: str) -> int:
+        """Delete the temporary files of killed writers, also those that match these patterns."""
+        patterns = () if self.read_only else (TEMPORARY, f"*/{TEMPORARY}", f"namespaces/**/{TEMPORARY}", *patterns)
+        return delete_left(path for pattern in patterns for path in self.path.glob(pattern))
+
     def delete_leftovers(self) -> int:
-        """See KVStore.delete_leftovers. Also deletes temporary files of killed writers."""
-        paths = self._stale("chunks/*/*")
-        known = self._manifest.files()  # read after listing the folder: files written since are not stale
-        leftovers = [path for path in paths if path.name not in known] + self._stale("quarantine/*", TEMPORARY)
-        for path in leftovers:
-            path.unlink(missing_ok=True)
-        return len(leftovers)
+        """See KVStore.delete_leftovers."""
+        with self._writers_lock() as lock:
+            is_alone = try_lock(lock) is True  # so none on this machine is about to add the row of its file
+            paths = list(self.path.glob("chunks/*/*"))
+            known = self._manifest.files()  # read after listing the folder: it has the rows of all that are stale
+            unknown = (path for path in paths if path.name not in known)
+            left = _unlink(path for path in unknown if (is_alone and f"-{BOOT}" in path.name) or is_stale(path))
+        return left + self._delete_temporary() + _unlink(filter(is_stale, self.path.glob("quarantine/*")))
 
     def keys(self) -> list[str]:
         """Return the keys of all chunks."""
         return list(map(key_of, self._manifest.files()))
-
-    def _stale(self, *patterns: str) -> list[Path]:
-        """Return the files that match one of these patterns and were not changed for a while."""
-        return [path for pattern in patterns for path in self.path.glob(pattern) if _is_stale(path)]
 
     def close(self) -> None:
         with self._lock:
@@ -261,11 +282,12 @@ class FileStore(KVStore):
         self._manifest.close()
 
 
-def _is_stale(path: Path) -> bool:
-    try:
-        return time.time() - path.stat().st_mtime > _STALE
-    except FileNotFoundError:
-        return False  # its writer has just finished and renamed it
+def _unlink(paths: Iterable[Path]) -> int:
+    """Delete files; return their number."""
+    unneeded = list(paths)
+    for path in unneeded:
+        path.unlink(missing_ok=True)
+    return len(unneeded)
 
 
 def other_stores(path: Path) -> Iterator[Path]:

@@ -233,12 +233,18 @@ class Manifest(Database):
         return removed
 
     def purge(self) -> bool:
-        """Empty SQLite's write-ahead log; return whether chunks were removed since the last time."""
-        with self._lock, translated(self._folder):
-            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        """Rewrite the file and empty SQLite's write-ahead log, if chunks were removed since; return whether they were.
+
+        SQLite overwrites deleted rows, but not the copies that it left when it moved rows to other pages.
+        """
         removals = self.counter("removals")
         if removals == self.counter("purged"):
             return False
+        with self._lock, translated(self._folder):
+            self._writer.execute("VACUUM")
+            ((is_busy, *_),) = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        if is_busy:
+            raise StoreError(f"{self._path} is being read: repeat `kvrag store gc`, which could not empty its log")
         self.set_counters({"purged": removals})
         return True
 
@@ -335,6 +341,10 @@ class Manifest(Database):
             for texts, chunks, tokens, size in [counts.get(name, [0, 0, 0, 0])]
             if chunks or name in documents or name in budgets
         ]
+
+    def held(self, keys: Sequence[str]) -> set[str]:
+        """Return the chunks, out of these, that documents rely on, stored or not."""
+        return {key for (key,) in self._all(f"SELECT key FROM holders WHERE key IN {_LISTED}", json.dumps(keys))}
 
     def held_by_requests(self, keys: Sequence[str]) -> list[str]:
         """Return the chunks, out of these, that texts of requests rely on."""

@@ -36,8 +36,8 @@ from kvrag.errors import (
 )
 from kvrag.fingerprint import Fingerprint
 from kvrag.store.base import MANIFEST, KVStore, Progress, StoreCheck, no_progress, row_of
-from kvrag.store.chunkfile import PackedChunk
-from kvrag.store.durable import write_file
+from kvrag.store.chunkfile import PackedChunk, key_of
+from kvrag.store.durable import TEMPORARY, delete_left, write_file
 from kvrag.store.files import FileStore
 from kvrag.store.follower import Follower
 from kvrag.store.log import Log
@@ -416,17 +416,28 @@ class SharedStore(KVStore):
         self._log.pull()
         return super().gc(unused_days)
 
+    def clean(self) -> int:
+        """See KVStore.clean. Looks at this machine alone."""
+        return delete_left(self.path.glob(f"*/{TEMPORARY}")) + self._local.clean()
+
+    def purge(self) -> None:
+        super().purge()
+        self._local.purge()
+
     def delete_leftovers(self) -> int:
         """See KVStore.delete_leftovers. Also trims the log, and deletes local copies of removed chunks."""
         listed = list(self._remote.list_chunks())
         self._log.pull()  # the rows of all listed chunks
         known = self._manifest.files()
-        leftovers = [name for name, age in listed if name not in known and age > _STALE_S]
+        held = self._manifest.held([key_of(name) for name, _ in listed if "/" in name])  # quarantined
+        unneeded = {name for name, _ in listed if "/" in name and key_of(name) not in held}
+        leftovers = [name for name, age in listed if name not in known and (age > _STALE_S or name in unneeded)]
         self._remote.delete_chunks(leftovers)
         self._log.trim()
         self._local.remove(self.missing(self._local.keys()))
         self._local.keep_budgets()
         self._local.delete_leftovers()
+        self.clean()
         return len(leftovers)
 
     def _in_background(self, work: Callable[..., object], *args: object) -> None:

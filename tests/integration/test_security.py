@@ -148,4 +148,6 @@ def test_gc_erases_the_token_ids_of_a_deleted_text_from_the_place(valkey: Server
     store.gc()
     assert gone not in texts()
     assert kept in texts()
+    local = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert [chunk.ids.astype("<u4").tobytes() in local for chunk in (A, B)] == [False, True]
     store.close()

@@ -10,9 +10,10 @@ import argparse
 import contextlib
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -28,6 +29,7 @@ from ray_kvrag.cluster import Cluster, connect, on_all_machines, report_missing
 
 if TYPE_CHECKING:
     from kvrag.backend.protocol import ChunkTokenizer
+    from kvrag.backend.transformers.tokenizer import Tokenizer
     from kvrag.engine import BlendEngine
     from kvrag.retrieval.index import ChunkIndex
     from kvrag.store import KVStore
@@ -313,8 +315,9 @@ def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
         index = stack.enter_context(open_index(here, args.namespace, args.embedder))
         store, namespace = here.store, args.namespace
         gone = find_gone(args.paths, lambda prefix: [*index.documents(), *store.documents(prefix, namespace)])
-        dropped = drop(here.store, index, gone, args.namespace) if args.prune else 0
-        plan = _make_plan(args, facts, here.store, index)
+        tokenizer = _load_tokenizer(args, facts)
+        dropped = _prune(store, index, gone, namespace, tokenizer) if args.prune and gone else 0
+        plan = _make_plan(args, facts, store, index, tokenizer)
         tokens = sum(sum(texts.values()) for texts in plan.texts.values())
         new = sum(sum(texts.values()) for name, texts in plan.texts.items() if name not in plan.warm)
         say(
@@ -327,22 +330,40 @@ def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
         return result | {"store": str(here.store.stats().path), "model": facts.model}
 
 
-def _make_plan(args: argparse.Namespace, facts: Facts, store: KVStore, index: ChunkIndex) -> ClusterPlan:
-    """Read and split all files, and determine which documents are warm."""
+def _load_tokenizer(args: argparse.Namespace, facts: Facts) -> Tokenizer:
+    """Load the tokenizer of the cluster's model in this process."""
     from kvrag.backend.transformers.loading import load_tokenizer
     from kvrag.backend.transformers.tokenizer import Tokenizer
-    from kvrag.ingest.ingest import Choosing
 
     tokenizer = Tokenizer(load_tokenizer(args.model), args.model)
     if tokenizer.digest != facts.fingerprint.tokenizer:
         raise SettingError(f"the cluster has another tokenizer for {args.model!r}: install the same model everywhere")
+    return tokenizer
+
+
+def _prune(store: KVStore, index: ChunkIndex, gone: Sequence[str], namespace: str, tokenizer: Tokenizer) -> int:
+    """Drop the documents that are gone; see `drop`."""
+    from kvrag.index.catalog import Catalog
+    from kvrag.memory.forgetting import forget
+
+    with closing(Catalog(store)) as catalog:
+        where = namespace, store, catalog, tokenizer.decode, lambda keys: None
+        return drop(index, gone, lambda name: forget(partial(store.set_document, name, [], namespace), *where))
+
+
+def _make_plan(
+    args: argparse.Namespace, facts: Facts, store: KVStore, index: ChunkIndex, tokenizer: Tokenizer
+) -> ClusterPlan:
+    """Read and split all files, and determine which documents are warm."""
+    from kvrag.ingest.ingest import Choosing
+
     config = BlendConfig(context_tokens=args.context_tokens)
     choosing = Choosing(_ModelOutline(facts, tokenizer), store, config, facts.fingerprint)
     chunks, pages, problems = read_chunks(args, tokenizer.encode)
     texts: dict[str, dict[str, int]] = {}
     warm: set[str] = set()
     for name, pieces in chunks.items():
-        tokenized = [ids for ids in map(tokenizer.encode, pieces) if len(ids) >= config.min_run]
+        tokenized = list(filter(None, map(tokenizer.encode, pieces)))
         texts[name] = {text_key(args.namespace, ids): len(ids) for ids in tokenized}
         # this process may have been killed after a document's KV was stored, before it was indexed
         indexed = [text for text in dict.fromkeys(pieces) if text.strip()]
@@ -359,8 +380,9 @@ def _warm(pool: WorkerPool, plan: ClusterPlan, index: ChunkIndex, quiet: bool) -
     indexed = 0
     for name in plan.warm:
         totals["chunks"] += len(set(plan.chunks[name]))
-        totals["reused"] += len(plan.texts[name])
-        totals["skipped"] += len(set(plan.chunks[name])) - len(plan.texts[name])
+        reused = sum(length >= BlendConfig().min_run for length in plan.texts[name].values())
+        totals["reused"] += reused
+        totals["skipped"] += len(set(plan.chunks[name])) - reused
     sent: Counter[str] = Counter()
     left = set(lengths)
     with progress("encoding", quiet) as report:

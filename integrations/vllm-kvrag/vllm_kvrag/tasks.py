@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvrag.config import BlendConfig
@@ -13,6 +14,7 @@ from kvrag.errors import KvragError
 from kvrag.index.lookup import Lookup, Match
 from kvrag.ingest.ingest import Ingestion, Mode
 from kvrag.memory.conversation import CachedPrefix
+from kvrag.memory.forgetting import forget
 from kvrag.memory.tier import MemoryTier
 from kvrag.request import Pipeline
 from kvrag.reuse.prompt import Prompt
@@ -136,15 +138,18 @@ class TaskHandler:
         return report
 
     def _forget(self, task: ForgetTask, job: Job) -> dict[str, Any]:
-        removed = self._ingestion([], job).forget(task.document, task.namespace)
-        self._memory.drop(removed)
-        return {"forgotten": len(removed)}
+        ingestion, decode = self._ingestion([], job), self._backend.tokenizer.decode
+        remove = partial(ingestion.forget, task.document, task.namespace)
+        store = self._agreed(self._backend.on([], job))
+        return {"forgotten": forget(remove, task.namespace, store, self._lookup, decode, self._memory.drop)}
 
     def _ingestion(self, blocks: list[int], job: Job) -> Ingestion:
         backend = self._backend.on(blocks, job)
-        store: Any = AgreedStore(self._store, backend) if backend.num_processes > 1 else self._store
         fingerprint = backend.fingerprint.stored_as(self._codec)
-        return Ingestion(backend, store, self._config, self._codec, fingerprint, self._tuning)
+        return Ingestion(backend, self._agreed(backend), self._config, self._codec, fingerprint, self._tuning)
+
+    def _agreed(self, backend: VllmBackend) -> Any:
+        return AgreedStore(self._store, backend) if backend.num_processes > 1 else self._store
 
     def _drop_removed(self) -> None:
         """Drop from the RAM tier what was removed from the store, possibly by another process."""

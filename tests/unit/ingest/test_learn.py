@@ -297,3 +297,14 @@ def test_without_learning_nothing_is_kept(model: Model, tmp_path: Path) -> None:
         for _ in range(3):
             engine.generate(messages(PAGE), max_new_tokens=1)
         assert (engine.learned, engine.store.stats().chunks) == (None, 0)
+
+
+def test_forgetting_learned_texts_leaves_what_another_namespace_is_about_to_learn(engine: BlendEngine) -> None:
+    for namespace in "ab":
+        _ask(engine, messages(PAGE), namespace=namespace)
+    engine.forget_learned(namespace="a")
+    seen = {namespace: getattr(engine.learned_in(namespace), "seen", None) for namespace in "ab"}
+    assert seen == {"a": 0, "b": 1}
+    for namespace in "ab":
+        _ask(engine, messages(PAGE, question="What?"), namespace=namespace)
+    assert [getattr(engine.learned_in(namespace), "learned", None) for namespace in "ab"] == [0, 1]

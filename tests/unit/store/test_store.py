@@ -1293,9 +1293,10 @@ def test_engine_documents(engine: BlendEngine) -> None:
 def test_several_documents_are_warmed_together(engine: BlendEngine) -> None:
     report = engine.warm([CHUNKS[0], CHUNKS[1], CHUNKS[0], "short"], document=["b/1", "a", "b/2", "b/3"])
     assert (report.new, report.skipped) == (2, 1)
-    assert engine.documents() == ["a", "b/1", "b/2"]
-    assert engine.documents("b/") == ["b/1", "b/2"]
+    assert engine.documents() == ["a", "b/1", "b/2", "b/3"], "the short one can be forgotten, too"
+    assert engine.documents("b/") == ["b/1", "b/2", "b/3"]
     assert engine.documents("c") == []
+    assert engine.forget("b/3") == 1
     assert engine.forget("b/1") == 0  # b/2 has it too
     assert engine.forget("b/2") == 1
     assert engine.documents() == ["a"]

@@ -298,13 +298,18 @@ def test_threads_may_change_documents_of_their_own_at_once(
     assert kept(engine) == []
 
 
-def test_short_texts_are_added_with_a_warning_that_they_have_no_kv(
+def test_short_texts_are_added_with_a_warning_and_forgotten(
     store: KVWarmVectorStore, engine: BlendEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store.add_texts(["too short"])
+    (added,) = store.add_texts(["too short"])
     assert found(store) == ["too short"]
-    assert kept(engine) == []
     assert "fewer than" in caplog.text
+    prompt = "It is too short a name for Grelville, says Mira Brel, who lives there with a goat and a cat. Who says so?"
+    engine.generate(prompt, max_new_tokens=1)
+    assert engine.generate(f"{prompt} Why?", max_new_tokens=1).report.conversation_tokens > 16
+    store.delete([added])
+    assert engine.documents() == []
+    assert engine.generate(f"{prompt} Why?", max_new_tokens=1).report.conversation_tokens == 0
 
 
 # ---------------------------------------------------------------- failures

@@ -24,6 +24,7 @@ from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, Settin
 from kvrag.backend.transformers import BlendCache
 from kvrag.control.tuning import Plan
 from kvrag.memory.conversation import Blended, CachedPrefix, Conversations, KeptStretch, Turn
+from kvrag.memory.forgetting import DeletedTexts
 from kvrag.reuse.deepen import Prefilled
 from kvrag.reuse.prompt import Prompt
 from kvrag.store.values import Entry
@@ -646,7 +647,7 @@ def test_after_any_changes_the_total_is_that_of_the_tree_and_the_oldest_is_an_en
         elif what < 0.9:
             conversations.drop([f"{number % 7}"])
         else:
-            conversations.drop_texts([Entry(1, "", "", np.array(ids[:20], np.uint32))])
+            conversations.drop_texts(DeletedTexts([Entry(1, "", "", np.array(ids[:20], np.uint32))], str))
         tree, left = list[KeptStretch](), [*conversations._roots.values()]
         while left:
             children = [child for several in left.pop().children.values() for child in several]

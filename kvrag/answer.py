@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, TypedDict
@@ -28,21 +28,18 @@ from kvrag.config import (
 )
 from kvrag.errors import SettingError, StoreError
 from kvrag.fingerprint import text_key
-from kvrag.generate.decode import decode
-from kvrag.generate.grammar import constrain
-from kvrag.generate.history import Answered, History, Watch
-from kvrag.generate.thoughts import Thoughts
+from kvrag.generate.history import History, Watch
+from kvrag.generate.reply import Reply
 from kvrag.generate.tools import Prepared, prepare
 from kvrag.ingest.ingest import Ingestion
 from kvrag.ingest.learn import Learner
 from kvrag.inspect.explain import why_little
-from kvrag.memory.conversation import Begun, Blended, CachedPrefix, Conversations, Turn
-from kvrag.memory.forgetting import DeletedTexts, forget
+from kvrag.memory.conversation import Blended, Conversations, Turn
+from kvrag.memory.forgetting import Forgetting
 from kvrag.request import Pipeline
-from kvrag.reuse.deepen import Prefilled
-from kvrag.reuse.prompt import Prompt
+from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.admission import Admission
-from kvrag.types import BlendReport, Delta, Messages, TokenIds
+from kvrag.types import Delta, Messages, TokenIds
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -125,80 +122,54 @@ class Answering:
         self._conversations = Conversations(conversation_bytes, model.stable_length, model.num_layers)
         self._admission = Admission(batch_bytes)
         self._warming = threading.Lock()
-        is_busy = self._admission.is_busy
-        self.learner = Learner(ingestion, pipeline.lookup, is_busy, self.notice_removals) if learns else None
-        self._removals = pipeline.store.removals()
-        self._dropping = threading.Lock()  # held while the KV of removed texts is dropped
-        self._watch = Watch()
-        self.history = History()
+        self._watch, self.history = Watch(), History()
+        memory, decode = (pipeline.memory, self._conversations), model.tokenizer.decode
+        self.forgetting = Forgetting(pipeline.store, pipeline.lookup, *memory, decode, self.history.drop_forgotten)
+        is_busy, notice = self._admission.is_busy, self.forgetting.notice
+        self.learner = Learner(ingestion, pipeline.lookup, is_busy, notice) if learns else None
 
     def stream(self, question: Question) -> Generator[Delta, None, None]:
         """See `BlendEngine.stream`."""
         started = time.perf_counter()  # the consumer has asked for the first token
-        tokenizer, prepared, reuses = self._model.tokenizer, question.prepared, question.config.reuses_prompts
-        ids = prepared.render(tokenizer)
-        self._model.check_window(len(ids))
-        thoughts, parser = Thoughts.of(tokenizer, ids), prepared.parser(tokenizer, ids)
-        before = thoughts.grammar(prepared.template, bool(prepared.tools)) if thoughts else ""
-        constraint = constrain(self._model, prepared.grammar, before) if prepared.grammar else None
-        control_tokens = {token for part in (thoughts, parser) if part for token in part.control_tokens}
-        room = min(question.sampling.max_new_tokens, self._model.context_window - len(ids))
-        with self._admission.admit(self._most_bytes(len(ids), room)) as admitted:
-            begun = self._conversations.begin(question.namespace, ids)
-            done = self._prefill_with_documents(question, ids, begun)
-            # computed now, since a stream may be closed at any point; the answer may change a plain prompt's last token
-            generation_prompt = 1 if prepared.is_plain else tokenizer.generation_prompt_length(**prepared.template)
-            answered: Answered | None = None
-            answer: list[int] = []
-            num_thought = 0
+        request = self._render(question)
+        reply = Reply(self._model, question.prepared, question.sampling, request)
+        with self._admission.admit(reply.most_bytes) as admitted, request.kv_freed_at_end():
+            self.begin(request)
+            self._prefill_with_documents(request, question)
             is_complete = False
             with contextlib.suppress(GeneratorExit):  # a consumer may leave a stream and continue the conversation
-                start = self._model, done.ids, done.cache, done.logits, question.sampling
-                alone, deepening = question.config.deterministic, done.deepening
-                for delta in decode(*start, constraint, control_tokens, thoughts, alone, deepening):
-                    answer += delta.token_ids
-                    num_thought += delta.reasoning_tokens
-                    if answered is None:
-                        report = replace(_deepened(done), ttft_s=time.perf_counter() - started)
-                        answered = Answered(
-                            done.ids, done.selected, report, question.namespace, lambda: begun.is_forgotten
-                        )
-                        self.history.add(answered)
-                    delta = parser.parse(delta) if parser else delta
+                for number, delta in enumerate(reply.decode(started)):
+                    if number == 0:
+                        self.history.add(request)
                     admitted.is_working = False
-                    if delta.finish_reason:
-                        notes = _notes(delta, num_thought == len(answer), room, question.sampling.max_new_tokens)
-                        last = replace(_deepened(done), ttft_s=report.ttft_s, exact=report.exact)
-                        delta = replace(delta, report=replace(last, notes=(*report.notes, *notes)))
                     yield delta
                     admitted.is_working = True
-                    if len(answer) == 1 and reuses:
-                        self._keep(begun, done, [], 0)  # for prompts that arrive before the answer is complete
+                    if number == 0:
+                        self._keep(request)  # for prompts that arrive before the answer is complete
                 is_complete = True
-                self._finish(answered, question)
-            if reuses and not sys.is_finalizing():  # torch aborts a process that computes then
-                # a step that other answers share may be computing the KV of an abandoned answer's last token
-                self._keep(begun, done, answer if is_complete else answer[:-1], generation_prompt)
+                self._finish(request)
+            # a step that other answers share may be computing the KV of an abandoned answer's last token
+            self._keep(request, reply.tokens if is_complete else reply.tokens[:-1], reply.generation_prompt)
 
-    def _most_bytes(self, num_tokens: int, room: int) -> int:
-        """Return the bytes of an answer's KV at full length, with `room` tokens after those of the prompt."""
-        longest, threshold = num_tokens + room, self._model.recompute_threshold
-        if threshold is not None and num_tokens <= threshold < longest:
-            longest += threshold  # two caches, see `Row.recompute`
-        return longest * self._model.bytes_per_token
+    def _render(self, question: Question) -> RequestState:
+        """Return the request that a question makes."""
+        ids = question.prepared.render(self._model.tokenizer)
+        self._model.check_window(len(ids))
+        return RequestState(ids, question.config, question.namespace)
 
-    def _prefill_with_documents(self, question: Question, ids: list[int], begun: Begun) -> Prefilled:
-        """Prefill the prompt of a question, with its documents."""
+    def _prefill_with_documents(self, request: RequestState, question: Question) -> None:
+        """Prefill the request of a question, with its documents."""
         notes: list[str] = []
         created = self._warm(question.documents, question.namespace, notes) if question.documents else {}
-        done = self.prefill(ids, question.config, notes, question.namespace, begun)
-        if created and begun.is_forgotten:
-            self.free(self._ingestion.forget_requests({*created.values()}, question.namespace))
+        request.notes = notes
+        self.prefill(request)
+        if created and request.is_forgotten:
+            self.forgetting.free(self._ingestion.forget_requests({*created.values()}, question.namespace))
         if self.learner:
-            self.learner.observe(question.prepared.prompt, begun, done.report.runs)
-        new = [run for run in done.report.runs if run.key in created]
-        created_tokens = sum(int(done.reused[run.start : run.stop].sum()) for run in new)
-        return replace(done, report=replace(done.report, created_tokens=created_tokens))
+            self.learner.observe(question.prepared.prompt, request, request.report.runs)
+        new = [run for run in request.report.runs if run.key in created]
+        created_tokens = sum(int(request.reused[run.start : run.stop].sum()) for run in new)
+        request.report = replace(request.report, created_tokens=created_tokens)
 
     def warm_prefix(self, questions: Sequence[Question]) -> int:
         """Compute and keep what the prompts of several questions begin with; see `BlendEngine.warm_prefix`."""
@@ -221,54 +192,34 @@ class Answering:
                 f"{self._conversations.max_bytes}: raise it"
             )
         if ids:
-            with self._admission.admit(size):
-                begun = self._conversations.begin(question.namespace, ids)
-                done = self.prefill(ids, replace(question.config, ratio=1.0), (), question.namespace, begun)
-                self._keep(begun, done, [], 0)
+            request = RequestState(ids, replace(question.config, ratio=1.0), question.namespace)
+            with self._admission.admit(size), request.kv_freed_at_end():
+                self.begin(request)
+                self.prefill(request)
+                self._keep(request)
         return len(ids)
 
-    def try_out(self, prepared: Prepared, config: BlendConfig, namespace: str) -> Answered:
-        """Prefill a prompt without answering it."""
-        ids = prepared.render(self._model.tokenizer)
-        self._model.check_window(len(ids))
+    def try_out(self, question: Question) -> RequestState:
+        """Prefill a prompt without answering it, and without conversations."""
         started = time.perf_counter()
-        done = self.prefill(ids, config, (), namespace)
-        return Answered(done.ids, done.selected, replace(done.report, ttft_s=time.perf_counter() - started), namespace)
+        request = self._render(question)
+        self.prefill(request)
+        request.note_first_token(time.perf_counter() - started)
+        return request
 
-    def prefill(
-        self, ids: list[int], config: BlendConfig, notes: Sequence[str], namespace: str, begun: Begun | None = None
-    ) -> Prefilled:
-        """See `BlendEngine.prefill`. Conversations are used for a prompt that has `begun`."""
-        plan = self._pipeline.tuning.plan(config)  # final only if it does not depend on the chunks
-        pipeline = self._pipeline
-        removals = pipeline.store.removals() if config.policy == "full" else pipeline.lookup.update()
-        self.notice_removals(removals)
-        is_continued = begun is not None and config.reuses_prompts
-        prefix = self._find_prefix(ids, plan.config, namespace) if is_continued else None
-        conversations = self._conversations if is_continued and config.history == "blend" else None
-        prompt = Prompt(ids, config, namespace, prefix, notes, conversations=conversations, is_full=plan.is_full)
-        try:
-            done = self._pipeline.prefill(prompt, matches=() if config.policy == "full" else None)
-            if begun is not None:
-                begun.keys = frozenset(key for _, key in done.chunks)
-            return done
-        finally:  # chunks removed in the meantime may have been read after they were freed
-            self._free_removed(since=removals)
+    def begin(self, request: RequestState) -> None:
+        """Let a request use the conversations, and be marked when a text in it is forgotten."""
+        request.conversations = self._conversations
+        self._conversations.begin(request)
 
-    def _find_prefix(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> CachedPrefix | None:
-        """Return a prompt's cached prefix; conversations with chunks that may no longer be used are dropped."""
-        while prefix := self._conversations.find(ids, config, namespace):
-            withdrawn = self._pipeline.lookup.withdrawn(prefix.with_context)
-            if not withdrawn:
-                return prefix
-            self._conversations.drop(withdrawn)
-        return None
-
-    def free(self, keys: Collection[str]) -> None:
-        """Free the KV of these chunks and the conversations that contain it; answers in progress complete with it."""
-        self._pipeline.memory.drop(keys)
-        self._conversations.drop(keys)
-        self.history.drop_forgotten()
+    def prefill(self, request: RequestState) -> None:
+        """See `BlendEngine.prefill`. Conversations are used for a request that has begun."""
+        pipeline, config = self._pipeline, request.config
+        plan, is_reference = pipeline.tuning.plan(config), config.policy == "full"  # for it, no chunk is looked up
+        with self.forgetting.reading(pipeline.store.removals() if is_reference else pipeline.lookup.update()):
+            if request.conversations is not None and config.reuses_prompts:
+                request.prefix = self.forgetting.find_prefix(request.token_ids, plan.config, request.namespace)
+            pipeline.prefill(request, plan, matches=() if is_reference else None)
 
     def close(self) -> None:
         """Drop the conversations and stop learning. Answers in progress complete with their KV."""
@@ -276,52 +227,15 @@ class Answering:
             self.learner.close()
         self._conversations.close()
 
-    def begin(self, namespace: str, ids: Sequence[int]) -> Begun:
-        """See `Conversations.begin`."""
-        return self._conversations.begin(namespace, ids)
-
-    def notice_removals(self, removals: int | None = None) -> None:
-        """Free KV that was removed from the store, possibly by another process, if its counter has changed."""
-        removals = self._pipeline.store.removals() if removals is None else removals
-        if removals != self._removals:
-            self._free_removed()
-            self._pipeline.lookup.update()
-            self._removals = removals  # not before: other prompts must not find chunks that are about to be freed
-        with self._dropping:
-            if texts := self._pipeline.lookup.take_removed():
-                self._conversations.drop_texts(DeletedTexts(texts, self._model.tokenizer.decode))
-                self.history.drop_forgotten()
-
     def forget(self, document: str, namespace: str) -> int:
         """See `BlendEngine.forget`."""
-        remove, decode = partial(self._ingestion.forget, document, namespace), self._model.tokenizer.decode
-        return forget(remove, namespace, self._pipeline.store, self._pipeline.lookup, decode, self._drop)
+        return self.forgetting.forget(partial(self._ingestion.forget, document, namespace), namespace)
 
     def forget_learned(self, namespace: str) -> int:
         """See `BlendEngine.forget_learned`."""
         if self.learner:
             self.learner.forget(namespace)
-        remove, decode = partial(self._pipeline.store.forget_requests, namespace), self._model.tokenizer.decode
-        return forget(remove, namespace, self._pipeline.store, self._pipeline.lookup, decode, self._drop)
-
-    def _drop(self, keys: Collection[str]) -> None:
-        self.free(keys)
-        self.notice_removals()
-
-    def _free_removed(self, since: int | None = None) -> None:
-        """Free KV that is no longer stored, unless the store's counter is still `since`.
-
-        If the store cannot be asked, all KV is freed.
-        """
-        store = self._pipeline.store
-        try:
-            if since is None or store.removals() != since:
-                self.free(store.missing(sorted(self._kept_keys())))
-        except StoreError:
-            self.free(self._kept_keys())
-
-    def _kept_keys(self) -> set[str]:
-        return {*self._pipeline.memory.keys(), *self._conversations.keys()}
+        return self.forgetting.forget(partial(self._pipeline.store.forget_requests, namespace), namespace)
 
     def _warm(self, documents: Sequence[str], namespace: str, notes: list[str]) -> dict[str, str]:
         """Encode the documents that are not stored, and return their text keys by key; adds to `notes`."""
@@ -345,57 +259,39 @@ class Answering:
             notes.append(f"documents could not be stored: {error}")  # the answer does not depend on it
         return {key: text for key, (text, _) in missing.items()}
 
-    def _finish(self, answered: Answered | None, question: Question) -> None:
+    def _finish(self, request: RequestState) -> None:
         """Do deferred work after a complete answer.
 
         Skipped for abandoned streams: garbage collection may end them in a thread that holds the locks taken here.
         """
         self._pipeline.tuning.keep_speed_now_and_then()
-        if answered and question.config.history == "exact":  # else most text may never be warmed
+        if request.config.history == "exact":  # else most text may never be warmed
             tokenizer, store, lookup = self._model.tokenizer, self._pipeline.store, self._pipeline.lookup
-            find = partial(lookup.find_chunks, namespace=question.namespace)
-            explain = partial(why_little, tokenizer, store, find, answered, question.config.min_run)
-            self._watch.look(answered, explain)
+            find = partial(lookup.find_chunks, namespace=request.namespace)
+            explain = partial(why_little, tokenizer, store, find, request, request.config.min_run)
+            self._watch.look(request, explain)
 
-    def _keep(self, begun: Begun, done: Prefilled, answer: list[int], generation_prompt: int) -> None:
+    def _keep(self, request: RequestState, answer: Sequence[int] = (), generation_prompt: int = 0) -> None:
         """Keep an answered prompt for the next turn, which contains it without the generation prompt.
 
         Without an answer, keep only what equals full prefill's. What was computed again counts as such only where all
         of it was, so that exact KV, which other prompts share, does not depend on the question.
         """
-        prefix, num_tokens = done.prefix, len(done.ids)
-        ids = np.array([*done.ids.tolist(), *answer][: done.cache.get_seq_length()])
-        is_exact = done.report.exact or (done.deepening is not None and done.deepening.is_complete)
-        exact = len(ids) if is_exact else done.num_exact(done.selected[:0])
-        turn = Turn(done.kept, num_tokens - generation_prompt, num_tokens)
+        if not request.config.reuses_prompts or sys.is_finalizing():  # torch aborts a process that computes then
+            return
+        prefix, num_tokens = request.prefix, len(request.ids)
+        ids = np.array([*request.token_ids, *answer][: request.cache.get_seq_length()])
+        exact = len(ids) if request.is_exact else request.num_exact(request.selected[:0])
+        turn = Turn(request.kept, num_tokens - generation_prompt, num_tokens)
         # the prefix's variants win: if another one is usable by now, the conversation must not be continued
         blended = Blended(
-            done.config,
+            request.applied,
             (*(prefix.turns if prefix else ()), turn),
-            {**done.with_context, **(prefix.with_context if prefix else {})},
+            {**request.with_context, **(prefix.with_context if prefix else {})},
         )
         replaced = prefix.continued if prefix else None
         ids = ids if answer else ids[:exact]
-        self._conversations.keep(begun, ids, exact, done.cache, done.chunks, blended, replaced)
-
-
-def _deepened(done: Prefilled) -> BlendReport:
-    """Return the report with what was recomputed while the model was unsure."""
-    deepening = done.deepening
-    if deepening is None or not deepening.stages:
-        return done.report
-    is_exact = done.report.exact or deepening.is_complete
-    stages = tuple(deepening.stages)
-    return replace(done.report, recomputed_tokens=deepening.recomputed, stages=stages, exact=is_exact)
-
-
-def _notes(delta: Delta, is_thought: bool, room: int, max_new_tokens: int) -> Iterator[str]:
-    """Yield notes if the thought left no room for an answer, or the window cut it off."""
-    if delta.finish_reason == "length" and is_thought:
-        yield "the answer ended within the model's thought: raise max_new_tokens, or pass reasoning=False"
-    if delta.finish_reason == "length" and room < max_new_tokens:
-        tokens = f"{room} of {max_new_tokens} tokens"
-        yield f"the answer has {tokens}: the window has no more room, use fewer or shorter chunks"
+        self._conversations.keep(request, ids, exact, request.cache, request.chunks, blended, replaced)
 
 
 def overridden(config: BlendConfig, **settings: Any) -> BlendConfig:

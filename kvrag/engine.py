@@ -45,8 +45,8 @@ from kvrag.memory.prefetch import Prefetcher
 from kvrag.memory.tier import MemoryTier
 from kvrag.openmp import own_team
 from kvrag.request import Pipeline
-from kvrag.reuse.deepen import Prefilled
 from kvrag.reuse.load import device_tier
+from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.lock import Shared, is_left
 from kvrag.scheduling.together import together
 from kvrag.store import KVStore, open_store
@@ -204,7 +204,7 @@ class BlendEngine(OfProcess):
         check_namespace(namespace)
         report = self._ingestion.warm(texts, document, sources, namespace, progress, skip_invalid=skip_invalid)
         self._lookup.refresh()  # the next prompt finds them, whatever other threads are doing
-        self._answering.notice_removals(self.store.removals())  # of the chunks that these replace
+        self._answering.forgetting.notice()  # of the chunks that these replace
         return report
 
     @own_team()
@@ -448,8 +448,8 @@ class BlendEngine(OfProcess):
         if prompt is None or isinstance(prompt, (BlendReport, dict)):
             answered = self._answering.history.find(namespace, prompt)
         else:
-            prepared = prepare(self.model.tokenizer, prompt, tools, template=template)
-            answered = self._answering.try_out(prepared, config, namespace)
+            options: AnswerOptions = {"tools": tools, "template": template, "namespace": namespace}
+            answered = self._answering.try_out(Question.of(self.model.tokenizer, prompt, config, options))
         find = partial(self._lookup.find_chunks, namespace=namespace)
         return explain(self.model.tokenizer, self.store, self.fingerprint, find, answered, config.min_run, retrieved)
 
@@ -544,10 +544,13 @@ class BlendEngine(OfProcess):
         *,
         namespace: str = "",
         goes_on: bool = False,
-    ) -> Prefilled:
+    ) -> RequestState:
         """Prefill prompt ids from stored chunks and, with `goes_on`, from a conversation; see `kvrag.request`."""
-        begun = self._answering.begin(namespace, ids) if goes_on else None
-        return self._answering.prefill(ids, config or self.config, notes, namespace, begun)
+        request = RequestState(ids, config or self.config, namespace, notes)
+        if goes_on:
+            self._answering.begin(request)
+        self._answering.prefill(request)
+        return request
 
     def __deepcopy__(self, memo: object) -> BlendEngine:
         return self  # copies of objects that hold an engine share it

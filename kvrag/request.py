@@ -5,30 +5,27 @@ paper's section 5, "loading controller"), load their KV, stitch it in prompt ord
 (section 4.3), blend (section 4.2), and observe the durations for the next plan.
 
 Loading and stitching are lazy: `select` and `blend` ask for one layer at a time, and the next layers are read meanwhile
-(section 5). A request is a `Prompt` until its KV is stitched, then a `Stitched`; `prefill` returns it as a `Prefilled`,
-which is a `Stitched` with the results.
+(section 5). Each step fills in its part of the `RequestState`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from kvrag.backend.protocol import Backend
 from kvrag.control.tuning import Plan, Tuning
 from kvrag.index.lookup import Lookup, Match
 from kvrag.memory.tier import MemoryTier
 from kvrag.reuse.blend import blend, blended_rows
-from kvrag.reuse.deepen import Deepening, Prefilled
+from kvrag.reuse.deepen import Deepening
 from kvrag.reuse.load import LayerLoader
-from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.recovery import Recovery
+from kvrag.reuse.request_state import RequestState
 from kvrag.reuse.select import select
-from kvrag.reuse.stitch import Stitched, stitch
+from kvrag.reuse.stitch import stitch
 from kvrag.reuse.trace import Trace
 from kvrag.store import KVStore
 from kvrag.tracing import record_steps
@@ -48,75 +45,67 @@ class Pipeline:
     tuning: Tuning  # chooses policy and ratio
     codec: str  # of the stored chunks
 
-    def prefill(self, prompt: Prompt, matches: Sequence[Match] | None = None) -> Prefilled:
-        """Prefill a prompt from stored chunks: `matches`, or those that are looked up.
+    def prefill(self, request: RequestState, plan: Plan, matches: Sequence[Match] | None = None) -> None:
+        """Prefill a request from stored chunks: `matches`, or those that are looked up.
 
         Chunks that cannot be read are computed like fresh text.
+
+        Args:
+            plan: As `Tuning.plan` makes it of the request's settings. Now that the chunks are known, the controller
+                decides.
         """
         recovery = Recovery(self.backend, self.store, self.memory)
-        return recovery.run(lambda: self._prefill(prompt, matches, recovery))
+        recovery.run(lambda: self._prefill(request, plan, matches, recovery))
+        self.store.touch([run.key for run in request.report.runs])
 
-    def _prefill(self, prompt: Prompt, matches: Sequence[Match] | None, recovery: Recovery) -> Prefilled:
-        trace = Trace(self.backend)
-        with trace.step("match", synchronise=False):
-            if matches is None:
-                matches = self.lookup.find(prompt.ids, prompt.config.min_run, prompt.namespace, prompt.kept)
-            if prompt.is_full:
-                prompt = replace(prompt, matches=matches)
-            else:
-                prompt = recovery.open(prompt, matches).with_history(self.backend)
-        with closing(prompt):
-            plan = recovery.agree(lambda: self.tuning.plan(prompt.config, prompt))  # the same on all ranks
-            chunks = prompt.chunks  # also of a full plan: deleting a chunk deletes the conversations that contain it
+    def _prefill(self, request: RequestState, plan: Plan, matches: Sequence[Match] | None, recovery: Recovery) -> None:
+        backend, trace = self.backend, Trace(self.backend)
+        with closing(request):
+            with trace.step("match", synchronise=False):
+                if matches is None:
+                    matches = self.lookup.find(
+                        request.token_ids, request.config.min_run, request.namespace, request.kept
+                    )
+                recovery.open(request, matches)
+                request.add_history(backend)
+            plan = recovery.agree(lambda: self.tuning.decide(plan, request))  # the same on all ranks
             if plan.is_full:
-                prompt = replace(prompt, matches=(), readers={})
-            capacity = min(len(prompt.ids) + _ROOM, self.backend.context_window)
-            with closing(LayerLoader(self.backend, prompt, self.codec, trace, capacity)) as layers:
+                request.reuse_nothing()
+            request.applied = plan.config
+            capacity = min(len(request.ids) + _ROOM, backend.context_window)
+            with closing(LayerLoader(backend, request, self.codec, trace, capacity)) as layers:
                 recovery.agree(layers.wait)
                 with trace.step("stitch", synchronise=False):
-                    stitched = stitch(self.backend, prompt, layers)
+                    stitch(backend, request, layers)
                 with trace.step("select"):
-                    selection = select(self.backend, stitched, plan.config, wants_logits=plan.margin > 0)
-                    selected = selection.selected
+                    request.selection = select(backend, request, plan.config, wants_logits=plan.margin > 0)
                 with trace.step("blend"):
-                    logits = blend(self.backend, stitched, selected)
-            self.tuning.observe(prompt, stitched, len(blended_rows(self.backend, stitched, selected)), trace)
-            report = _report(prompt, plan, stitched, selected, trace, recovery.notes)
+                    request.logits = blend(backend, request)
+            self.tuning.observe(request, len(blended_rows(backend, request)), trace)
+            request.recomputed = request.selected
+            request.report = _report(request, plan, trace, recovery.notes)
+        request.deepening = Deepening(backend, request, plan.margin) if plan.margin else None
         record_steps(trace.times)
-        self.store.touch([run.key for run in prompt.stored])
-        deepening = Deepening(self.backend, stitched, selection, plan.margin) if plan.margin else None
-        return Prefilled(
-            **vars(stitched),
-            selected=selected,
-            logits=logits,
-            config=plan.config,
-            report=report,
-            with_context=prompt.with_context,
-            chunks=chunks,
-            deepening=deepening,
-        )
 
 
-def _report(
-    prompt: Prompt, plan: Plan, stitched: Stitched, selected: Tensor, trace: Trace, notes: Sequence[str]
-) -> BlendReport:
-    num_tokens, reused = len(prompt.ids), int(stitched.reused.sum())
+def _report(request: RequestState, plan: Plan, trace: Trace, notes: Sequence[str]) -> BlendReport:
+    num_tokens, reused = len(request.ids), int(request.reused.sum())
     times: dict[str, Any] = {f"{step}_s": seconds for step, seconds in trace.seconds.items()}
     return BlendReport(
         prompt_tokens=num_tokens,
         reused_tokens=reused,
-        recomputed_tokens=len(selected),
+        recomputed_tokens=len(request.selected),
         fresh_tokens=num_tokens - reused,
-        runs=tuple(prompt.stored),
+        runs=tuple(request.stored),
         policy=plan.config.policy,
         ratio=plan.ratio,
         **times,
         ttft_s=0.0,  # set by the caller
-        bytes_loaded=prompt.bytes_read,
-        tier=prompt.tier,
-        exact=stitched.num_exact(selected) == num_tokens,
-        notes=(*prompt.notes, *plan.notes, *notes),
+        bytes_loaded=request.bytes_read,
+        tier=request.tier,
+        exact=request.num_exact(request.selected) == num_tokens,
+        notes=(*request.notes, *plan.notes, *notes),
         decision=plan.reason,
-        conversation_tokens=stitched.kept,
-        moved_tokens=sum(map(len, prompt.runs)) - sum(map(len, prompt.stored)),
+        conversation_tokens=request.kept,
+        moved_tokens=sum(map(len, request.runs)) - sum(map(len, request.stored)),
     )

@@ -42,7 +42,7 @@ from kvrag.config import BlendConfig, Sampling
 from kvrag.control.agreement import Record, compare, wilson
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError, SettingError
-from kvrag.reuse.deepen import Prefilled
+from kvrag.reuse.request_state import RequestState
 from kvrag.types import Messages
 
 KINDS = ("removed", "system", "order", "replaced", "turns")
@@ -189,7 +189,7 @@ def measure(
         moved = [_namespace(row, kind) for kind in kinds for _ in MOVED]
         namespaces = iter([_STORED] * (1 + len(STORED)) + moved)  # full prefill comes first
 
-        def prefill(ids: list[int], config: BlendConfig, namespaces: Any = namespaces) -> Prefilled:
+        def prefill(ids: list[int], config: BlendConfig, namespaces: Any = namespaces) -> RequestState:
             return engine.prefill(ids, config, namespace=next(namespaces), goes_on=config.history == "blend")
 
         full, *records = compare(engine.model, prefill, list(ids), configs, sampling, own_answers=True)

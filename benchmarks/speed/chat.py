@@ -31,6 +31,7 @@ from kvrag.cli.common import add_number
 from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.memory.conversation import Blended, Conversations
+from kvrag.reuse.request_state import RequestState
 from kvrag.types import Messages
 
 
@@ -147,8 +148,9 @@ def keep_and_find(num_layers: int, count: int) -> tuple[float, float]:
         for layer in range(num_layers):
             cache.update(torch.zeros(1, 1, tokens, 2), torch.zeros(1, 1, tokens, 2), layer)
         started = time.thread_time()
-        begun = conversations.begin("", ids)
-        conversations.keep(begun, np.array(ids), tokens, cache, (), Blended(config, (), {}), None)
+        request = RequestState(ids)
+        conversations.begin(request)
+        conversations.keep(request, np.array(ids), tokens, cache, (), Blended(config, (), {}), None)
         kept = time.thread_time()
         conversations.find([*ids, 1], config)
         if number >= count:

@@ -20,7 +20,7 @@ from kvrag.cli.common import add_number
 from kvrag.config import POLICIES, BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.reuse.load import LayerLoader
-from kvrag.reuse.prompt import Prompt
+from kvrag.reuse.request_state import RequestState
 from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader
 from kvrag.types import BlendReport
@@ -91,12 +91,13 @@ def _rows_alone(engine: BlendEngine, ids: list[int], cache: KVCache, number: int
 def _load_alone(engine: BlendEngine, ids: list[int]) -> None:
     """Load a prompt's chunks as a request does, without computing anything meanwhile."""
     memory, readers = engine._pipeline.memory, dict[str, ChunkReader]()
-    with closing(Prompt(ids, matches=engine._lookup.find(ids, engine.config.min_run), readers=readers)) as prompt:
-        for run in prompt.runs:
+    matches = engine._lookup.find(ids, engine.config.min_run)
+    with closing(RequestState(ids, matches=matches, readers=readers)) as request:
+        for run in request.runs:
             reader = memory.open(run.key) or engine.store.open(run.key)
             assert reader is not None
             readers[run.key] = reader
-        with closing(LayerLoader(engine.model, prompt, engine.codec, Trace(engine.model), len(ids))) as layers:
+        with closing(LayerLoader(engine.model, request, engine.codec, Trace(engine.model), len(ids))) as layers:
             for number in range(engine.model.num_layers):
                 layers.layer(number)
 

@@ -23,7 +23,7 @@ from kvrag.backend.transformers import Model
 from kvrag.config import BlendConfig, Sampling
 from kvrag.errors import ModelError
 from kvrag.generate.decode import decode
-from kvrag.reuse.deepen import Prefilled
+from kvrag.reuse.request_state import RequestState
 
 TARGET = 0.99
 """Share of first tokens that must agree by default."""
@@ -31,7 +31,7 @@ END = -1
 """Stands for every end token in `Record.tokens`."""
 _Z = 1.96  # 95 %
 
-Prefill = Callable[[list[int], BlendConfig], Prefilled]
+Prefill = Callable[[list[int], BlendConfig], RequestState]
 """From prompt ids to a complete cache, like `BlendEngine.prefill`."""
 
 
@@ -95,7 +95,7 @@ def compare(
         yield Record(tokens, text, divergence(reference, prefilled.logits), *counts, ttft_s)
 
 
-def _answer(model: Model, prefilled: Prefilled, sampling: Sampling) -> tuple[list[int], str]:
+def _answer(model: Model, prefilled: RequestState, sampling: Sampling) -> tuple[list[int], str]:
     deltas = list(decode(model, prefilled.ids, prefilled.cache, prefilled.logits, sampling))
     tokens = [token for delta in deltas for token in delta.token_ids]
     if not deltas[-1].token_ids:
@@ -103,7 +103,7 @@ def _answer(model: Model, prefilled: Prefilled, sampling: Sampling) -> tuple[lis
     return tokens, "".join(delta.text for delta in deltas)
 
 
-def _likeliest(model: Model, prefilled: Prefilled, answer: Sequence[int]) -> list[int]:
+def _likeliest(model: Model, prefilled: RequestState, answer: Sequence[int]) -> list[int]:
     """Return the cache's likeliest token at each position of the answer, with the answer as input."""
     logits = prefilled.logits
     if len(answer) > 1:

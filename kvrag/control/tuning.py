@@ -23,9 +23,8 @@ from kvrag.control.calibrate import Calibration
 from kvrag.control.cost import CostModel, Speed, Workload, blend_seconds, full_seconds
 from kvrag.errors import StoreError
 from kvrag.reuse.deepen import MOST
-from kvrag.reuse.prompt import Prompt
+from kvrag.reuse.request_state import RequestState
 from kvrag.reuse.select import selecting
-from kvrag.reuse.stitch import Stitched
 from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader, KVStore
 from kvrag.store.codec import tokens_of
@@ -136,16 +135,8 @@ class Tuning:
         self._speed_kept = time.monotonic()
         self._recall_speed()
 
-    def plan(self, config: BlendConfig, prompt: Prompt | None = None) -> Plan:
-        """Choose between full prefill and blending, and the ratio, unless they were asked for.
-
-        Args:
-            config: Settings as they were asked for.
-            prompt: The prompt with its stored chunks. None = not known yet, so that the controller decides later.
-
-        Raises:
-            DamagedChunkError, ChunkUnreadableError: A chunk could not be read to measure the disk.
-        """
+    def plan(self, config: BlendConfig) -> Plan:
+        """Return what settings mean before the chunks of the prompt are known."""
         if config.ratio is not None:
             return Plan(config)
         if config.policy in ("none", "full"):
@@ -154,14 +145,26 @@ class Tuning:
         ratio, margin = START, MARGIN if config.margin is None else config.margin
         if calibration is not None and calibration.ratio is not None:
             ratio = calibration.ratio
-        plan = Plan(replace(config, ratio=ratio), margin=margin, notes=(note,) if note else ())
-        if config.controller != "auto" or not prompt or not prompt.runs:
+        return Plan(replace(config, ratio=ratio), margin=margin, notes=(note,) if note else ())
+
+    def decide(self, plan: Plan, request: RequestState) -> Plan:
+        """Let the controller choose between full prefill and blending, and the ratio, unless they were asked for.
+
+        Args:
+            plan: Of the settings of this request, which has its chunks.
+
+        Raises:
+            DamagedChunkError, ChunkUnreadableError: A chunk could not be read to measure the disk.
+        """
+        config, ratio, margin = request.config, plan.ratio, plan.margin
+        is_open = config.ratio is None and config.policy not in ("none", "full") and config.controller == "auto"
+        if not is_open or not request.runs:
             return plan
-        workload = self._workload(plan.config, prompt)
+        workload = self._workload(plan.config, request)
         if margin and workload.rows(ratio) > (MOST - 1) * (workload.prompt - workload.kept):
             reason = "full prefill: too little of the prompt is stored to gain, should the model be unsure"
             return replace(plan, config=replace(plan.config, policy="full", ratio=1.0), margin=0.0, reason=reason)
-        return self._decide(plan, prompt) if config.policy == DEFAULT_POLICY and not config.deterministic else plan
+        return self._decide(plan, request) if config.policy == DEFAULT_POLICY and not config.deterministic else plan
 
     def calibration(self, config: BlendConfig) -> Calibration | None:
         """Return the stored calibration that is valid for these settings, if any."""
@@ -183,31 +186,31 @@ class Tuning:
             return None, f"the store's calibration is ignored: it was made for {mismatch}"
         return calibration, note
 
-    def _decide(self, plan: Plan, prompt: Prompt) -> Plan:
+    def _decide(self, plan: Plan, request: RequestState) -> Plan:
         """Let the controller decide. If only the disk speed is unknown and counts, a small read measures it first."""
-        costs, cold = self._costs, prompt.cold
+        costs, cold = self._costs, request.cold
         if cold and costs.speed() is not None and not costs.knows_load():
             self._probe(cold[0])
-        decision = decide(costs.speed(), self._workload(plan.config, prompt), plan.ratio)
+        decision = decide(costs.speed(), self._workload(plan.config, request), plan.ratio)
         if decision.full and cold and costs.load_age > _KEEP_S:  # full prefill loads nothing
             self._probe(cold[0])
-            decision = decide(costs.speed(), self._workload(plan.config, prompt), plan.ratio)
+            decision = decide(costs.speed(), self._workload(plan.config, request), plan.ratio)
         policy, margin = ("full", 0.0) if decision.full else (plan.config.policy, plan.margin)
         config = replace(plan.config, policy=policy, ratio=decision.ratio)
         return replace(plan, config=config, margin=margin, reason=decision.reason)
 
-    def _workload(self, config: BlendConfig, prompt: Prompt) -> Workload:
-        first = prompt.runs[0]
+    def _workload(self, config: BlendConfig, request: RequestState) -> Workload:
+        first = request.runs[0]
         after_preamble = first.offset == 0 and first.start == len(self._backend.preamble)
         after_preamble = after_preamble and not self._backend.fingerprint.adapter
-        reused = sum(map(len, prompt.runs))
+        reused = sum(map(len, request.runs))
         return Workload(
-            prompt=len(prompt.ids),
+            prompt=len(request.ids),
             reused=reused,
             inexact=reused - (len(first) if after_preamble else 0),
-            bytes=prompt.cold_tokens * self._costs.bytes_per_token(self._backend.bytes_per_token),
+            bytes=request.cold_tokens * self._costs.bytes_per_token(self._backend.bytes_per_token),
             passes=selecting(config, self._backend.num_layers),
-            kept=prompt.kept,
+            kept=request.kept,
         )
 
     def _probe(self, reader: ChunkReader) -> None:
@@ -234,7 +237,7 @@ class Tuning:
         """Return whether a thread that computes waited for processors; one that uses a GPU waits for the GPU."""
         return self._backend.device.type == "cpu" and cpu < CPU_SHARE * seconds
 
-    def observe(self, prompt: Prompt, stitched: Stitched, rows: int, trace: Trace) -> None:
+    def observe(self, request: RequestState, rows: int, trace: Trace) -> None:
         """Observe the prefill of a prompt.
 
         Args:
@@ -243,15 +246,15 @@ class Tuning:
         pass_s = trace.own_seconds["blend"]  # without waiting for the store, and without layout
         if trace.is_contended or self._waited(pass_s, trace.cpu_seconds["blend"]):
             return
-        length, reused = len(prompt.ids), int(stitched.reused.sum())
+        length, reused = len(request.ids), int(request.reused.sum())
         if not reused:
             self._costs.observe_pass("full", length, length**2 / 2, pass_s)
             return
         passes = 1 if self._backend.rope_follows_length else math.ceil(rows / PREFILL_BLOCK)
         if rows:
             self._costs.observe_pass("blend", rows, rows * length, pass_s, passes)
-        self._costs.observe_load(prompt.bytes_read, prompt.cold_tokens, trace.seconds["load"])
-        if not prompt.kept:  # copying a cached prefix involves no rotation
+        self._costs.observe_load(request.bytes_read, request.cold_tokens, trace.seconds["load"])
+        if not request.kept:  # copying a cached prefix involves no rotation
             self._costs.observe_stitch(reused, trace.seconds["stitch"])
 
     def keep_speed_now_and_then(self) -> None:

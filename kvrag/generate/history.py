@@ -1,4 +1,4 @@
-"""Answered prompts: the most recent ones, kept for explanations, and a warning when they reuse little."""
+"""RequestState prompts: the most recent ones, kept for explanations, and a warning when they reuse little."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from cachetools import LRUCache
-from torch import Tensor
 
 from kvrag.errors import KvragError, PromptError
+from kvrag.reuse.request_state import RequestState
 from kvrag.types import BlendReport
 
 logger = logging.getLogger("kvrag")
@@ -23,28 +22,14 @@ _LONG = 512  # tokens of a prompt that probably contains retrieved text
 _LITTLE = 0.1  # reused share that is suspiciously low
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """An answered prompt: its (T,) ids, and the (S,) reused positions that were recomputed.
-
-    `is_forgotten` returns whether a text in it has been deleted.
-    """
-
-    ids: Tensor
-    selected: Tensor
-    report: BlendReport
-    namespace: str = ""
-    is_forgotten: Callable[[], bool] = lambda: False
-
-
 class History:
     """The most recent prompts of each namespace, as they were answered. Thread-safe."""
 
     def __init__(self) -> None:
-        self._answers: LRUCache[str, deque[Answered]] = LRUCache(_NAMESPACES)
+        self._answers: LRUCache[str, deque[RequestState]] = LRUCache(_NAMESPACES)
         self._lock = threading.Lock()
 
-    def add(self, answered: Answered) -> None:
+    def add(self, answered: RequestState) -> None:
         """Add an answered prompt; drop the least recently used namespace beyond the limit."""
         with self._lock:
             self._answers.setdefault(answered.namespace, deque(maxlen=_ANSWERS)).append(answered)
@@ -53,14 +38,14 @@ class History:
         """Drop the prompts with a text that has been deleted."""
         with self._lock:
             for namespace, answers in list(self._answers.items()):
-                left = [answered for answered in answers if not answered.is_forgotten()]
+                left = [answered for answered in answers if not answered.is_forgotten]
                 if len(left) < len(answers):
                     self._answers[namespace] = deque(left, maxlen=_ANSWERS)
 
-    def find(self, namespace: str, report: BlendReport | dict[str, Any] | None) -> Answered:
+    def find(self, namespace: str, report: BlendReport | dict[str, Any] | None) -> RequestState:
         """Return the prompt of a report, or the last one of the namespace. Raises PromptError if it is unknown."""
         with self._lock:
-            answers = [answered for answered in self._answers.get(namespace, ()) if not answered.is_forgotten()]
+            answers = [answered for answered in self._answers.get(namespace, ()) if not answered.is_forgotten]
         if not answers:
             raise PromptError(
                 "there is no answer in this namespace yet, or texts in it were deleted: pass a prompt to explain"
@@ -83,7 +68,7 @@ class Watch:
         self._has_warned = False
         self._misses = 0
 
-    def look(self, answered: Answered, explain: Callable[[], tuple[str, bool]]) -> None:
+    def look(self, answered: RequestState, explain: Callable[[], tuple[str, bool]]) -> None:
         """Check an answered prompt; `explain` returns why little was reused, and if a changed chunk was recognised.
 
         A long prompt with little reuse gives a warning if a changed chunk is recognised in it. Otherwise it may be a

@@ -97,8 +97,7 @@ class Row:
         context.run(is_left.set, self._has_left)
         logits = context.run(self.model.forward, self._ids, cache)
         self.cache = cache
-        if self._deepening:
-            self._deepening.is_complete = True
+        self._deepening = None  # it would change the old cache
         return logits
 
     def begin(self, logits: Tensor) -> None:

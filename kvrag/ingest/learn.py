@@ -18,7 +18,7 @@ from kvrag.errors import KvragError
 from kvrag.fingerprint import text_key
 from kvrag.index.lookup import Lookup
 from kvrag.ingest.ingest import Ingestion
-from kvrag.memory.conversation import Begun
+from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.lock import is_left
 from kvrag.types import LearnStats, Messages, Run, TokenIds
 
@@ -46,7 +46,7 @@ class Learner:
 
         Args:
             is_busy: Returns whether answers are in progress.
-            notice: Marks prompts of which texts were removed from the store, see `Begun`.
+            notice: Marks prompts of which texts were removed from the store, see `RequestState`.
         """
         self._ingestion, self._lookup, self._is_busy, self._notice = ingestion, lookup, is_busy, notice
         self._seen: OrderedDict[bytes, str] = OrderedDict()  # namespaces by digest
@@ -60,14 +60,14 @@ class Learner:
         self._has_warned = False
         self._times_forgotten = Counter[str]()  # by namespace
 
-    def observe(self, prompt: str | Messages | TokenIds, begun: Begun, runs: Iterable[Run] = ()) -> None:
+    def observe(self, prompt: str | Messages | TokenIds, request: RequestState, runs: Iterable[Run] = ()) -> None:
         """Count what a prompt reused, and look at its new texts later, in another thread.
 
         The first error is logged as a warning, all are counted.
         """
-        self._count(begun.namespace, reused=sum(len(run) for run in runs if run.key in self._keys))
-        is_forgotten = partial(self._is_forgotten, begun, self._times_forgotten[begun.namespace])
-        self._later(self._looking, begun.namespace, partial(self._look, prompt, begun.namespace, is_forgotten))
+        self._count(request.namespace, reused=sum(len(run) for run in runs if run.key in self._keys))
+        is_forgotten = partial(self._is_forgotten, request, self._times_forgotten[request.namespace])
+        self._later(self._looking, request.namespace, partial(self._look, prompt, request.namespace, is_forgotten))
 
     def _later(self, pool: ThreadPoolExecutor, namespace: str, work: Callable[[], None]) -> None:
         """Run this in a pool, unless too much is waiting."""
@@ -130,9 +130,9 @@ class Learner:
         # at its end, the interpreter sets `_shutdown` and waits for this thread; an open stream is never closed then
         return self._closed.is_set() or thread._shutdown
 
-    def _is_forgotten(self, begun: Begun, times_forgotten: int) -> bool:
+    def _is_forgotten(self, request: RequestState, times_forgotten: int) -> bool:
         self._notice()
-        return begun.is_forgotten or times_forgotten != self._times_forgotten[begun.namespace]
+        return request.is_forgotten or times_forgotten != self._times_forgotten[request.namespace]
 
     def _look(self, prompt: str | Messages | TokenIds, namespace: str, is_forgotten: Callable[[], bool]) -> None:
         for text in dict.fromkeys(new_texts(prompt)):

@@ -23,10 +23,10 @@ from kvrag.backend.transformers import Tokenizer
 from kvrag.config import check_list
 from kvrag.errors import SettingError, StoreError
 from kvrag.fingerprint import Fingerprint, text_key
-from kvrag.generate.history import Answered
 from kvrag.index.match import match
 from kvrag.index.segment import GRAM, Segment
 from kvrag.inspect.explanation import Explanation, Finding, Kind, Reason, Stretch, summary_of
+from kvrag.reuse.request_state import RequestState
 from kvrag.store import Entry, FileStore, KVStore, entries_of, other_stores, read_owner
 from kvrag.types import BlendReport, Run
 
@@ -53,7 +53,7 @@ def explain(
     store: KVStore,
     fingerprint: Fingerprint,
     find: Find,
-    answered: Answered,
+    answered: RequestState,
     min_run: int,
     retrieved: Sequence[str] | None = None,
 ) -> Explanation:
@@ -90,7 +90,9 @@ def explain(
     return Explanation(tuple(summary), stretches, tuple(findings), answered.report)
 
 
-def why_little(tokenizer: Tokenizer, store: KVStore, find: Find, answered: Answered, min_run: int) -> tuple[str, bool]:
+def why_little(
+    tokenizer: Tokenizer, store: KVStore, find: Find, answered: RequestState, min_run: int
+) -> tuple[str, bool]:
     """Return why little of a prompt was reused, and whether that is because a changed chunk is in it."""
     for chunk in _Prompt(tokenizer, find, answered, min_run).recognised():
         if chunk.key and chunk.detail:
@@ -99,7 +101,7 @@ def why_little(tokenizer: Tokenizer, store: KVStore, find: Find, answered: Answe
     return _nothing(store, answered, find, min_run), False
 
 
-def _nothing(store: KVStore, answered: Answered, find: Find, min_run: int) -> str:
+def _nothing(store: KVStore, answered: RequestState, find: Find, min_run: int) -> str:
     """Return why no changed chunk was recognised in a prompt with little reuse."""
     if _is_empty(store, answered.namespace):
         where = f"the namespace {answered.namespace!r}" if answered.namespace else f"the store {store.stats().path}"
@@ -143,10 +145,12 @@ def _others(store: KVStore, fingerprint: Fingerprint) -> Iterator[tuple[str, Seg
 # -------------------------------------------------------------------- the prompt
 
 
-def _stretches(tokenizer: Tokenizer, answered: Answered, documents: dict[str, tuple[str, ...]]) -> Iterator[Stretch]:
+def _stretches(
+    tokenizer: Tokenizer, answered: RequestState, documents: dict[str, tuple[str, ...]]
+) -> Iterator[Stretch]:
     ids: list[int] = answered.ids.tolist()
     recomputed = np.zeros(len(ids), bool)
-    recomputed[answered.selected.numpy()] = True
+    recomputed[answered.recomputed.numpy()] = True
     parts = list(_parts(len(ids), answered.report))
     cuts = sorted({start for start, *_ in parts} | {*(np.flatnonzero(np.diff(recomputed)) + 1).tolist(), len(ids)})
     texts = dict(zip(cuts, _texts(tokenizer, ids, cuts), strict=False))
@@ -193,7 +197,7 @@ class _Prompt:
         chunks: Token ids of the stored chunks that are in the prompt, by key.
     """
 
-    def __init__(self, tokenizer: Tokenizer, find: Find, answered: Answered, min_run: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, find: Find, answered: RequestState, min_run: int) -> None:
         self._tokenizer, self._find, self._report, self._min_run = tokenizer, find, answered.report, min_run
         self._ids: list[int] = answered.ids.tolist()
         self._reused, self._stored = np.zeros((2, len(self._ids)), bool)

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,10 +30,10 @@ from torch import Tensor
 from kvrag.backend.protocol import Backend, KVCache
 from kvrag.config import ANSWER_SETTINGS, BlendConfig
 from kvrag.errors import out_of_memory
+from kvrag.index.deleted import DeletedTexts
 from kvrag.index.lookup import Match
 from kvrag.index.match import match
 from kvrag.index.segment import Segment
-from kvrag.memory.forgetting import DeletedTexts
 from kvrag.store.values import ChunkReader, Entry
 from kvrag.types import Run
 
@@ -170,14 +170,16 @@ class CachedPrefix:
             yield keys[:, :, :length], values[:, :, :length]
 
 
-@dataclass(eq=False)
-class Begun:
-    """A prompt whose answer is in progress, or kept for explanations."""
+class InProgress(Protocol):
+    """A request in progress, or kept for explanations."""
 
     namespace: str
-    ids: Sequence[int]
-    keys: frozenset[str] = frozenset()  # of the chunks on which its KV may depend
-    is_forgotten: bool = False  # a chunk or a text in it was dropped: its KV is not kept
+    ids: Any  # (T,) tokens of the prompt
+    is_forgotten: bool  # a chunk or a text in it was dropped: its KV is not kept
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Keys of the chunks on which its KV may depend."""
 
 
 class Conversations:
@@ -192,7 +194,7 @@ class Conversations:
         self._roots: dict[str, KeptStretch] = {}  # by namespace; a root has no tokens
         self._kept = OrderedDict[KeptStretch, None]()  # by their last use, children before their parents
         self._num_bytes = 0  # of their KV
-        self._begun: weakref.WeakSet[Begun] = weakref.WeakSet()
+        self._begun: weakref.WeakSet[InProgress] = weakref.WeakSet()
         self._lock = threading.Lock()
         # garbage collection can end an abandoned stream, which keeps its conversation, at any point, even in here
         self._pending: deque[Callable[[], None]] = deque()
@@ -268,16 +270,14 @@ class Conversations:
         # waits for the model
         return [(earlier, _PartReader(backend, earlier.run, stretch, offset)) for earlier, stretch, offset in found]
 
-    def begin(self, namespace: str, ids: Sequence[int]) -> Begun:
-        """Record that the answer to a prompt begins. While the result lives, `drop` and `drop_texts` mark it."""
-        begun = Begun(namespace, ids)
+    def begin(self, request: InProgress) -> None:
+        """Record that a request is in progress. As long as it lives, `drop` and `drop_texts` mark it."""
         with self._changing():
-            self._begun.add(begun)
-        return begun
+            self._begun.add(request)
 
     def keep(
         self,
-        begun: Begun,
+        request: InProgress,
         ids: NDArray[np.int64],
         exact: int,
         cache: KVCache,
@@ -293,12 +293,12 @@ class Conversations:
             blended: How the others were made. They take the place of `continued`.
         """
         # a position's KV was computed at the length of the whole prompt, or of the answer up to there
-        if max(len(begun.ids), len(ids)) > self._longest or cache.num_bytes > self.max_bytes:
+        if max(len(request.ids), len(ids)) > self._longest or cache.num_bytes > self.max_bytes:
             return
 
         def keep() -> None:
-            namespace = begun.namespace
-            if begun.is_forgotten or not len(ids):
+            namespace = request.namespace
+            if request.is_forgotten or not len(ids):
                 return
             last = self._grow(namespace, ids[:exact], cache, chunks)
             if exact < len(ids):

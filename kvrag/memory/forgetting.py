@@ -1,25 +1,33 @@
-"""Forgetting a document: what else of its texts is stored, and where they stand in what is kept in memory."""
+"""Forgetting, in one place.
+
+The promise: after `forget()` has returned, no tier, conversation, answer that begins, learned text, history,
+explanation or other process holds KV or text of the document. Answers in progress complete with what they have read,
+and nothing of it is kept. It is kept in these steps:
+
+1. The texts are deleted from the store, then the copies of them that prompts brought (`forget`). Other processes see
+   the store's counter of removals change before their next prompt (`Forgetting.notice`).
+2. What this process has in memory goes at once: chunks in the tiers, conversations from the chunk or text on, and, of
+   requests in progress or kept for explanations, the permission to keep or explain them (`RequestState.is_forgotten`).
+3. A request may have read a chunk before it was deleted and kept it after: when it has read its chunks, what the store
+   no longer has is dropped again (`Forgetting.reading`).
+4. A cached prefix is used only if the store still serves the variants that it was blended from (`find_prefix`).
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kvrag.config import BlendConfig
+from kvrag.errors import StoreError
 from kvrag.index.catalog import Catalog
-from kvrag.index.match import match
-from kvrag.index.segment import Segment
-from kvrag.store import Entry, KVStore
-
-Decode = Callable[[Sequence[int]], str]
-
-_LEAST = 16  # tokens in a row by which a text is recognised: the fewest that the matcher guarantees to find
-_EDGES = 4  # tokens at either end of a text that are others where it is pasted
+from kvrag.index.deleted import Decode, DeletedTexts
+from kvrag.index.lookup import Lookup
+from kvrag.memory.conversation import CachedPrefix, Conversations
+from kvrag.memory.tier import MemoryTier
+from kvrag.store import KVStore
 
 
 def forget(
@@ -35,7 +43,7 @@ def forget(
     Args:
         remove: Deletes the texts, and returns the keys of their chunks.
         drop: Called with the keys of chunks that have just been deleted: drops what is in memory. First for the texts,
-            so that a prompt which stores a copy from then on is marked, see `Begun`.
+            so that a prompt which stores a copy from then on is marked.
     """
     catalog.refresh()
     with catalog.removing() as texts:
@@ -49,35 +57,79 @@ def forget(
     return len(removed)
 
 
-class DeletedTexts:
-    """Texts that were deleted from the store.
+class Forgetting:
+    """Drops what an engine has in memory of deleted texts. Thread-safe."""
 
-    A long one is recognised by a part of it. A short one may have no tokens in common with the prompt it was pasted
-    into, so it is looked for as it reads.
-    """
+    def __init__(
+        self,
+        store: KVStore,
+        lookup: Lookup,
+        tier: MemoryTier,
+        conversations: Conversations,
+        decode: Decode,
+        dropped: Callable[[], None],
+    ) -> None:
+        """Begin. `dropped` is called after requests were marked as forgotten."""
+        self._store, self._lookup, self._tier, self._conversations = store, lookup, tier, conversations
+        self._decode, self._dropped = decode, dropped
+        self._removals = store.removals()  # the store's counter, as last noticed
+        self._dropping = threading.Lock()  # held while the KV of removed texts is dropped
 
-    def __init__(self, texts: Sequence[Entry], decode: Decode) -> None:
-        self._decode = decode
-        self._segments = [Segment.of(sorted(texts, key=lambda text: text.number))] if texts else []
-        self._short: defaultdict[str, set[str]] = defaultdict(set)  # by namespace
-        for text in texts:
-            if len(text.ids) < _LEAST + 2 * _EDGES:
-                self._short[text.namespace].add(decode(text.ids.tolist()).strip())
-        self.namespaces = {text.namespace for text in texts}
+    def forget(self, remove: Callable[[], list[str]], namespace: str) -> int:
+        """Delete texts, see `forget`, and all that is in memory of them."""
 
-    def find(self, ids: Sequence[int] | NDArray[np.integer[Any]], namespace: str) -> int | None:
-        """Return the position at which the first of them begins, negative if before; None if there is none."""
-        if namespace not in self.namespaces:
-            return None
-        prompt = np.asarray(ids, np.uint32)
-        starts = [run.start - run.offset for run in match(self._segments, prompt, _LEAST, namespace)]
-        if short := self._short[namespace] - {""}:
-            starts += self._read(prompt.tolist(), short)
-        return min(starts, default=None)
+        def drop(keys: Collection[str]) -> None:
+            self.free(keys)
+            self.notice()
 
-    def _read(self, ids: list[int], short: set[str]) -> Iterator[int]:
-        whole = self._decode(ids)
-        for text in short:
-            if text in whole:
-                stop = bisect_left(range(len(ids)), True, key=lambda stop: text in self._decode(ids[:stop]))
-                yield next(start for start in range(stop, -1, -1) if text in self._decode(ids[start:stop]))
+        return forget(remove, namespace, self._store, self._lookup, self._decode, drop)
+
+    def free(self, keys: Collection[str]) -> None:
+        """Free the KV of these chunks and of the conversations that contain it."""
+        self._tier.drop(keys)
+        self._conversations.drop(keys)
+        self._dropped()
+
+    def notice(self, removals: int | None = None) -> None:
+        """Free KV that was removed from the store, possibly by another process, if its counter has changed."""
+        removals = self._store.removals() if removals is None else removals
+        if removals != self._removals:
+            self._free_removed()
+            self._lookup.update()
+            self._removals = removals  # not before: other prompts must not find chunks that are about to be freed
+        with self._dropping:
+            if texts := self._lookup.take_removed():
+                self._conversations.drop_texts(DeletedTexts(texts, self._decode))
+                self._dropped()
+
+    @contextmanager
+    def reading(self, removals: int) -> Iterator[None]:
+        """Chunks are read in this block, after the counter of removals was noticed."""
+        self.notice(removals)
+        try:
+            yield
+        finally:  # chunks removed in the meantime may have been read after they were freed
+            self._free_removed(since=removals)
+
+    def find_prefix(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> CachedPrefix | None:
+        """Return a prompt's cached prefix; conversations with chunks that may no longer be used are dropped."""
+        while prefix := self._conversations.find(ids, config, namespace):
+            withdrawn = self._lookup.withdrawn(prefix.with_context)
+            if not withdrawn:
+                return prefix
+            self._conversations.drop(withdrawn)
+        return None
+
+    def _free_removed(self, since: int | None = None) -> None:
+        """Free KV that is no longer stored, unless the store's counter is still `since`.
+
+        If the store cannot be asked, all KV is freed.
+        """
+        try:
+            if since is None or self._store.removals() != since:
+                self.free(self._store.missing(sorted(self._kept())))
+        except StoreError:
+            self.free(self._kept())
+
+    def _kept(self) -> set[str]:
+        return {*self._tier.keys(), *self._conversations.keys()}

@@ -9,24 +9,24 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend, prefill_blocks
-from kvrag.reuse.stitch import Stitched
+from kvrag.reuse.request_state import RequestState
 
 
-def blend(backend: Backend, stitched: Stitched, selected: Tensor) -> Tensor:
-    """Recompute fresh and selected positions in `stitched.cache`. The cache is then ready to decode.
+def blend(backend: Backend, request: RequestState) -> Tensor:
+    """Recompute fresh and selected positions in `request.cache`. The cache is then ready to decode.
 
     With nothing reused, this is full prefill: the model's ordinary forward pass. A backend that leaves the tail to its
     engine otherwise gets no rows of it, which can be none at all. Returns (1, V) float32 logits after the last token.
     """
-    if not stitched.reused.any():
-        return backend.forward(stitched.ids[None], stitched.cache)
-    for rows in prefill_blocks(backend, blended_rows(backend, stitched, selected)):
-        logits = backend.forward(stitched.ids[rows][None], stitched.cache, rows)
-    stitched.cache.set_length(len(stitched.ids))
+    if not request.reused.any():
+        return backend.forward(request.ids[None], request.cache)
+    for rows in prefill_blocks(backend, blended_rows(backend, request)):
+        logits = backend.forward(request.ids[rows][None], request.cache, rows)
+    request.cache.set_length(len(request.ids))
     return logits
 
 
-def blended_rows(backend: Backend, stitched: Stitched, selected: Tensor) -> Tensor:
+def blended_rows(backend: Backend, request: RequestState) -> Tensor:
     """Return the (N,) positions that `blend` computes, fresh and selected ones."""
-    rows = (~stitched.reused).index_fill(0, selected, True).nonzero().squeeze(1)
-    return rows[rows < stitched.tail(selected)] if backend.leaves_tail else rows
+    rows = (~request.reused).index_fill(0, request.selected, True).nonzero().squeeze(1)
+    return rows[rows < request.tail()] if backend.leaves_tail else rows

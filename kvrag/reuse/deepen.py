@@ -10,18 +10,16 @@ prefill's. A near tie that a stage does not move is the model's own, and is acce
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend, prefill_blocks
-from kvrag.config import BlendConfig
-from kvrag.memory.conversation import Placed
-from kvrag.reuse.select import Selection, best
-from kvrag.reuse.stitch import Stitched
-from kvrag.types import BlendReport, Stage
+from kvrag.reuse.request_state import RequestState
+from kvrag.reuse.select import best
+from kvrag.types import Stage
 
 STAGES = (0.3, 0.5)
 """Ratios between the first one and full prefill."""
@@ -54,23 +52,23 @@ class Deepening:
         stages: Those done so far.
     """
 
-    def __init__(self, backend: Backend, stitched: Stitched, selection: Selection, margin: float) -> None:
+    def __init__(self, backend: Backend, request: RequestState, margin: float) -> None:
         """Begin with what is blended."""
-        self.margin, self.plain, self.stages = margin, selection.plain, list[Stage]()
-        self._backend, self._cache, self._scores = backend, stitched.cache, selection.scores
-        self._inexact, self._selected = stitched.inexact, selection.selected
-        self._fresh, self._length = stitched.fresh, len(stitched.ids)
-        self._first = stitched.num_exact(selection.selected[:0])  # all positions before it are exact
+        self.margin, self.plain, self.stages = margin, request.selection.plain, list[Stage]()
+        self._backend, self._cache, self._scores = backend, request.cache, request.selection.scores
+        self._inexact, self._selected = request.inexact, request.selected
+        self._fresh, self._length = request.fresh, len(request.ids)
+        self._first = request.num_exact(request.selected[:0])  # all positions before it are exact
         self._ratios = [ratio for ratio in STAGES if ratio * len(self._inexact) > len(self._selected)]
-        kept = stitched.prefix.exact if stitched.prefix else 0  # full prefill would not compute it either
+        kept = request.prefix.exact if request.prefix else 0  # full prefill would not compute it either
         asked = len(self._fresh) * (1 if self.plain is None else 2)  # once more by the policy
         self._left = MOST * (self._length - kept) - asked - len(self._selected)
-        self.is_complete = stitched.num_exact(selection.selected) == self._length
+        self.is_complete = request.num_exact(request.selected) == self._length
 
     @property
-    def recomputed(self) -> int:
-        """Number of reused positions that were recomputed."""
-        return len(self._inexact) if self.is_complete else len(self._selected)
+    def recomputed(self) -> Tensor:
+        """(S,) reused positions that were recomputed."""
+        return self._inexact if self.is_complete else self._selected
 
     def deepen(self, ids: Tensor, token: int) -> Tensor:
         """Compute the next stage; return (1, V) logits after the last token.
@@ -83,7 +81,7 @@ class Deepening:
         rows = self._next_rows(len(ids), is_first)
         logits = self._forward(ids, rows)
         self._left -= len(rows)
-        self.stages.append(Stage(token, self.recomputed, len(rows), time.perf_counter() - started))
+        self.stages.append(Stage(token, len(self.recomputed), len(rows), time.perf_counter() - started))
         return logits
 
     def _next_rows(self, length: int, is_first: bool) -> Tensor:
@@ -118,17 +116,3 @@ class Deepening:
             logits = backend.forward(ids[part][None], cache, part)
         cache.set_length(len(ids))
         return logits
-
-
-@dataclass(frozen=True, eq=False)
-class Prefilled(Stitched):
-    """A prompt with a complete cache, ready for `kvrag.generate.decode`."""
-
-    _: KW_ONLY
-    selected: Tensor  # (S,) reused positions that were recomputed
-    logits: Tensor  # (1, V) float32, after the last token
-    config: BlendConfig  # that it was blended with
-    report: BlendReport  # without `ttft_s`, which the caller sets
-    with_context: Mapping[str, str]  # as in `Prompt`
-    chunks: tuple[Placed, ...]  # as in `Prompt`
-    deepening: Deepening | None = None  # None: the ratio is fixed

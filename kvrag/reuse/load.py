@@ -16,7 +16,7 @@ from kvrag.errors import ChunkUnreadableError, out_of_memory
 from kvrag.forking import per_process
 from kvrag.memory.tier import MemoryTier
 from kvrag.openmp import own_team
-from kvrag.reuse.prompt import Prompt
+from kvrag.reuse.request_state import RequestState
 from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader
 from kvrag.store.codec import unpack
@@ -40,15 +40,15 @@ class LayerLoader:
     stream: an operation per run and layer would cost more than the bytes.
     """
 
-    def __init__(self, backend: Backend, prompt: Prompt, codec: str, trace: Trace, capacity: int) -> None:
+    def __init__(self, backend: Backend, request: RequestState, codec: str, trace: Trace, capacity: int) -> None:
         """Start reading the first layer of the prompt's chunks, or all of them if a pass may not wait.
 
         Close the loader before the prompt. A layer has `capacity` positions, including those that are not filled.
         """
         self.codec, self.trace, self.capacity = codec, trace, capacity
-        self._backend, self._prompt = backend, prompt
+        self._backend, self._request = backend, request
         # then no read has to queue after those of a slow disk
-        self._is_in_memory = codec == "native" and not prompt.cold and backend.device.type == "cpu"
+        self._is_in_memory = codec == "native" and not request.cold and backend.device.type == "cpu"
         self._ahead = _AHEAD if backend.passes_may_wait else backend.num_layers
         self._reads: dict[int, Future[_Laid | _Chunks]] = {}
         self._start(0)
@@ -58,7 +58,7 @@ class LayerLoader:
     @property
     def span(self) -> slice:
         """The positions from the first run's start to the last run's end."""
-        runs = self._prompt.runs
+        runs = self._request.runs
         return slice(runs[0].start, runs[-1].stop) if runs else slice(0, 0)
 
     def wait(self) -> None:
@@ -106,7 +106,7 @@ class LayerLoader:
             self._start(layer)
 
     def _start(self, number: int) -> None:
-        if self._is_in_memory or not self._prompt.runs or number in self._reads:
+        if self._is_in_memory or not self._request.runs or number in self._reads:
             return
         # all layers at once would fill a device whose memory the engine has divided up
         prepare = self._prepare if self._backend.passes_may_wait else self._read
@@ -117,7 +117,7 @@ class LayerLoader:
         return self._lay_out(number, self._read(number))
 
     def _read(self, number: int) -> _Chunks:
-        readers = list(self._prompt.readers.items())
+        readers = list(self._request.readers.items())
         if self._is_in_memory:
             return self._read_some(number, readers)
         parts = [readers[lane::_LANES] for lane in range(min(_LANES, len(readers)))]
@@ -145,7 +145,7 @@ class LayerLoader:
 
     def _lay_out_side(self, side: int, chunks: _Chunks, device: torch.device) -> Tensor:
         """Return the (1, H, capacity, D) keys (side 0) or values (1) of a layer."""
-        runs, span, heads = self._prompt.runs, self.span, self._backend.heads
+        runs, span, heads = self._request.runs, self.span, self._backend.heads
         parts = [chunks[run.key][side][heads, run.offset : run.offset + len(run)] for run in runs]
         laid = _empty(parts[0], self.capacity, device)
         target = laid[0, :, span]
@@ -167,7 +167,7 @@ class LayerLoader:
 
     def _with_gaps(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the runs' (H, T, D) tensors with uninitialised ones between them, as long as the gaps."""
-        gaps = [after.start - before.stop for before, after in pairwise(self._prompt.runs)]
+        gaps = [after.start - before.stop for before, after in pairwise(self._request.runs)]
         gap = _empty(parts[0], max(gaps, default=0), parts[0].device)[0]
         spaced = [parts[0]]
         for part, length in zip(parts[1:], gaps, strict=True):

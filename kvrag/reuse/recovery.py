@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import TypeVar, cast
 
 import numpy as np
@@ -14,7 +13,7 @@ from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError, re
 from kvrag.fingerprint import text_key
 from kvrag.index.lookup import Match
 from kvrag.memory.tier import MemoryTier
-from kvrag.reuse.prompt import Prompt
+from kvrag.reuse.request_state import RequestState
 from kvrag.store import ChunkReader, KVStore
 
 _FAILURES = 3  # per prompt; afterwards, forward passes no longer depend on reads, see `Recovery`
@@ -57,11 +56,13 @@ class Recovery:
                 raise result
         return cast(T, results[0])
 
-    def open(self, prompt: Prompt, matches: Sequence[Match]) -> Prompt:
-        """Return the prompt with those of the matches whose chunks can be opened in all processes. Close it."""
+    def open(self, request: RequestState, matches: Sequence[Match]) -> None:
+        """Give a request those of the matches whose chunks can be opened in all processes. Close it."""
+        request.matches, request.readers = (), {}
+        request.place_chunks()
         if not matches:
-            return prompt
-        ids = np.asarray(prompt.ids, np.uint32)
+            return
+        ids = np.asarray(request.token_ids, np.uint32)
         readers: dict[str, ChunkReader] = {}
         text_keys: dict[str, str] = {}
         opened: list[Match] = []
@@ -77,17 +78,17 @@ class Recovery:
                     text_keys[run.key] = text_key(reader.namespace, reader.ids)
                 # the file is verified, the manifest can be damaged
                 recorded = (reader.namespace, text_keys[run.key], reader.context_tokens)
-                is_as_recorded = recorded == (prompt.namespace, match.text_key, match.context_tokens)
+                is_as_recorded = recorded == (request.namespace, match.text_key, match.context_tokens)
                 stored = reader.ids[run.offset : run.offset + len(run)]
                 if is_as_recorded and np.array_equal(stored, ids[run.start : run.stop]):
                     opened.append(match)
                 else:
                     self.notes.append(f"chunk {run.key} does not match the store's manifest; recomputed")
             everywhere = set[str].intersection(*self._backend.gather({match.run.key for match in opened}))
-        except BaseException:
-            replace(prompt, readers=readers).close()
-            raise
-        return replace(prompt, matches=[match for match in opened if match.run.key in everywhere], readers=readers)
+        finally:
+            request.readers = readers
+        request.matches = [match for match in opened if match.run.key in everywhere]
+        request.place_chunks()
 
     def _open(self, key: str) -> ChunkReader | None:
         """Open a chunk; None if it is not stored or unreadable."""

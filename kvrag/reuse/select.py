@@ -17,12 +17,12 @@ from torch import Tensor
 from kvrag.backend.protocol import Backend
 from kvrag.config import DEFAULT_RATIO, BlendConfig
 from kvrag.errors import SettingError
-from kvrag.reuse.stitch import Stitched
+from kvrag.reuse.request_state import RequestState
 
 
 @dataclass
 class Context:
-    """Input of a policy. A policy may fill layers of `stitched.cache` with better KV, never with worse.
+    """Input of a policy. A policy may fill layers of `request.cache` with better KV, never with worse.
 
     Attributes:
         wants_logits: A policy that runs the fresh tokens through the model runs them to its end, and sets `plain`.
@@ -30,7 +30,7 @@ class Context:
     """
 
     backend: Backend
-    stitched: Stitched
+    request: RequestState
     budget: int
     wants_logits: bool = False
     plain: Tensor | None = None
@@ -74,18 +74,18 @@ class Policy:
         return NO_PASSES
 
 
-def select(backend: Backend, stitched: Stitched, config: BlendConfig, wants_logits: bool = False) -> Selection:
+def select(backend: Backend, request: RequestState, config: BlendConfig, wants_logits: bool = False) -> Selection:
     """Select `config.ratio` of the inexact reused positions. For `wants_logits`, see `Context`."""
-    inexact = stitched.inexact
+    inexact = request.inexact
     budget = round((DEFAULT_RATIO if config.ratio is None else config.ratio) * len(inexact))
     if budget == 0 or config.policy == "none":
         return Selection(inexact[:0])
     if budget == len(inexact):
         return Selection(inexact)  # regardless of scores
     # choosing runs the fresh tokens through most layers: with a long question, computing all reused tokens costs less
-    if len(inexact) - budget <= selecting(config, backend.num_layers).query * len(stitched.fresh):
+    if len(inexact) - budget <= selecting(config, backend.num_layers).query * len(request.fresh):
         return Selection(inexact)
-    context = Context(backend, stitched, budget, wants_logits)
+    context = Context(backend, request, budget, wants_logits)
     scores = policy_of(config.policy).score(context)
     return Selection(inexact[best(scores[inexact], budget)], scores, context.plain)
 

@@ -11,11 +11,11 @@ import torch
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.answer import overridden
 from kvrag.reuse.blend import blend
-from kvrag.reuse.deepen import Prefilled
 from kvrag.reuse.load import LayerLoader
-from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.recovery import Recovery
-from kvrag.reuse.stitch import Stitched, stitch
+from kvrag.reuse.request_state import RequestState
+from kvrag.reuse.select import Selection
+from kvrag.reuse.stitch import stitch
 from kvrag.reuse.trace import Trace
 
 CHUNKS = [
@@ -34,7 +34,7 @@ def messages(*chunks: str, question: str = QUESTION) -> list[dict[str, str]]:
 
 def prepare(
     engine: BlendEngine, ids: list[int], ratio: float | None = None, policy: str | None = None, **changes: Any
-) -> Prefilled:
+) -> RequestState:
     """The engine's way from prompt ids to a complete cache."""
     config = overridden(engine.config, ratio=ratio, policy=policy)
     return engine.prefill(ids, BlendConfig(**{**_fields(config), **changes}))
@@ -44,11 +44,17 @@ def _fields(config: BlendConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in BlendConfig.__dataclass_fields__}
 
 
-def full_prefill(model: Model, ids: torch.Tensor, capacity: int) -> tuple[torch.Tensor, Stitched]:
+def blend_selected(model: Model, request: RequestState, selected: torch.Tensor) -> torch.Tensor:
+    """(1, V) logits after recomputing these positions of a request that is laid out."""
+    request.selection = Selection(selected)
+    return blend(model, request)
+
+
+def full_prefill(model: Model, ids: torch.Tensor, capacity: int) -> tuple[torch.Tensor, RequestState]:
     """(1, V) logits after the last of (T,) ids, and the prompt with a complete cache and nothing reused."""
     nothing = torch.zeros(len(ids), dtype=torch.bool)
-    stitched = Stitched(ids, (), nothing, nothing, model.new_cache(capacity))
-    return blend(model, stitched, stitched.inexact), stitched
+    request = RequestState.laid_out(ids, (), nothing, nothing, model.new_cache(capacity))
+    return blend_selected(model, request, request.inexact), request
 
 
 @torch.inference_mode()
@@ -62,7 +68,7 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-LayOut = Callable[..., Stitched]
+LayOut = Callable[..., RequestState]
 """Chunks, or `ids=`, to a prompt laid out of stored KV, nothing recomputed yet."""
 
 
@@ -71,14 +77,15 @@ def laying_out(engine: BlendEngine) -> Iterator[LayOut]:
     """From this engine's store."""
     with ExitStack() as stack:
 
-        def lay_out(*chunks: str, ids: list[int] | None = None) -> Stitched:
+        def lay_out(*chunks: str, ids: list[int] | None = None) -> RequestState:
             ids = engine.model.tokenizer.render(messages(*chunks)) if ids is None else ids
             engine._lookup.update()
             model, matches = engine.model, engine._lookup.find(ids, engine.config.min_run)
             recovery = Recovery(model, engine.store, engine._pipeline.memory)
-            prompt = stack.enter_context(closing(recovery.open(Prompt(ids), matches)))
-            loader = LayerLoader(model, prompt, engine.codec, Trace(model), len(ids) + 10)
-            layers = stack.enter_context(closing(loader))
-            return stitch(model, prompt, layers)
+            request = stack.enter_context(closing(RequestState(ids)))
+            recovery.open(request, matches)
+            loader = LayerLoader(model, request, engine.codec, Trace(model), len(ids) + 10)
+            stitch(model, request, stack.enter_context(closing(loader)))
+            return request
 
         yield lay_out

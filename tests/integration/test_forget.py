@@ -14,6 +14,7 @@ from processes import COMMON, expect, start, tell
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
 from kvrag.control.tuning import Plan
+from kvrag.reuse.request_state import RequestState
 
 PROMPT = messages(*CHUNKS)
 OTHER: dict[str, Any] = {"max_new_tokens": 1, "policy": "full"}  # of a prompt after which no conversation is kept
@@ -144,7 +145,7 @@ def test_a_prompt_waits_for_a_removal_in_progress(engine: BlendEngine, monkeypat
     said = engine.generate(PROMPT, ratio=0.3, max_new_tokens=4, temperature=0).text
     following = [*PROMPT, {"role": "assistant", "content": said}, {"role": "user", "content": "Why?"}]
     noticing, goes_on = threading.Event(), threading.Event()
-    free = engine._answering.free
+    free = engine._answering.forgetting.free
 
     def slow(keys: Any) -> None:
         if threading.current_thread() is thread:
@@ -152,7 +153,7 @@ def test_a_prompt_waits_for_a_removal_in_progress(engine: BlendEngine, monkeypat
             assert goes_on.wait(30)
         free(keys)
 
-    monkeypatch.setattr(engine._answering, "free", slow)
+    monkeypatch.setattr(engine._answering.forgetting, "free", slow)
     thread = threading.Thread(target=lambda: engine.generate("Something else.", **OTHER))
     engine.store.remove([key for keys in engine.store.documents().values() for key in keys])
     thread.start()
@@ -232,9 +233,12 @@ def _forget_at_first(store: Any, name: str, forget: Forget, monkeypatch: pytest.
 def test_a_prompt_that_was_never_blended_is_forgotten_too(
     engine: BlendEngine, forget: Forget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a calibration, no chunk's KV is used, but the KV of the prompt is still that of the chunk's text."""
-    monkeypatch.setattr("kvrag.fingerprint.Fingerprint.is_bundled", False)
-    monkeypatch.setattr(engine.store, "open", lambda key: pytest.fail("a chunk was opened for full prefill"))
+    """Where full prefill is faster, no chunk's KV is used, but the prompt's own is that of the chunk's text."""
+
+    def decide(plan: Plan, request: RequestState) -> Plan:
+        return replace(plan, config=replace(plan.config, policy="full", ratio=1.0))
+
+    monkeypatch.setattr(engine._tuning, "decide", decide)
     report = engine.generate(PROMPT, controller="auto", max_new_tokens=2).report
     assert (report.policy, report.runs, len(engine._answering._conversations)) == ("full", (), 1)
     forget()

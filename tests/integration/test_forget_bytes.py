@@ -13,9 +13,9 @@ from processes import COMMON, Process, expect, start, tell
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
 from kvrag.errors import PromptError
-from kvrag.generate.history import Answered
 from kvrag.inspect.explanation import Explanation
 from kvrag.retrieval.index import ChunkIndex
+from kvrag.reuse.request_state import RequestState
 from kvrag.store.manifest import Manifest, ManifestRow
 
 SECRET = (
@@ -189,7 +189,7 @@ def test_an_answer_in_progress_leaves_no_explanation(engine: BlendEngine, monkey
     engine.warm([SECRET], document="secret")
     add = engine._answering.history.add
 
-    def late(answered: Answered) -> None:
+    def late(answered: RequestState) -> None:
         engine.forget("secret")
         add(answered)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_random_conversations_with_edits(history: str, endless: Model, hf: Any, 
     with BlendEngine(endless, store, config, conversation_bytes=budget) as engine:
         done: list[Any] = []
         prefill = engine._answering.prefill
-        engine._answering.prefill = lambda *args, **more: done.append(prefill(*args, **more)) or done[-1]  # type: ignore
+        engine._answering.prefill = lambda request: (prefill(request), done.append(copy(request)))  # type: ignore
         for _ in range(CONVERSATIONS // (1 if history == "blend" else 5)):
             namespace = rng.choice(["one", "two"])
             parts = [rng.choice(author.systems[namespace])]

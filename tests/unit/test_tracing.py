@@ -113,10 +113,10 @@ def test_a_span_is_current_for_the_engine_and_never_for_the_consumer(
     engine: BlendEngine, spans: Spans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside: list[Any] = []
-    notice = engine._answering.notice_removals
+    notice = engine._answering.forgetting.notice
     monkeypatch.setattr(
-        engine._answering,
-        "notice_removals",
+        engine._answering.forgetting,
+        "notice",
         lambda removals: (inside.append(trace.get_current_span().get_span_context()), notice(removals)),
     )
     with trace.get_tracer("test").start_as_current_span("app") as app:

@@ -20,8 +20,8 @@ from adapt_kvrag.differentiable import LayerStates, encode_rows, logits_after
 from kvrag.backend.transformers.adapter import Adapter
 from kvrag.backend.transformers.model import Model
 from kvrag.config import BlendConfig
+from kvrag.reuse.request_state import RequestState
 from kvrag.reuse.select import select
-from kvrag.reuse.stitch import Stitched
 from kvrag.types import Run
 
 _END_WEIGHT = 0.3  # of the divergence on the prompt's end
@@ -133,7 +133,7 @@ def places(model: Model, lesson: Lesson) -> list[tuple[int, slice]]:
     return taken
 
 
-def stitched(ids: Tensor, lesson: Lesson, written: LayerStates, where: Tensor, model: Model) -> Stitched:
+def stitched(ids: Tensor, lesson: Lesson, written: LayerStates, where: Tensor, model: Model) -> RequestState:
     """Return a prompt of a lesson with its written KV in place, for a policy to score. Call it in inference mode."""
     reused = torch.zeros(len(ids), dtype=torch.bool)
     reused[where] = True
@@ -147,7 +147,7 @@ def stitched(ids: Tensor, lesson: Lesson, written: LayerStates, where: Tensor, m
         return laid[0], laid[1]
 
     cache = model.new_cache(len(ids), source, where)
-    return Stitched(ids, lesson.runs, reused, torch.zeros_like(reused), cache)
+    return RequestState.laid_out(ids, lesson.runs, reused, torch.zeros_like(reused), cache)
 
 
 def choose(
@@ -155,7 +155,7 @@ def choose(
 ) -> Tensor:
     """Return the (S,) positions that the policy of `config` recomputes in a prompt."""
     with torch.inference_mode():
-        return select(model, stitched(ids, lesson, written, where, model), config).clone()
+        return select(model, stitched(ids, lesson, written, where, model), config).selected.clone()
 
 
 def answer_over(

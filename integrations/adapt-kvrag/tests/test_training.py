@@ -15,6 +15,7 @@ from adapt_kvrag.distill import Lesson, answer_over, locate, loss_of, teach, wri
 from adapt_kvrag.files import new_layers
 from adapt_kvrag.lessons import Lessons
 from adapt_kvrag.train import CHECKPOINT, Course, _check, train
+from blending import blend_selected
 from families import FAMILIES, build
 
 from kvrag import Model
@@ -23,7 +24,6 @@ from kvrag.config import BlendConfig
 from kvrag.control.prompts import search_by_words
 from kvrag.errors import KvragError, ModelLoadError, SettingError
 from kvrag.ingest.encode import encode
-from kvrag.reuse.blend import blend
 from kvrag.types import Run
 
 CHUNKS = [[7 + (i * 13 + number * 101) % 900 for i in range(30 + 7 * number)] for number in range(3)]
@@ -116,7 +116,7 @@ def test_the_student_answers_as_the_engine_does(model: Model) -> None:
     assert 0 < len(chosen) < len(where)
     for selected in (where[:0], chosen):
         with torch.inference_mode():
-            logits = blend(model, stitched(ids, lesson, written, where, model), selected)
+            logits = blend_selected(model, stitched(ids, lesson, written, where, model), selected)
         ours = answer_over(model, ids, target, written, where, selected)
         torch.testing.assert_close(ours.detach(), logits, atol=1e-3, rtol=1e-4)
 

@@ -14,7 +14,7 @@ from vllm_kvrag.backend import VllmBackend
 
 from kvrag import BlendEngine, FileStore
 from kvrag.request import Pipeline
-from kvrag.reuse.deepen import Prefilled
+from kvrag.reuse.request_state import RequestState
 
 NEAR = 1e-4
 ORDER = [CHUNKS[2], CHUNKS[0], CHUNKS[3], CHUNKS[1]]
@@ -37,14 +37,14 @@ def both(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.
 
 
 @pytest.fixture
-def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[Prefilled]:
+def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[RequestState]:
     """Results of all prefills of this process."""
-    seen: list[Prefilled] = []
+    seen: list[RequestState] = []
     prefill = Pipeline.prefill
 
-    def spied(self: Pipeline, *args: Any, **settings: Any) -> Prefilled:
-        seen.append(prefill(self, *args, **settings))
-        return seen[-1]
+    def spied(self: Pipeline, request: RequestState, *args: Any, **settings: Any) -> None:
+        prefill(self, request, *args, **settings)
+        seen.append(request)
 
     monkeypatch.setattr(Pipeline, "prefill", spied)
     return seen
@@ -105,7 +105,7 @@ def test_vllm_computes_what_comes_after_the_last_stored_kv(both: Both, monkeypat
 
 
 @pytest.mark.parametrize("policy", ["query", "hkvd", "first_k", "random", "none"])
-def test_it_is_what_kvrags_own_engine_gives(both: Both, policy: str, prefilled: list[Prefilled]) -> None:
+def test_it_is_what_kvrags_own_engine_gives(both: Both, policy: str, prefilled: list[RequestState]) -> None:
     ratio = 0.0 if policy == "none" else 0.15
     done = both.vllm.ask(prompt_of(*ORDER), policy=policy, ratio=ratio)
     wanted = blended(both.kvrag, done.ids, ratio, policy)

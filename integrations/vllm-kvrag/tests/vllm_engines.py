@@ -29,7 +29,7 @@ from vllm_kvrag import worker
 from kvrag import BlendEngine, Model
 from kvrag.answer import overridden
 from kvrag.backend.transformers.loading import reader_path
-from kvrag.reuse.deepen import Prefilled
+from kvrag.reuse.request_state import RequestState
 from kvrag.store import KVStore
 
 _HYBRID: dict[str, Any] = {
@@ -290,7 +290,7 @@ def reference(model: Path, store: Path | KVStore, **settings: Any) -> Iterator[B
         yield engine
 
 
-def blended(engine: BlendEngine, ids: list[int], ratio: float, policy: str) -> Prefilled:
+def blended(engine: BlendEngine, ids: list[int], ratio: float, policy: str) -> RequestState:
     """The prompt as kvrag's own engine blends it."""
     return engine.prefill(ids, overridden(engine.config, ratio=ratio, policy=policy))
 

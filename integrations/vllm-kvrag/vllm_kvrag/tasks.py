@@ -17,7 +17,7 @@ from kvrag.memory.conversation import CachedPrefix
 from kvrag.memory.forgetting import forget
 from kvrag.memory.tier import MemoryTier
 from kvrag.request import Pipeline
-from kvrag.reuse.prompt import Prompt
+from kvrag.reuse.request_state import RequestState
 from kvrag.store import KVStore
 from vllm_kvrag.params import RequestParams
 from vllm_kvrag.runner import Job
@@ -118,12 +118,14 @@ class TaskHandler:
         self._drop_removed()
         backend = self._backend.on(task.blocks, job)
         pipeline = Pipeline(backend, self._store, self._memory, self._lookup, self._tuning, self._codec)
-        prefix = _prefix(task, self._tuning.plan(task.config).config) if task.kept else None
-        prefilled = pipeline.prefill(Prompt(task.ids, task.config, task.namespace, prefix), task.matches)
+        plan = replace(self._tuning.plan(task.config), margin=0.0)  # vLLM draws the tokens
+        request = RequestState(task.ids, task.config, task.namespace)
+        request.prefix = _prefix(task, plan.config) if task.kept else None
+        pipeline.prefill(request, plan, task.matches)
         self._tuning.keep_speed_now_and_then()
-        report = replace(prefilled.report, ttft_s=time.perf_counter() - started).to_dict()
+        report = replace(request.report, ttft_s=time.perf_counter() - started).to_dict()
         # None: nothing was reused, so all is computed
-        return TaskOutcome(report, prefilled.tail(prefilled.selected) or None)
+        return TaskOutcome(report, request.tail() or None)
 
     def _warm(self, task: WarmTask, job: Job) -> dict[str, Any]:
         # the null block, which no request reads, has room for the preamble

@@ -13,7 +13,7 @@ class FirstK(Policy):
 
     def score(self, context: Context) -> Tensor:
         """Score a token by its place in its run."""
-        scores = torch.full((len(context.stitched.ids),), -torch.inf)
-        for run in context.stitched.runs:
+        scores = torch.full((len(context.request.ids),), -torch.inf)
+        for run in context.request.runs:
             scores[run.start : run.stop] = -torch.arange(len(run), dtype=torch.float32)
         return scores

@@ -26,10 +26,10 @@ class Hkvd(Policy):
 
         The layers before it run in full. Their results and the check layer's fresh keys and values are kept.
         """
-        backend, stitched = context.backend, context.stitched
+        backend, request = context.backend, context.request
         check = min(self.check_layer, backend.num_layers - 1)
-        keys, values = stitched.cache.layer(check)
-        scores = torch.full((len(stitched.ids),), -torch.inf)
+        keys, values = request.cache.layer(check)
+        scores = torch.full((len(request.ids),), -torch.inf)
 
         def run(block: Tensor, positions: Tensor | None) -> None:
             total = torch.zeros(len(block), device=keys.device)
@@ -38,14 +38,14 @@ class Hkvd(Policy):
                 if number == check:
                     at = block.to(keys.device)
                     total.add_(_distances(fresh_keys, keys[:, :, at]) + _distances(fresh_values, values[:, :, at]))
-                    stitched.cache.write(check, at, fresh_keys, fresh_values)
+                    request.cache.write(check, at, fresh_keys, fresh_values)
 
-            backend.forward_until(check, stitched.ids[block][None], stitched.cache, positions, observe=observe)
+            backend.forward_until(check, request.ids[block][None], request.cache, positions, observe=observe)
             scores[block] = backend.sum_over_processes(total).cpu()
 
-        rows = torch.arange(stitched.kept, len(scores))
-        if not stitched.kept and backend.rows_per_pass is None:  # plain prefill of the prefix: no mask needed
-            stitched.cache.set_length(0)
+        rows = torch.arange(request.kept, len(scores))
+        if not request.kept and backend.rows_per_pass is None:  # plain prefill of the prefix: no mask needed
+            request.cache.set_length(0)
             run(rows, None)
         else:
             for block in prefill_blocks(backend, rows):

@@ -1,4 +1,4 @@
-"""The first tokens of every run, then those that the question attends to over the stitched KV (ProphetKV, QCFuse)."""
+"""The first tokens of every run, then those that the question attends to over the request KV (ProphetKV, QCFuse)."""
 
 from __future__ import annotations
 
@@ -58,32 +58,32 @@ class Query(Policy):
         Root mean square over the heads and a band of layers, so that one head with high attention counts more than many
         with low attention.
         """
-        backend, stitched = context.backend, context.stitched
-        fresh = stitched.fresh
-        last_reused = int(stitched.reused.nonzero()[-1])
+        backend, request = context.backend, context.request
+        fresh = request.fresh
+        last_reused = int(request.reused.nonzero()[-1])
         num_queries = max(int((fresh > last_reused).sum()), min(_MIN_QUERIES, len(fresh)))
         low, high = math.floor(self.band[0] * backend.num_layers), math.ceil(self.band[1] * backend.num_layers)
         layers = range(min(max(low, 1), backend.num_layers - 1), max(high, low + 1, 2))  # layer 0 has no context yet
-        received, left = torch.zeros(len(stitched.ids)), len(fresh)
+        received, left = torch.zeros(len(request.ids)), len(fresh)
         for rows in prefill_blocks(backend, fresh):
             left -= len(rows)
             queries = min(len(rows), num_queries - left)
-            ids = stitched.ids[rows][None]
+            ids = request.ids[rows][None]
             if queries > 0:
                 part, logits = backend.attention_received(
-                    ids, stitched.cache, rows, queries, layers, to_end=context.wants_logits
+                    ids, request.cache, rows, queries, layers, to_end=context.wants_logits
                 )
                 received[: len(part)] += part
                 context.plain = logits
             else:
-                backend.forward_until(layers.stop, ids, stitched.cache, rows)
+                backend.forward_until(layers.stop, ids, request.cache, rows)
         return (received / num_queries).sqrt_()
 
     def seams(self, context: Context) -> Tensor:
         """Return (T,) scores above any attention for the first tokens of runs, as many of each; 0 elsewhere."""
-        stitched = context.stitched
-        scores = torch.zeros(len(stitched.ids))
-        runs = [run for run in stitched.runs if not stitched.exact[run.start]]
+        request = context.request
+        scores = torch.zeros(len(request.ids))
+        runs = [run for run in request.runs if not request.exact[run.start]]
         num = min(self.first_tokens, int(_FIRST_SHARE * context.budget) // max(len(runs), 1))
         for run in runs:
             scores[run.start : run.start + min(num, len(run))] = 2.0  # attention is at most 1

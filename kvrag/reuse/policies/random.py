@@ -23,4 +23,4 @@ class Random(Policy):
     def score(self, context: Context) -> Tensor:
         """Score every position at random."""
         generator = torch.Generator().manual_seed(self.seed)
-        return torch.rand(len(context.stitched.ids), generator=generator)
+        return torch.rand(len(context.request.ids), generator=generator)

@@ -16,7 +16,7 @@ from kvrag import BlendEngine, FileStore, Model
 from kvrag.errors import StoreError
 from kvrag.ingest import learn
 from kvrag.ingest.learn import Learner, new_texts
-from kvrag.memory.conversation import Begun
+from kvrag.reuse.request_state import RequestState
 from kvrag.types import LearnStats
 
 PAGE = " ".join(CHUNKS[:3])  # over 64 tokens
@@ -284,8 +284,8 @@ def test_memory_for_texts_seen_once_is_bounded(engine: BlendEngine, monkeypatch:
 
 def test_odd_unicode_is_learned_or_left(engine: BlendEngine) -> None:
     for _ in range(2):
-        _learner(engine).observe("\ud800 lone " * 50, Begun("", []))
-        _learner(engine).observe("🜁\u200d" * 200, Begun("", []))
+        _learner(engine).observe("\ud800 lone " * 50, RequestState([]))
+        _learner(engine).observe("🜁\u200d" * 200, RequestState([]))
     _learner(engine).wait()
     assert engine.learned is not None
     assert engine.learned.learned + engine.learned.failed >= 1

@@ -18,15 +18,13 @@ import pytest
 import torch
 from blending import CHUNKS, full_prefill, messages, plain_logits, relative
 
-import kvrag.answer
 import kvrag.memory.conversation
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, SettingError
 from kvrag.backend.transformers import BlendCache
 from kvrag.control.tuning import Plan
+from kvrag.index.deleted import DeletedTexts
 from kvrag.memory.conversation import Blended, CachedPrefix, Conversations, KeptStretch, Turn
-from kvrag.memory.forgetting import DeletedTexts
-from kvrag.reuse.deepen import Prefilled
-from kvrag.reuse.prompt import Prompt
+from kvrag.reuse.request_state import RequestState
 from kvrag.store.values import Entry
 from kvrag.types import Answer, Delta, Messages
 
@@ -47,9 +45,9 @@ class Talk:
         self.engine, self.done = engine, []
         prefill = engine._answering.prefill
 
-        def watched(*args: Any, **settings: Any) -> Prefilled:
-            self.done.append(prefill(*args, **settings))
-            return self.done[-1]
+        def watched(request: RequestState) -> None:
+            prefill(request)
+            self.done.append(copy.copy(request))  # its KV is freed after the answer
 
         engine._answering.prefill = watched  # type: ignore[method-assign]
 
@@ -297,7 +295,7 @@ def test_an_answer_that_failed_leaves_nothing(talk: Talk, monkeypatch: pytest.Mo
         yield Delta("a", (5,))
         raise ModelError("the model's logits are NaN")
 
-    monkeypatch.setattr(kvrag.answer, "decode", fail)
+    monkeypatch.setattr("kvrag.generate.reply.decode", fail)
     with pytest.raises(ModelError):
         talk(FIRST, ratio=0.3)
     kept = list(talk.engine._answering._conversations._kept)
@@ -315,11 +313,11 @@ def test_full_prefill_that_the_controller_chooses_continues_the_conversation(
     ids = _ids(talk.engine, prompt)
     asked: list[int] = []
 
-    def decide(plan: Plan, prompt: Prompt) -> Plan:
-        asked.append(prompt.kept)
+    def decide(plan: Plan, request: RequestState) -> Plan:
+        asked.append(request.kept)
         return replace(plan, config=replace(plan.config, policy="full", ratio=1.0), reason="it is faster")
 
-    monkeypatch.setattr(talk.engine._tuning, "_decide", decide)
+    monkeypatch.setattr(talk.engine._tuning, "decide", decide)
     report = talk(prompt).report
     assert asked == [report.conversation_tokens]
     assert (report.policy, report.ratio, report.runs, report.exact) == ("full", 1.0, (), True)
@@ -440,11 +438,12 @@ def _keep(conversations: Conversations, ids: Sequence[int], exact: int = 0, of: 
     """Keep an answer with four bytes of KV per token, to a prompt of `of` tokens; `chunks` are positions by key."""
     cache = BlendCache(1, len(ids))
     cache.update(torch.zeros(1, 1, len(ids), 1), torch.zeros(1, 1, len(ids), 0), 0)
-    begun = conversations.begin("", [*ids, *range(len(ids), of)])
-    begun.keys = frozenset(chunks)
+    request = RequestState([*ids, *range(len(ids), of)])
+    conversations.begin(request)
+    request.chunks = tuple((position, key) for key, position in chunks.items())
     blended = Blended(BlendConfig(ratio=0.3), (Turn(0, len(ids) - 5, len(ids) - 3),), {})
     placed = [(position, key) for key, position in chunks.items()]
-    conversations.keep(begun, np.array(ids), exact, cache, placed, blended, None)
+    conversations.keep(request, np.array(ids), exact, cache, placed, blended, None)
 
 
 def _find(conversations: Conversations, prompt: Sequence[int]) -> CachedPrefix | None:

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from blending import CHUNKS, LayOut, full_prefill, messages, plain_logits, prepare, relative
+from blending import CHUNKS, LayOut, blend_selected, full_prefill, messages, plain_logits, prepare, relative
 from families import FAMILIES, build
 
 import kvrag.backend.protocol
 import kvrag.reuse.blend
 import kvrag.reuse.load
 from kvrag import BlendEngine, FileStore, Model
-from kvrag.reuse.blend import blend
 
 WINDOWS = ["llama", "mistral-window", "gemma3", "qwen2-window", "gpt_oss", "llama-dynamic", "phi3-longrope"]
 
@@ -24,7 +23,7 @@ def test_full_prefill_is_the_models_own(model: Model, hf: Any) -> None:
     logits, stitched = full_prefill(model, ids, 256)
     assert relative(logits[0], plain_logits(hf, ids.tolist())[-1]) <= 1e-6
     assert not stitched.reused.any()
-    assert stitched.runs == ()
+    assert stitched.runs == []
     assert stitched.cache.get_seq_length() == len(ids)
 
 
@@ -37,7 +36,7 @@ def test_a_later_chunk_cannot_change_earlier_chunks(model: Model, lay_out: LayOu
     for stitched in (one, other):
         early = stitched.inexact[stitched.inexact < border][::3]
         late = stitched.inexact[stitched.inexact >= border][::2]
-        blend(model, stitched, torch.cat([early, late]))
+        blend_selected(model, stitched, torch.cat([early, late]))
     for layer in range(model.num_layers):
         for a, b in zip(one.cache.layer(layer), other.cache.layer(layer), strict=True):
             torch.testing.assert_close(a[:, :, :border], b[:, :, :border], atol=1e-5, rtol=1e-5)
@@ -47,7 +46,7 @@ def test_a_later_chunk_cannot_change_earlier_chunks(model: Model, lay_out: LayOu
 def test_only_fresh_and_selected_positions_change(model: Model, lay_out: LayOut) -> None:
     stitched, untouched = lay_out(*CHUNKS), lay_out(*CHUNKS)
     selected = stitched.inexact[5:25]
-    blend(model, stitched, selected)
+    blend_selected(model, stitched, selected)
     kept = stitched.reused.clone()
     kept[selected] = False
     for layer in range(model.num_layers):
@@ -60,7 +59,7 @@ def test_only_fresh_and_selected_positions_change(model: Model, lay_out: LayOut)
 
 def test_selected_positions_may_come_in_any_order(model: Model, lay_out: LayOut) -> None:
     selected = lay_out(*CHUNKS).inexact[::2]
-    logits = [blend(model, lay_out(*CHUNKS), chosen) for chosen in (selected, selected.flip(0))]
+    logits = [blend_selected(model, lay_out(*CHUNKS), chosen) for chosen in (selected, selected.flip(0))]
     assert torch.equal(*logits)
 
 
@@ -129,7 +128,7 @@ def test_memory_that_was_never_written_is_never_read(
 def test_the_cache_continues_like_the_models_own(model: Model, hf: Any, lay_out: LayOut) -> None:
     """Token by token after the prompt, also beyond the initial capacity."""
     stitched = lay_out(*CHUNKS)
-    blend(model, stitched, stitched.inexact)
+    blend_selected(model, stitched, stitched.inexact)
     more = list(range(40, 340))
     wanted = plain_logits(hf, [*stitched.ids.tolist(), *more])
     assert stitched.cache.layer(0)[0].shape[2] == len(stitched.ids) + 10
@@ -144,7 +143,7 @@ def test_the_last_position_is_computed_even_if_it_is_known(model: Model, hf: Any
     ids = [*model.tokenizer.preamble, *model.tokenizer.encode(CHUNKS[0])]
     stitched = lay_out(ids=ids)
     assert stitched.fresh.tolist() == [*range(len(model.tokenizer.preamble)), len(ids) - 1]
-    logits = blend(model, stitched, stitched.inexact)
+    logits = blend_selected(model, stitched, stitched.inexact)
     assert relative(logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
 
 

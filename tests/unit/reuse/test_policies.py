@@ -19,8 +19,8 @@ from kvrag.reuse.select import Passes, Policy
 
 class LastK(Policy):
     def score(self, context):
-        scores = torch.full((len(context.stitched.ids),), -torch.inf)
-        for run in context.stitched.runs:
+        scores = torch.full((len(context.request.ids),), -torch.inf)
+        for run in context.request.runs:
             scores[run.start : run.stop] = torch.arange(len(run), dtype=torch.float32)
         return scores
 

@@ -8,20 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from blending import CHUNKS, QUESTION, LayOut, laying_out, messages
+from blending import CHUNKS, QUESTION, LayOut, blend_selected, laying_out, messages
 from families import FAMILIES, build
 from torch import Tensor
 
 from kvrag import POLICIES, BlendConfig, BlendEngine, FileStore, Model, SettingError
 from kvrag.backend.transformers.cache import as_argument
-from kvrag.reuse.blend import blend
+from kvrag.reuse.request_state import RequestState
 from kvrag.reuse.select import select
-from kvrag.reuse.stitch import Stitched
 
 INFORMED = tuple(policy for policy in POLICIES if policy not in ("none", "full"))
 
 
-def _pick(model: Model, stitched: Stitched, policy: str, ratio: float, **changes: Any) -> list[int]:
+def _pick(model: Model, stitched: RequestState, policy: str, ratio: float, **changes: Any) -> list[int]:
     if policy == "query":
         changes = {"first_tokens": 0, "band": (0.5, 1.0), **changes}
     values = {
@@ -78,7 +77,7 @@ def test_every_policy_is_known_to_the_settings() -> None:
 # ---------------------------------------------------------------- hkvd
 
 
-def _deviations(model: Model, stitched: Stitched, layer: int) -> Tensor:
+def _deviations(model: Model, stitched: RequestState, layer: int) -> Tensor:
     """(T,) by the definition: stitched KV against full prefill's."""
     num_tokens = len(stitched.ids)
     full = model.new_cache(num_tokens)
@@ -143,7 +142,7 @@ def _mask(model: Model, rows: Tensor, stop: int) -> Tensor | dict[str, Tensor]:
     return masks if len(masks) > 1 else masks[kinds[0]]
 
 
-def _attention(model: Model, stitched: Stitched, layers: list[int], num_queries: int) -> Tensor:
+def _attention(model: Model, stitched: RequestState, layers: list[int], num_queries: int) -> Tensor:
     """(T,) by transformers' eager attention over the stitched cache."""
     fresh = stitched.fresh
     cache, before = stitched.cache, model.config._attn_implementation
@@ -248,6 +247,6 @@ def test_choosing_never_makes_kv_worse(policy: str, model: Model, lay_out: LayOu
     """After any policy's writes to the cache, blending everything is still full prefill."""
     stitched = lay_out(*CHUNKS)
     _pick(model, stitched, policy, 0.2)
-    logits = blend(model, stitched, stitched.inexact)
+    logits = blend_selected(model, stitched, stitched.inexact)
     full = model.new_cache(len(stitched.ids))
     torch.testing.assert_close(logits, model.forward(stitched.ids[None], full), atol=1e-4, rtol=1e-4)

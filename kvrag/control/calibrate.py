@@ -275,7 +275,8 @@ def chunk_texts(model: Model, store: KVStore, namespace: str) -> list[str]:
     Raises:
         StoreError: Fewer than two chunks.
     """
-    entries = [entry for entry in store.entries(0) if entry.namespace == namespace]
+    least = BlendConfig().min_run  # shorter ones are stored, but never reused
+    entries = [entry for entry in store.entries(0) if entry.namespace == namespace and len(entry.ids) >= least]
     if len(entries) < 2:
         raise StoreError(
             f"calibration needs at least two stored chunks, there {'is one' if entries else 'are none'}: "

@@ -211,3 +211,12 @@ def test_a_learned_copy_of_a_short_text_is_deleted(endless: Model, tmp_path: Pat
         assert engine.store.stats().chunks == 2
         assert engine.forget("secret") == 1
         assert engine.store.stats().chunks == 0
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_the_shortest_text_can_be_stored_and_forgotten(codec: str, endless: Model, tmp_path: Path) -> None:
+    with BlendEngine(endless, FileStore(tmp_path, min_free_bytes=0), codec=codec) as engine:
+        report = engine.warm(["a", ""], document="tiny")
+        assert (report.new, report.skipped, report.tokens) == (0, 2, 0)
+        assert engine.store.check().sound == 1  # type: ignore[attr-defined]
+        assert engine.forget("tiny") == 1

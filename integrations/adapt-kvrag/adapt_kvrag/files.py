@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kvrag.backend.transformers.adapter import CONFIG, PLAIN, PREFIX, WEIGHTS, LowRank
 from kvrag.errors import ModelLoadError, reason_of
-from kvrag.store.durable import TEMPORARY, write_file
+from kvrag.store.durable import TEMPORARY, delete_left, write_file
 
 _SHARED = 0o666  # an adapter is no secret: whoever serves the model reads it
 
@@ -73,8 +73,7 @@ def save(folder: Path, layers: Mapping[str, LowRank], base: str) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
     """Write tensors and JSON to one file, which appears complete or not at all. Raises OSError."""
-    for left in path.parent.glob(TEMPORARY):  # by a killed training
-        left.unlink(missing_ok=True)
+    delete_left(path.parent.glob(TEMPORARY))  # by a killed training
     write_file(path, _as_bytes(tensors, {"content": json.dumps(content)}), mode=_SHARED)
 
 

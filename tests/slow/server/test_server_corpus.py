@@ -140,6 +140,14 @@ def test_a_document_in_progress_is_listed_and_can_be_dropped(
     assert tasks(tmp_path) == []
 
 
+def test_the_kv_of_a_deleted_document_is_gone_at_once(corpus: Corpus, engine: BlendEngine) -> None:
+    """Not only after all that waits to be encoded."""
+    engine.warm([CHUNKS[0]], document="a")
+    corpus.index.add([CHUNKS[0]], "a")
+    corpus.remove("a")
+    assert engine.store.stats().chunks == 0
+
+
 def test_a_restarted_server_continues_with_its_current_document(
     corpus: Corpus, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -805,7 +805,7 @@ def test_estimate_needs_no_weights_and_counts_a_corpus(tmp_path: Path, folder: P
 
 def test_store_stats_and_gc(warmed: Path, as_json: Json) -> None:
     stats = as_json("store", "stats", "--store", warmed)
-    assert stats["chunks"] == len(keys(warmed)) == CHUNKS
+    assert stats["chunks"] == len(keys(warmed)) == CHUNKS + 1, "a short one, which is never reused, can be forgotten"
     assert stats["documents"] == 30
     assert stats["model"] == "reader"
     assert as_json("store", "gc", "--store", warmed) == {"chunks": 0, "files": 0}

@@ -137,12 +137,13 @@ class Answering:
         self._model.check_window(len(ids))
         thoughts, parser = Thoughts.of(tokenizer, ids), prepared.parser(tokenizer, ids)
         before = thoughts.grammar(prepared.template, bool(prepared.tools)) if thoughts else ""
-        constraint = constrain(self._model, prepared.grammar, before) if prepared.grammar else None
+        grammar = prepared.grammar
+        constraint = constrain(self._model, grammar, before, prepared.left_out) if grammar else None
         control_tokens = {token for part in (thoughts, parser) if part for token in part.control_tokens}
         room = min(question.sampling.max_new_tokens, self._model.context_window - len(ids))
         with self._admission.admit(self._most_bytes(len(ids), room)) as admitted:
             begun = self._conversations.begin(question.namespace, ids)
-            done = self._prefill_with_documents(question, ids, begun)
+            done = self._prefill_with_documents(question, ids, begun, constraint.notes if constraint else ())
             # computed now, since a stream may be closed at any point; the answer may change a plain prompt's last token
             generation_prompt = 1 if prepared.is_plain else tokenizer.generation_prompt_length(**prepared.template)
             answered: Answered | None = None
@@ -180,9 +181,11 @@ class Answering:
             longest += threshold  # two caches, see `Row.recompute`
         return longest * self._model.bytes_per_token
 
-    def _prefill_with_documents(self, question: Question, ids: list[int], begun: Begun) -> Prefilled:
+    def _prefill_with_documents(
+        self, question: Question, ids: list[int], begun: Begun, about_grammar: Sequence[str]
+    ) -> Prefilled:
         """Prefill the prompt of a question, with its documents."""
-        notes: list[str] = []
+        notes = [*about_grammar]
         created = self._warm(question.documents, question.namespace, notes) if question.documents else {}
         done = self.prefill(ids, question.config, notes, question.namespace, begun)
         if created and begun.is_forgotten:

@@ -58,6 +58,7 @@ class Prepared:
         is_native: Calls have the format of the chat template, which renders the tools.
         forced: Names of the tools of which one must be called.
         dialect: Format of the calls.
+        left_out: What the grammar does not enforce of the tools' schemas.
     """
 
     prompt: str | Messages | TokenIds
@@ -67,6 +68,7 @@ class Prepared:
     is_native: bool = False
     forced: tuple[str, ...] = ()
     dialect: Dialect = HERMES
+    left_out: tuple[str, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -140,10 +142,11 @@ def prepare(
         messages = _as_text(messages, known)
     if not known:
         return Prepared(messages, variables, grammar)
+    left_out: tuple[str, ...] = ()
     if is_constrained:
-        grammar = _call_grammar(tokenizer, dialect, known, forced, grammar)
+        grammar, left_out = _call_grammar(tokenizer, dialect, known, forced, grammar)
     variables = {"tools": list(known), **variables} if is_rendered else variables
-    return Prepared(messages, variables, grammar, known, is_native, forced, dialect)
+    return Prepared(messages, variables, grammar, known, is_native, forced, dialect, left_out)
 
 
 def _template_form(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> tuple[Dialect | None, bool]:
@@ -244,25 +247,31 @@ def _call_grammar(
     tools: Sequence[Mapping[str, Any]],
     forced: Sequence[str],
     answer: Grammar | None,
-) -> Grammar:
-    """Return the grammar of one call of a forced tool; if none is forced, of one call of a tool or of the answer."""
+) -> tuple[Grammar, tuple[str, ...]]:
+    """Return the grammar of one call of a forced tool, and what it does not enforce of the schemas.
+
+    If no tool is forced, it is the grammar of one call of a tool or of the answer.
+    """
     if forced and answer is not None:
         raise SettingError("a forced tool_choice and a grammar exclude each other: leave out one of them")
     before, between, after = re.split("NAME|ARGUMENTS", dialect.call)
-    rules = list[str]()
+    rules, left_out = list[str](), dict[str, None]()
     for function in (tool["function"] for tool in tools if not forced or tool["function"]["name"] in forced):
         head = literal(tokenizer, before + function["name"] + between)
         # a separate schema, so that its $refs are resolved from its root
-        schema = json.dumps(guarded(function["parameters"]))
-        rules.append(f"call_{len(rules)}: {head} %json {schema} {literal(tokenizer, after)}")
+        schema, missing = guarded(function["parameters"])
+        left_out |= dict.fromkeys(missing)
+        rules.append(f"call_{len(rules)}: {head} %json {json.dumps(schema)} {literal(tokenizer, after)}")
     alternatives = [f"call_{number}" for number in range(len(rules))]
     if answer is not None:
         if answer.json_schema is None:
             raise SettingError("with tools, a grammar must be a json_schema: convert it, or leave out the tools")
         header = literal(tokenizer, kind.header if (kind := kind_of(tokenizer)) else "")
-        rules.append(f"answer: {header} %json {json.dumps(guarded(answer.json_schema))}")
+        schema, missing = guarded(answer.json_schema)
+        left_out |= dict.fromkeys(missing)
+        rules.append(f"answer: {header} %json {json.dumps(schema)}")
         alternatives.append("answer")
-    return Grammar(lark="\n".join([f"start: {' | '.join(alternatives)}", *rules]))
+    return Grammar(lark="\n".join([f"start: {' | '.join(alternatives)}", *rules])), tuple(left_out)
 
 
 # ---------------------------------------------------------------- answer

@@ -43,9 +43,10 @@ from kvrag import (
     LLMSettings,
     ToolCall,
 )
-from kvrag.llm import LONGER
+from kvrag.llm import LONGER, parameters_of
 from kvrag.llm_fields import LLMFields
 
+_PARAMETERS = ("type", "properties", "required")  # with the definitions, all that LlamaIndex takes from a class
 _Prompt = str | list[dict[str, Any]]
 
 
@@ -221,7 +222,7 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
             user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
         return {
             "messages": [*(chat_history or []), *([user_msg] if user_msg else [])],
-            "tools": [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools],
+            "tools": [_openai_tool(tool) for tool in tools],
             "tool_choice": tool_choice or ("required" if tool_required else None),
             **kwargs,
         }
@@ -359,6 +360,15 @@ class _Response:
     def thought_kwargs(self) -> dict[str, Any]:
         """`additional_kwargs` of a response: the key of the thought's next part is LlamaIndex's."""
         return {"thinking_delta": self.thought_delta} if self.thought_delta else {}
+
+
+def _openai_tool(tool: BaseTool) -> dict[str, Any]:
+    """Return a tool in OpenAI's form. LlamaIndex leaves out the properties of a recursive class."""
+    converted = tool.metadata.to_openai_tool(skip_length_check=True)
+    if "properties" not in converted["function"]["parameters"]:
+        parameters = parameters_of(tool.metadata.fn_schema)
+        converted["function"]["parameters"] |= {key: parameters[key] for key in _PARAMETERS if key in parameters}
+    return converted
 
 
 def _is_cut_off(response: ChatResponse) -> bool:

@@ -231,7 +231,8 @@ def _parsed_call(call: Any, form: Dialect) -> dict[str, Any] | str:
         before, between, _ = re.split("NAME|ARGUMENTS", form.call or HERMES.call)
         return f"{before}{name}{between}{given}" if name else given
     raise PromptError(
-        f'a tool call is {{"type": "function", "id": ..., "function": {{"name": ..., "arguments": {{...}}}}}}, got {call!r:.120}'
+        'a tool call is {"type": "function", "id": ..., "function": {"name": ..., "arguments": {...}}}, '
+        f"got {call!r:.120}"
     )
 
 

@@ -506,7 +506,10 @@ def test_a_schema_that_cannot_be_guaranteed_is_refused_when_it_must_be(engine: B
 def test_a_malformed_call_of_the_history_is_text_and_so_is_its_result(
     talker: BlendEngine, name: str, with_tools: bool
 ) -> None:
-    tokenizer, broken = talker.model.tokenizer, {"id": "b23456789", "function": {"name": name, "arguments": '{"a": "do'}}
+    tokenizer, broken = (
+        talker.model.tokenizer,
+        {"id": "b23456789", "function": {"name": name, "arguments": '{"a": "do'}},
+    )
     history = [
         *HELLO,
         {"role": "assistant", "content": "Well.", "tool_calls": [CALLED, broken]},
@@ -514,6 +517,7 @@ def test_a_malformed_call_of_the_history_is_text_and_so_is_its_result(
         {"role": "tool", "content": "It was cut off.", "tool_call_id": broken["id"]},
         {"role": "assistant", "content": None, "tool_calls": [{**broken, "id": None}]},
     ]
+    tokenizer = talker.model.tokenizer
     prepared = prepare(tokenizer, history, TOOLS if with_tools else None)
     text = tokenizer.decode(prepared.render(tokenizer), control_tokens=True)
     assert text.count('{"a": "do') == 2

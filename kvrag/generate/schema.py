@@ -131,9 +131,12 @@ class _Simplified:
         values, named = schema.get("additionalProperties", True), dict[str, Any]()
         keys = names.get("enum", [names["const"]] if "const" in names else None)
         if isinstance(keys, list) and {*names} <= {*_ANNOTATIONS, "enum", "const"}:
-            first, *rest = [key for key in keys if isinstance(key, str)] or [None]
-            same = {"$ref": f"{path}/properties/{_escaped(first or '')}"} if isinstance(values, Mapping) else values
-            named = {"properties": {} if first is None else {first: values, **dict.fromkeys(rest, same)}}
+            texts = [key for key in keys if isinstance(key, str)]
+            if isinstance(values, Mapping) and texts:  # once, since it may be large
+                first = {"$ref": f"{path}/properties/{_escaped(texts[0])}"}
+                named = {"properties": {**dict.fromkeys(texts, first), texts[0]: values}}
+            else:
+                named = {"properties": dict.fromkeys(texts, values)}
         elif {*names} <= {*_ANNOTATIONS, "pattern"} and isinstance(names["pattern"], str):
             named = {"patternProperties": {names["pattern"]: values}}
         return {**others, **named, "additionalProperties": False} if named else schema
@@ -198,7 +201,7 @@ class _Closed:
         opened = _mapped(schema, part_of, pointer)
         if pointer:
             opened = {key: value for key, value in opened.items() if key not in ("$defs", "definitions", "$id")}
-        ref = schema.get("$ref")
+        ref: Any = schema.get("$ref")
         if (target := _target(self._schema, ref)) is not None:
             del opened["$ref"]
             if ref not in seen:
@@ -227,7 +230,7 @@ class _Closed:
         return groups
 
     def _own_names(self, schema: Mapping[str, Any]) -> Names:
-        lists = [schema.get("properties"), schema.get("required")]
+        lists: list[Any] = [schema.get("properties"), schema.get("required")]
         parts = [schema.get(key) for key in ("if", "then", "else")]
         for key in ("dependentRequired", "dependentSchemas", "dependencies"):
             if isinstance(dependent := schema.get(key), Mapping):

@@ -222,7 +222,9 @@ def _with_arguments(messages: Messages, form: Dialect) -> Messages:
 def _parsed_call(call: Any, form: Dialect) -> dict[str, Any] | str:
     """Return a call for the template, or its text if it has no name or its arguments are not a JSON object."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    name, given = (function.get("name") or "", function.get("arguments")) if isinstance(function, Mapping) else (0, 0)
+    if not isinstance(function, Mapping):
+        function = {"name": None, "arguments": None}
+    name, given = function.get("name") or "", function.get("arguments")
     arguments = _arguments(given)
     if isinstance(name, str) and name and arguments is not None:
         written = json.dumps(arguments, ensure_ascii=False) if form.keeps_json else arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ _IN_PLACE = ("allOf", "anyOf", "oneOf")  # lists of schemas for the same value
 _LISTS = (*_IN_PLACE, "prefixItems", "items")  # a list of items is draft 7's form of prefixItems
 _SINGLE = ("items", "additionalProperties", "additionalItems")
 _ANNOTATIONS = {"type", "title", "description", "$comment", "default", "examples"}  # of names, which are strings
-_MOST_PARTS = 10_000  # of objects that several schemas describe
+_MOST_PARTS = 100_000  # schemas and names of objects that several schemas describe
 
 Supported = Callable[[dict[str, Any]], bool]
 Names = dict[str | None, bool]
@@ -34,7 +35,7 @@ def enforceable(schema: Mapping[str, Any], is_supported: Supported) -> tuple[dic
         SettingError: Too many schemas describe the same object, or the schema is nested too deeply.
     """
     try:
-        simple = _Simplified(schema, is_supported)
+        simple = _Simplified(json.loads(json.dumps(schema)), is_supported)
         return _Closed(simple.root).root, list(simple.left_out)
     except RecursionError:
         raise SettingError("the JSON schema is nested too deeply: flatten it") from None
@@ -70,6 +71,10 @@ def _target(root: Any, ref: Any) -> Any:
     return root
 
 
+def _joined(names: Iterable[Names]) -> Names:
+    return {name: True for part in names for name in part}
+
+
 class _Simplified:
     """A schema without keywords that others can express, or that have no effect."""
 
@@ -91,7 +96,9 @@ class _Simplified:
             del simple["unevaluatedProperties"]
             if not {"$ref", *_IN_PLACE} & {*simple}:
                 simple.setdefault("additionalProperties", False)
-        if {"properties", "$ref", *_IN_PLACE} & {*simple}:  # llguidance cannot count named properties
+        parent = path.split("/")[-2:-1]
+        is_part = {"properties", "required", "$ref", *_IN_PLACE} & {*simple} or {*parent} & {"$defs", *_IN_PLACE}
+        if is_part:  # llguidance cannot count named properties
             if simple.pop("maxProperties", None) is not None:
                 self.left_out["maxProperties"] = None
             if simple.get("minProperties", 0) not in (0, 1):
@@ -169,12 +176,12 @@ class _Closed:
         if sum(map(bool, (own, *single, *groups.get("allOf", ())))) < 2:
             closed = _mapped(schema, self._closed)
             if own or "properties" in schema:
-                _close(closed, own)
+                self._close(closed, own)
             return closed
         # several schemas describe one object: each allows the properties of the others
         closed = self._open(schema, "", frozenset())
         if alternatives is None:
-            _close(closed, every)
+            self._close(closed, every)
         else:
             beside = _joined([own, *(names for key, names in given.items() if key != alternatives)])
             closed[alternatives] = [self._closed(part, outer=beside) for part in schema[alternatives]]
@@ -189,9 +196,7 @@ class _Closed:
         """
         if not isinstance(schema, Mapping):
             return schema
-        self._num_parts += 1
-        if self._num_parts > _MOST_PARTS:
-            raise SettingError("too many schemas of the JSON schema describe one object: use fewer alternatives")
+        self._count(1 + len(self._own_names(schema)))
 
         def part_of(part: Any, path: str) -> Any:
             if path.removeprefix(pointer).split("/")[1] in _IN_PLACE:
@@ -242,16 +247,15 @@ class _Closed:
             names[None] = True
         return _joined([names, *map(self._names, parts)])
 
+    def _close(self, schema: dict[str, Any], names: Names) -> None:
+        """Allow an object these properties only, unless it may have any other. Changes the schema."""
+        given = schema.get("properties", {})
+        if None not in names and isinstance(given, Mapping):
+            self._count(len(names) - len(given))
+            schema["properties"] = {**dict.fromkeys(names, True), **given}
+            schema["additionalProperties"] = False
 
-def _joined(names: Iterable[Names]) -> Names:
-    return {name: True for part in names for name in part}
-
-
-def _close(schema: dict[str, Any], names: Names) -> None:
-    """Allow an object these properties only, unless it may have any other. Changes the schema."""
-    if None in names:
-        return
-    given = schema.get("properties", {})
-    if isinstance(given, Mapping):
-        schema["properties"] = {**dict.fromkeys(names, True), **given}
-        schema["additionalProperties"] = False
+    def _count(self, parts: int) -> None:
+        self._num_parts += parts
+        if self._num_parts > _MOST_PARTS:
+            raise SettingError("too many schemas of the JSON schema describe one object: use fewer alternatives")

@@ -199,8 +199,15 @@ def test_schemas_that_cannot_be_expanded_are_refused() -> None:
     with pytest.raises(SettingError, match="nested too deeply"):
         guarded(deep)
     steps = {f"S{n}": {"properties": {f"p{n}": {}}, "anyOf": [{"$ref": f"#/$defs/S{n + 1}"}] * 2} for n in range(30)}
-    with pytest.raises(SettingError, match="describe one object"):
-        guarded({"$defs": {**steps, "S30": NAMED}, "$ref": "#/$defs/S0"})
+    many = {"properties": {f"n{number}": {} for number in range(500)}}
+    copies = {f"c{number}": {"$ref": "#/$defs/Many", "properties": ID} for number in range(500)}
+    for wide in (
+        {"$defs": {**steps, "S30": NAMED}, "$ref": "#/$defs/S0"},
+        {"$defs": {"Many": many}, "properties": copies},
+        {**many, "anyOf": [{"properties": {name: {}}} for name in copies]},
+    ):
+        with pytest.raises(SettingError, match="describe one object"):
+            guarded(wide)
 
 
 def test_references_without_end_are_not_followed() -> None:

@@ -159,7 +159,7 @@ class Answering:
 
     def _prefill_with_documents(self, request: RequestState, question: Question) -> None:
         """Prefill the request of a question, with its documents."""
-        notes: list[str] = []
+        notes = [*request.notes]
         created = self._warm(question.documents, question.namespace, notes) if question.documents else {}
         request.notes = notes
         self.prefill(request)

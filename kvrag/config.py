@@ -283,7 +283,8 @@ class Grammar:
     An answer that reaches `max_new_tokens` is still cut off; its `finish_reason` is then "length".
 
     Attributes:
-        json_schema: A JSON schema; `{"type": "object"}` = any object. Unnamed properties are not generated.
+        json_schema: A JSON schema; `{"type": "object"}` = any object. Unnamed properties are not generated. Keywords
+            that grammars cannot enforce, such as `uniqueItems`, are named in the report's notes.
         regex: A regular expression for the whole answer, in Rust's syntax (no look-around, no back-references).
         lark: A context-free grammar in Lark's syntax, or in the EBNF of llama.cpp (GBNF).
     """

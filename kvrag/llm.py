@@ -46,6 +46,16 @@ def template_call(call_id: str | None, name: str, arguments: Any) -> dict[str, A
     return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
 
 
+def parameters_of(model: Any) -> dict[str, Any]:
+    """Return the JSON schema of a pydantic class as the parameters of a tool, its own references included.
+
+    Pydantic defines a recursive class by a reference at the root; templates and servers read `properties` there.
+    """
+    schema: dict[str, Any] = model.model_json_schema()
+    root = schema.get("$defs", {}).get(str(schema.pop("$ref", "")).removeprefix("#/$defs/"), {})
+    return {**root, **schema}
+
+
 @contextmanager
 def naming_places(chunks: Sequence[Any]) -> Iterator[None]:
     """Name the id and the page of a framework's document or node in the error that refuses it."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import uuid
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from contextvars import copy_context
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -17,6 +19,8 @@ from kvrag.client.servers import Server, find_server, warm
 from kvrag.config import check_names, check_namespace, named_texts
 from kvrag.errors import SettingError
 from kvrag.types import Answer, Delta, Messages, WarmReport, join
+
+_PARALLEL = 64  # requests of one call
 
 
 class RemoteEngine:
@@ -142,6 +146,19 @@ class RemoteEngine:
     def generate(self, prompt: str | Messages, **options: Any) -> Answer:
         """Return the complete answer; arguments as in `BlendEngine.stream`."""
         return join(iterate(self._deltas(self._blocking, prompt, checked(options), is_stream=False)))
+
+    def generate_batch(self, prompts: Sequence[str | Messages], **options: Any) -> list[Answer]:
+        """Return the complete answers to several prompts, which are sent at the same time; see `BlendEngine`.
+
+        After an error in one of the answers, those that have not begun are not requested.
+        """
+        pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="kvrag-batch")
+        try:
+            ask = functools.partial(self.generate, **options)
+            answers = [pool.submit(copy_context().run, ask, prompt) for prompt in prompts]  # with the caller's trace
+            return [answer.result() for answer in answers]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def astream(self, prompt: str | Messages, **options: Any) -> AsyncGenerator[Delta, None]:
         """Like `stream`, without blocking the event loop."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -16,6 +17,7 @@ from kvrag.backend.transformers import Model, Tokenizer
 from kvrag.config import Grammar
 from kvrag.errors import ModelError, SettingError, UnsupportedModelError, first_line
 from kvrag.forking import HeldBriefly
+from kvrag.generate.schema import enforceable
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -23,9 +25,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Python's and the chat templates' JSON style; if white space were free, a weak model might write nothing else
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
-_SCHEMAS_BY_NAME = ("properties", "$defs", "definitions", "patternProperties")
-_LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
+_JSON_STYLE = {
+    **{"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True},
+    "lenient": True,  # what it cannot enforce is a warning
+}
 
 # llguidance follows references by recursion, and an overflow of the stack would end the process: a long grammar
 # of nothing else takes 0.3 GiB. Memory of the stack that is not used is not allocated
@@ -36,11 +39,16 @@ _creating = HeldBriefly()
 
 
 class Constraint:
-    """A grammar with the state of one answer."""
+    """A grammar with the state of one answer.
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    Attributes:
+        notes: What of a schema is not enforced, for the report.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, left_out: Sequence[str] = ()) -> None:
         from llguidance.torch import allocate_token_bitmask
 
+        self.notes = [f"the grammar does not enforce all of the schema: {'; '.join(left_out)}"] if left_out else []
         self._matcher = matcher
         self._bitmask: Tensor = allocate_token_bitmask(1, vocab_size)  # (1, V / 32) int32, pinned where there is a GPU
 
@@ -72,26 +80,23 @@ class Constraint:
         return bool(self._matcher.is_stopped())
 
 
-def constrain(model: Model, grammar: Grammar, before: str = "") -> Constraint:
+def constrain(model: Model, grammar: Grammar, before: str = "", left_out: Sequence[str] = ()) -> Constraint:
     """Return a constraint at the start of an answer.
 
     Args:
         before: Lark grammar of a thought, or what else precedes the answer, which it calls `@answer`.
+        left_out: What the grammar does not enforce of the schemas in it.
 
     Raises:
         SettingError: The extra is not installed, or the grammar is invalid or uses unsupported features.
         UnsupportedModelError: The tokenizer does not expose the bytes of its tokens.
     """
-    try:
-        import llguidance
-    except ImportError:
-        raise SettingError(
-            "a grammar, a forced tool choice or structured output needs llguidance: pip install 'kvrag[grammar]'"
-        ) from None
+    llguidance = _llguidance()
     form: Literal["json_schema", "regex", "ebnf"] = "ebnf"
     text = grammar.lark or ""
     if grammar.json_schema is not None:
-        form, text = "json_schema", json.dumps(guarded(grammar.json_schema))
+        schema, left_out = guarded(grammar.json_schema)
+        form, text = "json_schema", json.dumps(schema)
     elif grammar.regex is not None:
         form, text = "regex", grammar.regex
     kind = "lark" if form == "ebnf" else form
@@ -110,7 +115,7 @@ def constrain(model: Model, grammar: Grammar, before: str = "") -> Constraint:
     matcher = _with_stack(lambda: llguidance.LLMatcher(tokenizer, source))
     if matcher.is_error():
         raise SettingError(f"the grammar's {kind} is invalid or not supported: {first_line(matcher.get_error())}")
-    return Constraint(matcher, tokenizer.vocab_size)
+    return Constraint(matcher, tokenizer.vocab_size, [*left_out, *matcher.get_grammar_warnings()])
 
 
 def _with_stack(work: Callable[[], T]) -> T:
@@ -125,32 +130,36 @@ def _with_stack(work: Callable[[], T]) -> T:
         return done.result()
 
 
-def guarded(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema as enforced: objects have only the named properties, and white space is fixed."""
-    return {**_closed(schema), "x-guidance": _JSON_STYLE}
+def guarded(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the schema as enforced, and what of it is not.
+
+    Objects have only the named properties, and white space is fixed.
+    """
+    _llguidance()
+    closed, left_out = enforceable(schema, lambda probe: _is_supported(json.dumps(probe)))
+    return {**closed, "x-guidance": _JSON_STYLE}, left_out
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_supported(schema: str) -> bool:
+    llguidance = _llguidance()
+    return not llguidance.LLMatcher.validate_grammar(llguidance.LLMatcher.grammar_from_json_schema(schema))
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise SettingError(
+            "a grammar, a forced tool choice or structured output needs llguidance: pip install 'kvrag[grammar]'"
+        ) from None
+    return llguidance
 
 
 def literal(tokenizer: Tokenizer, text: str) -> str:
     """Return a text as Lark terms; llguidance accepts marks by number only."""
     pieces = tokenizer.split(text)
     return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part, ensure_ascii=False) for part in pieces)
-
-
-def _closed(schema: Any) -> Any:
-    if not isinstance(schema, Mapping):
-        return schema
-    closed = dict(schema)
-    for name, value in schema.items():
-        if name in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
-            closed[name] = {key: _closed(part) for key, part in value.items()}
-        elif name in _LISTS_OF_SCHEMAS and isinstance(value, list):
-            closed[name] = [_closed(part) for part in value]
-        elif name in ("items", "additionalProperties"):
-            closed[name] = _closed(value)
-    if "properties" in closed and "patternProperties" not in closed:
-        closed.setdefault("additionalProperties", False)
-    closed.pop("discriminator", None)  # OpenAI's hint adds nothing to the alternatives
-    return closed
 
 
 def _tokenizer(model: Model) -> LLTokenizer:

@@ -25,12 +25,17 @@ class Reply:
     """
 
     def __init__(self, model: Model, prepared: Prepared, sampling: Sampling, request: RequestState) -> None:
-        """Begin. Raises SettingError for a grammar that is invalid."""
+        """Begin; adds to the request's notes what the grammar does not enforce.
+
+        Raises SettingError for a grammar that is invalid.
+        """
         tokenizer, ids = model.tokenizer, list(request.token_ids)
         self._model, self._sampling, self._request = model, sampling, request
         self._thoughts, self._parser = Thoughts.of(tokenizer, ids), prepared.parser(tokenizer, ids)
         before = self._thoughts.grammar(prepared.template, bool(prepared.tools)) if self._thoughts else ""
-        self._constraint = constrain(model, prepared.grammar, before) if prepared.grammar else None
+        grammar, left_out = prepared.grammar, prepared.left_out
+        self._constraint = constrain(model, grammar, before, left_out) if grammar else None
+        request.notes = [*request.notes, *(self._constraint.notes if self._constraint else ())]
         self._room = min(sampling.max_new_tokens, model.context_window - len(ids))
         # computed now, since a stream may be closed at any point; the answer may change a plain prompt's last token
         self.generation_prompt = 1 if prepared.is_plain else tokenizer.generation_prompt_length(**prepared.template)

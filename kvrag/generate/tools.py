@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from kvrag.backend.transformers.tokenizer import AnswerRegions, Tokenizer, checked_message, is_token_ids
+from kvrag.backend.transformers.tokenizer import AnswerRegions, Tokenizer, is_token_ids
 from kvrag.config import Grammar, check_json, check_type
 from kvrag.errors import PromptError, SettingError
 from kvrag.generate.dialects import CHANNELS, CLOSE, DIALECTS, HERMES, OPEN, Dialect, translate
@@ -58,6 +58,7 @@ class Prepared:
         is_native: Calls have the format of the chat template, which renders the tools.
         forced: Names of the tools of which one must be called.
         dialect: Format of the calls.
+        left_out: What the grammar does not enforce of the tools' schemas.
     """
 
     prompt: str | Messages | TokenIds
@@ -67,6 +68,7 @@ class Prepared:
     is_native: bool = False
     forced: tuple[str, ...] = ()
     dialect: Dialect = HERMES
+    left_out: tuple[str, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -130,8 +132,8 @@ def prepare(
             raise PromptError("tools need a chat prompt: pass the prompt as a list of messages")
         return Prepared(cast(str | TokenIds, prompt), variables, grammar)
     form, is_rendered = _template_form(tokenizer, known)
-    keeps_json = is_rendered and form is not None and form.keeps_json
-    messages = [_with_arguments(checked_message(message), keeps_json) for message in cast(Messages, prompt)]
+    messages = [tokenizer.checked_message(message) for message in cast(Messages, prompt)]
+    messages = _with_arguments(messages, form if form and is_rendered else HERMES)
     # a prompt is the same with and without a forced call, so that they share KV, even if that call has another format
     is_constrained = known and (forced or grammar is not None)
     is_native = is_rendered and (not is_constrained or (form is not None and form.call != ""))
@@ -140,10 +142,11 @@ def prepare(
         messages = _as_text(messages, known)
     if not known:
         return Prepared(messages, variables, grammar)
+    left_out: tuple[str, ...] = ()
     if is_constrained:
-        grammar = _call_grammar(tokenizer, dialect, known, forced, grammar)
+        grammar, left_out = _call_grammar(tokenizer, dialect, known, forced, grammar)
     variables = {"tools": list(known), **variables} if is_rendered else variables
-    return Prepared(messages, variables, grammar, known, is_native, forced, dialect)
+    return Prepared(messages, variables, grammar, known, is_native, forced, dialect, left_out)
 
 
 def _template_form(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> tuple[Dialect | None, bool]:
@@ -193,22 +196,46 @@ def _forced(choice: str | Mapping[str, Any] | None, names: tuple[str, ...]) -> t
 # ---------------------------------------------------------------- prompt
 
 
-def _with_arguments(message: dict[str, Any], as_json: bool) -> dict[str, Any]:
-    """Return the message with the arguments of its calls in the form that the template expects; clients send both."""
-    if not message.get("tool_calls"):
-        return message
-    parsed = []
-    for call in message["tool_calls"]:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        arguments = _arguments(function.get("arguments")) if isinstance(function, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or arguments is None:
-            raise PromptError(
-                'a tool call is {"type": "function", "id": ..., "function": {"name": ..., "arguments": {...}}}, '
-                f"got {call!r:.120}"
-            )
-        form = json.dumps(arguments, ensure_ascii=False) if as_json else arguments
-        parsed.append({"type": "function", **call, "function": {**function, "arguments": form}})
-    return {**message, "tool_calls": parsed}
+def _with_arguments(messages: Messages, form: Dialect) -> Messages:
+    """Return the messages with the arguments of calls as the template expects them; clients send dicts and JSON.
+
+    A call that was cut off or is malformed, as an answer may have it, becomes text in the template's format, and its
+    result becomes text, too.
+    """
+    prepared: Messages = []
+    malformed: list[Any] = []  # ids
+    for message in messages:
+        if message["role"] == "tool" and message.get("tool_call_id") in malformed:
+            message = _message_as_text(message)
+        elif given := message.get("tool_calls"):
+            parsed = [_parsed_call(call, form) for call in given]
+            malformed = [call.get("id") for call, row in zip(given, parsed, strict=True) if isinstance(row, str)]
+            calls = [row for row in parsed if not isinstance(row, str)]
+            texts = [message.get("content"), *(row for row in parsed if isinstance(row, str))]
+            message = {key: value for key, value in message.items() if key != "tool_calls"}
+            message |= {"content": "\n".join(filter(None, texts))} if malformed else {}
+            message |= {"tool_calls": calls} if calls else {}
+        prepared.append(message)
+    return prepared
+
+
+def _parsed_call(call: Any, form: Dialect) -> dict[str, Any] | str:
+    """Return a call for the template, or its text if it has no name or its arguments are not a JSON object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        function = {"name": None, "arguments": None}
+    name, given = function.get("name") or "", function.get("arguments")
+    arguments = _arguments(given)
+    if isinstance(name, str) and name and arguments is not None:
+        written = json.dumps(arguments, ensure_ascii=False) if form.keeps_json else arguments
+        return {"type": "function", **call, "function": {**function, "arguments": written}}
+    if isinstance(name, str) and isinstance(given, str):
+        before, between, _ = re.split("NAME|ARGUMENTS", form.call or HERMES.call)
+        return f"{before}{name}{between}{given}" if name else given
+    raise PromptError(
+        'a tool call is {"type": "function", "id": ..., "function": {"name": ..., "arguments": {...}}}, '
+        f"got {call!r:.120}"
+    )
 
 
 def _as_text(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
@@ -244,25 +271,31 @@ def _call_grammar(
     tools: Sequence[Mapping[str, Any]],
     forced: Sequence[str],
     answer: Grammar | None,
-) -> Grammar:
-    """Return the grammar of one call of a forced tool; if none is forced, of one call of a tool or of the answer."""
+) -> tuple[Grammar, tuple[str, ...]]:
+    """Return the grammar of one call of a forced tool, and what it does not enforce of the schemas.
+
+    If no tool is forced, it is the grammar of one call of a tool or of the answer.
+    """
     if forced and answer is not None:
         raise SettingError("a forced tool_choice and a grammar exclude each other: leave out one of them")
     before, between, after = re.split("NAME|ARGUMENTS", dialect.call)
-    rules = list[str]()
+    rules, left_out = list[str](), dict[str, None]()
     for function in (tool["function"] for tool in tools if not forced or tool["function"]["name"] in forced):
         head = literal(tokenizer, before + function["name"] + between)
         # a separate schema, so that its $refs are resolved from its root
-        schema = json.dumps(guarded(function["parameters"]))
-        rules.append(f"call_{len(rules)}: {head} %json {schema} {literal(tokenizer, after)}")
+        schema, missing = guarded(function["parameters"])
+        left_out |= dict.fromkeys(missing)
+        rules.append(f"call_{len(rules)}: {head} %json {json.dumps(schema)} {literal(tokenizer, after)}")
     alternatives = [f"call_{number}" for number in range(len(rules))]
     if answer is not None:
         if answer.json_schema is None:
             raise SettingError("with tools, a grammar must be a json_schema: convert it, or leave out the tools")
         header = literal(tokenizer, kind.header if (kind := kind_of(tokenizer)) else "")
-        rules.append(f"answer: {header} %json {json.dumps(guarded(answer.json_schema))}")
+        schema, missing = guarded(answer.json_schema)
+        left_out |= dict.fromkeys(missing)
+        rules.append(f"answer: {header} %json {json.dumps(schema)}")
         alternatives.append("answer")
-    return Grammar(lark="\n".join([f"start: {' | '.join(alternatives)}", *rules]))
+    return Grammar(lark="\n".join([f"start: {' | '.join(alternatives)}", *rules])), tuple(left_out)
 
 
 # ---------------------------------------------------------------- answer

@@ -189,8 +189,7 @@ class Message(Part):
 
     def plain(self) -> dict[str, Any]:
         """Return the message in the form of chat templates."""
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": self.content or ""}
+        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
         if self.role == "assistant" and (thought := self.reasoning_content or self.reasoning):
             message["reasoning_content"] = thought
         if self.tool_calls:

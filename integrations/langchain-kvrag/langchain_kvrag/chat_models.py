@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from operator import itemgetter
+from types import FunctionType
 from typing import Any, Literal, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -20,7 +22,7 @@ from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableGenerator, RunnableMap, RunnablePassthrough
-from langchain_core.tools import BaseTool
+from langchain_core.tools import BaseTool, create_schema_from_function
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.json import parse_partial_json
 from langchain_core.utils.pydantic import is_basemodel_subclass
@@ -34,7 +36,7 @@ from kvrag import (
     RemoteEngine,
     SettingError,
 )
-from kvrag.llm import LONGER
+from kvrag.llm import LONGER, parameters_of
 from kvrag.types import join
 from langchain_kvrag.messages import template_messages
 from langchain_kvrag.settings import BlendSettings, achunks, chunks, langchain_errors, usage
@@ -190,9 +192,8 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
             if method == "json_schema":
                 assert schema is not None
                 # LangChain's conversion requires a title, and supports only objects
-                json_schema = (
-                    dict(cast(dict[str, Any], schema)) if _is_json_schema(schema) else convert_to_json_schema(schema)
-                )
+                is_json = _is_json_schema(schema)
+                json_schema = dict(cast(Any, schema)) if is_json else convert_to_json_schema(_openai_tool(schema))
                 name = json_schema.get("title", _UNTITLED)
                 response_format = {"type": "json_schema", "json_schema": {"name": name, "schema": json_schema}}
             llm = self.bind(response_format=response_format, ls_structured_output_format=traced)
@@ -346,15 +347,45 @@ def _is_json_schema(schema: Any) -> bool:
 
 def _openai_tool(tool: Any) -> dict[str, Any]:
     """Return a tool in OpenAI's form."""
-    if _is_json_schema(tool) and not {"title", "name"} & {*tool}:
-        raise SettingError(f"a tool needs a name: give its JSON schema a title, got {tool!r:.120}")
-    return convert_to_openai_tool(tool)
+    if _is_json_schema(tool):
+        if not {"title", "name"} & {*tool}:
+            raise SettingError(f"a tool needs a name: give its JSON schema a title, got {tool!r:.120}")
+        return _schema_tool(tool)
+    converted = convert_to_openai_tool(tool)
+    # LangChain replaces references by what they refer to, and one within itself by {}
+    parameters = _own_parameters(tool)
+    if _is_recursive(parameters):
+        function = {**converted["function"], "parameters": {**parameters}}
+        for name in ("title", "description"):
+            function["parameters"].pop(name, None)
+        return {**converted, "function": function}
+    return converted
+
+
+def _own_parameters(tool: Any) -> dict[str, Any]:
+    """Return the parameters of a class, a tool or a function as pydantic gives them; {} where it does not."""
+    if isinstance(tool, BaseTool):
+        tool = tool.tool_call_schema
+    elif isinstance(tool, FunctionType):
+        # as in LangChain's conversion
+        options: dict[str, Any] = {"parse_docstring": True, "error_on_invalid_docstring": False}
+        tool = create_schema_from_function(tool.__name__, tool, filter_args=(), include_injected=False, **options)
+    return parameters_of(tool) if hasattr(tool, "model_json_schema") else {}
+
+
+def _is_recursive(schema: dict[str, Any]) -> bool:
+    """Return whether a definition refers to itself."""
+    definitions = schema.get("$defs", {})
+    uses = {name: {*re.findall(r'"\$ref": "#/\$defs/([^"]+)"', json.dumps(definitions[name]))} for name in definitions}
+    for _ in uses:  # add what these use
+        uses = {name: found.union(*(uses.get(other, ()) for other in found)) for name, found in uses.items()}
+    return any(name in found for name, found in uses.items())
 
 
 def _schema_tool(schema: Any) -> dict[str, Any]:
     """Return the tool whose arguments have this schema."""
     if not _is_json_schema(schema):
-        return convert_to_openai_tool(schema)
+        return _openai_tool(schema)
     if schema.get("type", "object") != "object":
         raise SettingError(
             f"tool arguments must be an object, got a schema of type {schema['type']!r}: use method='json_schema'"

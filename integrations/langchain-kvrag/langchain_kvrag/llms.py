@@ -70,7 +70,7 @@ class BlendLLM(BlendSettings, BaseLLM, extra="forbid"):
         settings, request = self._request(stop, kwargs)
         engine = self._lazy.open(settings)
         with langchain_errors():
-            answers = [engine.generate(engine.as_prompt(prompt), **request) for prompt in prompts]
+            answers = engine.generate_batch([engine.as_prompt(prompt) for prompt in prompts], **request)
         return _result(answers, settings.model_name)
 
     async def _agenerate(
@@ -82,8 +82,14 @@ class BlendLLM(BlendSettings, BaseLLM, extra="forbid"):
     ) -> LLMResult:
         settings, request = self._request(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
-        with langchain_errors():
-            answers = [await engine.agenerate(engine.as_prompt(prompt), **request) for prompt in prompts]
+        tasks = [asyncio.ensure_future(engine.agenerate(engine.as_prompt(prompt), **request)) for prompt in prompts]
+        try:
+            with langchain_errors():
+                answers = await asyncio.gather(*tasks)
+        finally:  # an error in one of the answers abandons the others
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         return _result(answers, settings.model_name)
 
     def _stream(

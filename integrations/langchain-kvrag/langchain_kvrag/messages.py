@@ -43,8 +43,10 @@ def _template_message(message: BaseMessage) -> dict[str, Any]:
     fields: dict[str, Any] = {"role": role, "content": content}
     if isinstance(message, AIMessage) and (thought := _thought(message)):
         fields["reasoning_content"] = thought
-    if isinstance(message, AIMessage) and message.tool_calls:
-        fields["tool_calls"] = [template_call(call["id"], call["name"], call["args"]) for call in message.tool_calls]
+    # invalid calls stay in prompts as they were generated; they have their arguments as text
+    calls = [*message.tool_calls, *message.invalid_tool_calls] if isinstance(message, AIMessage) else []
+    if calls:
+        fields["tool_calls"] = [template_call(call["id"], call["name"] or "", call["args"] or "") for call in calls]
     if isinstance(message, ToolMessage):
         fields["tool_call_id"] = message.tool_call_id
     if isinstance(message, (ToolMessage, FunctionMessage)) and message.name:

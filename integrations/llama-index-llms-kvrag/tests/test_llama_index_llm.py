@@ -169,7 +169,7 @@ def test_every_kind_of_message_becomes_a_template_message() -> None:
             ChatMessage(role="chatbot", content="d"),
         ]
     )
-    assert [message["role"] for message in said] == ["system", "user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in said] == ["developer", "user", "assistant", "tool", "assistant"]
     assert said[1]["content"] == "a\nb"
     assert said[2]["tool_calls"][0]["function"] == {"name": "look", "arguments": {"where": "here"}}
     assert said[3] == {"role": "tool", "content": "found", "tool_call_id": "1"}

@@ -16,7 +16,7 @@ from llama_index.core.tools import FunctionTool
 from llama_index.llms.kvrag import BlendLLM
 from llama_index.llms.kvrag.messages import template_messages
 from llm_conformance import Events
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from kvrag import BlendEngine, Model, ToolCall
 
@@ -154,3 +154,20 @@ async def test_a_cancelled_answer_stops_the_work(
     assert closed == ["closed"]
     assert len(forwards) < 160
     events.check_balance(1)
+
+
+class Branch(BaseModel):
+    leaf: bool
+    branches: list[Branch] = Field(max_length=1)
+
+
+def test_a_recursive_class_is_enforced(llm: BlendLLM) -> None:
+    sampled = {"temperature": 2.0, "seed": 1}  # the greedy answer has no end
+    branch = llm.structured_predict(Branch, PromptTemplate("A tree."), llm_kwargs=sampled)
+    assert isinstance(branch, Branch)
+    *_, last = llm.stream_structured_predict(Branch, PromptTemplate("A tree."), llm_kwargs=sampled)
+    assert last == branch
+    prepared = llm._prepare_chat_with_tools([FunctionTool.from_defaults(Branch, fn_schema=Branch)])
+    parameters = prepared["tools"][0]["function"]["parameters"]
+    assert parameters["properties"]["branches"]["items"] == {"$ref": "#/$defs/Branch"}
+    assert parameters["required"] == ["leaf", "branches"]

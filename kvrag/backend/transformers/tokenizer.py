@@ -29,6 +29,8 @@ _LONGEST_CHARACTER = 8  # tokens: four bytes, with room for tokens without text
 _TEMPLATES = 64  # kinds of prompts whose generation prompt is kept
 _PREAMBLE_TOKENS = 8  # enough for a sink; longer preambles would include variable text, such as a template's date
 
+_ROLES = ("system", "user", "assistant", "tool")  # known to all chat templates
+
 _THOUGHTS = ("<think>", "</think>", "[THINK]", "<|channel|>")
 
 _PROBES = (  # conversations, contents by role, whose prompts have only the beginning of the template in common
@@ -57,6 +59,7 @@ class Tokenizer:
         self._lock = _locks.setdefault(hf, HeldBriefly())
         self._renders_tools: dict[str, bool] = {}
         self._generation_prompts: LRUCache[str, int] = LRUCache(_TEMPLATES)
+        self._shown: LRUCache[str, bool] = LRUCache(_TEMPLATES)  # kinds of prompts whose messages are all rendered
         self.preamble = self._find_preamble() if preamble else ()
 
     def as_prompt(self, text: str) -> str | Messages:
@@ -91,7 +94,7 @@ class Tokenizer:
             return ids
         if not isinstance(prompt, (list, tuple)):
             raise PromptError(f"a prompt must be one string or a list of messages, got {prompt!r:.80}")
-        messages = [checked_message(message) for message in cast(Messages, prompt)]
+        messages = [self.checked_message(message) for message in cast(Messages, prompt)]
         if not messages:
             raise PromptError("the prompt is empty: pass at least one message")
         if not any(message.get("content") or message.get("tool_calls") for message in messages):
@@ -99,10 +102,47 @@ class Tokenizer:
         refusals = []
         for variant in _variants(messages):
             try:
-                return self._apply_template(variant, template)
+                ids = self._apply_template(variant, template)
+                self._check_shown(variant, template)
+                return ids
             except PromptError as error:
                 refusals.append(error)
         raise refusals[0]
+
+    def checked_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the message with its content as one string, or without content, and with a role of the template.
+
+        A role that the source of the chat template names is passed to it. Otherwise "developer" is "system", as
+        OpenAI's newer name for it, and any other role is an error.
+        """
+        message = _with_text(message)
+        role = message["role"]
+        if role in _ROLES or not self.has_chat_template:
+            return message
+        if re.search(f"(['\"]){re.escape(role)}\\1", self.template_text() + self.template_text([{}])):
+            return message
+        if role == "developer":
+            return {**message, "role": "system"}
+        raise PromptError(f"unknown role {role!r:.80}: use {', '.join(_ROLES)} or developer")
+
+    def _check_shown(self, messages: Messages, template: Mapping[str, Any]) -> None:
+        """Raise PromptError if the chat template leaves out messages, such as a second system message."""
+        others = {number: row["role"] for number, row in enumerate(messages) if row["role"] not in _ROLES[1:]}
+        key = repr((others, self.template_text(template.get("tools"))))
+        with self._lock:
+            if not others or key in self._shown:
+                return
+        words = {number: f"w{number}o" for number in others}
+        probes = [{**row, "content": words.get(number, row.get("content"))} for number, row in enumerate(messages)]
+        with self._lock:
+            text = self.hf.apply_chat_template(probes, add_generation_prompt=True, tokenize=False, **template)
+        if hidden := [number for number, word in words.items() if word not in text]:
+            raise PromptError(
+                f"the chat template of {self._name} leaves out message {hidden[0]}, with the role "
+                f"{others[hidden[0]]!r}: give it the role user"
+            )
+        with self._lock:
+            self._shown[key] = True
 
     @cachedmethod(
         lambda self: self._generation_prompts,
@@ -369,7 +409,7 @@ def _control_tokens(hf: Any) -> dict[int, str]:
     }
 
 
-def checked_message(message: dict[str, Any]) -> dict[str, Any]:
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
     """Return the message with its content as one string, or without content."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise PromptError(f"a message must be a dict with role and content, got {message!r:.80}")

@@ -66,6 +66,24 @@ async def test_answers_of_vllm(fake: FakeVllm, remote: RemoteEngine, prompt: Any
     assert not fake.reports  # every piece was requested
 
 
+def test_the_answers_of_a_batch_are_requested_at_the_same_time(
+    remote: RemoteEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, generate = threading.Barrier(3, timeout=60), RemoteEngine.generate
+
+    def waiting(self: RemoteEngine, prompt: Any, **options: Any) -> Any:
+        together.wait()
+        return generate(self, prompt, **options)
+
+    prompts = ["Who plays", "Who plays the harp", "Who"]
+    alone = [remote.generate(prompt, seed=1) for prompt in prompts]
+    monkeypatch.setattr(RemoteEngine, "generate", waiting)
+    assert remote.generate_batch(prompts, seed=1) == alone
+    assert remote.generate_batch([]) == []
+    with pytest.raises(SettingError, match="seed"):
+        remote.generate_batch(prompts, seed=-1)
+
+
 def test_settings_of_an_answer(fake: FakeVllm, remote: RemoteEngine) -> None:
     remote.generate(
         USER,

@@ -291,3 +291,20 @@ def test_an_earlier_call_is_rendered_with_its_letters(form: str, tokenizer: Any)
     call = {"type": "function", "id": "abcdefghi", "function": {"name": "look", "arguments": {"where": "Zürich"}}}
     prepared = prepare(model.tokenizer, [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}], TOOLS)
     assert "Zürich" in model.tokenizer.decode(prepared.render(model.tokenizer), control_tokens=True)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_answer_cut_off_anywhere_continues_as_a_conversation(form: str, tokenizer: Any) -> None:
+    model = Model(form, tokenizer)
+    whole = "Well. " * (form not in ("llama", "llama4")) + calls_of(form, ("look", UP), ("write_file", {"path": PATH}))
+    for length in range(len(whole)):
+        answer, _ = model.hear(whole[:length], 1000, "length")
+        calls = [*answer.tool_calls, *answer.invalid_calls]
+        said = [{"type": "function", "id": c.id, "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "No."} for call in calls]
+        history = [*HELLO, {"role": "assistant", "content": answer.text, "tool_calls": said}, *results, *HELLO]
+        ids = prepare(model.tokenizer, history, TOOLS).render(model.tokenizer)
+        text = model.tokenizer.decode(ids, control_tokens=True)
+        assert text.count("No.") == len(calls)
+        if not answer.tool_calls:  # some templates leave out the text of a message with calls
+            assert all(call.arguments in text for call in answer.invalid_calls)

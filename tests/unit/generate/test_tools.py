@@ -495,10 +495,35 @@ def test_wrong_tools_are_refused(engine: BlendEngine, wrong: dict[str, Any], why
 
 
 def test_a_schema_that_cannot_be_guaranteed_is_refused_when_it_must_be(engine: BlendEngine) -> None:
-    unique = tool("look", where={"type": "array", "uniqueItems": True})
-    with pytest.raises(SettingError, match="uniqueItems"):
-        engine.generate(HELLO, tools=[unique], tool_choice="any")
-    assert engine.generate(HELLO, tools=[unique], max_new_tokens=1).token_ids
+    wrong = tool("look", where={"type": "string", "minLength": 3, "maxLength": 2})
+    with pytest.raises(SettingError, match="unsatisfiable"):
+        engine.generate(HELLO, tools=[wrong], tool_choice="any")
+    assert engine.generate(HELLO, tools=[wrong], max_new_tokens=1).token_ids
+
+
+@pytest.mark.parametrize("with_tools", [True, False])
+@pytest.mark.parametrize("name", ["look", ""])
+def test_a_malformed_call_of_the_history_is_text_and_so_is_its_result(
+    talker: BlendEngine, name: str, with_tools: bool
+) -> None:
+    tokenizer, broken = (
+        talker.model.tokenizer,
+        {"id": "b23456789", "function": {"name": name, "arguments": '{"a": "do'}},
+    )
+    history = [
+        *HELLO,
+        {"role": "assistant", "content": "Well.", "tool_calls": [CALLED, broken]},
+        {"role": "tool", "content": "A bird.", "tool_call_id": CALLED["id"]},
+        {"role": "tool", "content": "It was cut off.", "tool_call_id": broken["id"]},
+        {"role": "assistant", "content": None, "tool_calls": [{**broken, "id": None}]},
+    ]
+    tokenizer = talker.model.tokenizer
+    prepared = prepare(tokenizer, history, TOOLS if with_tools else None)
+    text = tokenizer.decode(prepared.render(tokenizer), control_tokens=True)
+    assert text.count('{"a": "do') == 2
+    assert "Well." in text
+    assert "<tool_response>\nIt was cut off." in text
+    assert history[1]["tool_calls"] == [CALLED, broken]
 
 
 def test_messages_that_are_not_tool_talk_are_refused(engine: BlendEngine) -> None:
@@ -507,7 +532,8 @@ def test_messages_that_are_not_tool_talk_are_refused(engine: BlendEngine) -> Non
     for wrong in (
         "look",
         {"function": "look"},
-        {"function": {"name": "look", "arguments": "{"}},
+        {"function": {"name": "look", "arguments": 5}},
+        {"function": {"name": 5, "arguments": "{"}},
         {"function": {"name": "look", "arguments": {"far": object()}}},
     ):
         with pytest.raises(PromptError, match="a tool call is"):

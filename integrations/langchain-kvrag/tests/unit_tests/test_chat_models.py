@@ -7,6 +7,7 @@ import copy
 import json
 import pickle
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from kvrag import (
     BlendConfig,
     BlendEngine,
     ContextWindowError,
+    Delta,
     Grammar,
     Model,
     PromptError,
@@ -568,3 +570,46 @@ async def test_a_cancelled_answer_stops_after_the_step_under_way(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert len(forwards) <= 2
+
+
+async def test_the_prompts_of_a_text_llm_are_answered_together(
+    llm: BlendLLM, chunks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [f"{chunks[0]} {word}?" for word in ("Who", "When", "Where")]
+    alone = [llm.invoke(prompt) for prompt in prompts]
+    all_begun, stream = threading.Barrier(len(prompts), timeout=60), BlendEngine.stream
+
+    def waiting(self: BlendEngine, prompt: Any, **options: Any) -> Iterator[Delta]:
+        all_begun.wait()
+        yield from stream(self, prompt, **options)
+
+    monkeypatch.setattr(BlendEngine, "stream", waiting)
+    assert llm.batch(prompts) == alone
+    assert await llm.abatch(prompts) == alone
+    for result in (llm.generate(prompts), await llm.agenerate(prompts)):
+        assert [answer.text for [answer] in result.generations] == alone
+
+
+async def test_an_error_in_one_prompt_of_a_text_llm_ends_the_others(
+    llm: BlendLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def failing(self: BlendEngine, prompt: Any, **options: Any) -> Iterator[Delta]:
+        if "bad" in str(prompt):
+            assert begun.wait(60)
+            raise PromptError("bad")
+        try:
+            begun.set()
+            while True:
+                yield Delta("a", (1,))
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(BlendEngine, "stream", failing)
+    for answers in (lambda: llm.abatch(["bad", "good"]), lambda: asyncio.to_thread(llm.batch, ["bad", "good"])):
+        begun.clear()
+        ended.clear()
+        with pytest.raises(PromptError, match="bad"):
+            await answers()
+        assert await asyncio.to_thread(ended.wait, 60)

@@ -397,3 +397,55 @@ def test_an_answer_need_not_be_an_object(chat: ChatBlend) -> None:
 def test_a_tool_needs_a_name(chat: ChatBlend) -> None:
     with pytest.raises(SettingError, match="a tool needs a name: give its JSON schema a title"):
         chat.bind_tools([UNTITLED])
+
+
+class Branch(BaseModel):
+    """A part of a tree."""
+
+    leaf: bool
+    branches: list[Branch] = Field(max_length=1)
+
+
+@tool
+def grow(branch: Branch) -> str:
+    """Grow."""
+    return ""
+
+
+def plant(branch: Branch) -> str:
+    """Plant."""
+    return ""
+
+
+def test_a_recursive_class_stays_recursive(chat: ChatBlend) -> None:
+    def items(schema: dict[str, Any]) -> Any:
+        schema = schema["properties"].get("branch", schema)
+        target = schema if "properties" in schema else whole["$defs"]["Branch"]
+        return target["properties"]["branches"]["items"]
+
+    bound: Any = chat.with_structured_output(Branch)
+    whole = bound.steps[0].kwargs["response_format"]["json_schema"]["schema"]
+    assert items(whole) == {"$ref": "#/$defs/Branch"}
+    as_json = {"title": "Branch", **Branch.model_json_schema()["$defs"]["Branch"], "$defs": {"Branch": {}}}
+    tools = [*chat.with_structured_output(Branch, method="function_calling").steps[0].kwargs["tools"]]
+    tools += chat.bind_tools([Branch, grow, plant, as_json]).kwargs["tools"]
+    for one in tools:
+        whole = one["function"]["parameters"]
+        assert items(whole) == {"$ref": "#/$defs/Branch"}
+    assert "$ref" not in json.dumps(chat.bind_tools([Pet]).kwargs["tools"])  # what is not recursive is written out
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_a_recursive_class_is_enforced(chat: ChatBlend, method: Any) -> None:
+    assert isinstance(chat.with_structured_output(Branch, method=method).invoke(QUESTION), Branch)
+
+
+def test_an_invalid_call_stays_in_the_history(chat: ChatBlend) -> None:
+    invalid: Any = {"type": "invalid_tool_call", "id": "b23456789", "name": "look", "args": '{"where": "u', "error": ""}
+    said = AIMessage("", invalid_tool_calls=[invalid])
+    [message] = template_messages([said])
+    assert message["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"where": "u'}
+    history = [HumanMessage("a"), said, ToolMessage("No.", tool_call_id="b23456789"), HumanMessage("b")]
+    without = chat.get_num_tokens_from_messages([*history[:1], AIMessage("x"), *history[2:]])
+    assert chat.get_num_tokens_from_messages(history) > without
+    chat.invoke(history)

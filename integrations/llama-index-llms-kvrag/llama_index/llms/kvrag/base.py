@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing, closing
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -23,6 +24,7 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 from llama_index.core.bridge.pydantic import ConfigDict
+from llama_index.core.chat_engine.types import AgentChatResponse
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
@@ -30,7 +32,7 @@ from llama_index.core.llms.utils import parse_partial_json
 from llama_index.core.program.utils import get_program_for_llm
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
-from llama_index.core.tools.types import BaseTool
+from llama_index.core.tools.types import BaseTool, ToolMetadata
 from llama_index.core.types import BasePydanticProgram, Model
 from llama_index.llms.kvrag.messages import assistant_message, template_messages
 
@@ -43,7 +45,7 @@ from kvrag import (
     LLMSettings,
     ToolCall,
 )
-from kvrag.llm import LONGER
+from kvrag.llm import LONGER, parameters_of
 from kvrag.llm_fields import LLMFields
 
 _Prompt = str | list[dict[str, Any]]
@@ -184,6 +186,14 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
             for call in calls
         ]
 
+    def predict_and_call(self, tools: Sequence[BaseTool], *args: Any, **kwargs: Any) -> AgentChatResponse:
+        """Like `FunctionCallingLLM.predict_and_call`, also for recursive classes."""
+        return super().predict_and_call([*map(_with_properties, tools)], *args, **kwargs)
+
+    async def apredict_and_call(self, tools: Sequence[BaseTool], *args: Any, **kwargs: Any) -> AgentChatResponse:
+        """Like `predict_and_call`, off the event loop."""
+        return await super().apredict_and_call([*map(_with_properties, tools)], *args, **kwargs)
+
     def stream_chat_with_tools(self, *args: Any, **kwargs: Any) -> ChatResponseGen:
         """Like `FunctionCallingLLM.stream_chat_with_tools`; raises ValueError at the end of an invalid call."""
         responses = super().stream_chat_with_tools(*args, **kwargs)
@@ -221,7 +231,7 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
             user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
         return {
             "messages": [*(chat_history or []), *([user_msg] if user_msg else [])],
-            "tools": [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools],
+            "tools": [_with_properties(tool).metadata.to_openai_tool(skip_length_check=True) for tool in tools],
             "tool_choice": tool_choice or ("required" if tool_required else None),
             **kwargs,
         }
@@ -359,6 +369,22 @@ class _Response:
     def thought_kwargs(self) -> dict[str, Any]:
         """`additional_kwargs` of a response: the key of the thought's next part is LlamaIndex's."""
         return {"thinking_delta": self.thought_delta} if self.thought_delta else {}
+
+
+class _Metadata(ToolMetadata):
+    """Metadata of a tool whose class refers to itself: LlamaIndex leaves out its properties."""
+
+    def get_parameters_dict(self) -> dict[str, Any]:
+        parameters = parameters_of(self.fn_schema)
+        return {key: parameters[key] for key in ("type", "properties", "required", "$defs") if key in parameters}
+
+
+def _with_properties(tool: BaseTool) -> BaseTool:
+    if "properties" in tool.metadata.get_parameters_dict() or not hasattr(tool, "_metadata"):
+        return tool
+    tool = copy(tool)
+    tool._metadata = _Metadata(**vars(tool.metadata))
+    return tool
 
 
 def _is_cut_off(response: ChatResponse) -> bool:

@@ -17,7 +17,6 @@ from llama_index.core.base.llms.types import (
 from kvrag.llm import template_call
 
 _ROLES = {
-    MessageRole.DEVELOPER: "system",
     MessageRole.CHATBOT: "assistant",
     MessageRole.MODEL: "assistant",
     MessageRole.FUNCTION: "tool",

@@ -28,7 +28,7 @@ from kvrag.store.durable import TEMPORARY, write_file
 from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.owner import OWNER, owner_file, read_owner
 from kvrag.store.protocol import Entry, Holding
-from kvrag.store.schema import translated
+from kvrag.store.schema import INCOMPLETE, translated
 
 logger = logging.getLogger("kvrag")
 
@@ -72,8 +72,8 @@ class FileStore(KVStore):
                         f"cannot create the store folder {folder} ({error.strerror}): choose another one"
                     ) from error
             self._manifest = self._changes = Manifest(self.path / MANIFEST)
-            if self._manifest.is_new:
-                self._recover()
+            if self._manifest.is_incomplete and not self.read_only:
+                self._check(no_progress)
             if not self.read_only:
                 for path in self._stale(TEMPORARY, f"chunks/*/{TEMPORARY}"):  # of killed writers
                     path.unlink(missing_ok=True)
@@ -206,37 +206,37 @@ class FileStore(KVStore):
         with translated(self.path):
             if not self.read_only and not self._manifest.is_sound():
                 self._manifest.rebuild()
-                return self._recover(progress)
-            return self._check(progress)[0]
+            return self._check(progress)
 
-    def _recover(self, progress: Progress = no_progress) -> StoreCheck:
-        """Rebuild an empty manifest from the chunk files.
-
-        The files do not record which documents held them. Chunks encoded alone get an anonymous holder and are served
-        as before, also in place of their other variants. Chunks encoded with context get no holder, so they are not
-        served until their documents are warmed again, which does not encode them again.
-        """
-        result, adopted = self._check(progress)
-        for row in self._manifest.rows().values():
-            if row.key in adopted and not row.context_tokens:  # chunks stored meanwhile get holders of their own
-                self._manifest.hold("", row.namespace, [Holding(row.text_key, row.key, "")], replace=False)
-        return result
-
-    def _check(self, progress: Progress) -> tuple[StoreCheck, set[str]]:
+    def _check(self, progress: Progress) -> StoreCheck:
         # of two files of a key, one is a leftover, for `gc`
         names = {key_of(path.name): path.name for path in self._chunks.glob(f"*/*{SUFFIX}")}
         found = self._check_chunks(names, progress)
         if not self.read_only:
             self._manifest.recount()
+            if self._manifest.is_incomplete and not found.unreadable:
+                self._manifest.set_counters({INCOMPLETE: 0})
         return found
 
     def _correct(self, row: ManifestRow) -> None:
-        self._manifest.correct(row)
+        """See KVStore. In an incomplete manifest, a chunk without a row gets one, and a holder if it can be served.
+
+        The files do not record which documents held them. Chunks encoded alone get an anonymous holder and are served
+        as before, also in place of their other variants. Chunks encoded with context get no holder, so they are not
+        served until their documents are warmed again, which does not encode them again.
+        """
+        with self._manifest.transaction():
+            is_lost = self._manifest.is_incomplete and self._manifest.file(row.key) is None
+            self._manifest.correct(row)
+            if is_lost and not row.context_tokens:
+                self._manifest.hold("", row.namespace, [Holding(row.text_key, row.key, "")], replace=False)
         if not self._file(row.file).exists():  # removed in the meantime, without deleting a row because there was none
             self._remove([row.key], file=row.file)
 
     def delete_leftovers(self) -> int:
         """See KVStore.delete_leftovers. Also deletes temporary files of killed writers."""
+        if self._manifest.is_incomplete:
+            return 0  # they may be chunks
         paths = self._stale("chunks/*/*")
         known = self._manifest.files()  # read after listing the folder: files written since are not stale
         leftovers = [path for path in paths if path.name not in known] + self._stale("quarantine/*", TEMPORARY)

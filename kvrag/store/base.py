@@ -429,7 +429,7 @@ class KVStore(OfProcess, ABC):
         """Check all chunks with a row, and these files by key."""
         rows = self._manifest.rows()
         files = {**names, **{key: row.file for key, row in rows.items()}}
-        found = Counter({name: 0 for name in ("sound", "damaged", "adopted", "repaired", "unreadable")})
+        found = Counter(dict.fromkeys(("sound", "damaged", "adopted", "repaired", "unreadable"), 0))
         for done, (key, name) in enumerate(files.items(), 1):
             found.update(self._check_chunk(name, key, rows.get(key)))
             progress(done, len(files))

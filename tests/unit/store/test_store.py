@@ -647,7 +647,9 @@ def test_a_rebuild_that_fails_is_continued_and_loses_nothing(
     store.close()
 
 
-def test_a_manifest_that_cannot_be_read_at_the_moment_is_kept(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_that_cannot_be_read_at_the_moment_is_kept(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.put([record(1)])
     store.set_document("report", [holding(record(1), "source")])
 

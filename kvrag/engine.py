@@ -455,7 +455,7 @@ class BlendEngine(OfProcess):
             prepared = prepare(self.model.tokenizer, prompt, tools, template=template)
             answered = self._answering.try_out(prepared, config, namespace)
         find = partial(self._lookup.find_chunks, namespace=namespace)
-        return explain(self.model.tokenizer, self.store, self.fingerprint, find, answered, config.min_run, retrieved)
+        return explain(self.model.tokenizer, self.store, find, answered, config.min_run, retrieved)
 
     @own_team()
     def verify(self) -> list[Check]:

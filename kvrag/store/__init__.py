@@ -1,9 +1,8 @@
 """Storage of chunk KV: the base class, the embedded store, shared stores, the RAM tier."""
 
 from kvrag.store.base import KVStore, StoreCheck
-from kvrag.store.files import FileStore, entries_of, other_stores
+from kvrag.store.files import FileStore
 from kvrag.store.memory import MemoryTier
-from kvrag.store.owner import read_owner
 from kvrag.store.protocol import (
     ON_REQUEST,
     ChunkReader,
@@ -28,10 +27,7 @@ __all__ = [
     "SharedStore",
     "StoreCheck",
     "TextState",
-    "entries_of",
     "is_shared",
     "open_store",
-    "other_stores",
-    "read_owner",
     "visible_variant",
 ]

@@ -15,7 +15,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,12 +27,10 @@ from kvrag.store.chunkfile import SUFFIX, ChunkFile, PackedChunk, key_of
 from kvrag.store.durable import TEMPORARY, write_file
 from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.owner import OWNER, owner_file, read_owner
-from kvrag.store.protocol import Entry, Holding
+from kvrag.store.protocol import Holding
 from kvrag.store.schema import INCOMPLETE, translated
 
 logger = logging.getLogger("kvrag")
-
-_OTHERS = 20  # folders, the most recent first
 
 _TOUCH_EVERY = 1.0  # seconds
 _STALE = 3600.0  # seconds after which a file without a row is a leftover
@@ -266,22 +264,3 @@ def _is_stale(path: Path) -> bool:
         return time.time() - path.stat().st_mtime > _STALE
     except FileNotFoundError:
         return False  # its writer has just finished and renamed it
-
-
-def other_stores(path: Path) -> Iterator[Path]:
-    """Yield the other stores in the parent folder of `path` and in the default store folder that can be read."""
-    folders: list[tuple[float, Path]] = []
-    for root in {path.parent, Path.home() / ".cache" / "kvrag"}:
-        with contextlib.suppress(OSError):
-            for folder in root.iterdir():
-                with contextlib.suppress(OSError):
-                    if folder != path:
-                        folders.append((-(folder / OWNER).stat().st_mtime, folder))
-    for _, folder in sorted(folders)[:_OTHERS]:
-        yield folder
-
-
-def entries_of(folder: Path) -> list[Entry]:
-    """Return all texts of all namespaces of a store; raises StoreError."""
-    with contextlib.closing(Manifest(folder / MANIFEST, read_only=True)) as manifest:
-        return list(manifest.entries(0))

@@ -104,24 +104,20 @@ class Database(OfProcess):
     A file that did not exist, or was damaged and has been moved aside, is created with the counter `INCOMPLETE`.
     """
 
-    def __init__(self, path: Path, read_only: bool = False) -> None:
-        """Open or create the manifest; if `read_only`, without creating or changing any file. Raises StoreError."""
+    def __init__(self, path: Path) -> None:
+        """Open or create the manifest. Raises StoreError."""
         self._path, self._folder = path, path.parent
         self._lock = threading.RLock()  # guards the one writing connection
         self._idle: deque[sqlite3.Connection] = deque()  # reading connections
         self._connection: sqlite3.Connection | None = None  # None = `rebuild` has failed: opened again by the next use
-        self.read_only, self._closed = read_only, False
-        with translated(self._folder):
-            if read_only:
-                self._connection = self._open_to_read()
-                return
-            with _alone(path):
-                try:
-                    self._connection = self._open()
-                except _DAMAGED as error:
-                    if not _is_damage(error):
-                        raise
-                    self._replace(error)
+        self.read_only, self._closed = False, False
+        with translated(self._folder), _alone(path):
+            try:
+                self._connection = self._open()
+            except _DAMAGED as error:
+                if not _is_damage(error):
+                    raise
+                self._replace(error)
 
     def _open(self) -> sqlite3.Connection:
         is_new = False

@@ -49,10 +49,7 @@ from kvrag.store import (
     MemoryTier,
     StoreCheck,
     TextState,
-    entries_of,
     files,
-    other_stores,
-    read_owner,
     schema,
     visible_variant,
 )
@@ -1768,52 +1765,6 @@ def test_a_store_of_an_older_version_is_refused_in_one_line(tmp_path: Path) -> N
         assert "`kvrag warm --store NEW_FOLDER DOCS`" in message
         assert {path: path.stat().st_mtime_ns for path in before} == before
     assert FORMAT == 3
-
-
-# ---------------------------------------------------------------- the stores around it
-
-
-def _folder_state(folder: Path) -> dict[str, tuple[int, int]]:
-    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in [folder, *folder.rglob("*")]}
-
-
-def test_other_stores_are_read_and_never_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    closed, live = opened(tmp_path / "closed"), opened(tmp_path / "live")
-    for store in (closed, live):
-        store.put([record(1), record(2, namespace="them")])
-    closed.close()
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    shutil.copy(tmp_path / "closed" / "fingerprint.json", bare)
-    before = _folder_state(tmp_path)
-    others = {other.name: other for other in other_stores(tmp_path / "mine")}
-    assert set(others) == {"closed", "live", "bare"}
-    for name in ("closed", "live"):
-        assert [entry.text_key for entry in entries_of(others[name])] == [
-            text(record(1)),
-            text(record(2, namespace="them")),
-        ]
-        assert read_owner(others[name])["digest"] == FINGERPRINT.digest
-    with pytest.raises(StoreError, match="unable to open"):
-        entries_of(others["bare"])
-    assert _folder_state(tmp_path) == before
-    live.close()
-
-
-def test_other_stores_that_cannot_be_read_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for name in ("broken", "sound"):
-        opened(tmp_path / name).close()
-    real = os.stat
-
-    def stat(path: Any, *args: Any, **options: Any) -> os.stat_result:
-        if "broken" in os.fspath(path):
-            raise OSError(errno.EIO, "Input/output error", os.fspath(path))
-        return real(path, *args, **options)
-
-    monkeypatch.setattr(os, "stat", stat)
-    assert [other.name for other in other_stores(tmp_path / "mine")] == ["sound"]
 
 
 # ---------------------------------------------------------------- the command line

@@ -191,7 +191,8 @@ class Database(OfProcess):
         After a StoreError, the next use of the manifest opens what is there, or creates a new file.
         """
         with self._lock, _alone(self._path), translated(self._folder):
-            self._writer.close()
+            if self._connection:
+                self._connection.close()
             self._connection = None
             self._close_idle()
             self._idle = deque()  # connections in use do not return to this one

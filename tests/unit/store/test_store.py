@@ -626,8 +626,10 @@ def test_a_rebuild_that_fails_is_continued_and_loses_nothing(
         if where == "reading":
             assert store.check().unreadable == 4
         else:
-            with pytest.raises(StoreError):
-                store.check()
+            for _ in range(2):
+                calls.clear()
+                with pytest.raises(StoreError):
+                    store.check()
     for each in records:
         _age(file_of(store, each))
     store.gc()

@@ -451,7 +451,7 @@ class BlendEngine(OfProcess):
             options: AnswerOptions = {"tools": tools, "template": template, "namespace": namespace}
             answered = self._answering.try_out(Question.of(self.model.tokenizer, prompt, config, options))
         find = partial(self._lookup.find_chunks, namespace=namespace)
-        return explain(self.model.tokenizer, self.store, self.fingerprint, find, answered, config.min_run, retrieved)
+        return explain(self.model.tokenizer, self.store, find, answered, config.min_run, retrieved)
 
     @own_team()
     def verify(self) -> list[Check]:

@@ -11,18 +11,7 @@ from kvrag.types import BlendReport
 
 Kind = Literal["fresh", "reused", "conversation"]
 
-Reason = Literal[
-    "reused",
-    "escaped",
-    "cut",
-    "rewritten",
-    "too short",
-    "never warmed",
-    "warmed elsewhere",
-    "not in the prompt",
-    "not stored then",
-    "full prefill",
-]
+Reason = Literal["reused", "changed", "never warmed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +55,9 @@ class Finding:
 
     Attributes:
         tokens: Length of the text; `reused` of them were reused in this prompt.
-        reason: Why not more was reused; "reused" = no problem.
-        detail: The reason and the remedy in a sentence; "" if there is nothing to do.
+        reason: "reused" = all but a few tokens at its ends; "changed" = the prompt has it in part or not at all;
+            "never warmed" = it could not be reused.
+        detail: What differs, or why and the remedy, in a sentence; "" if there is nothing to do.
         key, documents: The stored chunk and the documents that hold it; "" and none if it is not one.
     """
 
@@ -168,6 +158,8 @@ def summary_of(report: BlendReport) -> Iterator[str]:
     seconds = {"matching": report.match_s, "waiting for chunks": report.load_stall_s, "stitching": report.stitch_s}
     seconds |= {"selecting": report.select_s, "computing": report.blend_s}
     yield "milliseconds: " + ", ".join(f"{name} {value * 1000:.0f}" for name, value in seconds.items())
+    if report.policy == "full":
+        yield "full prefill was used: nothing but a conversation is reused, whatever is stored"
     yield from filter(None, [report.decision, *report.notes])
 
 

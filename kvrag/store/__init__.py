@@ -1,8 +1,7 @@
 """Storage of chunk KV: the base class, the embedded store, shared stores."""
 
 from kvrag.store.base import KVStore, StoreCheck
-from kvrag.store.files import FileStore, entries_of, other_stores
-from kvrag.store.owner import read_owner
+from kvrag.store.files import FileStore
 from kvrag.store.shared import SharedStore, open_store
 from kvrag.store.urls import is_shared
 from kvrag.store.values import (
@@ -26,10 +25,7 @@ __all__ = [
     "SharedStore",
     "StoreCheck",
     "TextState",
-    "entries_of",
     "is_shared",
     "open_store",
-    "other_stores",
-    "read_owner",
     "visible_variant",
 ]

@@ -451,16 +451,15 @@ class KVStore(OfProcess, ABC):
         self._put_aside(name)
         return True
 
-    def _check_chunks(self, names: Mapping[str, str], progress: Progress) -> tuple[StoreCheck, set[str]]:
-        """Check all chunks with a row, and these files by key; also return the keys that had no row before."""
+    def _check_chunks(self, names: Mapping[str, str], progress: Progress) -> StoreCheck:
+        """Check all chunks with a row, and these files by key."""
         rows = self._manifest.rows()
         files = {**names, **{key: row.file for key, row in rows.items()}}
-        found: dict[str, set[str]] = {name: set() for name in ("sound", "damaged", "adopted", "repaired", "unreadable")}
+        found = Counter(dict.fromkeys(("sound", "damaged", "adopted", "repaired", "unreadable"), 0))
         for done, (key, name) in enumerate(files.items(), 1):
-            for count in self._check_chunk(name, key, rows.get(key)):
-                found[count].add(key)
+            found.update(self._check_chunk(name, key, rows.get(key)))
             progress(done, len(files))
-        return StoreCheck(**{count: len(keys) for count, keys in found.items()}), found["adopted"]
+        return StoreCheck(**found)
 
     def _check_chunk(self, name: str, key: str, row: ManifestRow | None) -> list[str]:
         """Check one chunk, repair what is possible, and return the StoreCheck counters that it adds to."""

@@ -28,12 +28,10 @@ from kvrag.store.chunkfile import SUFFIX, ChunkFile, PackedChunk, key_of
 from kvrag.store.durable import BOOT, TEMPORARY, delete_left, is_stale, try_lock, write_file
 from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.owner import OWNER, owner_file, read_owner
-from kvrag.store.schema import translated
-from kvrag.store.values import ChunkRecord, Entry, Holding
+from kvrag.store.schema import INCOMPLETE, translated
+from kvrag.store.values import ChunkRecord, Holding
 
 logger = logging.getLogger("kvrag")
-
-_OTHERS = 20  # folders, the most recent first
 
 _TOUCH_EVERY = 1.0  # seconds
 _WRITERS = "chunks.lock"  # locked by those who write chunks
@@ -73,8 +71,8 @@ class FileStore(KVStore):
                         f"cannot create the store folder {folder} ({error.strerror}): choose another one"
                     ) from error
             self._manifest = self._changes = Manifest(self.path / MANIFEST)
-            if self._manifest.is_new:
-                self._recover()
+            if self._manifest.is_incomplete and not self.read_only:
+                self._check(no_progress)
             self._delete_temporary(f"chunks/*/{TEMPORARY}")  # where older versions wrote them
 
     @property
@@ -218,39 +216,37 @@ class FileStore(KVStore):
         with translated(self.path):
             if not self.read_only and not self._manifest.is_sound():
                 self._manifest.rebuild()
-                return self._recover(progress)
-            return self._check(progress)[0]
+            return self._check(progress)
 
-    def _recover(self, progress: Progress = no_progress) -> StoreCheck:
-        """Rebuild an empty manifest from the chunk files.
-
-        The files do not record which documents held them. Chunks encoded alone get an anonymous holder and are served
-        as before, also in place of their other variants. Chunks encoded with context get no holder, so they are not
-        served until their documents are warmed again, which does not encode them again.
-        """
-        result, adopted = self._check(progress)
-        for row in self._manifest.rows().values():
-            if row.key in adopted and not row.context_tokens:  # chunks stored meanwhile get holders of their own
-                self._manifest.hold("", row.namespace, [Holding(row.text_key, row.key, "")], replace=False)
-        return result
-
-    def _check(self, progress: Progress) -> tuple[StoreCheck, set[str]]:
+    def _check(self, progress: Progress) -> StoreCheck:
         # of two files of a key, one is a leftover, for `gc`
         names = {key_of(path.name): path.name for path in self._chunks.glob(f"*/*{SUFFIX}")}
         found = self._check_chunks(names, progress)
         if not self.read_only:
             self._manifest.recount()
+            if self._manifest.is_incomplete and not found.unreadable:
+                self._manifest.set_counters({INCOMPLETE: 0})
         return found
 
     def _correct(self, row: ManifestRow) -> None:
-        self._manifest.correct(row)
+        """See KVStore. In an incomplete manifest, a chunk without a row gets one, and a holder if it can be served.
+
+        The files do not record which documents held them. Chunks encoded alone get an anonymous holder and are served
+        as before, also in place of their other variants. Chunks encoded with context get no holder, so they are not
+        served until their documents are warmed again, which does not encode them again.
+        """
+        with self._manifest.transaction():
+            is_lost = self._manifest.is_incomplete and self._manifest.file(row.key) is None
+            self._manifest.correct(row)
+            if is_lost and not row.context_tokens:
+                self._manifest.hold("", row.namespace, [Holding(row.text_key, row.key, "")], replace=False)
         if not self._file(row.file).exists():  # removed in the meantime, without deleting a row because there was none
             self._remove([row.key], file=row.file)
 
     def clean(self) -> int:
         """See KVStore.clean."""
         with translated(self.path):
-            aside = [] if self.read_only else list(self.path.glob("quarantine/*"))
+            aside = [] if self.read_only or self._manifest.is_incomplete else list(self.path.glob("quarantine/*"))
             held = self._manifest.held([key_of(path.name) for path in aside]) if aside else ()
             return self._delete_temporary() + _unlink(path for path in aside if key_of(path.name) not in held)
 
@@ -261,6 +257,8 @@ class FileStore(KVStore):
 
     def delete_leftovers(self) -> int:
         """See KVStore.delete_leftovers."""
+        if self._manifest.is_incomplete:
+            return self._delete_temporary()  # the others may be chunks
         with self._writers_lock() as lock:
             is_alone = try_lock(lock) is True  # so none on this machine is about to add the row of its file
             paths = list(self.path.glob("chunks/*/*"))
@@ -288,22 +286,3 @@ def _unlink(paths: Iterable[Path]) -> int:
     for path in unneeded:
         path.unlink(missing_ok=True)
     return len(unneeded)
-
-
-def other_stores(path: Path) -> Iterator[Path]:
-    """Yield the other stores in the parent folder of `path` and in the default store folder that can be read."""
-    folders: list[tuple[float, Path]] = []
-    for root in {path.parent, Path.home() / ".cache" / "kvrag"}:
-        with contextlib.suppress(OSError):
-            for folder in root.iterdir():
-                with contextlib.suppress(OSError):
-                    if folder != path:
-                        folders.append((-(folder / OWNER).stat().st_mtime, folder))
-    for _, folder in sorted(folders)[:_OTHERS]:
-        yield folder
-
-
-def entries_of(folder: Path) -> list[Entry]:
-    """Return all texts of all namespaces of a store; raises StoreError."""
-    with contextlib.closing(Manifest(folder / MANIFEST, read_only=True)) as manifest:
-        return list(manifest.entries(0))

@@ -22,7 +22,7 @@ import numpy as np
 from kvrag.errors import StoreError
 from kvrag.fingerprint import text_key
 from kvrag.store.chunkfile import PackedChunk
-from kvrag.store.schema import COUNT, PAGE, Database, advance, clock_of, translated
+from kvrag.store.schema import COUNT, INCOMPLETE, PAGE, Database, advance, clock_of, translated
 from kvrag.store.values import ON_REQUEST, ChunkRecord, Entry, Holding, NamespaceStats, TextState
 
 _ROWS = "SELECT key, text, namespace, ids, context_tokens, file, num_bytes FROM chunks"  # in the order of ManifestRow
@@ -99,6 +99,11 @@ class Manifest(Database):
         """Return the value of a counter."""
         rows = self._all("SELECT value FROM counters WHERE name = ?", name)
         return int(rows[0][0]) if rows else 0
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether chunk files may lack their rows; see `INCOMPLETE`."""
+        return self.counter(INCOMPLETE) > 0
 
     def entries(self, after: int) -> Iterator[Entry]:
         """See KVStore.entries."""

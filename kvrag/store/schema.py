@@ -33,6 +33,9 @@ CLOCK = "clock"
 TICKS = 10**9
 """Value of that counter per unit of the clock."""
 
+INCOMPLETE = "incomplete"
+"""Counter that is not 0 while chunk files may lack their rows: in a new file, until it has been filled."""
+
 _HALF_LIFE = 4.0  # of a use, on the clock
 
 # A text row lives as long as one of its chunks. Triggers guarantee it on every code path.
@@ -98,35 +101,33 @@ COUNT = "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET v
 class Database(OfProcess):
     """SQLite in WAL mode: readers never wait, writers of several processes are serialised.
 
-    A file that `is_new` did not exist, or was damaged and has been moved aside: fill it from the chunk files.
+    A file that did not exist, or was damaged and has been moved aside, is created with the counter `INCOMPLETE`.
     """
 
-    def __init__(self, path: Path, read_only: bool = False) -> None:
-        """Open or create the manifest; if `read_only`, without creating or changing any file. Raises StoreError."""
+    def __init__(self, path: Path) -> None:
+        """Open or create the manifest. Raises StoreError."""
         self._path, self._folder = path, path.parent
         self._lock = threading.RLock()  # guards the one writing connection
         self._idle: deque[sqlite3.Connection] = deque()  # reading connections
-        self.read_only, self.is_new, self._closed = read_only, False, False
-        with translated(self._folder):
-            if read_only:
-                self._writer = self._open_to_read()
-                return
-            with _alone(path):
-                try:
-                    self._writer = self._open()
-                except _DAMAGED as error:
-                    if isinstance(error, sqlite3.OperationalError):
-                        raise
-                    self._replace(error)
+        self._connection: sqlite3.Connection | None = None  # None = `rebuild` has failed: opened again by the next use
+        self.read_only, self._closed = False, False
+        with translated(self._folder), _alone(path):
+            try:
+                self._connection = self._open()
+            except _DAMAGED as error:
+                if not _is_damage(error):
+                    raise
+                self._replace(error)
 
     def _open(self) -> sqlite3.Connection:
+        is_new = False
         # SQLite reports a read-only file only on the first write
         if self._path.exists() and not all(os.access(path, os.W_OK) for path in (self._path, self._folder)):
             self.read_only = True
             return self._open_to_read()
         try:
             connection = connect(self._path)
-            self.is_new = not _has_tables(connection, self._folder)
+            is_new = not _has_tables(connection, self._folder)
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA secure_delete=ON")  # a deleted text's ids are overwritten
             connection.execute("PRAGMA synchronous=NORMAL")  # a lost row is a miss, and `check` adopts its file
@@ -134,6 +135,8 @@ class Database(OfProcess):
             connection.create_function("raised", 5, raised)
             with connection:  # all of it, or it is new again
                 connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA}")
+                if is_new:
+                    connection.execute(COUNT, (INCOMPLETE, 1))
             # positions are never reused, even when a damaged manifest is rebuilt
             connection.execute(
                 "INSERT INTO sqlite_sequence SELECT 'removed', ?"
@@ -141,7 +144,7 @@ class Database(OfProcess):
                 (time.time_ns() // 1000,),
             )
         except sqlite3.OperationalError as error:
-            if self.is_new or not self._path.exists() or _primary(error) not in _UNWRITABLE:
+            if is_new or not self._path.exists() or _primary(error) not in _UNWRITABLE:
                 raise
             connection = self._open_to_read()
             self.read_only = True
@@ -171,22 +174,41 @@ class Database(OfProcess):
         self._path.rename(aside)
         for suffix in ("-wal", "-shm"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
-        self._writer = self._open()
+        self._connection = self._open()
 
     def is_sound(self) -> bool:
-        """Return whether SQLite's integrity check passes; reads the whole file."""
-        with contextlib.suppress(StoreError):
+        """Return whether SQLite's integrity check passes; reads the whole file. Raises StoreError for other faults."""
+        try:
             return self._all("PRAGMA integrity_check") == [("ok",)]
-        return False
+        except StoreError as error:
+            if not _is_damage(error.__cause__):
+                raise
+            return False
 
     def rebuild(self) -> None:
-        """Move the file aside and start a new one, which the caller fills from the chunk files."""
+        """Move the file aside and start a new one, which the caller fills from the chunk files.
+
+        After a StoreError, the next use of the manifest opens what is there, or creates a new file.
+        """
         with self._lock, _alone(self._path), translated(self._folder):
-            self._writer.close()
+            if self._connection:
+                self._connection.close()
+            self._connection = None
             self._close_idle()
+            self._idle = deque()  # connections in use do not return to this one
             self._replace("the integrity check failed")
 
     # ---------------------------------------------------------------- connections
+
+    @property
+    def _writer(self) -> sqlite3.Connection:
+        with self._lock:
+            if self._connection is None and self._closed:
+                raise StoreError(f"the store {self._folder} is closed")
+            if self._connection is None:
+                with _alone(self._path), translated(self._folder):
+                    self._connection = self._open()
+            return self._connection
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -209,9 +231,10 @@ class Database(OfProcess):
     @contextlib.contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         """Yield a connection for this thread with a consistent snapshot; it does not wait for writers."""
+        idle = self._idle
         with translated(self._folder):
             try:
-                connection = self._idle.pop()
+                connection = idle.pop()
             except IndexError:
                 connection = self._connect_reader()
             try:
@@ -221,7 +244,7 @@ class Database(OfProcess):
             except BaseException:
                 connection.close()
                 raise
-            self._idle.append(connection)
+            idle.append(connection)
             if self._closed:
                 self._close_idle()
 
@@ -230,7 +253,9 @@ class Database(OfProcess):
             raise StoreError(f"the store {self._folder} is closed")
         if self.read_only:
             return self._open_to_read()
-        connection = connect(self._path)
+        if self._connection is None:
+            _ = self._writer  # creates the file
+        connection = connect(self._path, "?mode=rw")
         connection.execute("PRAGMA query_only=1")
         connection.execute("PRAGMA cache_size=-8000")
         return connection
@@ -249,7 +274,8 @@ class Database(OfProcess):
         self._closed = True
         with self._lock:
             self._close_idle()
-            self._writer.close()
+            if self._connection:
+                self._connection.close()
 
 
 class SQLiteFile(sqlite3.Connection):
@@ -338,6 +364,10 @@ _UNWRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_
 _FULL = sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE  # the second one: no room for the index of the log
 
 
+def _is_damage(error: BaseException | None) -> bool:
+    return isinstance(error, _DAMAGED) and not isinstance(error, sqlite3.OperationalError)
+
+
 def _primary(error: Exception) -> int:
     """Return SQLite's primary error code, without the extended code in the upper bits."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
@@ -367,6 +397,5 @@ def translated(folder: Path) -> Iterator[None]:
             ) from error
         if _primary(error) == sqlite3.SQLITE_READONLY or number in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise StoreReadOnlyError(f"{folder} is not writable ({error}): choose another store folder") from error
-        is_damage = not isinstance(error, (sqlite3.OperationalError, OSError))
-        remedy = "; `kvrag store check` repairs a damaged manifest" if is_damage else ""
+        remedy = "; `kvrag store check` repairs a damaged manifest" if _is_damage(error) else ""
         raise StoreError(f"cannot use {folder}: {error}{remedy}") from error

@@ -404,7 +404,7 @@ class SharedStore(KVStore):
         self._check_open()
         self._log.pull()
         self._local.check()
-        return self._check_chunks({}, progress)[0]
+        return self._check_chunks({}, progress)
 
     def _correct(self, row: ManifestRow) -> None:
         self._remove([row.key], None, row.file)

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         corpus = read_corpus(args.docs, lambda text: len(model.tokenizer.encode(text)), args.chunk_tokens)
         rows = retrieve(chosen(read_questions(args.questions), args.seed, args.n), corpus, args.k)
-    config = BlendConfig(deterministic=True, context_tokens=0 if args.musique else BlendConfig().context_tokens)
+    config = BlendConfig(deterministic=True)
     sources = sorted(Path(kvrag.__file__).parent.rglob("*.py"))
     settings = {
         "fingerprint": model.fingerprint.digest,
@@ -134,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
             "busy": busy_note(busy, cpu()),
         },
         "retrieved": sum(map(has_answer, done)),
+        "prompt_tokens": median(journal.rows[row.key][0].prompt_tokens for row in done),
         "arms": summarise([journal.rows[row.key] for row in done]),
     }
     print(json.dumps(result) if args.json else "\n".join(_lines(result)))
@@ -198,13 +199,26 @@ def _counted(values: Sequence[bool]) -> dict[str, Any]:
 
 def _lines(result: dict[str, Any]) -> list[str]:
     environment, settings, cells = result["environment"], result["settings"], result["arms"]
-    names = ("model", "dtype", "device", "threads", "torch", "transformers", "python", "kvrag", "processor", "date")
+    names = (
+        "model",
+        "dtype",
+        "device",
+        "threads",
+        "torch",
+        "transformers",
+        "python",
+        "kvrag",
+        "processor",
+        "date",
+        "command",
+    )
     count, right = settings["samples"], cells[0]["right"]["total"]
     lines = [
         ", ".join(f"{name} {environment[name]}" for name in names),
         f"load {environment['load'][0]} before, {environment['load'][1]} after. {environment['busy']}".rstrip(),
         f"{count} questions of {settings['file']}, seed {settings['seed']}; {result['retrieved']} prompts contain the "
-        f"answer; full prefill answers {right} right; intervals of 95 %",
+        f"answer, and have {result['prompt_tokens']:.0f} tokens in the median; full prefill answers {right} right",
+        "intervals of 95 %; times as ratios to full prefill's for the same prompt",
     ]
     if Path(settings["file"]).name == HANDBOOK.name:
         lines.append("These questions are for choosing settings: report none of these numbers.")

@@ -66,8 +66,12 @@ def retrieve(questions: Sequence[dict[str, Any]], corpus: Mapping[str, tuple[str
 
 def passage_rows(path: Path) -> list[QuestionRow]:
     """Read rows that have passages, each of which is a document of its own."""
-    rows = file_rows(path, 1 << 30)
-    return [replace(row, documents=tuple(map(str, range(len(row.passages))))) for row in rows]
+    rows = []
+    for row in file_rows(path, 1 << 30):
+        names = tuple(f"{row.id} {number}" for number in range(len(row.passages)))
+        library = {name: (text,) for name, text in zip(names, row.passages, strict=True)}
+        rows.append(replace(row, documents=names, library=library))
+    return rows
 
 
 def chosen(items: Sequence[Any], seed: int, n: int | None) -> list[Any]:

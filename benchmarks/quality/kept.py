@@ -56,7 +56,7 @@ _OF_QUESTIONS = ("questions", "docs", "k", "chunk_tokens")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    number = {"type": at_least(1), "metavar": "N"}
+    number: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
     parser.add_argument("--model", default="smollm2", help="model id, folder, reader or smollm2 (default)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     parser.add_argument("--threads", **number, default=2, help="threads of torch (default: 2)")

@@ -69,7 +69,7 @@ def passage_rows(path: Path) -> list[QuestionRow]:
     rows = []
     for row in file_rows(path, 1 << 30):
         names = tuple(f"{row.id} {number}" for number in range(len(row.passages)))
-        library = {name: (text,) for name, text in zip(names, row.passages, strict=True)}
+        library: dict[str, tuple[str, ...]] = {name: (text,) for name, text in zip(names, row.passages, strict=True)}
         rows.append(replace(row, documents=names, library=library))
     return rows
 

@@ -223,9 +223,9 @@ def _lines(result: dict[str, Any]) -> list[str]:
     if Path(settings["file"]).name == HANDBOOK.name:
         lines.append("These questions are for choosing settings: report none of these numbers.")
     heads = f"{'ties':>5}{'same':>5}   {'TTFT median':>11}{'mean':>7}{'worst':>7}{'of sums':>9}{'end':>7}"
-    lines += ["", f"{'':10}{'right stays':28}{'kept':28}{'forced':28}{heads}   rows median, mean, in all"]
+    lines += ["", f"{'':10}{'right stays':35}{'kept':35}{'forced':35}{heads}   rows median, mean, in all"]
     for cell in cells:
-        shares = "".join(f"{_share(cell[name]):28}" for name in ("right", "kept", "forced"))
+        shares = "".join(f"{_share(cell[name]):35}" for name in ("right", "kept", "forced"))
         speeds = "{median:>10.2f}x{mean:>6.2f}x{worst:>6.2f}x".format(**cell["speedups"])
         speeds += f"{cell['speedup']:>8.2f}x{cell['end']:>6.2f}x"
         rows = f"{cell['rows']['median']:.2f} {cell['rows']['mean']:.2f} {cell['all_rows']:.2f}"
@@ -239,7 +239,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
     for cell in sorted(cells, key=lambda cell: -cell["speedup"]):
         better = [one["arm"] for one in faster if all(one[name]["count"] >= cell[name]["count"] for name in _BOTH)]
         note = f"no better than {', '.join(better)}" if better else ""
-        shares = "".join(f"{_share(cell[name]):28}" for name in _BOTH)
+        shares = "".join(f"{_share(cell[name]):35}" for name in _BOTH)
         lines.append(f"{cell['arm']:10}{cell['speedup']:>5.2f}x   {shares}{note}".rstrip())
         faster.append(cell)
     return lines

@@ -22,6 +22,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "decode": ("benchmarks.speed.decode", "measure decoding: several answers together, and one"),
     "gpu": ("benchmarks.speed.gpu", "check a GPU: exactness, time to first token, ingestion, a profile"),
     "ingest": ("benchmarks.speed.ingest", "measure the encoding speed"),
+    "kept": (
+        "benchmarks.quality.kept",
+        "measure right and kept answers and the time to the first token, per setting of the engine",
+    ),
     "match": ("benchmarks.speed.match", "measure the speed of matching prompts with stored chunks"),
     "serve": ("benchmarks.speed.serve", "load-test a running server"),
     "ttft": (

@@ -48,6 +48,7 @@ from kvrag.retrieval.index import ChunkIndex
 if TYPE_CHECKING:
     from benchmarks.quality.grid import Cell, Journal, Task
     from kvrag.backend.transformers import Model
+    from kvrag.control.agreement import Record
 
 T = TypeVar("T")
 
@@ -225,7 +226,7 @@ class Evaluation:
 
     model: Model
     tasks: Sequence[Task]
-    journal: Journal
+    journal: Journal[Record]
     settings: dict[str, Any]
     is_interrupted: bool
 
@@ -246,6 +247,7 @@ def evaluate(
         config, codec: How chunks are encoded and stored.
     """
     from benchmarks.quality import grid
+    from kvrag.control.agreement import Record
     from kvrag.engine import BlendEngine
 
     corpus: dict[str, list[str]] = {}
@@ -269,7 +271,7 @@ def evaluate(
         "cells": [asdict(cell) for cell in cells],
         "kvrag": version("kvrag"),
     }
-    journal = grid.Journal(args.out and args.out / "rows.jsonl", settings)
+    journal = grid.Journal(args.out and args.out / "rows.jsonl", settings, Record)
     is_interrupted = False
     try:
         if any(task.row.key not in journal.rows for task in tasks):

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     asked = [group[number % len(group)] for number, group in enumerate(contexts)][: args.samples]
     settings = {"fingerprint": model.fingerprint.digest, "tokens": args.max_tokens}
     settings |= {"cells": [asdict(cell) for cell in CELLS], "kvrag": version("kvrag")}
-    journals = {kind: Journal(args.out and args.out / f"{kind}.jsonl", settings) for kind in args.kinds}
+    journals = {kind: Journal(args.out and args.out / f"{kind}.jsonl", settings, Record) for kind in args.kinds}
     sampling = Sampling(args.max_tokens, temperature=0, stop=("\n\n",) if args.model == "reader" else ())
     config = BlendConfig(context_tokens=0)
     with TemporaryDirectory() as folder, BlendEngine(model, folder, config, conversation_bytes=1 << 28) as engine:
@@ -207,7 +207,7 @@ def _namespace(row: QuestionRow, kind: str) -> str:
 # ----------------------------------------------------------------------------------------------------- the results
 
 
-def summarise(tasks: Sequence[Task], journal: Journal, seed: int) -> list[dict[str, Any]]:
+def summarise(tasks: Sequence[Task], journal: Journal[Record], seed: int) -> list[dict[str, Any]]:
     """Return the results of a kind of edit, per cell.
 
     `kl_share` is the KL as a share of that of plain reuse of stored chunks; `moved` counts stored KV, too.

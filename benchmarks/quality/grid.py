@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,11 @@ from kvrag.control.agreement import Record, compare, wilson
 from kvrag.control.prompts import ask, first_word, render
 from kvrag.engine import BlendEngine
 from kvrag.errors import ContextWindowError, ModelError, PromptError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+R = TypeVar("R", bound="DataclassInstance")
 
 FULL, NONE = "full", "none"
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -115,24 +120,29 @@ def _ids(model: Model, row: QuestionRow, instruction: str) -> list[int]:
 # ------------------------------------------------------------------------------------------------- the measurement
 
 
-class Journal:
+class Journal(Generic[R]):
     """The records of finished rows by their keys, a record per cell.
 
     They are stored if there is a file, as JSON lines with a digest of the settings, so that an interrupted run can
     resume. Lines of other settings stay and are not used.
     """
 
-    def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
+    def __init__(self, path: Path | None, settings: dict[str, Any], kind: type[R]) -> None:
+        """Read the file, if there is one.
+
+        Args:
+            kind: Dataclass of the records.
+        """
         self._path = path
         self._digest = blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).hexdigest()
-        self.rows: dict[str, list[Record]] = {}
+        self.rows: dict[str, list[R]] = {}
         for line in path.read_text().splitlines() if path and path.exists() else ():
             with suppress(ValueError, KeyError, TypeError):  # a killed process may have left a partial line
                 stored = json.loads(line)
                 if stored["settings"] == self._digest:
-                    self.rows[stored["row"]] = [Record(**record) for record in stored["records"]]
+                    self.rows[stored["row"]] = [kind(**record) for record in stored["records"]]
 
-    def add(self, row: str, records: list[Record]) -> None:
+    def add(self, row: str, records: list[R]) -> None:
         """Keep the records of a row."""
         self.rows[row] = records
         if self._path:
@@ -147,7 +157,7 @@ def answer(
     tasks: Sequence[Task],
     cells: Sequence[Cell],
     sampling: Sampling,
-    journal: Journal,
+    journal: Journal[Record],
     progress: Callable[[int, int], None],
 ) -> None:
     """Fill the journal with the records of every task, skipping existing ones.
@@ -196,12 +206,12 @@ def _measure(engine: BlendEngine, task: Task, cells: Sequence[Cell], sampling: S
 # ----------------------------------------------------------------------------------------------------- the results
 
 
-def tables(tasks: Sequence[Task], cells: Sequence[Cell], journal: Journal) -> list[Table]:
+def tables(tasks: Sequence[Task], cells: Sequence[Cell], journal: Journal[Record]) -> list[Table]:
     """Return the metrics of measured tasks, per cell."""
     return [_table(tasks, at, journal) for at in range(len(cells))]
 
 
-def _table(tasks: Sequence[Task], at: int, journal: Journal) -> Table:
+def _table(tasks: Sequence[Task], at: int, journal: Journal[Record]) -> Table:
     columns: dict[str, list[float]] = {}
     for task in tasks:
         full, record = journal.rows[task.row.key][0], journal.rows[task.row.key][at]

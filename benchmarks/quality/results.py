@@ -14,6 +14,7 @@ from benchmarks.quality.grid import Cell, Journal, Table, Task, exact_match, nor
 from benchmarks.quality.metrics import Bootstrap, rouge_l, token_f1
 from benchmarks.quality.rows import QuestionRow
 from benchmarks.quality.worlds import WorldRow
+from kvrag.control.agreement import Record
 from kvrag.control.prompts import first_word
 
 ACROSS, WITHIN = "depends on another passage", "depends on one passage"
@@ -47,7 +48,7 @@ def _states(text: str, answer: str) -> bool:
     return f" {normalise(answer)} " in f" {normalise(text)} "
 
 
-def tables(tasks: Sequence[Task], cells: Sequence[Cell], journal: Journal) -> list[Table]:
+def tables(tasks: Sequence[Task], cells: Sequence[Cell], journal: Journal[Record]) -> list[Table]:
     """Return `grid.tables` with three more metrics: token F1, ROUGE-L and leaked answers."""
     measured = grid.tables(tasks, cells, journal)
     for at, metrics in enumerate(measured):

@@ -240,7 +240,7 @@ def test_documents_are_dropped_after_the_last_row_that_needs_them(
         def watch(done: int, total: int) -> None:
             seen.append(engine.documents())
 
-        journal = grid.Journal(None, {})
+        journal = grid.Journal(None, {}, Record)
         grid.answer(engine, tasks, cells, Sampling(1, temperature=0), journal, watch)
     assert seen == ([[], ["first"], ["last"], []] if context_tokens else [[], [], [], []])
     assert list(journal.rows) == [row.key for row in rows]
@@ -251,7 +251,7 @@ def test_no_answer_is_not_an_article() -> None:
     """SQuAD's normalisation leaves nothing of "the"."""
     task = grid.Task(QuestionRow("1", (), "", ("the",), beginning="It was", context="x"), [1])
     for answer, right in ((" the cat", 1), (" a cat", 0), ("", 0)):
-        journal = grid.Journal(None, {})
+        journal = grid.Journal(None, {}, Record)
         journal.add(task.row.key, [Record([1], answer, 0.0, 1, 0, 0, 0, 1.0)])
         assert grid._table([task], 0, journal)["em"].tolist() == [right]
 
@@ -404,7 +404,7 @@ def test_a_calibration_measures_the_same(model: Model, tmp_path: Path) -> None:
     rows = document_rows(make_prompts(model, PROSE, search_by_words(PROSE), 6, top_k=2))
     tasks, _ = grid.make_tasks(model, rows, 8)
     cells = make_cells({"query": BlendConfig()}, [0.1, 0.5])
-    journal = grid.Journal(None, {})
+    journal = grid.Journal(None, {}, Record)
     with BlendEngine(model, tmp_path) as engine:
         engine.warm(PROSE)
         grid.answer(engine, tasks, cells, Sampling(8, temperature=0), journal, lambda done, total: None)

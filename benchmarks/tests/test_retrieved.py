@@ -198,7 +198,7 @@ def test_leaked_answers_are_counted(model: Model) -> None:
     seen = replace(ROW, id="seen", passages=(CHUNKS[0],), supported=True)
     tasks, _ = make_tasks(model, [*rows, seen], 1)
     cells = make_cells(make_configs(["query", "random"]), [0.1])
-    journal = grid.Journal(None, {})
+    journal = grid.Journal(None, {}, Record)
     said = {"full": ["Torvik"] * 4, "none": ["Florton."] * 4, "query": ["Florton", "Torvik", "Florton", "florton"]}
     for number, task in enumerate(tasks):
         texts = [[*said.get(cell.label, ["Torvik"] * 4), "Florton"][number] for cell in cells]

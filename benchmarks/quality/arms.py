@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -117,8 +117,9 @@ def _settings(arm: str, first: float) -> dict[str, Any]:
 
 def _measured(arm: str, answer: Answer, total_s: float, accepted: Sequence[str]) -> Measured:
     report = answer.report
-    stages: Sequence[Any] = getattr(report, "stages", ())
-    rows = report.recomputed_tokens + report.fresh_tokens
+    stages = report.stages
+    # `recomputed_tokens` includes those of the stages
+    rows = report.fresh_tokens + min(report.recomputed_tokens, round(report.ratio * report.reused_tokens))
     return Measured(
         arm=arm,
         text=answer.text,
@@ -129,9 +130,7 @@ def _measured(arm: str, answer: Answer, total_s: float, accepted: Sequence[str])
         prompt_tokens=report.prompt_tokens,
         rows=rows + sum(stage.rows for stage in stages if stage.token == 0),
         all_rows=rows + sum(stage.rows for stage in stages),
-        stages=[
-            {name: getattr(stage, name) for name in ("token", "recomputed", "rows", "seconds")} for stage in stages
-        ],
+        stages=[asdict(stage) for stage in stages],
         notes=list(report.notes),
     )
 

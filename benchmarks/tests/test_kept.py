@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -79,16 +77,14 @@ def test_times_are_compared_question_by_question_and_right_answers_are_those_of_
 
 
 def test_rows_of_later_stages_are_added() -> None:
-    report = BlendReport.unblended(100, 0)
-    stages = [SimpleNamespace(token=at, recomputed=1, rows=10, seconds=0.5) for at in (0, 0, 3)]
-    answer = Answer("x", (1,), "stop", report)
-    plain = arms._measured("adaptive", answer, 1.0, ["x"])
-    assert (plain.rows, plain.all_rows, plain.stages) == (100, 100, [])
-    names = ("ttft_s", "prompt_tokens", "recomputed_tokens", "fresh_tokens", "notes")
-    deepening: Any = SimpleNamespace(stages=stages, **{name: getattr(report, name) for name in names})
-    deeper = arms._measured("adaptive", replace(answer, report=deepening), 1.0, ["x"])
-    assert (deeper.rows, deeper.all_rows) == (120, 130)
-    assert deeper.stages[2] == {"token": 3, "recomputed": 1, "rows": 10, "seconds": 0.5}
+    report = BlendReport.unblended(100, 80, ratio=0.1)
+    stages = tuple(Stage(at, recomputed, 10, 0.5) for at, recomputed in ((0, 20), (0, 40), (3, 80)))
+    plain = arms._measured("adaptive", Answer("x", (1,), "stop", report), 1.0, ["x"])
+    assert (plain.rows, plain.all_rows, plain.stages) == (20, 20, [])
+    deepened = replace(report, stages=stages, recomputed_tokens=80)
+    deeper = arms._measured("adaptive", Answer("x", (1,), "stop", deepened), 1.0, ["x"])
+    assert (deeper.rows, deeper.all_rows) == (48, 58), "8 of 80 were recomputed at first"
+    assert deeper.stages[2] == {"token": 3, "recomputed": 80, "rows": 10, "seconds": 0.5}
 
 
 # -------------------------------------------------------------------- the command

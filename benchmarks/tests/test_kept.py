@@ -24,7 +24,7 @@ from benchmarks.quality.questions import (
 )
 from kvrag import Answer, Model
 from kvrag.control.agreement import END
-from kvrag.types import BlendReport
+from kvrag.types import BlendReport, Stage
 
 # -------------------------------------------------------------------- the rules
 

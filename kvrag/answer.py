@@ -7,9 +7,9 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +18,12 @@ from kvrag.backend.transformers.tokenizer import common_prefix
 from kvrag.config import (
     ANSWER_SETTINGS,
     BlendConfig,
+    EngineOptions,
     Grammar,
     Sampling,
     check_list,
     check_namespace,
     check_type,
-    fill_options,
     named_texts,
 )
 from kvrag.errors import SettingError, StoreError
@@ -37,45 +37,12 @@ from kvrag.ingest.ingest import Ingestion
 from kvrag.ingest.learn import Learner
 from kvrag.inspect.explain import why_little
 from kvrag.memory.conversation import Begun, Blended, CachedPrefix, Conversations, Turn
+from kvrag.options import ANSWER_DEFAULTS, AnswerOptions, fill_options
 from kvrag.request import Pipeline
 from kvrag.reuse.deepen import Prefilled
 from kvrag.reuse.prompt import Prompt
 from kvrag.scheduling.admission import Admission
 from kvrag.types import BlendReport, Delta, Messages, TokenIds
-
-
-class AnswerOptions(TypedDict, total=False):
-    """Options of an answer, described in `BlendEngine.stream`."""
-
-    documents: Sequence[str] | None
-    namespace: str
-    ratio: float | None
-    margin: float | None
-    policy: str | None
-    controller: str | None
-    history: str | None
-    deterministic: bool | None
-    stop: Sequence[str]
-    tools: Sequence[dict[str, Any]] | None
-    tool_choice: str | dict[str, Any] | None
-    grammar: Grammar | None
-    template: dict[str, Any] | None
-    reasoning: bool | None
-    max_new_tokens: int
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    repetition_penalty: float | None
-    frequency_penalty: float | None
-    presence_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    logprobs: int | None
-    seed: int | None
-    timeout: float | None
-
-
-ANSWER_DEFAULTS: dict[str, Any] = dict.fromkeys(AnswerOptions.__annotations__) | {"namespace": "", **asdict(Sampling())}
 
 
 @dataclass(frozen=True)
@@ -116,16 +83,14 @@ class Answering:
         model: Model,
         pipeline: Pipeline,
         ingestion: Ingestion,
-        conversation_bytes: int,
-        batch_bytes: int,
-        learns: bool,
+        options: EngineOptions,
     ) -> None:
         self._model, self._pipeline, self._ingestion = model, pipeline, ingestion
-        self._conversations = Conversations(conversation_bytes, model.stable_length, model.num_layers)
-        self._admission = Admission(batch_bytes)
+        self._conversations = Conversations(options.conversation_bytes, model.stable_length, model.num_layers)
+        self._admission = Admission(options.batch_bytes)
         self._warming = threading.Lock()
         is_busy = self._admission.is_busy
-        self.learner = Learner(ingestion, pipeline.lookup, is_busy, self.notice_removals) if learns else None
+        self.learner = Learner(ingestion, pipeline.lookup, is_busy, self.notice_removals) if options.learn else None
         self._removals = pipeline.store.removals()
         self._dropping = threading.Lock()  # held while the KV of removed texts is dropped
         self._watch = Watch()

@@ -13,7 +13,7 @@ import kvrag
 
 ROOT = Path(kvrag.__file__).parent
 
-BASE = {"errors", "config", "types", "fingerprint", "forking", "openmp"}
+BASE = {"errors", "config", "options", "types", "fingerprint", "forking", "openmp"}
 ROOMS = {"backend", "store", "index", "memory", "scheduling", "reuse", "ingest", "generate", "control", "inspect"}
 
 # unit -> the units it may import besides itself; a folder is one unit
@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "openmp": set(),
     "blocking": set(),
     "config": {"errors"},
+    "options": {"errors", "config"},
     "tracing": {"types"},
     "reader": {"errors", "config"},
     "scheduling": BASE,
@@ -41,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "request": BASE | {"backend", "store", "index", "memory", "reuse", "control", "tracing"},
     "answer": BASE | ROOMS | {"request"},
     "engine": BASE | ROOMS | {"request", "answer", "tracing"},
-    "client": {"errors", "config", "types", "forking", "blocking", "tracing"},
+    "client": {"errors", "config", "options", "types", "forking", "blocking", "tracing"},
     "llm": BASE | {"backend", "control", "engine", "inspect", "client"},
     "llm_fields": {"engine", "llm"},
     "vectorstore": BASE | {"llm", "blocking"},

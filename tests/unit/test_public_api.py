@@ -117,6 +117,7 @@ def test_signatures_show_the_options_of_an_answer(method: str) -> None:
             (
                 "documents",
                 "ratio",
+                "margin",
                 "policy",
                 "controller",
                 "history",

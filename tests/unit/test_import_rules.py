@@ -67,10 +67,10 @@ ONLY_IN: dict[str, set[str]] = {
     "pickle": set(),
     "benchmarks": set(),  # not in the wheel
     "langchain": set(),
-    "langchain_core": {"cli"},
+    "langchain_core": set(),
     "langchain_text_splitters": {"retrieval"},
     "langchain_community": set(),
-    "langchain_kvrag": {"cli"},
+    "langchain_kvrag": set(),
     "llama_index": set(),
     "llguidance": {"generate/grammar.py"},
     "matplotlib": set(),

@@ -17,12 +17,8 @@ import torch
 from torch import Tensor
 
 from adapt_kvrag.differentiable import LayerStates, encode_rows, logits_after
-from kvrag.backend.transformers.adapter import Adapter
-from kvrag.backend.transformers.model import Model
-from kvrag.config import BlendConfig
-from kvrag.reuse.select import select
-from kvrag.reuse.stitch import Stitched
-from kvrag.types import Run
+from kvrag import BlendConfig, Model, Run
+from kvrag.ext import Adapter, Stitched, select
 
 _END_WEIGHT = 0.3  # of the divergence on the prompt's end
 
@@ -155,7 +151,7 @@ def choose(
 ) -> Tensor:
     """Return the (S,) positions that the policy of `config` recomputes in a prompt."""
     with torch.inference_mode():
-        return select(model, stitched(ids, lesson, written, where, model), config).clone()
+        return select(model, stitched(ids, lesson, written, where, model), config).selected.clone()
 
 
 def answer_over(

@@ -8,15 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvrag.config import (
-    BlendConfig,
-    check_bytes,
-    check_names,
-    check_namespace,
-    check_option,
-)
-from kvrag.errors import SettingError
-from kvrag.store import is_shared
+from kvrag import BlendConfig, SettingError
+from kvrag.ext import check_bytes, check_names, check_namespace, check_option, is_shared
 
 MODES = ("blend", "warm", "off", "forget", "documents", "report")
 

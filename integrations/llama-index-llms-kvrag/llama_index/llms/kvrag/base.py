@@ -34,17 +34,8 @@ from llama_index.core.tools.types import BaseTool
 from llama_index.core.types import BasePydanticProgram, Model
 from llama_index.llms.kvrag.messages import assistant_message, template_messages
 
-from kvrag import (
-    Answer,
-    BlendReport,
-    CallPiece,
-    Delta,
-    InvalidCall,
-    LLMSettings,
-    ToolCall,
-)
-from kvrag.llm import LONGER
-from kvrag.llm_fields import LLMFields
+from kvrag import Answer, BlendReport, CallPiece, Delta, InvalidCall, LLMSettings, ToolCall
+from kvrag.ext import LONGER, LLMFields
 
 _Prompt = str | list[dict[str, Any]]
 

@@ -5,57 +5,33 @@ in any release: the packages of one release belong together.
 """
 
 # mypy: implicit-reexport
-# ruff: noqa: F401
+# ruff: noqa: F401, I001
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# fmt: off
 if TYPE_CHECKING:
     from kvrag.backend.hub import check_model
     from kvrag.backend.masks import Chunked, Rows, attention_received
     from kvrag.backend.protocol import Backend, Branch, CachedKV, ChunkTokenizer, KVCache, LayerSource, Observer, Tables
     from kvrag.backend.rope import rotate, unrotate
     from kvrag.backend.transformers.adapter import (
-        CONFIG,
-        PLAIN,
-        PREFIX,
-        WEIGHTS,
-        Adapter,
-        LowRank,
-        active_adapter,
-        digest,
-        read,
+        CONFIG, PLAIN, PREFIX, WEIGHTS, Adapter, LowRank, active_adapter, digest, read,
     )
     from kvrag.backend.transformers.cache import BlendLayer, StopForward, as_argument
     from kvrag.backend.transformers.loading import (
-        auto_class,
-        context_window,
-        load,
-        load_config,
-        load_tokenizer,
-        refuse_failures,
-        rope_parameters,
+        auto_class, context_window, load, load_config, load_tokenizer, refuse_failures, rope_parameters,
         stable_length,
     )
     from kvrag.backend.transformers.model import fingerprint
     from kvrag.backend.transformers.tokenizer import Tokenizer
     from kvrag.cli.cluster import ADDRESS, HERE
     from kvrag.cli.common import (
-        DTYPES,
-        add_number,
-        add_setting,
-        duration,
-        existing_path,
-        human_bytes,
-        open_engine,
-        open_index,
-        progress,
-        read_files,
-        read_questions,
-        require_extra,
-        say,
+        DTYPES, add_number, add_setting, duration, existing_path, human_bytes, open_engine, open_index, progress,
+        read_files, read_questions, require_extra, say,
     )
     from kvrag.cli.serve import add_arguments, build, read_config, read_settings
     from kvrag.cli.warm import TOTALS, bytes_per_token, drop, find_gone, read_chunks
@@ -88,6 +64,7 @@ if TYPE_CHECKING:
     from kvrag.store.schema import connect
     from kvrag.types import join
     from kvrag.vectorstore import Adding, Existing, Id, Present, VectorStoreKV, uncancelled
+# fmt: on
 
 _NAMES = (
     # LangChain and LlamaIndex: base classes, and what both translate

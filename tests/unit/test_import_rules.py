@@ -48,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "vectorstore": BASE | {"llm", "blocking"},
     "server": BASE | {"backend", "store", "scheduling", "engine", "retrieval", "reader", "tracing"},
     "cli": BASE | ROOMS | {"engine", "retrieval", "llm", "server", "client", "reader", "__init__"},
+    "ext": BASE | ROOMS | {"request", "llm", "llm_fields", "vectorstore", "server", "cli", "retrieval", "reader"},
     "__init__": BASE | {"backend", "store", "engine", "llm", "inspect", "client"},
 }
 

@@ -41,7 +41,7 @@ T = TypeVar("T")
 _MAX_DEPTH = 100  # levels of JSON; llguidance reads 128
 _TOO_DEEP = f"{{}} is nested deeper than {_MAX_DEPTH} levels: use a flatter one"
 _EXTREME = 1e9  # logits can be multiplied or divided by it twice within float32
-_FACTOR = {"least": 1 / _EXTREME, "most": _EXTREME}
+_FACTOR: dict[str, Any] = {"least": 1 / _EXTREME, "most": _EXTREME}
 _SHARE = _FACTOR | {"most": 1}
 
 

@@ -32,7 +32,7 @@ Inputs = str | Many[str] | Ids | Annotated[Many[Ids], Field(max_length=4096)]
 """A text or its token ids, or several."""
 
 # options that the engine has under the same name
-_OPTIONS = ("top_p", "top_k", "min_p", "repetition_penalty", *ANSWER_SETTINGS)
+_EXTENSIONS = ("top_k", "min_p", "repetition_penalty", *ANSWER_SETTINGS)
 _PENALTIES = ("frequency_penalty", "presence_penalty")
 
 
@@ -64,7 +64,8 @@ class Request(Part):
 def _type_of(name: str) -> Any:
     """Return the type of an option with the bounds and choices of its check."""
     about, check = DECLARED[name].metadata["about"], DECLARED[name].metadata["check"]
-    limits, kind = check.keywords, Any
+    limits = check.keywords
+    kind: Any
     if choices := choices_of(check):
         kind = Literal[choices]
     elif check.func is check_type:
@@ -93,7 +94,7 @@ def _with_options(base: type[Request], *names: str) -> type[Request]:
 if TYPE_CHECKING:
     Tunable = Request
 else:
-    Tunable = _with_options(Request, *_OPTIONS)
+    Tunable = _with_options(Request, *_EXTENSIONS)
 
 
 class StreamOptions(Request):
@@ -108,8 +109,11 @@ class Common(Tunable):
 
     model: str
     stream: bool | None = False
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None  # OpenAI's limit
-    chunks: Annotated[Many[str], Field(max_length=1000)] | None = None  # kvrag's extension, as most of `_OPTIONS`
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None  # with OpenAI's limits
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+
+    # kvrag's extension
+    chunks: Annotated[Many[str], Field(max_length=1000)] | None = None
 
     # accepted without effect
     user: str | None = None
@@ -194,7 +198,7 @@ class AnswerFields(Sampled):
     def options(self, settings: ServerSettings) -> dict[str, Any]:
         """Return the arguments of `BlendEngine.stream`, but for the seed."""
         return {
-            **{name: getattr(self, name) for name in (*_OPTIONS, *_PENALTIES)},
+            **{name: getattr(self, name) for name in ("top_p", *_EXTENSIONS, *_PENALTIES)},
             "max_new_tokens": min(self.wanted_tokens() or settings.max_tokens, settings.token_limit),
             "temperature": settings.temperature if self.temperature is None else self.temperature,
             "logit_bias": {int(token): value for token, value in (self.logit_bias or {}).items()} or None,

@@ -64,7 +64,7 @@ def test_settings_of_llm_classes_have_the_types_and_defaults_that_are_declared(t
 def test_an_option_that_is_offered_says_what_it_is_for() -> None:
     assert [name for name, setting in SETTINGS.items() if not setting.metadata["about"]] == []
     schema = ChatRequest.model_json_schema()["properties"]
-    for name in (*ANSWER_SETTINGS, "top_p", "min_p", "presence_penalty"):
+    for name in (*ANSWER_SETTINGS, "top_k", "min_p", "presence_penalty"):
         assert DECLARED[name].metadata["about"] in str(schema[name]), name
         assert all(choice in str(schema[name]) for choice in choices_of(DECLARED[name].metadata["check"]) or ())
 

@@ -67,7 +67,7 @@ open_engine open_index open_store Pipeline PLAIN PREFIX Present Problem progress
 read_files read_questions read_settings reason_of refuse_failures render require_extra rope_parameters rotate Rows
 say Search search_by_words select ServerSettings splitter stable_length Stitched StopForward Tables template_call
 TEMPORARY text_key Tokenizer TOTALS Tuning uncancelled unrotate VectorStoreKV WEIGHTS write_file
-""".split()
+""".split()  # noqa: SIM905
 
 CLASSES = [name for name in PUBLIC if name != "POLICIES"]
 

@@ -33,6 +33,7 @@ from kvrag.cli.common import (
 from kvrag.cli.question import template
 from kvrag.config import ANSWER_SETTINGS, DECLARED, BlendConfig
 from kvrag.errors import SettingError
+from kvrag.options import ENGINE_DEFAULTS
 from kvrag.reader import samples
 from kvrag.retrieval import documents
 from kvrag.server.settings import ApiKey, ServerSettings
@@ -81,9 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "learn")
     limits = parser.add_argument_group("limits")
     for tier in ("ram", "device", "conversation", "batch"):
-        size, kind = DECLARED[f"{tier}_bytes"], _size(30, may_be_zero=tier != "batch")
-        gib = f"{size.default >> 30}"
-        add_number(limits, f"--{tier}-gib", gib, size.metadata["about"], type=kind, dest=size.name)
+        name, kind = f"{tier}_bytes", _size(30, may_be_zero=tier != "batch")
+        gib, about = f"{ENGINE_DEFAULTS[name] >> 30}", DECLARED[name].metadata["about"]
+        add_number(limits, f"--{tier}-gib", gib, about, type=kind, dest=name)
     add_number(limits, "--token-limit", 4096, "maximum answer length; longer requests are cut to it", least=1)
     add_number(limits, "--concurrency", 16, "concurrent requests", least=1)
     add_number(limits, "--queue", 32, "maximum waiting requests per namespace")

@@ -29,7 +29,7 @@ $(BIN)/pip:
 
 # installs only what the demo needs, to start quickly
 .venv/.demo: $(PROJECTS) | $(BIN)/pip
-	$(INSTALL) -e '.[cli]' -e integrations/langchain-kvrag
+	$(INSTALL) -e '.[cli]'
 	touch $@
 
 demo: .venv/.demo

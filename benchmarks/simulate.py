@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvrag.cli.common import at_least, checked
-from kvrag.config import DEFAULT_POLICY, BlendConfig, check_ratio
+from kvrag.config import DEFAULT_POLICY, BlendConfig, check_option
 from kvrag.control.cost import CostModel, Speed
 from kvrag.types import BlendReport
 
@@ -323,7 +324,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length-model", default="Llama-3.1-8B", choices=MODELS, help="model of the second table")
     parser.add_argument("--length-load", default="NVMe, 3 GB/s", choices=LOADS, help="bandwidth of the second table")
     parser.add_argument(
-        "--ratio", type=checked(float, check_ratio), default=0.15, metavar="R", help="recompute ratio (default: 0.15)"
+        "--ratio",
+        type=checked(float, partial(check_option, "ratio")),
+        default=0.15,
+        metavar="R",
+        help="recompute ratio (default: 0.15)",
     )
     parser.add_argument(
         "--check", action="store_true", help="compare predictions with measurements on this machine; takes minutes"

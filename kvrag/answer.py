@@ -7,9 +7,9 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +18,12 @@ from kvrag.backend.transformers.tokenizer import common_prefix
 from kvrag.config import (
     ANSWER_SETTINGS,
     BlendConfig,
+    EngineOptions,
     Grammar,
     Sampling,
     check_list,
     check_namespace,
     check_type,
-    fill_options,
     named_texts,
 )
 from kvrag.errors import SettingError, StoreError
@@ -36,44 +36,11 @@ from kvrag.ingest.learn import Learner
 from kvrag.inspect.explain import why_little
 from kvrag.memory.conversation import Blended, Conversations, Turn
 from kvrag.memory.forgetting import Forgetting
+from kvrag.options import ANSWER_DEFAULTS, AnswerOptions, fill_options
 from kvrag.request import Pipeline
 from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.admission import Admission
 from kvrag.types import Delta, Messages, TokenIds
-
-
-class AnswerOptions(TypedDict, total=False):
-    """Options of an answer, described in `BlendEngine.stream`."""
-
-    documents: Sequence[str] | None
-    namespace: str
-    ratio: float | None
-    margin: float | None
-    policy: str | None
-    controller: str | None
-    history: str | None
-    deterministic: bool | None
-    stop: Sequence[str]
-    tools: Sequence[dict[str, Any]] | None
-    tool_choice: str | dict[str, Any] | None
-    grammar: Grammar | None
-    template: dict[str, Any] | None
-    reasoning: bool | None
-    max_new_tokens: int
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    repetition_penalty: float | None
-    frequency_penalty: float | None
-    presence_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    logprobs: int | None
-    seed: int | None
-    timeout: float | None
-
-
-ANSWER_DEFAULTS: dict[str, Any] = dict.fromkeys(AnswerOptions.__annotations__) | {"namespace": "", **asdict(Sampling())}
 
 
 @dataclass(frozen=True)
@@ -114,19 +81,17 @@ class Answering:
         model: Model,
         pipeline: Pipeline,
         ingestion: Ingestion,
-        conversation_bytes: int,
-        batch_bytes: int,
-        learns: bool,
+        options: EngineOptions,
     ) -> None:
         self._model, self._pipeline, self._ingestion = model, pipeline, ingestion
-        self._conversations = Conversations(conversation_bytes, model.stable_length, model.num_layers)
-        self._admission = Admission(batch_bytes)
+        self._conversations = Conversations(options.conversation_bytes, model.stable_length, model.num_layers)
+        self._admission = Admission(options.batch_bytes)
         self._warming = threading.Lock()
         self._watch, self.history = Watch(), History()
         memory, decode = (pipeline.memory, self._conversations), model.tokenizer.decode
         self.forgetting = Forgetting(pipeline.store, pipeline.lookup, *memory, decode, self.history.drop_forgotten)
         is_busy, notice = self._admission.is_busy, self.forgetting.notice
-        self.learner = Learner(ingestion, pipeline.lookup, is_busy, notice) if learns else None
+        self.learner = Learner(ingestion, pipeline.lookup, is_busy, notice) if options.learn else None
 
     def stream(self, question: Question) -> Generator[Delta, None, None]:
         """See `BlendEngine.stream`."""

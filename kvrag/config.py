@@ -1,8 +1,7 @@
-"""Settings, validated on creation."""
+"""Settings, validated on creation. Each option is declared here once; what offers it elsewhere is made from that."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import sys
@@ -13,10 +12,13 @@ from importlib import import_module
 from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from kvrag.errors import PromptError, SettingError
+
+if TYPE_CHECKING:
+    import torch
 
 CODECS = ("native", "int8", "int4")  # of stored KV: as the model computes it, or in 8 or 4 bits
 
@@ -34,12 +36,13 @@ HISTORIES = ("exact", "blend")
 ANSWER_SETTINGS = ("ratio", "margin", "policy", "controller", "history", "deterministic")
 """Names of the settings that every answer can override."""
 
-F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 _MAX_DEPTH = 100  # levels of JSON; llguidance reads 128
 _TOO_DEEP = f"{{}} is nested deeper than {_MAX_DEPTH} levels: use a flatter one"
 _EXTREME = 1e9  # logits can be multiplied or divided by it twice within float32
+_FACTOR: dict[str, Any] = {"least": 1 / _EXTREME, "most": _EXTREME}
+_SHARE = _FACTOR | {"most": 1}
 
 
 def _require(condition: bool, message: str, *got: object) -> None:
@@ -87,7 +90,7 @@ def check_list(name: str, value: Iterable[T]) -> list[T]:
         raise SettingError(f"{name} must be a list, not {_shown(value)}") from None
 
 
-def check_policy(policy: str) -> str:
+def check_policy(_: str, policy: str) -> str:
     """Return a policy if it exists, else raise SettingError. Settings can follow its name: `hkvd:check_layer=3`."""
     name, colon, _ = policy.partition(":") if isinstance(policy, str) else (policy, "", "")
     check_choice("policy", name, POLICIES)
@@ -97,23 +100,42 @@ def check_policy(policy: str) -> str:
     return policy
 
 
-def checked(default: Any, check: Callable[..., Any], **limits: Any) -> Any:
-    """Return a field with a check; None is accepted as well if it is the default. See `check_fields`."""
-    return field(default=default, metadata={"check": partial(check, **limits)})
+def option(default: Any, about: str = "", check: Callable[..., Any] = lambda name, value: value, **limits: Any) -> Any:
+    """Declare an option: its default, what it is for in one line, and its check, called with the name and a value.
+
+    Its type is the field's. None is accepted as well if it is the default.
+    """
+    return field(default=default, metadata={"about": about, "check": partial(check, **limits)})
+
+
+def number(default: Any, about: str = "", **limits: Any) -> Any:
+    """Declare an option that is a number; for the limits, see `check_number`."""
+    return option(default, about, check_number, **limits)
+
+
+def choice(default: str, choices: Sequence[str], about: str) -> Any:
+    """Declare an option with these choices."""
+    return option(default, about, check_choice, choices=choices)
+
+
+def switch(about: str) -> Any:
+    """Declare an option that is off."""
+    return option(False, about, check_type, kind=bool, form="True or False")
 
 
 def check_fields(settings: Any) -> None:
-    """Check and convert the fields of a dataclass that is being created."""
-    for setting in fields(settings):
-        value = getattr(settings, setting.name)
-        if "check" in setting.metadata and not (value is None and setting.default is None):
-            object.__setattr__(settings, setting.name, setting.metadata["check"](setting.name, value))
+    """Check and convert the options of a dataclass that is being created."""
+    for declared in fields(settings):
+        value = getattr(settings, declared.name)
+        if declared.metadata and not (value is None and declared.default is None):
+            object.__setattr__(settings, declared.name, declared.metadata["check"](declared.name, value))
 
 
-check_ratio = partial(check_number, "ratio", most=1)
 check_bytes = partial(check_number, whole=True)
-check_codec = partial(check_choice, "codec", choices=CODECS)
-check_controller = partial(check_choice, "controller", choices=CONTROLLERS)
+
+
+def _check_temperature(name: str, value: Any) -> float:
+    return float(check_number(name, value, most=_EXTREME) and check_number(name, value, **_FACTOR))
 
 
 def check_budget(name: str, value: Any) -> int:
@@ -213,14 +235,14 @@ class BlendConfig:
             encoded alone: its KV, and every chunk that prompts reuse, depends on its own text only.
     """
 
-    policy: str = checked(DEFAULT_POLICY, lambda _, policy: check_policy(policy))
-    ratio: float | None = checked(None, check_number, most=1)
-    margin: float | None = checked(None, check_number, most=_EXTREME)
-    controller: str = checked("auto", check_choice, choices=CONTROLLERS)
-    min_run: int = checked(16, check_number, least=16, whole=True)  # guaranteed by the matcher
-    history: str = checked("exact", check_choice, choices=HISTORIES)
-    deterministic: bool = checked(False, check_type, kind=bool, form="True or False")
-    context_tokens: int = checked(DEFAULT_CONTEXT, check_number, whole=True)
+    policy: str = option(DEFAULT_POLICY, "which tokens to recompute; 'full' = ordinary prefill", check_policy)
+    ratio: float | None = number(None, "share of reused tokens to recompute, 0 to 1; default: as calibrated", most=1)
+    margin: float | None = number(None, "nats by which a token must lead, else more is recomputed", most=_EXTREME)
+    controller: str = choice("auto", CONTROLLERS, "'off' = never switch to full prefill, even if predicted faster")
+    min_run: int = number(16, least=16, whole=True)  # guaranteed by the matcher
+    history: str = choice("exact", HISTORIES, "'blend' = also reuse KV of earlier turns behind an edit of the history")
+    deterministic: bool = switch("the same answer at every load and after any prompts; slower")
+    context_tokens: int = number(DEFAULT_CONTEXT, whole=True)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -249,23 +271,21 @@ class Sampling:
         stop: The answer ends before the first of these strings, independent of token boundaries.
     """
 
-    max_new_tokens: int = checked(256, check_number, least=1, whole=True)
-    temperature: float | None = checked(None, check_number, most=_EXTREME)
-    top_p: float | None = checked(None, check_number, least=1 / _EXTREME, most=1)
-    top_k: int | None = checked(None, check_number, whole=True)
-    min_p: float | None = checked(None, check_number, most=1)
-    repetition_penalty: float | None = checked(None, check_number, least=1 / _EXTREME, most=_EXTREME)
-    frequency_penalty: float | None = checked(None, check_number, least=-2, most=2)
-    presence_penalty: float | None = checked(None, check_number, least=-2, most=2)
+    max_new_tokens: int = number(256, "maximum length of an answer, in tokens", least=1, whole=True)
+    temperature: float | None = option(None, "0 = greedy; default: the model's generation config", _check_temperature)
+    top_p: float | None = number(None, "sample from the likeliest tokens that add up to this probability", **_SHARE)
+    top_k: int | None = number(None, "sample from this many of the likeliest tokens", whole=True)
+    min_p: float | None = number(None, "sample from tokens with this share of the likeliest one's probability", most=1)
+    repetition_penalty: float | None = number(None, "above 1 makes tokens that occurred before less likely", **_FACTOR)
+    frequency_penalty: float | None = number(None, "subtracted from a token's logit per occurrence", least=-2, most=2)
+    presence_penalty: float | None = number(None, "subtracted from the logit of used tokens", least=-2, most=2)
     logit_bias: Mapping[int, float] | None = None
-    logprobs: int | None = checked(None, check_number, most=20, whole=True)
-    seed: int | None = checked(None, check_number, most=(1 << 64) - 1, whole=True)
+    logprobs: int | None = number(None, most=20, whole=True)
+    seed: int | None = number(None, "makes sampling repeatable", most=(1 << 64) - 1, whole=True)
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.temperature:
-            check_number("temperature", self.temperature, 1 / _EXTREME, _EXTREME)
         _require(isinstance(self.logit_bias, Mapping | None), "logit_bias must be a dict", self.logit_bias)
         for token, value in (self.logit_bias or {}).items():
             check_number("a token id of logit_bias", token, whole=True)
@@ -274,6 +294,69 @@ class Sampling:
         _require(ok, "stop must be a sequence of strings", self.stop)
         _require(all(isinstance(s, str) and s for s in self.stop), "stop strings must not be empty", self.stop)
         object.__setattr__(self, "stop", tuple(self.stop))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Options of `BlendEngine`, besides its model, store and config.
+
+    Attributes:
+        ram_bytes: Size of the RAM tier in front of the store; 0 = no RAM tier.
+        codec: Codec of stored chunks: "native" = as computed, "int8" and "int4" = half and less than a third of the
+            bytes; with these, no reused KV is exact.
+        conversation_bytes: Maximum size of the KV of recent conversations, kept on the model's device for their next
+            turns; 0 = none.
+        batch_bytes: Maximum size of the KV of the answers in progress, each at its full length; further answers wait.
+            One answer is always in progress.
+        store_cache: Folder of the local copies of a shared store; None = `~/.cache/kvrag/shared`.
+        device_bytes: Size of a tier of unpacked KV on the model's device, in front of the RAM tier, for chunks that are
+            used repeatedly; 0 = none. Of use on a GPU, if it holds most chunks in frequent use.
+        learn: Encode texts that two prompts of a namespace contain, while no answer is in progress: paragraphs, and
+            messages of tools, of at least 64 tokens. See `BlendEngine.forget_learned`.
+    """
+
+    ram_bytes: int = number(2 << 30, "stored KV kept in RAM", whole=True)
+    codec: str = choice("native", CODECS, "codec of stored chunks: native precision, 8 or 4 bits")
+    conversation_bytes: int = number(1 << 30, "KV of recent conversations, kept for their next turns", whole=True)
+    batch_bytes: int = number(4 << 30, "KV of the answers in progress", whole=True)
+    store_cache: str | Path | None = option(
+        None, "folder of the local copies of a shared store; default: ~/.cache/kvrag/shared"
+    )
+    device_bytes: int = number(0, "stored KV kept on the GPU", whole=True)
+    learn: bool = switch("encode texts that two prompts of a namespace contain, while no answer is in progress")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Options of `Model.from_pretrained`, described there; the loader checks them."""
+
+    dtype: str | torch.dtype = option("auto", "dtype to compute in; auto = dtype of the stored weights")
+    device: str | None = option(None, "cuda, cpu, ...; default: a GPU if there is one")
+    device_map: str | dict[str, Any] | None = option(None, "splits a model over GPUs")
+    revision: str | None = option(None, "branch, tag or commit of the model on the hub")
+    attn_implementation: str | None = option(None, "transformers' attn_implementation")
+    trust_remote_code: bool = switch("run the Python code that a model repository ships")
+    allow_unverified: bool = False
+    preamble: bool = True
+    compile_decode: bool = switch("compile decode steps, for GPUs; loading then takes up to minutes longer")
+    adapter: str | Path | None = option(None, "folder of a LoRA adapter (PEFT) that chunks are encoded with")
+
+
+DECLARED = {row.name: row for table in (Sampling, BlendConfig, EngineOptions, ModelOptions) for row in fields(table)}
+"""All options by name: the one place that has their defaults, checks and descriptions."""
+
+
+def choices_of(check: Callable[..., Any]) -> tuple[str, ...] | None:
+    """Return what the check of an option chooses from; None if that is no list."""
+    return getattr(check, "keywords", {}).get("choices")
+
+
+def check_option(name: str, value: Any) -> Any:
+    """Return the value of an option as its declaration accepts it, else raise SettingError."""
+    return DECLARED[name].metadata["check"](name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,28 +423,3 @@ def check_depth(name: str, value: object) -> None:
         if not (level := [part for part in parts if isinstance(part, dict | list | tuple)]):
             return
     raise SettingError(_TOO_DEEP.format(name))
-
-
-def show_options(table: type, defaults: Mapping[str, Any]) -> Callable[[F], F]:
-    """Show the names of `**options: Unpack[table]` in a function's signature.
-
-    Type checkers and editors read the TypedDict; `help`, notebooks and Sphinx only read the signature.
-    """
-
-    def decorate(function: F) -> F:
-        signature, keyword = inspect.signature(function), inspect.Parameter.KEYWORD_ONLY
-        parameters = [named for named in signature.parameters.values() if named.kind is not named.VAR_KEYWORD]
-        for name, kind in table.__annotations__.items():
-            kind = getattr(kind, "__forward_arg__", kind)
-            parameters.append(inspect.Parameter(name, keyword, default=defaults[name], annotation=kind))
-        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return function
-
-    return decorate
-
-
-def fill_options(function: str, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with the defaults of those not given; raise SettingError for an unknown name."""
-    for name in options:
-        _require(name in defaults, f"{function} got an unknown option {name!r}: it accepts {', '.join(defaults)}")
-    return {**defaults, **options}

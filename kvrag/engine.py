@@ -14,19 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, Unpack, cast
 
-from kvrag.answer import ANSWER_DEFAULTS, Answering, AnswerOptions, Question, overridden
-from kvrag.backend.transformers import LoadOptions, Model
+from kvrag.answer import Answering, Question, overridden
+from kvrag.backend.transformers import Model
 from kvrag.config import (
     BlendConfig,
-    check_bytes,
-    check_codec,
+    EngineOptions,
     check_list,
     check_names,
     check_namespace,
     check_number,
     check_timeout,
     check_type,
-    show_options,
 )
 from kvrag.control import calibrate
 from kvrag.control.calibrate import Calibration
@@ -44,6 +42,16 @@ from kvrag.inspect.gate import Check, verify
 from kvrag.memory.prefetch import Prefetcher
 from kvrag.memory.tier import MemoryTier
 from kvrag.openmp import own_team
+from kvrag.options import (
+    ANSWER_DEFAULTS,
+    ENGINE_DEFAULTS,
+    LOAD_DEFAULTS,
+    AnswerOptions,
+    EngineKeywords,
+    LoadingOptions,
+    fill_options,
+    show_options,
+)
 from kvrag.request import Pipeline
 from kvrag.reuse.load import device_tier
 from kvrag.reuse.request_state import RequestState
@@ -65,11 +73,6 @@ def _shared_key(name_or_path: str | Path, settings: dict[str, Any]) -> str:
     return repr((str(name_or_path), sorted(settings.items(), key=lambda item: item[0])))
 
 
-def _check_sizes(*sizes: int) -> None:
-    for name, size in zip(("ram_bytes", "conversation_bytes", "batch_bytes", "device_bytes"), sizes, strict=True):
-        check_bytes(name, size)
-
-
 def default_store(model: Model, codec: str) -> Path:
     """Return the folder of a model's store if none is given."""
     return Path.home() / ".cache" / "kvrag" / model.fingerprint.stored_as(codec).digest
@@ -81,78 +84,55 @@ class BlendEngine(OfProcess):
     `config` has the defaults of every answer; `ratio` and `policy` can be given per call.
     """
 
+    @show_options(EngineKeywords, ENGINE_DEFAULTS)
     @own_team()
     def __init__(
         self,
         model: Model,
         store: KVStore | str | Path | None = None,
         config: BlendConfig | None = None,
-        ram_bytes: int = 2 << 30,
-        codec: str = "native",
-        conversation_bytes: int = 1 << 30,
-        batch_bytes: int = 4 << 30,
-        store_cache: str | Path | None = None,
-        device_bytes: int = 0,
-        learn: bool = False,
+        **options: Unpack[EngineKeywords],
     ) -> None:
         """Combine a model and a store.
 
         Args:
             store: A store, its folder, or the URL of a shared one, see `kvrag.store.SharedStore`; None = a folder for
                 this model under `~/.cache/kvrag`. KV of another model or codec raises FingerprintMismatchError.
-            ram_bytes: Size of the RAM tier in front of the store; 0 = no RAM tier.
-            codec: Codec of stored chunks: "native" = as computed, "int8" and "int4" = half and less than a third of the
-                bytes; with these, no reused KV is exact.
-            conversation_bytes: Maximum size of the KV of recent conversations, kept on the model's device for their
-                next turns; 0 = none.
-            batch_bytes: Maximum size of the KV of the answers in progress, each at its full length; further answers
-                wait. One answer is always in progress.
-            store_cache: Folder of the local copies of a shared store; None = `~/.cache/kvrag/shared`.
-            device_bytes: Size of a tier of unpacked KV on the model's device, in front of the RAM tier, for chunks that
-                are used repeatedly; 0 = none. Of use on a GPU, if it holds most chunks in frequent use.
-            learn: Encode texts that two prompts of a namespace contain, while no answer is in progress: paragraphs, and
-                messages of tools, of at least 64 tokens. See `forget_learned`.
+            options: See `kvrag.config.EngineOptions`.
         """
         if isinstance(model, str | Path):
             raise SettingError(f"model must be a Model, not a name: use BlendEngine.from_pretrained({str(model)!r})")
         check_type("config", config, BlendConfig | None, "a BlendConfig")
-        check_type("learn", learn, bool, "True or False")
-        self.model, self.config, self.codec = model, config or BlendConfig(), check_codec(codec)
+        chosen = EngineOptions(**fill_options("BlendEngine", ENGINE_DEFAULTS, options))
+        codec = chosen.codec
+        self.model, self.config, self.codec = model, config or BlendConfig(), codec
         self.fingerprint = model.fingerprint.stored_as(codec)
-        _check_sizes(ram_bytes, conversation_bytes, batch_bytes, device_bytes)
-        self.store: KVStore = open_store(default_store(model, codec) if store is None else store, store_cache)
+        self.store: KVStore = open_store(default_store(model, codec) if store is None else store, chosen.store_cache)
         self.store.bind(self.fingerprint)
         self._tuning = Tuning(model, self.store)
         self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._tuning)
-        memory = MemoryTier(ram_bytes, faster=device_tier(model, codec, device_bytes))
+        memory = MemoryTier(chosen.ram_bytes, faster=device_tier(model, codec, chosen.device_bytes))
         self._lookup = Lookup(self.store, alone_only=not self.config.context_tokens)
         self._pipeline = Pipeline(model, self.store, memory, self._lookup, self._tuning, codec)
         self._prefetcher = Prefetcher(self.store, self._pipeline.memory)
-        self._answering = Answering(model, self._pipeline, self._ingestion, conversation_bytes, batch_bytes, learn)
+        self._answering = Answering(model, self._pipeline, self._ingestion, chosen)
         self._closed = False
 
     @classmethod
+    @show_options(LoadingOptions, ENGINE_DEFAULTS | LOAD_DEFAULTS)
     def from_pretrained(
         cls,
         name_or_path: str | Path,
         *,
         store: KVStore | str | Path | None = None,
         config: BlendConfig | None = None,
-        ram_bytes: int = 2 << 30,
-        codec: str = "native",
-        conversation_bytes: int = 1 << 30,
-        batch_bytes: int = 4 << 30,
-        store_cache: str | Path | None = None,
-        device_bytes: int = 0,
-        learn: bool = False,
-        **model_settings: Unpack[LoadOptions],
+        **options: Unpack[LoadingOptions],
     ) -> BlendEngine:
-        """Load a model (see `Model.from_pretrained` for its settings) and combine it with a store."""
-        check_codec(codec)  # before the slow loading
-        _check_sizes(ram_bytes, conversation_bytes, batch_bytes, device_bytes)
-        model = Model.from_pretrained(name_or_path, **model_settings)
-        sizes = ram_bytes, codec, conversation_bytes, batch_bytes, store_cache, device_bytes
-        return cls(model, store, config, *sizes, learn)
+        """Load a model and combine it with a store; see `Model.from_pretrained` and `kvrag.config.EngineOptions`."""
+        loading: dict[str, Any] = {**options}
+        own = {name: loading.pop(name) for name in ENGINE_DEFAULTS if name in loading}
+        EngineOptions(**own)  # report mistakes before the slow loading
+        return cls(Model.from_pretrained(name_or_path, **loading), store, config, **own)
 
     @classmethod
     def shared(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine:
@@ -307,7 +287,7 @@ class BlendEngine(OfProcess):
             documents: Chunks that the prompt contains; those not stored are encoded and stored now.
             namespace: Only chunks and conversations of this namespace are reused.
             ratio, policy: Override the engine's `config`; with either, the controller does not decide.
-            controller, history, deterministic: Override the engine's `config`.
+            margin, controller, history, deterministic: Override the engine's `config`.
             stop: The answer ends before the first of these strings.
             tools, tool_choice: Tools that the model may or must call, in OpenAI's form; see
                 `kvrag.generate.tools.prepare`.
@@ -426,6 +406,7 @@ class BlendEngine(OfProcess):
         retrieved: Sequence[str] | None = None,
         namespace: str = "",
         ratio: float | None = None,
+        margin: float | None = None,
         policy: str | None = None,
         controller: str | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
@@ -437,13 +418,13 @@ class BlendEngine(OfProcess):
             prompt: A prompt as in `stream`, which is prefilled now; or the report of one of the last 32 answers (a
                 BlendReport or the dict that framework classes return); None = the namespace's last prompt.
             retrieved: Texts that a retriever returned for it; None = explain the chunks recognised in the prompt.
-            ratio, policy, controller, tools, template: As in `stream`, for a new prompt.
+            ratio, margin, policy, controller, tools, template: As in `stream`, for a new prompt.
 
         Raises:
             PromptError: The prompt cannot be answered, or there is no such answer.
         """
         self._check_open()
-        config = overridden(self.config, ratio=ratio, policy=policy, controller=controller)
+        config = overridden(self.config, ratio=ratio, margin=margin, policy=policy, controller=controller)
         check_namespace(namespace)
         if prompt is None or isinstance(prompt, (BlendReport, dict)):
             answered = self._answering.history.find(namespace, prompt)

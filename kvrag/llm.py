@@ -1,7 +1,7 @@
 """Base of the frameworks' LLM classes: settings, engine, and the methods that no framework has.
 
-All settings are in `EngineSettings` and `AnswerSettings`. The adapters' pydantic classes inherit their fields, and the
-command line makes its options from them.
+All settings are in `EngineSettings` and `AnswerSettings`; `kvrag.config` declares those that the engine has, too. The
+adapters' pydantic classes inherit their fields, and the command line makes its options from them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import scrypt
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvrag.client.connection import KEY_VARIABLE, root_of
 from kvrag.client.payload import checked
-from kvrag.config import CODECS, CONTROLLERS, HISTORIES, POLICIES, Grammar, check_codec, check_number, without_password
+from kvrag.config import (
+    ANSWER_SETTINGS,
+    DECLARED,
+    Grammar,
+    check_namespace,
+    check_option,
+    option,
+    without_password,
+)
 from kvrag.errors import KvragError, PromptError, SettingError
 
 if TYPE_CHECKING:  # the command line reads the table, and importing torch takes seconds
@@ -69,9 +77,15 @@ def naming_places(chunks: Sequence[Any]) -> Iterator[None]:
         raise
 
 
-def _row(default: T, about: str, choices: Sequence[str] = ()) -> T:
-    row: Any = field(default=default, metadata={"about": about, "choices": tuple(choices)})
+def _row(default: T, about: str, check: Callable[[str, Any], Any] = lambda name, value: value) -> T:
+    row: Any = option(default, about, check)
     return row  # typed as its default, for type checkers
+
+
+def _of(name: str) -> Any:
+    """Return the field of an option that `kvrag.config` declares; None leaves those of a BlendConfig to the engine."""
+    declared = DECLARED[name]
+    return field(default=None if name in ANSWER_SETTINGS else declared.default, metadata=declared.metadata)
 
 
 @dataclass(kw_only=True)
@@ -83,17 +97,17 @@ class EngineSettings:
         None,
         "folder or URL (s3://, valkey://, ...) of the chunks; default: one per model in ~/.cache/kvrag",
     )
-    store_cache: str | None = _row(None, "folder of the local copies of a shared store; default: ~/.cache/kvrag/shared")
-    codec: str = _row("native", "codec of stored chunks: native precision, 8 or 4 bits", CODECS)
-    dtype: str = _row("auto", "dtype to compute in; auto = dtype of the stored weights")
-    device: str | None = _row(None, "cuda, cpu, ...; default: a GPU if there is one")
-    device_map: str | dict[str, Any] | None = _row(None, "splits a model over GPUs")  # noqa: RUF009
-    revision: str | None = _row(None, "branch, tag or commit of the model on the hub")
-    attn_implementation: str | None = _row(None, "transformers' attn_implementation")
-    trust_remote_code: bool = _row(False, "run the Python code that a model repository ships")
-    compile_decode: bool = _row(False, "compile decode steps, for GPUs; loading then takes up to minutes longer")
-    adapter: str | None = _row(None, "folder of a LoRA adapter (PEFT) that chunks are encoded with")
-    learn: bool = _row(False, "encode texts that two prompts of a namespace contain, while no answer is in progress")
+    store_cache: str | None = _of("store_cache")
+    codec: str = _of("codec")
+    dtype: str = _of("dtype")
+    device: str | None = _of("device")
+    device_map: str | dict[str, Any] | None = _of("device_map")
+    revision: str | None = _of("revision")
+    attn_implementation: str | None = _of("attn_implementation")
+    trust_remote_code: bool = _of("trust_remote_code")
+    compile_decode: bool = _of("compile_decode")
+    adapter: str | None = _of("adapter")
+    learn: bool = _of("learn")
     base_url: str | None = _row(None, "URL of `kvrag serve`, or of vLLM with kvrag's KV connector, instead of a store")
 
 
@@ -101,44 +115,29 @@ class EngineSettings:
 class AnswerSettings:
     """Settings of answers, as in `BlendEngine.stream`; every call can override them."""
 
-    max_tokens: int = _row(256, "maximum length of an answer, in tokens")
-    temperature: float | None = _row(None, "0 = greedy; default: the model's generation config")
-    top_p: float | None = _row(None, "sample from the likeliest tokens that add up to this probability")
-    top_k: int | None = _row(None, "sample from this many of the likeliest tokens")
-    min_p: float | None = _row(None, "sample from tokens with this share of the likeliest one's probability")
-    repetition_penalty: float | None = _row(None, "above 1 makes tokens that occurred before less likely")
-    seed: int | None = _row(None, "makes sampling repeatable")
-    stop: list[str] | None = _row(None, "the answer ends before these strings; those of a call are added")  # noqa: RUF009
-    ratio: float | None = _row(None, "share of the reused tokens to recompute, 0 to 1; default: as calibrated")
-    policy: str | None = _row(None, "which tokens to recompute; 'full' = ordinary prefill", POLICIES)
-    controller: str | None = _row(None, "'off' = never switch to full prefill, even if predicted faster", CONTROLLERS)
-    history: str | None = _row(
-        None, "'blend' = also reuse KV of earlier turns behind an edit of the history", HISTORIES
-    )
-    deterministic: bool | None = _row(None, "the same answer at every load and after any prompts; slower")
+    max_tokens: int = _of("max_new_tokens")
+    temperature: float | None = _of("temperature")
+    top_p: float | None = _of("top_p")
+    top_k: int | None = _of("top_k")
+    min_p: float | None = _of("min_p")
+    repetition_penalty: float | None = _of("repetition_penalty")
+    seed: int | None = _of("seed")
+    stop: list[str] | None = _row(None, "the answer ends before these strings; those of a call are added")
+    ratio: float | None = _of("ratio")
+    margin: float | None = _of("margin")
+    policy: str | None = _of("policy")
+    controller: str | None = _of("controller")
+    history: str | None = _of("history")
+    deterministic: bool | None = _of("deterministic")
     reasoning: bool | None = _row(None, "answer with or without a thought first; default: as the chat template does")
-    namespace: str = _row("", "reuse chunks and conversations of this namespace only")
+    namespace: str = _row(
+        "", "reuse chunks and conversations of this namespace only", lambda _, name: check_namespace(name)
+    )
 
 
-class Setting(NamedTuple):
-    """Description of a setting. `kind` is the type of a value other than None; empty `choices` = any value."""
-
-    name: str
-    kind: Any
-    default: Any
-    about: str
-    choices: tuple[str, ...]
-
-
-def _settings(table: type) -> dict[str, Setting]:
-    types = get_type_hints(table)
-    kinds = {name: next(kind for kind in get_args(of) or (of,) if kind is not type(None)) for name, of in types.items()}
-    return {row.name: Setting(row.name, kinds[row.name], row.default, **row.metadata) for row in fields(table)}
-
-
-_ENGINE, _ANSWER = _settings(EngineSettings), _settings(AnswerSettings)
+_ENGINE, _ANSWER = ({row.name: row for row in fields(table)} for table in (EngineSettings, AnswerSettings))
 SETTINGS = _ENGINE | _ANSWER
-"""All settings by name."""
+"""All settings by name, as fields whose metadata is that of `kvrag.config.option`."""
 
 
 @dataclass(kw_only=True)
@@ -165,7 +164,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
         given = [f"{name}=" for name in self.engine_settings()]
         if self.engine is not None and given:
             raise SettingError(f"engine= already has a model and a store: leave out {', '.join(given)}")
-        check_codec(self.codec)
+        check_option("codec", self.codec)
         if self.base_url is not None:
             root_of(self.base_url)
             if local := [name for name in given if name not in ("model=", "base_url=")]:
@@ -211,7 +210,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
         request = {name: getattr(self, name) for name in _ANSWER}
         request |= {name: value for name, value in call.items() if value is not None}
         request["stop"] = tuple(dict.fromkeys([*(self.stop or ()), *(call.get("stop") or ())]))
-        request["max_new_tokens"] = check_number("max_tokens", request.pop("max_tokens"), least=1, whole=True)
+        request["max_new_tokens"] = _ANSWER["max_tokens"].metadata["check"]("max_tokens", request.pop("max_tokens"))
         request.setdefault("timeout", self.timeout)
         if response_format := request.pop("response_format", None):
             if "grammar" in request:
@@ -459,5 +458,5 @@ class LLMBase(EngineSettings, AnswerSettings):
         engine = self._open()
         if isinstance(prompt, str):
             prompt = engine.as_prompt(prompt)
-        settings: dict[str, Any] = {"ratio": self.ratio, "policy": self.policy, "controller": self.controller}
+        settings: dict[str, Any] = {name: getattr(self, name) for name in ("ratio", "margin", "policy", "controller")}
         return engine.explain(prompt, retrieved=self._texts(retrieved), namespace=self._in(namespace), **settings)

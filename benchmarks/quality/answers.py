@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -37,8 +38,7 @@ from kvrag.config import (
     POLICIES,
     BlendConfig,
     Sampling,
-    check_policy,
-    check_ratio,
+    check_option,
 )
 from kvrag.control.prompts import make_prompts
 from kvrag.errors import SettingError
@@ -86,14 +86,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policies",
         nargs="+",
-        type=comma_separated(checked(str, check_policy)),
+        type=comma_separated(checked(str, partial(check_option, "policy"))),
         metavar="POLICY",
         help=f"policies to compare with full prefill and plain reuse (default: all; with --docs {DEFAULT_POLICY})",
     )
     parser.add_argument(
         "--ratios",
         nargs="+",
-        type=comma_separated(checked(float, check_ratio)),
+        type=comma_separated(checked(float, partial(check_option, "ratio"))),
         default=[[0.05, 0.15, 0.3]],
         metavar="R",
         help="0 to 1 (default: 0.05 0.15 0.3)",
@@ -277,7 +277,7 @@ def evaluate(
         if any(task.row.key not in journal.rows for task in tasks):
             with (
                 TemporaryDirectory(prefix="kvrag-quality-", ignore_cleanup_errors=True) as folder,
-                BlendEngine(model, folder, config, args.ram_bytes, codec) as engine,
+                BlendEngine(model, folder, config, ram_bytes=args.ram_bytes, codec=codec) as engine,
             ):
                 with progress("encoding", args.json) as update:
                     for done, (name, chunks) in enumerate(corpus.items()):

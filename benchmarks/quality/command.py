@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from benchmarks.quality.variants import code_digest, leave_out, make_configs, re
 from benchmarks.quality.worlds import ARTICLES, WORLDS, world_of, world_rows
 from kvrag.backend.transformers import Model
 from kvrag.cli.common import at_least, checked, progress, require_extra
-from kvrag.config import CODECS, BlendConfig, check_codec
+from kvrag.config import CODECS, BlendConfig, check_option
 from kvrag.errors import SettingError
 
 _AGAINST = "hkvd"  # the usual reference in the literature
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     study.add_argument(
         "--codec",
         nargs="+",
-        type=comma_separated(checked(str, check_codec)),
+        type=comma_separated(checked(str, partial(check_option, "codec"))),
         default=[["native"]],
         metavar="|".join(CODECS),
         help="codecs of the stored KV",

@@ -45,7 +45,7 @@ from kvrag.backend.hub import check_model
 from kvrag.backend.transformers import Model
 from kvrag.cli.common import DTYPES, at_least, existing_path, progress, require_extra, say
 from kvrag.cli.demo import busy_note, cpu
-from kvrag.config import BlendConfig, check_ratio
+from kvrag.config import BlendConfig, check_option
 from kvrag.control.agreement import wilson
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError, SettingError
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _arm(text: str) -> str:
     try:
         if text not in ARMS:
-            check_ratio(float(text))
+            check_option("ratio", float(text))
     except (ValueError, SettingError):
         raise argparse.ArgumentTypeError(f"must be {', '.join(ARMS)} or another ratio, got {text!r}") from None
     return text

@@ -141,7 +141,7 @@ def measure(
     with (
         tempfile.TemporaryDirectory() as folder,
         BlendEngine(
-            net, folder, config, setup.ram_bytes, conversation_bytes=0, device_bytes=setup.device_bytes
+            net, folder, config, ram_bytes=setup.ram_bytes, conversation_bytes=0, device_bytes=setup.device_bytes
         ) as engine,
     ):
         progress(f"warming {setup.chunks} chunks of {setup.chunk_tokens} tokens")

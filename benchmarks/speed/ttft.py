@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from benchmarks.speed import first_token
 from benchmarks.speed.first_token import TtftSetup
 from kvrag.backend.protocol import KVCache
 from kvrag.backend.transformers import Model
-from kvrag.cli.common import add_number
-from kvrag.config import POLICIES, BlendConfig
+from kvrag.cli.common import add_number, checked
+from kvrag.config import BlendConfig, check_option
 from kvrag.engine import BlendEngine
 from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.request_state import RequestState
@@ -117,7 +118,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies",
         nargs="+",
         default=["none", "first_k", "query", "hkvd"],
-        choices=POLICIES,
+        type=checked(str, partial(check_option, "policy")),
+        metavar="POLICY",
         help="policies to compare with full prefill and an exact prefix cache",
     )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvrag.cli.common import (
     add_engine_arguments,
     add_number,
+    add_policy_argument,
     at_least,
     existing_path,
     open_engine,
@@ -21,7 +22,7 @@ from kvrag.cli.common import (
     say,
 )
 from kvrag.cli.question import as_prompt, retrieve, text_search
-from kvrag.config import DEFAULT_CONTEXT, DEFAULT_RATIO, POLICIES
+from kvrag.config import DEFAULT_CONTEXT, DEFAULT_RATIO
 from kvrag.errors import KvragError
 from kvrag.types import Messages
 
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     questions = "one question per line; chunks are retrieved as in `kvrag ask` (default: prompts made from the chunks)"
     parser.add_argument("--questions", type=existing_path, metavar="FILE", help=questions)
-    parser.add_argument("--policy", choices=POLICIES, help="which tokens to recompute (default: as in `kvrag ask`)")
+    add_policy_argument(parser, "as in `kvrag ask`")
     add_number(parser, "--context-tokens", DEFAULT_CONTEXT, "for engines and servers with this setting")
     add_number(parser, "--target", 0.99, "share of first tokens that must match full prefill", most=1)
     sure = "require the lower end of the confidence interval to reach the target; takes hundreds of prompts"

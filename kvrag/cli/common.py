@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,17 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from tqdm import tqdm
 
 from kvrag.backend.hub import BUNDLED, READER, check_model
-from kvrag.config import (
-    DEFAULT_CONTEXT,
-    DEFAULT_POLICY,
-    BlendConfig,
-    Sampling,
-    check_namespace,
-    check_number,
-    check_ratio,
-)
+from kvrag.config import DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES, BlendConfig, choices_of
 from kvrag.errors import FingerprintMismatchError, KvragError, SettingError, StoreError
 from kvrag.llm import SETTINGS
+from kvrag.options import ENGINE_DEFAULTS
 from kvrag.retrieval import documents
 from kvrag.retrieval.documents import Content, Problem
 from kvrag.retrieval.sandbox import Sandbox
@@ -43,9 +37,8 @@ T = TypeVar("T")
 _REDRAW_S, _LINE_S = 0.1, 10.0  # seconds between lines of progress, on a terminal and without one
 _KNOWN = 0.05  # of the work, after which the time left is estimated
 _CLEAR = "\r\x1b[K"  # removes a line of progress from a terminal
+_KINDS = {kind.__name__: kind for kind in (bool, float, int, str)}
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-# arguments of the engine that some commands have options for
-_ENGINE_OPTIONS = ("ram_bytes", "device_bytes", "conversation_bytes", "batch_bytes", "learn")
 _EXTRAS = {
     "cli": ("faiss", "sentence_transformers", "langchain_text_splitters"),
     "server": ("fastapi", "uvicorn", "prometheus_client", "python_multipart"),
@@ -117,26 +110,24 @@ def existing_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-_CHECKS: dict[str, Callable[[Any], object]] = {
-    "namespace": check_namespace,
-    "ratio": check_ratio,
-    "max_tokens": lambda value: check_number("max_tokens", value, least=1, whole=True),
-    "temperature": lambda value: Sampling(temperature=value),
-}
-
-
 def add_setting(parser: argparse.ArgumentParser, name: str, about: str | None = None, **options: Any) -> None:
-    """Add the option for a setting in `kvrag.llm`, with its type, default and choices.
+    """Add the option for a setting in `kvrag.llm`, with its type, default and check.
 
     Args:
         about: Help text that replaces the setting's own.
         options: Further arguments of `add_argument`.
     """
     setting = SETTINGS[name]
-    kind = checked(setting.kind, _CHECKS[name]) if name in _CHECKS else setting.kind
-    options = {"default": setting.default, "type": kind, "choices": setting.choices or None} | options
-    default = f" (default: {options['default']})" if options["default"] not in (None, "") else ""
-    parser.add_argument(f"--{name.replace('_', '-')}", help=f"{about or setting.about}{default}", **options)
+    check, kind = setting.metadata["check"], _KINDS[str(setting.type).partition(" ")[0]]
+    options.setdefault("default", setting.default)
+    if kind is bool:
+        options["action"] = "store_true"
+    else:
+        choices = options.setdefault("choices", choices_of(check))
+        options["type"] = kind if choices else checked(kind, partial(check, name))
+    default = f" (default: {options['default']})" if options["default"] not in (None, False, "") else ""
+    about = about or setting.metadata["about"]
+    parser.add_argument(f"--{name.replace('_', '-')}", help=f"{about}{default}", **options)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,11 +148,17 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "namespace", namespace, metavar="NAME")
 
 
+def add_policy_argument(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add `--policy`, with what it is without."""
+    about = f"{SETTINGS['policy'].metadata['about']} (default: {default}): {', '.join(POLICIES)}"
+    add_setting(parser, "policy", about, metavar="NAME[:SETTING=VALUE,...]")
+
+
 def add_blend_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of blending."""
-    ratio = "share of the reused tokens to recompute, 0 to 1 (default: as calibrated, else full prefill)"
-    add_setting(parser, "ratio", ratio, metavar="R")
-    add_setting(parser, "policy", f"which tokens to recompute; 'full' = ordinary prefill (default: {DEFAULT_POLICY})")
+    add_setting(parser, "ratio", metavar="R")
+    add_setting(parser, "margin", metavar="NATS")
+    add_policy_argument(parser, DEFAULT_POLICY)
     add_setting(parser, "controller")
 
 
@@ -174,11 +171,15 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "temperature", metavar="T")
 
 
+def blend_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of the options of `add_blend_arguments`."""
+    return {name: getattr(args, name) for name in ("ratio", "margin", "policy", "controller")}
+
+
 def stream(engine: BlendEngine, prompt: str | Messages, args: argparse.Namespace) -> tuple[str, BlendReport]:
     """Answer with the options of `add_answer_arguments`; stream the text to stdout unless --json was passed."""
     text, report = "", None
-    settings = {"ratio": args.ratio, "policy": args.policy, "controller": args.controller}
-    settings |= {"temperature": args.temperature, "namespace": args.namespace}
+    settings = blend_settings(args) | {"temperature": args.temperature, "namespace": args.namespace}
     for delta in engine.stream(prompt, max_new_tokens=args.max_tokens, **settings):
         new_text = delta.text if text else delta.text.lstrip()
         text += new_text
@@ -217,8 +218,8 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
     store = default_store(model, args.codec) if args.store is None else args.store
     if is_warmed and args.store is None and not (store / "chunks").is_dir():
         raise _nothing_warmed(store)
-    options = {name: getattr(args, name) for name in _ENGINE_OPTIONS if name in args}
-    return BlendEngine(model, store, config, codec=args.codec, store_cache=args.store_cache, **options)
+    options: Any = {name: getattr(args, name) for name in ENGINE_DEFAULTS if name in args}
+    return BlendEngine(model, store, config, **options)
 
 
 def _check_owner(store: str, model: str) -> None:

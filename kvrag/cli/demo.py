@@ -1,4 +1,4 @@
-"""`kvrag demo`: answers and speed of a LangChain chain by several policies, and the speed of a larger model."""
+"""`kvrag demo`: answers and speed by several policies, and the speed of a larger model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 from kvrag.backend.hub import READER
 from kvrag.cli import warm
 from kvrag.cli.common import human_bytes, open_engine, open_index, progress, require_extra, say
-from kvrag.errors import needing
 from kvrag.reader.samples import ARTICLES, ENCODED_ALONE, Sample
+from kvrag.types import Answer
 
 if TYPE_CHECKING:
     from kvrag.cli.speed import SpeedUp
-    from kvrag.engine import BlendEngine
 
 _FULL, _BLENDING = "full prefill", "blending"
 WAYS = {_FULL: "full", "plain reuse": "none", _BLENDING: None}
@@ -56,8 +55,6 @@ def run(args: argparse.Namespace) -> int:
     """Print the speed-up, the answers to two sets of questions, and the next commands to try."""
     require_extra()
     started = cpu()
-    with needing("langchain-kvrag"):
-        import langchain_kvrag  # noqa: F401
     warn_if_busy(started)
 
     def show(*lines: str) -> None:
@@ -87,29 +84,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _chain(
-    engine: BlendEngine, policy: str | None, context: Callable[[str], str]
-) -> Callable[[str], tuple[str, dict[str, Any]]]:
-    """Return an ordinary LCEL chain, as a function from a question to the answer and its report.
-
-    Args:
-        context: Returns the retrieved chunks for a question.
-    """
-    from langchain_core.prompts import ChatPromptTemplate
-    from langchain_core.runnables import RunnablePassthrough
-    from langchain_kvrag import ChatBlend
-
-    prompt = ChatPromptTemplate.from_template("{context}\n\n{question}")
-    llm = ChatBlend(engine=engine, max_tokens=16, temperature=0, policy=policy, controller="off")
-    chain = {"context": context, "question": RunnablePassthrough()} | prompt | llm
-
-    def ask(question: str) -> tuple[str, dict[str, Any]]:
-        message = chain.invoke(question)
-        return str(message.content).strip(), message.response_metadata["kvrag"]
-
-    return ask
-
-
 def _ask_all(sample: Sample, store: str, quiet: bool) -> tuple[dict[str, Any], list[DemoAnswer]]:
     """Warm the sample's documents and ask its questions each way; return what was warmed and the answers."""
     parser = argparse.ArgumentParser()
@@ -120,18 +94,20 @@ def _ask_all(sample: Sample, store: str, quiet: bool) -> tuple[dict[str, Any], l
     warmed, answers = warm.warm_here(args), []
     with open_engine(args) as engine, open_index(engine, "") as index:
 
-        def context(question: str) -> str:
-            return "\n\n".join(hit.text for hit in index.search(question, sample.top_k, sample.around))
+        def ask(way: str, question: str) -> Answer:
+            texts = [hit.text for hit in index.search(question, sample.top_k, sample.around)]
+            messages = [{"role": "user", "content": "\n\n".join([*texts, question])}]
+            return engine.generate(messages, max_new_tokens=16, temperature=0, policy=WAYS[way], controller="off")
 
-        asks = {way: _chain(engine, policy, context) for way, policy in WAYS.items()}
-        for ask in asks.values():
-            ask("What is this about?")  # the first answer of a process includes start-up costs
+        for way in WAYS:
+            ask(way, "What is this about?")  # the first answer of a process includes start-up costs
         with progress("asking", quiet) as show:
             for number, (question, expected) in enumerate(sample.questions.items(), 1):
-                for way, ask in asks.items():
-                    answer, report = ask(f"Question: {question}")
-                    numbers = report["reused_tokens"], report["recomputed_tokens"], report["ttft_s"]
-                    answers.append(DemoAnswer(question, expected, way, answer, answer == expected, *numbers))
+                for way in WAYS:
+                    said = ask(way, f"Question: {question}")
+                    text, report = said.text.strip(), said.report
+                    numbers = report.reused_tokens, report.recomputed_tokens, report.ttft_s
+                    answers.append(DemoAnswer(question, expected, way, text, text == expected, *numbers))
                 show(number, len(sample.questions))
     return warmed, answers
 
@@ -189,7 +165,7 @@ def answer_lines(answers: Sequence[DemoAnswer], warmed: dict[str, Any], notes: S
         *notes,
         f"{same} of {len(full)} answers are full prefill's",
         "",
-        "The bundled reader (4.8 M parameters) in a LangChain chain, about",
+        "The bundled reader (4.8 M parameters), about",
         f"{warmed['files']} articles of a made-up world: {warmed['chunks']} chunks ({warmed['new']} new), "
         f"{warmed['tokens']} tokens, {human_bytes(warmed['bytes'])} of KV.",
         "Medians over the questions.",

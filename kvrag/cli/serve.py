@@ -31,9 +31,9 @@ from kvrag.cli.common import (
     say,
 )
 from kvrag.cli.question import template
-from kvrag.config import ANSWER_SETTINGS, BlendConfig
+from kvrag.config import ANSWER_SETTINGS, DECLARED, BlendConfig
 from kvrag.errors import SettingError
-from kvrag.llm import SETTINGS
+from kvrag.options import ENGINE_DEFAULTS
 from kvrag.reader import samples
 from kvrag.retrieval import documents
 from kvrag.server.settings import ApiKey, ServerSettings
@@ -51,7 +51,7 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag serve`."""
     add_engine_arguments(parser)
-    parser.add_argument("--compile-decode", action="store_true", help=SETTINGS["compile_decode"].about)
+    add_setting(parser, "compile_decode")
     add_answer_arguments(parser)
     where = parser.add_argument_group("address and access")
     host = "address to listen on (default: 127.0.0.1, for this machine only)"
@@ -78,19 +78,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget = "evict the chunks that save least beyond this size; see also kvrag store budget"
     corpus.add_argument("--store-gib", type=_size(30), dest="store_bytes", metavar="N", help=budget)
     add_setting(parser, "history")
-    parser.add_argument("--deterministic", action="store_true", default=None, help=SETTINGS["deterministic"].about)
-    parser.add_argument("--learn", action="store_true", help=SETTINGS["learn"].about)
+    add_setting(parser, "deterministic")
+    add_setting(parser, "learn")
     limits = parser.add_argument_group("limits")
-    gib, mib, size_or_0 = _size(30), _size(20), _size(30, may_be_zero=True)
-    add_number(limits, "--ram-gib", "2", "stored KV kept in RAM", type=size_or_0, dest="ram_bytes")
-    add_number(limits, "--device-gib", "0", "stored KV kept on the GPU", type=size_or_0, dest="device_bytes")
-    kept = "KV of recent conversations, kept for their next turns"
-    add_number(limits, "--conversation-gib", "1", kept, type=size_or_0, dest="conversation_bytes")
-    add_number(limits, "--batch-gib", "4", "KV of the answers in progress", type=gib, dest="batch_bytes")
+    for tier in ("ram", "device", "conversation", "batch"):
+        name, kind = f"{tier}_bytes", _size(30, may_be_zero=tier != "batch")
+        gib, about = f"{ENGINE_DEFAULTS[name] >> 30}", DECLARED[name].metadata["about"]
+        add_number(limits, f"--{tier}-gib", gib, about, type=kind, dest=name)
     add_number(limits, "--token-limit", 4096, "maximum answer length; longer requests are cut to it", least=1)
     add_number(limits, "--concurrency", 16, "concurrent requests", least=1)
     add_number(limits, "--queue", 32, "maximum waiting requests per namespace")
     add_number(limits, "--timeout", 600.0, "time limit of a request in seconds", metavar="S")
+    mib = _size(20)
     add_number(limits, "--max-body-mib", "8", "maximum size of a request", type=mib, dest="max_body")
     add_number(limits, "--max-upload-mib", "64", "maximum size of a document", type=mib, dest="max_upload")
     shutdown = "seconds for pending answers to finish at shutdown"

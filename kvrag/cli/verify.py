@@ -9,7 +9,6 @@ from functools import partial
 
 from kvrag.backend.hub import check_model
 from kvrag.cli.common import DTYPES, add_setting, at_least, say
-from kvrag.llm import SETTINGS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "codec", "codec of stored chunks, to see its error")
     parser.add_argument("--chunk-tokens", type=at_least(1), metavar="N", help="length of the four test chunks")
     parser.add_argument("--allow-unverified", action="store_true", help="allow an untested model family")
-    parser.add_argument("--compile-decode", action="store_true", help=SETTINGS["compile_decode"].about)
+    add_setting(parser, "compile_decode")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from kvrag.client.connection import Body
@@ -14,17 +14,16 @@ from kvrag.config import (
     Sampling,
     check_namespace,
     check_timeout,
-    fill_options,
     named_texts,
 )
 from kvrag.errors import PromptError, SettingError
+from kvrag.options import ANSWER_DEFAULTS, fill_options
 from kvrag.types import Messages
 
-_SAMPLING = {name: value for name, value in asdict(Sampling()).items() if name != "logprobs"}
-_SAME = _SAMPLING.keys() - {"max_new_tokens"} | {"tools"}  # as OpenAI and vLLM name them
-_OTHER = (*ANSWER_SETTINGS, "documents", "tools", "tool_choice", "grammar", "template", "reasoning")
+_SAMPLING = [field.name for field in fields(Sampling) if field.name != "logprobs"]
+_SAME = {*_SAMPLING, "tools"} - {"max_new_tokens"}  # as OpenAI and vLLM name them
 _SWITCHES = ("enable_thinking", "thinking")  # of thoughts, in chat templates
-_DEFAULTS = dict.fromkeys((*_OTHER, "timeout")) | {"namespace": ""} | _SAMPLING
+_DEFAULTS = {name: value for name, value in ANSWER_DEFAULTS.items() if name != "logprobs"}
 
 
 def checked(options: Mapping[str, Any]) -> Body:

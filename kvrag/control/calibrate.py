@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kvrag.backend.transformers import Model
-from kvrag.config import ANSWER_SETTINGS, BlendConfig, Sampling, check_list, check_number, check_ratio
+from kvrag.config import ANSWER_SETTINGS, BlendConfig, Sampling, check_list, check_number, check_option
 from kvrag.control.agreement import TARGET, Prefill, Record, choose, compare, wilson
 from kvrag.control.prompts import first_word
 from kvrag.errors import KvragError, PromptError, SettingError, StoreError
@@ -96,7 +96,7 @@ class Calibration:
             fields["notes"] = tuple(fields["notes"])
             calibration = cls(**fields)
             if calibration.ratio is not None:
-                check_ratio(calibration.ratio)
+                check_option("ratio", calibration.ratio)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
         return calibration
@@ -142,7 +142,7 @@ def calibrate(
     if not check_number("target", target) or target > 1.0:
         raise SettingError(f"target must be in (0, 1], got {target}: it is a share of first tokens")
     check_number("tokens", tokens, least=1, whole=True)
-    ratios = sorted({check_ratio(ratio) for ratio in check_list("ratios", ratios)})
+    ratios = sorted({check_option("ratio", ratio) for ratio in check_list("ratios", ratios)})
     if not ratios or ratios[-1] >= 1.0:
         raise SettingError("ratios must be one or more numbers below 1 (1 is full prefill)")
     count = min(count or len(prompts), len(prompts))

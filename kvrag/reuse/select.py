@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend
-from kvrag.config import DEFAULT_RATIO, BlendConfig
+from kvrag.config import DEFAULT_RATIO, BlendConfig, check_fields
 from kvrag.errors import SettingError
 from kvrag.reuse.request_state import RequestState
 
@@ -64,6 +64,9 @@ NO_PASSES = Passes()
 @dataclass(frozen=True)
 class Policy:
     """A policy: its settings are its fields. The subclass is in a module of `kvrag.reuse.policies`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def score(self, context: Context) -> Tensor:
         """Return (T,) scores of all positions: higher ones are recomputed first, those with -inf never."""

@@ -5,11 +5,14 @@ Unknown fields are rejected, never ignored: they could change the answer. A fiel
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, create_model, model_validator
+from pydantic_core import PydanticCustomError
 
-from kvrag.config import ANSWER_SETTINGS, CONTROLLERS, HISTORIES, POLICIES, Grammar
+from kvrag.config import ANSWER_SETTINGS, DECLARED, Grammar, check_number, check_option, check_type, choices_of
+from kvrag.errors import SettingError
 from kvrag.server.api_errors import ApiError
 from kvrag.server.settings import ServerSettings
 
@@ -18,7 +21,6 @@ T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # a million wrong items are one error
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Penalty = Annotated[Number, Field(ge=-2, le=2)]
 TokenId = Annotated[str, StringConstraints(pattern=r"^\d{1,9}$")]
 Verbosity = Literal["low", "medium", "high"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -30,10 +32,8 @@ Inputs = str | Many[str] | Ids | Annotated[Many[Ids], Field(max_length=4096)]
 """A text or its token ids, or several."""
 
 # options that the engine has under the same name
-_SAME = (
-    *("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *ANSWER_SETTINGS,
-)
+_EXTENSIONS = ("top_k", "min_p", "repetition_penalty", *ANSWER_SETTINGS)
+_PENALTIES = ("frequency_penalty", "presence_penalty")
 
 
 class Part(BaseModel):
@@ -61,6 +61,42 @@ class Request(Part):
     model_config = ConfigDict(extra="forbid")
 
 
+def _type_of(name: str) -> Any:
+    """Return the type of an option with the bounds and choices of its check."""
+    about, check = DECLARED[name].metadata["about"], DECLARED[name].metadata["check"]
+    limits = check.keywords
+    kind: Any
+    if choices := choices_of(check):
+        kind = Literal[choices]
+    elif check.func is check_type:
+        kind = limits["kind"]
+    elif check.func is check_number:
+        number = int if "whole" in limits else Number
+        kind = Annotated[number, Field(ge=limits.get("least", 0), le=limits.get("most"))]
+    else:
+        kind = Annotated[str, AfterValidator(partial(_accept, name))]
+    return Annotated[kind, Field(description=about)]
+
+
+def _accept(name: str, value: str) -> str:
+    try:
+        return str(check_option(name, value))
+    except SettingError as error:
+        raise PydanticCustomError("setting", "{reason}", {"reason": str(error)}) from None
+
+
+def _with_options(base: type[Request], *names: str) -> type[Request]:
+    """Return a request that also has these options of an answer."""
+    optional: dict[str, Any] = {name: (_type_of(name) | None, None) for name in names}
+    return create_model(base.__name__, __base__=base, **optional)
+
+
+if TYPE_CHECKING:
+    Tunable = Request
+else:
+    Tunable = _with_options(Request, *_EXTENSIONS)
+
+
 class StreamOptions(Request):
     """OpenAI's `stream_options`."""
 
@@ -68,23 +104,15 @@ class StreamOptions(Request):
     include_obfuscation: bool | None = None
 
 
-class Common(Request):
+class Common(Tunable):
     """Shared fields of all requests for answers."""
 
     model: str
     stream: bool | None = False
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None  # with OpenAI's limits
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
 
-    # kvrag's extensions
-    top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
-    ratio: Annotated[Number, Field(ge=0, le=1)] | None = None
-    policy: Literal[POLICIES] | None = None  # type: ignore[valid-type]
-    controller: Literal[CONTROLLERS] | None = None  # type: ignore[valid-type]
-    history: Literal[HISTORIES] | None = None  # type: ignore[valid-type]
-    deterministic: bool | None = None
+    # kvrag's extension
     chunks: Annotated[Many[str], Field(max_length=1000)] | None = None
 
     # accepted without effect
@@ -132,13 +160,17 @@ class Contextual(Request):
     chat_template_kwargs: TemplateVariables | None = None
 
 
-class AnswerFields(Common):
+if TYPE_CHECKING:
+    Sampled = Common
+else:
+    Sampled = _with_options(Common, *_PENALTIES)
+
+
+class AnswerFields(Sampled):
     """Shared fields of `/v1/chat/completions` and `/v1/completions`."""
 
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
     logit_bias: dict[TokenId, Annotated[Number, Field(ge=-100, le=100)]] | None = None
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
@@ -166,7 +198,7 @@ class AnswerFields(Common):
     def options(self, settings: ServerSettings) -> dict[str, Any]:
         """Return the arguments of `BlendEngine.stream`, but for the seed."""
         return {
-            **{name: getattr(self, name) for name in _SAME},
+            **{name: getattr(self, name) for name in ("top_p", *_EXTENSIONS, *_PENALTIES)},
             "max_new_tokens": min(self.wanted_tokens() or settings.max_tokens, settings.token_limit),
             "temperature": settings.temperature if self.temperature is None else self.temperature,
             "logit_bias": {int(token): value for token, value in (self.logit_bias or {}).items()} or None,

@@ -304,7 +304,7 @@ def test_the_commands_of_a_page_exist(
 ) -> None:
     # the reader's own files, and the policy that CONTRIBUTING.md adds
     monkeypatch.setattr(Path, "exists", lambda path: True)
-    for module in ("kvrag.cli.calibrate", "benchmarks.quality.answers", "benchmarks.speed.ttft", "kvrag.config"):
+    for module in ("benchmarks.quality.answers", "kvrag.cli.common", "kvrag.config"):
         monkeypatch.setattr(f"{module}.POLICIES", (*POLICIES, "longest"))
     for program, *words in command_lines(page):
         if program in ("kvrag", "python"):

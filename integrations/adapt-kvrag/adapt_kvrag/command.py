@@ -14,29 +14,33 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag.backend.hub import check_model
-from kvrag.cli.common import (
+from kvrag import KvragError, SettingError
+from kvrag.ext import (
+    DEFAULT_CONTEXT,
     DTYPES,
+    HANDBOOK,
+    Gap,
     add_number,
     add_setting,
+    ask,
+    check_model,
     duration,
     existing_path,
+    find_gaps,
+    make_prompts,
     progress,
     read_files,
     read_questions,
     require_extra,
     say,
+    search_by_words,
+    splitter,
 )
-from kvrag.config import DEFAULT_CONTEXT
-from kvrag.control.prompts import Gap, ask, find_gaps, make_prompts, search_by_words
-from kvrag.errors import KvragError, SettingError
-from kvrag.reader.samples import HANDBOOK
-from kvrag.retrieval import documents
 
 if TYPE_CHECKING:
     from adapt_kvrag.measure import Effect
-    from kvrag.backend.transformers import Model
-    from kvrag.backend.transformers.adapter import LowRank
+    from kvrag import Model
+    from kvrag.ext import LowRank
 
 _ABOUT = """\
 Train a LoRA adapter that is active only while chunks are encoded, on your documents, without labels. It ends with a
@@ -74,20 +78,19 @@ def run(args: argparse.Namespace) -> int:
     """Train, measure, and write the adapter if it helps; return 1 if it does not."""
     started = time.perf_counter()
     require_extra()
-    documents.find(args.paths)  # report mistakes before loading the model
     check_model(args.model)
+    read = list(read_files(args, "reading", []))  # report mistakes before loading the model
     questions = read_questions(args.questions) if args.questions else []
     from adapt_kvrag.files import save
     from adapt_kvrag.measure import measure, verdict
     from adapt_kvrag.train import CHECKPOINT
-    from kvrag.backend.transformers import Model
-    from kvrag.backend.transformers.adapter import CONFIG, Adapter
-    from kvrag.store.durable import write_file
+    from kvrag import Model
+    from kvrag.ext import CONFIG, Adapter, write_file
 
     _check_out(args.out, CONFIG)
     model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device)
-    split = documents.splitter(lambda text: len(model.tokenizer.encode(text)), args.chunk_tokens, 0)
-    corpus = {content.file: split(content.texts) for content in read_files(args, "reading", [])}
+    split = splitter(lambda text: len(model.tokenizer.encode(text)), args.chunk_tokens, 0)
+    corpus = {content.file: split(content.texts) for content in read}
     handbook = {name: split([text]) for name, text in HANDBOOK.documents().items()}
     random.Random(args.seed).shuffle(questions)
     asked = min(_HELD_OUT, len(questions) // 3)

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
-from kvrag.backend.transformers.adapter import active_adapter
-from kvrag.backend.transformers.cache import BlendLayer, StopForward, as_argument
-from kvrag.backend.transformers.model import Model
+from kvrag import Model
+from kvrag.ext import BlendLayer, StopForward, active_adapter, as_argument
 
 LayerStates = list[tuple[Tensor, Tensor]]
 """Rotated keys and values of each layer, each (B, H, T, D)."""

@@ -17,12 +17,8 @@ import torch
 from torch import Tensor
 
 from adapt_kvrag.differentiable import LayerStates, encode_rows, logits_after
-from kvrag.backend.transformers.adapter import Adapter
-from kvrag.backend.transformers.model import Model
-from kvrag.config import BlendConfig
-from kvrag.reuse.request_state import RequestState
-from kvrag.reuse.select import select
-from kvrag.types import Run
+from kvrag import BlendConfig, Model, Run
+from kvrag.ext import Adapter, RequestState, select
 
 _END_WEIGHT = 0.3  # of the divergence on the prompt's end
 

@@ -13,9 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
-from kvrag.backend.transformers.adapter import CONFIG, PLAIN, PREFIX, WEIGHTS, LowRank
-from kvrag.errors import ModelLoadError, reason_of
-from kvrag.store.durable import TEMPORARY, delete_left, write_file
+from kvrag import ModelLoadError
+from kvrag.ext import CONFIG, PLAIN, PREFIX, TEMPORARY, WEIGHTS, LowRank, delete_left, reason_of, write_file
 
 _SHARED = 0o666  # an adapter is no secret: whoever serves the model reads it
 

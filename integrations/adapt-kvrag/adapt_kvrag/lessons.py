@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 from adapt_kvrag.distill import Lesson, locate
-from kvrag.backend.transformers.model import Model
-from kvrag.control.prompts import CONTINUATION, Gap, Search, ask, find_gaps, render
-from kvrag.errors import KvragError
+from kvrag import KvragError, Model
+from kvrag.ext import CONTINUATION, Gap, Search, ask, find_gaps, render
 
 _ENDS = 4  # of one lesson
 _LEFT_OUT = 0.3  # share of a document's chunks that are missing from half of the lessons, as if not retrieved

@@ -7,12 +7,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from tempfile import TemporaryDirectory
 
-from kvrag.backend.transformers.adapter import Adapter
-from kvrag.backend.transformers.model import Model
-from kvrag.config import DEFAULT_RATIO, BlendConfig, Sampling
-from kvrag.control.agreement import compare
-from kvrag.control.prompts import Gap
-from kvrag.engine import BlendEngine
+from kvrag import BlendConfig, BlendEngine, Model, Sampling
+from kvrag.ext import DEFAULT_RATIO, Adapter, Gap, compare
 
 _WANTED = 0.8  # of the divergence may be left on held-out prompts
 _WORSE = 1.05  # times the divergence before, on text of another kind

@@ -19,11 +19,8 @@ from adapt_kvrag.differentiable import checkpointed, decoder_layers
 from adapt_kvrag.distill import loss_of, teach
 from adapt_kvrag.files import new_layers, read_tensors, write_tensors
 from adapt_kvrag.lessons import Lessons
-from kvrag.backend.masks import Chunked
-from kvrag.backend.transformers.adapter import Adapter, LowRank
-from kvrag.backend.transformers.model import Model
-from kvrag.config import BlendConfig
-from kvrag.errors import KvragError, ModelError, SettingError
+from kvrag import BlendConfig, KvragError, Model, ModelError, SettingError
+from kvrag.ext import Adapter, Chunked, LowRank
 
 CHECKPOINT = "checkpoint.safetensors"
 _EVERY_S = 120.0  # between checkpoints

@@ -9,8 +9,7 @@ from typing import Any
 from langchain_core.embeddings import Embeddings
 
 from kvrag import SettingError
-from kvrag.forking import HeldBriefly
-from kvrag.retrieval.index import DEFAULT_EMBEDDER, load_embedder
+from kvrag.ext import DEFAULT_EMBEDDER, HeldBriefly, load_embedder
 
 
 # instead of HuggingFaceEmbeddings, which ignores a model's prompts, fails in threads, and pins huggingface-hub<2

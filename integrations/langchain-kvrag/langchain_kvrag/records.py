@@ -16,8 +16,7 @@ from typing import Any
 from langchain_core.indexing import RecordManager
 
 from kvrag import StoreError
-from kvrag.forking import OfProcess
-from kvrag.store.schema import connect
+from kvrag.ext import OfProcess, connect
 
 # instead of langchain-classic's SQLRecordManager, which loses the source of renewed records after a failed indexing
 _SCHEMA = """

@@ -15,10 +15,8 @@ from typing import Any
 
 import ray
 
-from kvrag.cli.cluster import ADDRESS, HERE
-from kvrag.cli.common import say
-from kvrag.errors import KvragError, SettingError
-from kvrag.store.urls import is_shared
+from kvrag import KvragError, SettingError
+from kvrag.ext import ADDRESS, HERE, is_shared, say
 
 _CONNECT_S = 5.0
 

@@ -26,11 +26,8 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from kvrag.cli.common import say
-from kvrag.cli.serve import add_arguments, build, read_config, read_settings
-from kvrag.errors import KvragError, SettingError
-from kvrag.server.run import bind
-from kvrag.server.settings import ServerSettings
+from kvrag import KvragError, SettingError
+from kvrag.ext import ServerSettings, add_arguments, bind, build, read_config, read_settings, say
 from ray_kvrag.cluster import Cluster, connect, current_cluster, on_all_machines
 from ray_kvrag.front import ServerLost, front
 from ray_kvrag.routing import Route

@@ -19,20 +19,27 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from kvrag.cli.common import human_bytes, open_engine, open_index, progress, say
-from kvrag.cli.warm import TOTALS, bytes_per_token, drop, find_gone, read_chunks
-from kvrag.config import BlendConfig
-from kvrag.errors import KvragError, SettingError
-from kvrag.fingerprint import Fingerprint, text_key
-from kvrag.retrieval.documents import Problem
+from kvrag import BlendConfig, KvragError, SettingError
+from kvrag.ext import (
+    TOTALS,
+    Fingerprint,
+    Problem,
+    bytes_per_token,
+    drop,
+    find_gone,
+    human_bytes,
+    open_engine,
+    open_index,
+    progress,
+    read_chunks,
+    say,
+    text_key,
+)
 from ray_kvrag.cluster import Cluster, connect, on_all_machines, report_missing
 
 if TYPE_CHECKING:
-    from kvrag.backend.protocol import ChunkTokenizer
-    from kvrag.backend.transformers.tokenizer import Tokenizer
-    from kvrag.engine import BlendEngine
-    from kvrag.retrieval.index import ChunkIndex
-    from kvrag.store import KVStore
+    from kvrag import BlendEngine, KVStore
+    from kvrag.ext import ChunkIndex, ChunkTokenizer, Tokenizer
 
 _REPORT_AFTER_S = 30.0  # without any worker: report the missing resources
 _TRIES = 3  # per document whose workers die: it may be the cause
@@ -81,7 +88,7 @@ class EncodingWorker:
 
     def warm(self, name: str, chunks: list[str]) -> dict[str, Any] | str:
         """Encode a document."""
-        from kvrag.store import SharedStore
+        from kvrag import SharedStore
 
         started = time.perf_counter()
         try:
@@ -301,7 +308,7 @@ class ClusterPlan:
 
 def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
     """Split the files in this process, and encode their chunks on the Ray cluster in `args.ray`."""
-    from kvrag.store import open_store
+    from kvrag.ext import open_store
 
     with ExitStack() as stack:
         cluster = stack.enter_context(connect(args.ray))
@@ -332,8 +339,7 @@ def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
 
 def _load_tokenizer(args: argparse.Namespace, facts: Facts) -> Tokenizer:
     """Load the tokenizer of the cluster's model in this process."""
-    from kvrag.backend.transformers.loading import load_tokenizer
-    from kvrag.backend.transformers.tokenizer import Tokenizer
+    from kvrag.ext import Tokenizer, load_tokenizer
 
     tokenizer = Tokenizer(load_tokenizer(args.model), args.model)
     if tokenizer.digest != facts.fingerprint.tokenizer:
@@ -343,8 +349,7 @@ def _load_tokenizer(args: argparse.Namespace, facts: Facts) -> Tokenizer:
 
 def _prune(store: KVStore, index: ChunkIndex, gone: Sequence[str], namespace: str, tokenizer: Tokenizer) -> int:
     """Drop the documents that are gone; see `drop`."""
-    from kvrag.index.catalog import Catalog
-    from kvrag.memory.forgetting import forget
+    from kvrag.ext import Catalog, forget
 
     with closing(Catalog(store)) as catalog:
         where = namespace, store, catalog, tokenizer.decode, lambda keys: None
@@ -355,7 +360,7 @@ def _make_plan(
     args: argparse.Namespace, facts: Facts, store: KVStore, index: ChunkIndex, tokenizer: Tokenizer
 ) -> ClusterPlan:
     """Read and split all files, and determine which documents are warm."""
-    from kvrag.ingest.ingest import Choosing
+    from kvrag.ext import Choosing
 
     config = BlendConfig(context_tokens=args.context_tokens)
     choosing = Choosing(_ModelOutline(facts, tokenizer), store, config, facts.fingerprint)

@@ -36,6 +36,15 @@ def test_settings_of_a_request() -> None:
     assert wish(ratio=None, policy=None, controller=None).config == DEFAULT
 
 
+def test_a_margin_is_refused_as_vllm_decodes(tmp_path: Path) -> None:
+    (ignored,) = wish(margin=1.5).ignored
+    assert ignored == "margin=1.5 has no effect: vLLM decodes, so the ratio is fixed; leave it out"
+    assert wish(margin=None).ignored == ()
+    with pytest.raises(SettingError, match=r"margin=1\.5 has no effect"):
+        ConnectorSettings.of({"store": str(tmp_path), "margin": 1.5})
+    assert ConnectorSettings.of({"store": str(tmp_path)}).config.margin == 0  # not adaptive
+
+
 @pytest.mark.parametrize(
     "given",
     [

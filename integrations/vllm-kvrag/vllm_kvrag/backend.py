@@ -24,13 +24,25 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from kvrag.backend.masks import Rows, attention_received
-from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer, Tables
-from kvrag.backend.rope import rotate, unrotate
-from kvrag.backend.transformers import loading
-from kvrag.backend.transformers.tokenizer import Tokenizer
-from kvrag.errors import ContextWindowError, SettingError, UnsupportedModelError
-from kvrag.fingerprint import Fingerprint
+from kvrag import ContextWindowError, SettingError, UnsupportedModelError
+from kvrag.ext import (
+    Backend,
+    Branch,
+    CachedKV,
+    Fingerprint,
+    KVCache,
+    LayerSource,
+    Observer,
+    Rows,
+    Tables,
+    Tokenizer,
+    attention_received,
+    context_window,
+    rope_parameters,
+    rotate,
+    stable_length,
+    unrotate,
+)
 from vllm_kvrag import pages
 from vllm_kvrag.pages import PageMap
 from vllm_kvrag.runner import CancelledError, Job
@@ -159,8 +171,8 @@ class VllmBackend(Backend):
         config, parallel = vllm_config.model_config, vllm_config.parallel_config
         self.context_window, self.dtype = int(config.max_model_len), config.dtype
         # vLLM's own frequencies are fixed, but transformers, which may have encoded a chunk, follows the length
-        text, window = config.hf_text_config, loading.context_window(config.hf_text_config)
-        self.stable_length = min(self.context_window, loading.stable_length(loading.rope_parameters(text), window))
+        text, window = config.hf_text_config, context_window(config.hf_text_config)
+        self.stable_length = min(self.context_window, stable_length(rope_parameters(text), window))
         self.device = torch.device(vllm_config.device_config.device)
         self.rows_per_pass: int | None = vllm_config.scheduler_config.max_num_batched_tokens
         self.num_processes: int = parallel.tensor_parallel_size

@@ -20,10 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvrag.backend.transformers.adapter import digest, read
-from kvrag.errors import KvragError, ModelLoadError, UnsupportedModelError
-from kvrag.store import FileStore, KVStore, SharedStore, is_shared
-from kvrag.store.shared import CACHE_BYTES
+from kvrag import FileStore, KvragError, KVStore, ModelLoadError, SharedStore, UnsupportedModelError
+from kvrag.ext import digest, is_shared, read
 from vllm_kvrag import compat
 from vllm_kvrag.fingerprint import fingerprint_of, tokenizer_of
 from vllm_kvrag.params import ConnectorSettings
@@ -310,5 +308,5 @@ def open_store(settings: ConnectorSettings) -> KVStore:
     """
     if not is_shared(settings.store):
         return FileStore(settings.store, max_bytes=settings.max_bytes)
-    budget = CACHE_BYTES if settings.max_bytes is None else settings.max_bytes
-    return SharedStore(str(settings.store), settings.store_cache, budget, always_follow=True)
+    budget: dict[str, Any] = {} if settings.max_bytes is None else {"cache_bytes": settings.max_bytes}
+    return SharedStore(str(settings.store), settings.store_cache, always_follow=True, **budget)

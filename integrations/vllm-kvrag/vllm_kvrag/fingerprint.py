@@ -10,11 +10,8 @@ from transformers import AutoTokenizer
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from kvrag.backend.transformers import loading
-from kvrag.backend.transformers.model import fingerprint
-from kvrag.backend.transformers.tokenizer import Tokenizer
-from kvrag.errors import UnsupportedModelError
-from kvrag.fingerprint import Fingerprint
+from kvrag import UnsupportedModelError
+from kvrag.ext import Fingerprint, Tokenizer, auto_class, fingerprint, load, load_config, refuse_failures
 
 
 def fingerprint_of(model_config: Any) -> Fingerprint:
@@ -37,9 +34,9 @@ def checkpoint_fingerprint(
     UnsupportedModelError: the weights of a loaded model are not those of the files.
     """
     name = str(name_or_path)
-    config = loading.load_config(name, revision, trust_remote_code)
-    with loading.refuse_failures(config), torch.device("meta"):
-        outline = loading.auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    config = load_config(name, revision, trust_remote_code)
+    with refuse_failures(config), torch.device("meta"):
+        outline = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     reason = ""
     if getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None):
         reason = "it is quantised"
@@ -50,7 +47,7 @@ def checkpoint_fingerprint(
     if reason:
         raise UnsupportedModelError(f"the fingerprint of {name!r} cannot be computed from its files: {reason}")
     options: dict[str, Any] = {"device": "cpu", "revision": revision, "trust_remote_code": trust_remote_code}
-    hf, tokenizer = loading.load(name, dtype=str(dtype).removeprefix("torch."), **options)
+    hf, tokenizer = load(name, dtype=str(dtype).removeprefix("torch."), **options)
     return fingerprint(name, hf, Tokenizer(tokenizer, name))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrag.errors import UnsupportedModelError
+from kvrag import UnsupportedModelError
 from vllm_kvrag import pages
 from vllm_kvrag.backend import VllmBackend
 

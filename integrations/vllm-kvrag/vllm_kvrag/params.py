@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvrag.config import (
-    BlendConfig,
-    check_bytes,
-    check_codec,
-    check_controller,
-    check_names,
-    check_namespace,
-    check_policy,
-    check_ratio,
-)
-from kvrag.errors import SettingError
-from kvrag.store import is_shared
+from kvrag import BlendConfig, SettingError
+from kvrag.ext import check_bytes, check_names, check_namespace, check_option, is_shared
 
 MODES = ("blend", "warm", "off", "forget", "documents", "report")
 
@@ -66,9 +57,11 @@ class ConnectorSettings:
         if unknown := sorted(set(values) - connector_names):
             known = ", ".join(sorted(connector_names | blend_names | {"store"}))
             raise SettingError(f"unknown setting {unknown[0]!r} in kv_connector_extra_config; choose from {known}")
+        if blend.setdefault("margin", 0) != 0:
+            _refuse_margin(blend["margin"])
         settings = cls(store, BlendConfig(**blend), **values)
-        check_codec(settings.codec)
-        check_bytes("ram_bytes", settings.ram_bytes)
+        check_option("codec", settings.codec)
+        check_option("ram_bytes", settings.ram_bytes)
         if not isinstance(settings.adapter, str | None):
             raise SettingError(f"adapter must be a folder, got {settings.adapter!r:.80}")
         if settings.store_cache is not None:
@@ -137,7 +130,7 @@ def read_params(params: Mapping[str, Any] | None, config: BlendConfig) -> Reques
             ignored.append(str(error))
             if name in ("mode", "namespace"):
                 values["mode"] = "off"
-    blend = {name: values.pop(name, None) for name in ("ratio", "policy", "controller")}
+    blend = {name: values.pop(name, None) for name in ("ratio", "margin", "policy", "controller")}
     blend = {name: value for name, value in blend.items() if value is not None}
     if "policy" in blend:
         blend.setdefault("controller", "off")
@@ -151,6 +144,10 @@ def _checked(name: str, is_valid: Callable[[Any], bool], what: str) -> Callable[
         return value
 
     return check
+
+
+def _refuse_margin(margin: Any) -> Any:
+    raise SettingError(f"margin={margin!r:.80} has no effect: vLLM decodes, so the ratio is fixed; leave it out")
 
 
 def _is_strings(value: Any) -> bool:
@@ -180,9 +177,8 @@ def _optional(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "mode": _checked("mode", lambda value: value in MODES, f"one of {', '.join(MODES)}"),
-    "ratio": _optional(check_ratio),
-    "policy": _optional(check_policy),
-    "controller": _optional(check_controller),
+    **{name: _optional(partial(check_option, name)) for name in ("ratio", "policy", "controller")},
+    "margin": _optional(_refuse_margin),
     "namespace": check_namespace,
     "tag": _checked("tag", lambda value: isinstance(value, str) and 0 < len(value) <= 200, "1 to 200 letters"),
     "texts": _checked("texts", lambda value: _is_strings(value) and value, "a list of strings"),

@@ -12,11 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvrag.config import DEFAULT_RATIO, BlendConfig
-from kvrag.errors import KvragError
-from kvrag.index.lookup import Lookup, Match
-from kvrag.store import KVStore
-from kvrag.types import BlendReport
+from kvrag import BlendConfig, BlendReport, KvragError, KVStore
+from kvrag.ext import DEFAULT_RATIO, Lookup, Match
 from vllm_kvrag.fingerprint import tokenizer_of
 from vllm_kvrag.params import ConnectorSettings, RequestParams, read_params
 from vllm_kvrag.tasks import BlendTask, ForgetTask, Task, TaskOutcome, WarmTask

@@ -8,17 +8,18 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvrag.config import BlendConfig
-from kvrag.control.tuning import Tuning
-from kvrag.errors import KvragError
-from kvrag.index.lookup import Lookup, Match
-from kvrag.ingest.ingest import Ingestion, Mode
-from kvrag.memory.conversation import CachedPrefix
-from kvrag.memory.forgetting import forget
-from kvrag.memory.tier import MemoryTier
-from kvrag.request import Pipeline
-from kvrag.reuse.request_state import RequestState
-from kvrag.store import KVStore
+from kvrag import BlendConfig, KvragError, KVStore
+from kvrag.ext import (
+    CachedPrefix,
+    Ingestion,
+    Lookup,
+    Match,
+    MemoryTier,
+    Pipeline,
+    RequestState,
+    Tuning,
+    forget,
+)
 from vllm_kvrag.params import RequestParams
 from vllm_kvrag.runner import Job
 
@@ -131,10 +132,13 @@ class TaskHandler:
         # the null block, which no request reads, has room for the preamble
         ingestion = self._ingestion([0, *task.blocks], job)
         params, before = task.params, dict(task.params.contexts or {})
-        mode: Mode = "replace" if params.replace else "add"
         names = params.document, params.sources, params.namespace
         skip = params.skip_invalid
-        report = asdict(ingestion.warm(task.texts, *names, mode=mode, before=before, skip_invalid=skip))
+        report = asdict(
+            ingestion.warm(
+                task.texts, *names, mode="replace" if params.replace else "add", before=before, skip_invalid=skip
+            )
+        )
         if params.contexts is not None:
             report["contexts"] = {source: ids for source, ids in before.items() if ids}
         return report

@@ -8,10 +8,10 @@ import os
 
 from kvrag.backend.hub import READER
 from kvrag.backend.transformers.cache import BlendCache
-from kvrag.backend.transformers.model import LoadOptions, Model
+from kvrag.backend.transformers.model import Model
 from kvrag.backend.transformers.tokenizer import Tokenizer
 
-__all__ = ["READER", "BlendCache", "LoadOptions", "Model", "Tokenizer"]
+__all__ = ["READER", "BlendCache", "Model", "Tokenizer"]
 
 # On the CPU, oneDNN caches compiled matrix products in half precision: 0.65 MiB for each shape, up to 1,024 shapes for
 # the process and 1,024 for every thread. Each new prompt length adds some, so a server with 16 threads reaches several

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -27,36 +27,14 @@ from kvrag.backend.transformers.compiled import CompiledForward
 from kvrag.backend.transformers.interruptible import MOST, Interruptible
 from kvrag.backend.transformers.rotary import probe
 from kvrag.backend.transformers.tokenizer import Tokenizer
-from kvrag.config import Sampling, fill_options, show_options
+from kvrag.config import Sampling
 from kvrag.errors import ContextWindowError, KvragError, UnsupportedModelError, reason_of, reporting_memory
 from kvrag.fingerprint import Fingerprint, hash_weights
+from kvrag.options import LOAD_DEFAULTS, LoadOptions, fill_options, show_options
 from kvrag.scheduling.lock import FairLock, Shared, check_left
 
 _TRIAL_TOKENS = 8
 
-
-class LoadOptions(TypedDict, total=False):
-    """Options of `Model.from_pretrained`, described there."""
-
-    dtype: str | torch.dtype
-    device: str | None
-    device_map: str | dict[str, Any] | None
-    revision: str | None
-    attn_implementation: str | None
-    trust_remote_code: bool
-    allow_unverified: bool
-    preamble: bool
-    compile_decode: bool
-    adapter: str | Path | None
-
-
-LOAD_DEFAULTS: dict[str, Any] = dict.fromkeys(LoadOptions.__annotations__) | {
-    "dtype": "auto",
-    "trust_remote_code": False,
-    "allow_unverified": False,
-    "preamble": True,
-    "compile_decode": False,
-}
 
 _shared: Shared[Model] = Shared()
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import prefill_blocks
-from kvrag.config import check_fields, check_number, checked
+from kvrag.config import number
 from kvrag.reuse.select import Context, Passes, Policy
 
 
@@ -16,10 +16,7 @@ from kvrag.reuse.select import Context, Passes, Policy
 class Hkvd(Policy):
     """The tokens with the highest KV deviation at the check layer. Measuring it costs that many full layers."""
 
-    check_layer: int = checked(1, check_number, least=1, whole=True)  # layer 0 cannot deviate
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    check_layer: int = number(1, least=1, whole=True)  # layer 0 cannot deviate
 
     def score(self, context: Context) -> Tensor:
         """Score by the deviation at the check layer.

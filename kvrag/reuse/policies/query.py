@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import prefill_blocks
-from kvrag.config import check_fields, check_number, checked
+from kvrag.config import number, option
 from kvrag.errors import SettingError
 from kvrag.reuse.select import Context, Passes, Policy
 
@@ -35,11 +35,8 @@ class Query(Policy):
         band: Layers whose attention is used, as fractions of the depth.
     """
 
-    first_tokens: int = checked(2, check_number, whole=True)
-    band: tuple[float, float] = checked((0.5, 0.8), _check_band)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    first_tokens: int = number(2, whole=True)
+    band: tuple[float, float] = option((0.5, 0.8), check=_check_band)
 
     def score(self, context: Context) -> Tensor:
         """Score the first tokens above all others, and these by their attention.

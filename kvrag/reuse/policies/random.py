@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvrag.config import check_fields, check_number, checked
+from kvrag.config import number
 from kvrag.reuse.select import Context, Policy
 
 
@@ -15,10 +15,7 @@ from kvrag.reuse.select import Context, Policy
 class Random(Policy):
     """Random tokens, the same for the same seed."""
 
-    seed: int = checked(0, check_number, whole=True)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    seed: int = number(0, whole=True)
 
     def score(self, context: Context) -> Tensor:
         """Score every position at random."""

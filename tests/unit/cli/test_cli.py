@@ -839,7 +839,6 @@ def test_looking_at_a_store_makes_none(tmp_path: Path, fails: Callable[..., str]
 @pytest.mark.slow
 def test_the_demo_is_right_by_full_prefill_and_reports_the_rest(tmp_path: Path) -> None:
     """In a process of its own, as users run it: nothing of other tests' models and embedders is left there."""
-    pytest.importorskip("langchain_kvrag")
     options = ("--no-speed", "--json", "--store", str(tmp_path / "kv"))
     process = start(Path(sys.executable).with_name("kvrag"), "demo", *options, folder=tmp_path)
     process.join()
@@ -866,7 +865,6 @@ def test_the_demo_is_right_by_full_prefill_and_reports_the_rest(tmp_path: Path) 
 def test_the_demo_begins_with_its_result_and_fits_80_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("langchain_kvrag")
     processor = "Intel(R) Xeon(R) Platinum 8488C, a name that does not fit into a line"
     measured = SpeedUp("qwen2.5-0.5b shape, 24 layers, random weights", 11.12, 2.02, 6.9, 3146, 2, processor)
     monkeypatch.setattr(demo, "_measure", lambda quiet: measured)
@@ -918,13 +916,6 @@ def test_the_demos_columns_stay_apart_on_a_slow_machine() -> None:
     warmed = {"files": 1, "chunks": 1, "new": 1, "tokens": 1, "bytes": 1}
     (line,) = [line for line in demo.answer_lines(outcomes, warmed) if "blending  " in line]
     assert line.split()[-5:] == ["264", "of", "1821", "114943", "ms"]
-
-
-def test_the_demo_without_langchain_says_what_to_install(
-    fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "langchain_kvrag", None)
-    assert "pip install 'langchain-kvrag'" in fails("demo")
 
 
 # -------------------------------------------------------------------- calibrate

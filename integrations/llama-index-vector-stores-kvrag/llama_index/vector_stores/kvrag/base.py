@@ -18,8 +18,7 @@ from llama_index.core.vector_stores.types import (
 from llama_index.llms.kvrag.base import BlendLLM, source_name
 
 from kvrag import SettingError, WarmReport
-from kvrag.llm import naming_places
-from kvrag.vectorstore import Adding, Existing, Id, Present, VectorStoreKV
+from kvrag.ext import Adding, Existing, Id, Present, VectorStoreKV, naming_places
 
 
 class KVWarmVectorStore(BasePydanticVectorStore):

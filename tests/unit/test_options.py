@@ -1,0 +1,132 @@
+"""Every option is declared once, in `kvrag.config`; what offers it elsewhere is made from that or compared with it."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from kvrag import BlendConfig, KvragError, LLMSettings, Sampling, SettingError
+from kvrag.cli import ask, calibrate, explain, serve
+from kvrag.cli.main import Parser
+from kvrag.client.payload import checked
+from kvrag.config import ANSWER_SETTINGS, DECLARED, EngineOptions, ModelOptions, choices_of
+from kvrag.llm import SETTINGS, AnswerSettings, EngineSettings
+from kvrag.options import AnswerOptions, EngineKeywords, LoadingOptions, LoadOptions
+from kvrag.server.schemas import ChatRequest
+
+POLICY = "query:first_tokens=4,band=0.4:0.7"
+WRONG = ("magic", "query:depth=1", "query:first_tokens=many", "none:ratio=1", "hkvd:check_layer=0")
+REQUEST: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Who?"}]}
+
+
+def _types(table: type) -> dict[str, str]:
+    """Return the types as they are written, without None."""
+    written = {name: getattr(kind, "__forward_arg__", kind) for name, kind in inspect.get_annotations(table).items()}
+    return {name: str(kind).removesuffix(" | None") for name, kind in written.items()}
+
+
+@pytest.mark.parametrize(("keywords", "table"), [(EngineKeywords, EngineOptions), (LoadOptions, ModelOptions)])
+def test_keywords_are_the_options_that_are_declared(keywords: type, table: type) -> None:
+    assert list(_types(keywords).items()) == list(_types(table).items())
+
+
+def test_the_keywords_of_loading_an_engine_are_those_of_both() -> None:
+    assert set(LoadingOptions.__annotations__) == {row.name for row in (*fields(EngineOptions), *fields(ModelOptions))}
+
+
+def test_the_keywords_of_an_answer_are_the_options_that_are_declared() -> None:
+    shown = _types(AnswerOptions)
+    assert shown.pop("stop") == "Sequence[str]"
+    sampling, blending = _types(Sampling), _types(BlendConfig)
+    assert sampling.pop("stop") == "tuple[str, ...]"
+    declared = sampling | {name: blending[name] for name in ANSWER_SETTINGS}
+    assert {name: shown[name] for name in declared} == declared
+
+
+@pytest.mark.parametrize("table", [EngineSettings, AnswerSettings])
+def test_settings_of_llm_classes_have_the_types_and_defaults_that_are_declared(table: type) -> None:
+    names = {"max_tokens": "max_new_tokens"}
+    for row in fields(table):
+        declared = DECLARED.get(names.get(row.name, row.name))
+        if declared is None or row.name == "stop":  # a list, and None
+            continue
+        kinds = {kind.strip() for kind in str(row.type).split("|")} - {"None"}
+        assert kinds <= {kind.strip() for kind in str(declared.type).split("|")}, row.name
+        assert dict(row.metadata) == dict(declared.metadata)
+        assert row.default == (None if row.name in ANSWER_SETTINGS else declared.default)
+
+
+def test_an_option_that_is_offered_says_what_it_is_for() -> None:
+    assert [name for name, setting in SETTINGS.items() if not setting.metadata["about"]] == []
+    schema = ChatRequest.model_json_schema()["properties"]
+    for name in (*ANSWER_SETTINGS, "top_k", "min_p", "presence_penalty"):
+        assert DECLARED[name].metadata["about"] in str(schema[name]), name
+        assert all(choice in str(schema[name]) for choice in choices_of(DECLARED[name].metadata["check"]) or ())
+
+
+def _parse(module: Any, *words: str) -> argparse.Namespace:
+    parser = Parser(prog="kvrag")
+    module.add_arguments(parser)
+    return parser.parse_args([*(["What?"] if module in (ask, explain) else []), *words])
+
+
+DOORS: dict[str, Callable[..., Any]] = {
+    "engine": lambda **given: BlendConfig(**given),
+    "server": lambda **given: ChatRequest.model_validate(REQUEST | given),
+    "client": lambda **given: checked(given),
+    "LLM classes": lambda **given: LLMSettings(model="reader", **given),
+    "a call of an LLM": lambda **given: LLMSettings(model="reader").request(**given),
+    **{
+        module.__name__: lambda module=module, **given: _parse(module, *(f"--{key}={given[key]}" for key in given))
+        for module in (ask, explain, serve)
+    },
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_policy_with_settings_and_a_margin_are_accepted_everywhere(door: str) -> None:
+    taken = DOORS[door](policy=POLICY, margin=2.5)
+    values = taken if isinstance(taken, dict) else {name: getattr(taken, name) for name in ("policy", "margin")}
+    assert (values["policy"], values["margin"]) == (POLICY, 2.5)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("given", [{"margin": -1}, *({"policy": wrong} for wrong in WRONG)], ids=str)
+def test_a_wrong_one_is_refused_in_one_line_everywhere(
+    door: str, given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises((KvragError, ValueError, SystemExit)) as refused:
+        DOORS[door](**given)
+    (name,) = given
+    said = capsys.readouterr().err or str(refused.value)
+    assert name in said or "check_layer" in said
+    if not isinstance(refused.value, ValueError) or isinstance(refused.value, SettingError):  # pydantic's have several
+        assert len(said.strip().splitlines()) == 1
+
+
+def test_calibrate_takes_a_policy_with_settings() -> None:
+    assert _parse(calibrate, "--policy", POLICY).policy == POLICY
+
+
+def test_serve_passes_all_options_of_blending_on() -> None:
+    args = _parse(serve, "--no-corpus", "--margin", "3", "--policy", POLICY, "--history", "blend")
+    assert serve.read_config(args) == BlendConfig(POLICY, margin=3.0, history="blend", controller="off")
+    assert serve.read_config(_parse(serve, "--no-corpus")) == BlendConfig()
+
+
+def test_sizes_that_serve_offers_are_the_engines() -> None:
+    args = _parse(serve)
+    for name in ("ram_bytes", "device_bytes", "conversation_bytes", "batch_bytes", "learn", "codec", "store_cache"):
+        assert getattr(args, name) == DECLARED[name].default, name
+
+
+def test_a_temperature_that_is_too_small_is_refused_with_its_limits() -> None:
+    for wrong in (1e-12, -1, 1e10):
+        with pytest.raises(SettingError, match=r"temperature must be a number in \["):
+            Sampling(temperature=wrong)
+    assert Sampling(temperature=0).temperature == 0.0

@@ -226,12 +226,12 @@ def read(text: str | None) -> dict[str, Any]:
     return machines
 
 
-def write(text: str | None, machine: str, entry: dict[str, Any]) -> str:
-    """Return the text with this machine's entry replaced; entries of other machines are kept."""
+def write(text: str | None, machine: str, entry: dict[str, Any], most: int = _MACHINES) -> str:
+    """Return the text with this machine's entry replaced; entries of other machines are kept, `most` in all."""
     others: list[Any] = []
     with suppress(ValueError):  # damaged: measured again within a few answers
         others = [item for item in read(text).items() if item[0] != machine]
-    return json.dumps(dict([*others[-(_MACHINES - 1) :], (machine, entry)]))
+    return json.dumps(dict([*others[-(most - 1) :], (machine, entry)]))
 
 
 def _quotient(sums: tuple[float, float], default: float) -> float:

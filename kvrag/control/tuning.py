@@ -35,7 +35,7 @@ logger = logging.getLogger("kvrag")
 START = DEFAULT_RATIO
 """Ratio that adaptive recompute begins with."""
 
-MARGIN = 1.5
+MARGIN = calibrate.MARGIN
 """Default of `BlendConfig.margin`."""
 
 NOTICEABLE_S = 0.01
@@ -151,14 +151,16 @@ class Tuning:
         if config.policy in ("none", "full"):
             return Plan(replace(config, ratio=1.0 if config.policy == "full" else 0.0))
         calibration, note = self._calibrated(config)
-        ratio, margin = START, MARGIN if config.margin is None else config.margin
-        if calibration is not None and calibration.ratio is not None:
-            ratio = calibration.ratio
+        start, margin = (calibration.start, calibration.margin) if calibration else (None, None)
+        margin = next(value for value in (config.margin, margin, MARGIN) if value is not None)
+        if calibration and calibration.ratio is not None and not margin:  # nothing will be deepened
+            start = calibration.ratio
+        ratio = START if start is None else start
         plan = Plan(replace(config, ratio=ratio), margin=margin, notes=(note,) if note else ())
         if config.controller != "auto" or not prompt or not prompt.runs:
             return plan
         workload = self._workload(plan.config, prompt)
-        if margin and workload.rows(ratio) > (MOST - 1) * (workload.prompt - workload.kept):
+        if margin and workload.rows(min(ratio, START)) > (MOST - 1) * (workload.prompt - workload.kept):
             reason = "full prefill: too little of the prompt is stored to gain, should the model be unsure"
             return replace(plan, config=replace(plan.config, policy="full", ratio=1.0), margin=0.0, reason=reason)
         return self._decide(plan, prompt) if config.policy == DEFAULT_POLICY and not config.deterministic else plan
@@ -270,8 +272,9 @@ class Tuning:
         return calibration
 
     def reset_calibration(self) -> None:
-        """Delete the stored calibration, if there is one: an empty text is none."""
-        self._texts.change_text(calibrate.FILE, lambda _: "")
+        """Delete the stored calibration and what was measured for it, if any: an empty text is none."""
+        for name in (calibrate.FILE, calibrate.TRIALS):
+            self._texts.change_text(name, lambda _: "")
         self._calibration = None, ""
 
     def _recall_speed(self) -> None:

@@ -13,7 +13,7 @@ from blending import CHUNKS, messages
 from processes import COMMON, expect, start, tell
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
-from kvrag.control.tuning import Plan
+from kvrag.control.tuning import Decision, Plan
 
 PROMPT = messages(*CHUNKS)
 OTHER: dict[str, Any] = {"max_new_tokens": 1, "policy": "full"}  # of a prompt after which no conversation is kept
@@ -232,9 +232,8 @@ def _forget_at_first(store: Any, name: str, forget: Forget, monkeypatch: pytest.
 def test_a_prompt_that_was_never_blended_is_forgotten_too(
     engine: BlendEngine, forget: Forget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a calibration, no chunk's KV is used, but the KV of the prompt is still that of the chunk's text."""
-    monkeypatch.setattr("kvrag.fingerprint.Fingerprint.is_bundled", False)
-    monkeypatch.setattr(engine.store, "open", lambda key: pytest.fail("a chunk was opened for full prefill"))
+    """Where full prefill is faster, no chunk's KV is used, but the prompt's is still that of the chunk's text."""
+    monkeypatch.setattr("kvrag.control.tuning.decide", lambda *_: Decision(True, 1.0, "faster"))
     report = engine.generate(PROMPT, controller="auto", max_new_tokens=2).report
     assert (report.policy, report.runs, len(engine._answering._conversations)) == ("full", (), 1)
     forget()

@@ -223,7 +223,7 @@ def calibrate(
         raise SettingError(f"policy {config.policy!r} has no ratio to calibrate")
     if not check_number("target", target) or target > 1.0:
         raise SettingError(f"target must be in (0, 1], got {target}: it is a share of answers")
-    check_number("tokens", tokens, least=1, whole=True)
+    tokens = check_number("tokens", tokens, least=1, whole=True)
     starts = sorted({check_ratio(ratio) for ratio in check_list("ratios", ratios)} - {0.0})
     if not starts or starts[-1] >= 1.0:
         raise SettingError("ratios must be one or more numbers above 0 and below 1 (1 is full prefill)")

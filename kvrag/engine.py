@@ -30,6 +30,7 @@ from kvrag.config import (
     show_options,
 )
 from kvrag.control import calibrate
+from kvrag.control.agreement import TARGET, TOKENS
 from kvrag.control.calibrate import Calibration
 from kvrag.control.prompts import Search, make_prompts, search_by_words
 from kvrag.control.tuning import Tuning
@@ -472,14 +473,14 @@ class BlendEngine(OfProcess):
         *,
         namespace: str = "",
         policy: str | None = None,
-        target: float = calibrate.TARGET,
+        target: float = TARGET,
         sure: bool = False,
         ratios: Sequence[float] = calibrate.GRID,
         count: int = calibrate.PROMPTS,
         chunks: int = 4,
         search: Search | None = None,
         seed: int = 0,
-        tokens: int = calibrate.TOKENS,
+        tokens: int = TOKENS,
         save: bool = True,
         limit_s: float | None = None,
         progress: Callable[[int, int], None] | None = None,

@@ -124,6 +124,8 @@ class Calibration:
     @property
     def verdict(self) -> str:
         """The result in a sentence."""
+        if not self.adaptive:
+            return "made by an earlier version, which counted first tokens: run `kvrag calibrate` again"
         chosen = self.adaptive[-1]
         share = chosen.low if self.sure else chosen.share
         kept = (
@@ -134,15 +136,14 @@ class Calibration:
         setting = f"start {chosen.ratio:g}, margin {chosen.margin:g}"
         if share >= self.target:
             return f"adaptive recompute ({setting}) {kept}, and reaches the target of {target}"
-        accepted = math.floor(share * 1000) / 1000
-        command = f"kvrag calibrate --target {accepted:g}{' --sure' if self.sure else ''}"
-        return (
-            f"no setting reaches the target of {target}: the most careful one ({setting}) {kept}; `{command}` accepts "
-            "the fastest that keeps as many"
-        )
+        command = f"kvrag calibrate --target {math.floor(share * 1000) / 1000:g}{' --sure' if self.sure else ''}"
+        accepted = f"; `{command}` accepts the fastest that keeps as many" if chosen.kept else ""
+        return f"no setting reaches the target of {target}: the most careful one ({setting}) {kept}{accepted}"
 
     def __str__(self) -> str:
         """Return a table, the caveats and the verdict."""
+        if not self.curve:
+            return self.verdict
         ties = f"{self.near_ties} of {self.tokens} are near ties"
         heads = f"  {'':<18}{'kept':>11}   {'95 % interval':<15}{'identical':>9}{'KL':>8}{'rows':>7}"
         default = (DEFAULT_RATIO, MARGIN)
@@ -338,7 +339,7 @@ class _Measured:
     def write(self) -> None:
         """Keep what was measured beside the chunks."""
         if self._is_changed:
-            kept = {prompt: trial and trial.to_dict() for prompt, trial in self._kept.items()}
+            kept = {prompt: trial and asdict(trial) for prompt, trial in self._kept.items()}
             with contextlib.suppress(StoreError):  # only to be able to go on later
                 self._store.change_text(TRIALS, lambda text: cost.write(text, self._setup, kept, _SETUPS))
             self._is_changed, self._written = False, time.monotonic()

@@ -7,7 +7,7 @@ fixed ratios tell the outcome for every start and margin, without another prefil
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from kvrag.control.agreement import DECIDED, Record, is_kept
@@ -71,12 +71,8 @@ class Trial:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Self:
-        """Return the trial of a dict from `to_dict`; raises KeyError and TypeError if it is none."""
+        """Return the trial of its fields as a dict; raises KeyError and TypeError if it is none."""
         return cls(**content | {"cells": [Cell(**cell) for cell in content["cells"]]})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return asdict(self)
 
     @property
     def near_ties(self) -> int:

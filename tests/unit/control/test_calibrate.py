@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ def test_what_a_doubt_costs_and_brings() -> None:
 def test_a_trial_holds_no_tokens() -> None:
     trial = _trial(SURE, ([7, 12345], [math.inf, 0.123456], 0))
     assert trial.cells == [Cell([0, 1], [99.0, 0.12], 0, 0.1)]
-    assert Trial.from_dict(json.loads(json.dumps(trial.to_dict()))) == trial
+    assert Trial.from_dict(json.loads(json.dumps(asdict(trial)))) == trial
 
 
 @pytest.fixture
@@ -314,6 +314,7 @@ def test_the_verdict() -> None:
         "no setting reaches the target of 0.98: the most careful one (start 0.5, margin 3) keeps 37"
     )
     assert "`kvrag calibrate --target 0.925` accepts the fastest that keeps as many" in verdict
+    assert "--target" not in replace(made, adaptive=(_point(0.5, 0, 0.6, 3.0),)).verdict
 
 
 def test_a_bar_is_shown_on_a_terminal_only(
@@ -364,6 +365,7 @@ def test_a_calibration_of_first_tokens_is_still_read(ratio: float | None, warmed
         assert (report.policy, report.ratio, report.notes) == ("query", ratio or 0.15, ())
         assert later.calibration is not None
         assert not later.calibration.is_usable
+        assert "run `kvrag calibrate` again" in str(later.calibration)
 
 
 @pytest.mark.parametrize(

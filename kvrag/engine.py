@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from kvrag.config import (
     check_type,
 )
 from kvrag.control import calibrate
+from kvrag.control.agreement import TARGET, TOKENS
 from kvrag.control.calibrate import Calibration
 from kvrag.control.prompts import Search, make_prompts, search_by_words
 from kvrag.control.tuning import Tuning
@@ -52,6 +54,7 @@ from kvrag.options import (
     fill_options,
     show_options,
 )
+from kvrag.progress import progress as progress_bar
 from kvrag.request import Pipeline
 from kvrag.reuse.load import device_tier
 from kvrag.reuse.request_state import RequestState
@@ -446,64 +449,65 @@ class BlendEngine(OfProcess):
         *,
         namespace: str = "",
         policy: str | None = None,
-        target: float = 0.99,
+        target: float = TARGET,
         sure: bool = False,
         ratios: Sequence[float] = calibrate.GRID,
         count: int = calibrate.PROMPTS,
         chunks: int = 4,
         search: Search | None = None,
         seed: int = 0,
-        tokens: int = 8,
+        tokens: int = TOKENS,
         save: bool = True,
-        limit_s: float = math.inf,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        limit_s: float | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Calibration:
-        """Find the smallest ratio whose first tokens match full prefill's, and make it the default.
+        """Tune adaptive recompute for this model and corpus: the fastest start and margin that keeps enough answers.
 
-        The result of at least 40 prompts is stored beside the chunks, for later engines too; see
-        `kvrag.control.calibrate`.
+        The result of at least 40 prompts is stored beside the chunks and is the default from then on, for later engines
+        too; see `kvrag.control.calibrate`. What was measured is stored as well, numbers only: the next call goes on
+        where one was interrupted or reached its time limit, as long as chunks and settings are the same. `print` shows
+        the result as a table.
 
         Args:
             prompts: As in `stream`, with chunks that were warmed; None = generated from the stored chunks, see
                 `kvrag.control.prompts`.
             policy: Overrides the engine's policy.
-            target: Share of first tokens that must agree.
-            sure: Require the lower end of the 95 % interval to reach the target; 99 % takes several hundred prompts.
-            ratios: Ratios to try, each below 1.
-            tokens: Number of full prefill's tokens to compare.
-            count: Maximum number of generated prompts, not counting those that full prefill guesses at.
+            target: Share of full prefill's answers that must be kept; see `kvrag.control.agreement`.
+            sure: Require the lower end of the 95 % interval to reach the target; 98 % takes two hundred prompts.
+            ratios: Starts to try, each above 0 and below 1.
+            count: Number of generated prompts.
             chunks: Number of chunks per generated prompt.
             search: Retrieves the chunks of generated prompts, best first, from a query and their number; None = by the
                 rare words that they share.
             seed: Seed of generated prompts.
-            save: False = measure only; the default stays as it is.
-            limit_s: Stop if it would take longer than this, in seconds.
-            progress: Called with (prefills done, prefills to do).
+            tokens: Number of full prefill's tokens to compare.
+            save: False = the default stays as it is.
+            limit_s: Seconds after which no further prompt is measured; None = 10 minutes, on a GPU 2.
+            progress: Called with (prefills done, prefills to do); None = show a bar on a terminal.
 
         Returns:
             The result; on a KeyboardInterrupt, that of the prompts done so far.
 
         Raises:
-            KvragError: No prompts could be generated, the model completes none of them, or one is too long.
+            KvragError: No prompts could be generated, they contain no two stored chunks, or one is too long.
         """
         self._check_open()
         check_number("count", count, least=1, whole=True)
         check_number("chunks", chunks, least=2, whole=True)
+        check_number("tokens", tokens, least=1, whole=True)
         config = overridden(self.config, policy=policy)
-        words: list[str] | None = None
         if prompts is None:
             texts = calibrate.chunk_texts(self.model, self.store, namespace)
-            candidates = count * calibrate.CANDIDATES
-            search = search or search_by_words(texts)
-            gaps = make_prompts(self.model, texts, search, candidates, chunks, seed, tokens)
-            ids, words = [prompt.ids for prompt in gaps], [prompt.word for prompt in gaps]
+            gaps = make_prompts(self.model, texts, search or search_by_words(texts), count, chunks, seed, tokens)
+            ids = [prompt.ids for prompt in gaps]
         else:
             ids = calibrate.render(self.model, prompts)
         prefill = partial(self.prefill, namespace=namespace)
-        most = None if words is None else count
-        calibration = calibrate.calibrate(
-            self.model, prefill, ids, config, target, sure, ratios, tokens, progress, words, most, limit_s
-        )
+        with progress_bar("calibrating", quiet=progress is not None or not sys.stderr.isatty()) as bar:
+            calibration = calibrate.calibrate(
+                *(self.model, prefill, self.store, namespace, ids, config),
+                *(target, sure, ratios, tokens, progress or bar, limit_s),
+            )
         return self._tuning.keep_calibration(calibration) if save and calibration.is_usable else calibration
 
     @property
@@ -512,7 +516,7 @@ class BlendEngine(OfProcess):
         return self._tuning.calibration(self.config)
 
     def reset_calibration(self) -> None:
-        """Delete the stored calibration: full prefill is the default again, for later engines too."""
+        """Delete the stored calibration and what was measured for it: start and margin are the defaults again."""
         self._check_open()
         self._tuning.reset_calibration()
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from hashlib import blake2b
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -62,11 +61,6 @@ class Fingerprint:
         """Digest of 32 hexadecimal digits."""
         parts = {name: value for name, value in self.parts().items() if name != "model"}
         return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-    @property
-    def is_bundled(self) -> bool:
-        """True for the bundled model without an adapter, whose answers are measured at the default ratio."""
-        return self.model in ("reader", str(Path(__file__).parent / "reader")) and not self.adapter
 
     def chunk_key(self, ids: Ids, context: Ids = (), namespace: str = "") -> str:
         """Return the key of the chunk with these token ids, encoded with `context`. The key determines the KV."""

@@ -437,10 +437,7 @@ class LLMBase(EngineSettings, AnswerSettings):
         return await asyncio.to_thread(self.documents, prefix, namespace=namespace)
 
     def calibrate(self, prompts: Sequence[str | Messages] | None = None, **options: Any) -> Calibration:
-        """Find how much to recompute for full prefill's answers, once after warming; see `BlendEngine.calibrate`.
-
-        Until then answers come by full prefill, unless `ratio` is set.
-        """
+        """Tune how much is recomputed on this model and corpus, once after warming; see `BlendEngine.calibrate`."""
         return self._open().calibrate(prompts, **{"namespace": self.namespace} | options)
 
     def explain(

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from benchmarks.quality.rows import QuestionRow
 from kvrag.backend.transformers import Model
 from kvrag.config import BlendConfig, Sampling
-from kvrag.control.agreement import Record, compare, wilson
+from kvrag.control.agreement import Record, compare, is_kept, wilson
 from kvrag.control.prompts import ask, first_word, render
 from kvrag.engine import BlendEngine
 from kvrag.errors import ContextWindowError, ModelError, PromptError
@@ -218,10 +218,11 @@ def _table(tasks: Sequence[Task], at: int, journal: Journal[Record]) -> Table:
         is_right = exact_match(record.text, task.row.answers)
         if task.row.beginning:  # known to the first word; normalised, "the" would be no word at all
             is_right = first_word(record.text) in task.row.answers
+        agrees = [ours == theirs for ours, theirs in zip(record.tokens, full.tokens, strict=True)]
         values = {
             "em": is_right,
-            "same": record.tokens == full.tokens,
-            "agree": record.tokens[0] == full.tokens[0],
+            "kept": is_kept(agrees, full.margins),
+            "same": all(agrees),
             "kl": record.kl,
             "ttft_s": record.ttft_s,
             "reused": record.reused_tokens / record.prompt_tokens,
@@ -268,11 +269,10 @@ def summary(table: Table, full: Table, num_contexts: int) -> dict[str, Any]:
     """Return means, and shares with 95 % intervals, in which dependent prompts, those of one context, count as one."""
     result: dict[str, Any] = {"samples": len(table["em"])}
     result |= {name: float(table[name].mean()) for name in ("kl", "reused", "recomputed")}
-    result |= {name: _share(table[name], num_contexts) for name in ("em", "same", "agree")}
+    result |= {name: _share(table[name], num_contexts) for name in ("em", "kept", "same")}
     right = full["em"] == 1
     if right.any():
         result["em_kept"] = float(table["em"][right].mean())
-        result["agree_right"] = _share(table["agree"][right], min(num_contexts, int(right.sum())))
     return result
 
 

@@ -22,7 +22,7 @@ RETRIEVED, NOT_RETRIEVED = "answer retrieved", "answer not retrieved"
 HIDDEN = "answer only in a neighbour"
 """Questions with `hidden` answers; their metric `leaked` is the share of answers from what was not retrieved."""
 _RETRIEVAL = (RETRIEVED, NOT_RETRIEVED, HIDDEN)
-_PAIRED = ("em", "f1", "rouge_l", "agree", "kl")
+_PAIRED = ("em", "f1", "rouge_l", "kept", "kl")
 
 # -------------------------------------------------------------------- metrics
 
@@ -150,7 +150,7 @@ def _by_retrieval(setup: str, cells: Sequence[dict[str, Any]]) -> list[str]:
             heads += f"answers from what was not retrieved ({count})"
         else:
             heads += f"{f'{name} ({count})':78}"
-            columns += f"{'EM':22}{'EM kept':22}{'top-1':>7}  {'KL':25}"
+            columns += f"{'EM':22}{'EM kept':22}{'kept':>7}  {'KL':25}"
     lines = ["", f"{setup}: by what was retrieved", "", f"{'':34}{heads}", f"{'':26}{'ratio':>6}  {columns}"]
     for cell in cells:
         text = f"{cell['policy']:26}{ratio(cell)}  "
@@ -159,9 +159,7 @@ def _by_retrieval(setup: str, cells: Sequence[dict[str, Any]]) -> list[str]:
             if name == HIDDEN:
                 text += interval(group["leaked"])
             else:
-                text += (
-                    f"{interval(group['em']):22}{interval(group.get('em_kept')):22}{group['agree']['value']:>7.3f}  "
-                )
+                text += f"{interval(group['em']):22}{interval(group.get('em_kept')):22}{group['kept']['value']:>7.3f}  "
                 text += f"{interval(group['kl'], '.4f'):25}"
         lines.append(text)
     return [line.rstrip() for line in lines]

@@ -202,7 +202,7 @@ def test_leaked_answers_are_counted(model: Model) -> None:
     said = {"full": ["Torvik"] * 4, "none": ["Florton."] * 4, "query": ["Florton", "Torvik", "Florton", "florton"]}
     for number, task in enumerate(tasks):
         texts = [[*said.get(cell.label, ["Torvik"] * 4), "Florton"][number] for cell in cells]
-        journal.add(task.row.key, [Record([1], text, 0.0, 10, 9, 9, 1, 1.0) for text in texts])
+        journal.add(task.row.key, [Record([1], [2.0], text, 0.0, 10, 9, 9, 1, 1.0) for text in texts])
     measured = tables(tasks, cells, journal)
     results = {cell["policy"]: cell for cell in summarise(tasks, cells, measured, 0, "hkvd")}
     leaked = {policy: cell["groups"][HIDDEN]["leaked"]["value"] for policy, cell in results.items()}

@@ -8,20 +8,19 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import partial
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from tqdm import tqdm
-
 from kvrag.backend.hub import BUNDLED, READER, check_model
 from kvrag.config import DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES, BlendConfig, choices_of
 from kvrag.errors import FingerprintMismatchError, KvragError, SettingError, StoreError
 from kvrag.llm import SETTINGS
 from kvrag.options import ENGINE_DEFAULTS
+from kvrag.progress import progress as progress
 from kvrag.retrieval import documents
 from kvrag.retrieval.documents import Content, Problem
 from kvrag.retrieval.sandbox import Sandbox
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_REDRAW_S, _LINE_S = 0.1, 10.0  # seconds between lines of progress, on a terminal and without one
-_KNOWN = 0.05  # of the work, after which the time left is estimated
 _CLEAR = "\r\x1b[K"  # removes a line of progress from a terminal
 _KINDS = {kind.__name__: kind for kind in (bool, float, int, str)}
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -346,67 +343,6 @@ def read_questions(path: Path) -> list[str]:
 def say(message: str) -> None:
     """Print a line to stderr; stdout is reserved for results."""
     print(f"{_CLEAR if sys.stderr.isatty() else ''}{message}", file=sys.stderr, flush=True)
-
-
-class _Bar(tqdm):  # type: ignore[misc]
-    """Progress on stderr: a bar on a terminal, else lines."""
-
-    monitor_interval = 0  # its thread would outlive a fork
-
-    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Draw the bar, or print a line."""
-        if self.fp.isatty():
-            return bool(super().display(msg, pos))
-        if msg is None:
-            print(self, file=self.fp, flush=True)
-        return False  # nothing to clear at the end
-
-
-def _columns() -> int:
-    """Return the width of stderr; tqdm would draw nothing on a terminal that does not know it, as in containers."""
-    try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
-    except (OSError, ValueError):
-        return 80
-
-
-@contextmanager
-def progress(title: str, quiet: bool = False, unit: str = "") -> Iterator[Callable[[int, int], None]]:
-    """Show progress on stderr, updated with (done, total): a bar on a terminal, else a line every ten seconds.
-
-    The time left is shown once a part is done: the first steps include start-up costs.
-
-    Args:
-        quiet: Show nothing.
-        unit: What is counted: progress is shown from 0 % on, with the number per second.
-    """
-    bar: _Bar | None = None  # from the first update on: what precedes it does not count
-
-    def update(done: int, total: int) -> None:
-        nonlocal bar
-        if quiet or not total:
-            return
-        is_terminal = sys.stderr.isatty()
-        meter = "{desc}: {percentage:.0f}%" + "|{bar}| {elapsed}" * is_terminal
-        if bar is not None:
-            new = done - bar.initial
-            meter += ", {rate_noinv_fmt}" * bool(unit and new > 0)
-            meter += ", about {remaining} left" * (new >= _KNOWN * (total - bar.initial))
-            bar.total, bar.bar_format = total, meter
-            bar.update(done - bar.n)
-            return
-        interval = _REDRAW_S if is_terminal else _LINE_S
-        shown = {"mininterval": interval, "delay": 0 if unit or is_terminal else interval, "bar_format": meter}
-        options = {"initial": done, "total": total, "unit": f" {unit}", "unit_scale": True, "smoothing": 0}
-        bar = _Bar(
-            desc=title, file=sys.stderr, leave=False, miniters=0, ncols=_columns() - 1, nrows=20, **options, **shown
-        )
-
-    try:
-        yield update
-    finally:
-        if bar is not None:
-            bar.close()
 
 
 def duration(seconds: float) -> str:

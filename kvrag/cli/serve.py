@@ -164,9 +164,6 @@ def build(
 
     say(f"loading {args.model}")
     engine = stack.enter_context(open_engine(args, config))
-    is_careful = args.ratio is None and args.policy is None and args.controller != "off"
-    if is_careful and engine.calibration is None and not engine.fingerprint.is_bundled:
-        say(f"{args.model} is not calibrated for this store: full prefill answers until `kvrag calibrate` was run")
     if args.store_bytes is not None:
         engine.store.max_bytes = args.store_bytes
     if args.prompt_template is None:  # same prompt as `kvrag ask`

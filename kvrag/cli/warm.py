@@ -9,12 +9,10 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag.cli.calibrate import calibrate_after_warming
 from kvrag.cli.cluster import add_ray_argument, ray_command
 from kvrag.cli.common import (
     add_corpus_arguments,
@@ -56,8 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text-field", default="text", metavar="NAME", help=text_field)
     prune = "drop documents whose files no longer exist in the folders in PATH; what cannot be read is kept"
     parser.add_argument("--prune", action="store_true", help=prune)
-    alone = "do not calibrate at the end: a model without a calibration answers by full prefill unless a ratio is given"
-    parser.add_argument("--no-calibration", action="store_true", help=alone)
     cluster = parser.add_argument_group("on many machines")
     add_ray_argument(cluster, "encode with workers on a Ray cluster")
     workers = "number of workers with --ray (default: the number of GPUs, or of machines if there are none)"
@@ -92,8 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if result["skipped"]:
         result["warnings"].append(f"{result['skipped']} chunks are too short: they can be retrieved but not reused")
     gone, problems = result["gone"], result["problems"]
-    seconds = time.perf_counter() - started - result.get("calibration_seconds", 0.0)
-    result |= {"seconds": seconds, "problems": [problem.to_dict() for problem in problems]}
+    result |= {"seconds": time.perf_counter() - started, "problems": [problem.to_dict() for problem in problems]}
     if args.json:
         print(json.dumps(result))
     else:
@@ -106,11 +101,6 @@ def run(args: argparse.Namespace) -> int:
             f"{result['chunks']} chunks: {result['new']} new, {result['reused']} reused; {result['tokens']} tokens and "
             f"{human_bytes(result['bytes'])} written in {result['seconds']:.1f} s"
         )
-        if "calibrated" not in result and not args.no_calibration:
-            say("not calibrated with --server or --ray: run `kvrag calibrate` on the store, else full prefill answers")
-        if result.get("calibrated"):
-            print(result["calibrated"])
-            print(f'Next: kvrag ask "..." --model {result["model"]}')
     unreadable = [problem.file for problem in problems if problem.is_unreadable]
     if unreadable:
         say(f"{_named(unreadable)} could not be read: documents there stay as they were")
@@ -135,10 +125,6 @@ def warm_here(args: argparse.Namespace) -> dict[str, Any]:
 
         result = _encode(engine, chunks, args, problems, add, new)
         result |= {"gone": gone, "dropped": dropped, "problems": problems}
-        started = time.perf_counter()
-        calibration, outcome = (None, "") if args.no_calibration else calibrate_after_warming(engine, index, args)
-        result |= {"calibration": asdict(calibration) if calibration else None, "calibrated": outcome}
-        result["calibration_seconds"] = time.perf_counter() - started
         return result | {"store": place, "model": engine.model.name}
 
 

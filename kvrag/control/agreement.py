@@ -1,20 +1,19 @@
-"""Agreement with full prefill: one measurement and one rule for calibration and `python -m benchmarks answers`.
+"""Agreement with full prefill: the measure of calibration, of checked answers and of `python -m benchmarks answers`.
 
 A prompt is prefilled in full once and answered greedily. Each cell, a policy at a ratio, then prefills the same ids.
 The tokens of full prefill's answer are fed to its cache (teacher forcing), and the likeliest next tokens are compared
 at every step: as long as all agree, the cell's own greedy answer is the same.
 
-Only the first token decides. Later tokens follow a prefix that full prefill wrote, so they are easier and not
-independent; they are reported as well.
+An answer is *kept* if no decided token of it changed. A token is decided if full prefill's two likeliest differ by at
+least a nat: near ties, such as the first words of many answers, are resolved by rounding.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -25,8 +24,12 @@ from kvrag.errors import ModelError
 from kvrag.generate.decode import decode
 from kvrag.reuse.request_state import RequestState
 
-TARGET = 0.99
-"""Share of first tokens that must agree by default."""
+TARGET = 0.98
+"""Share of the answers that must be kept by default."""
+DECIDED = 1.0
+"""Nats by which full prefill's likeliest token of a decided position is more likely than the next one."""
+TOKENS = 32
+"""Tokens of an answer that are compared by default."""
 END = -1
 """Stands for every end token in `Record.tokens`."""
 _Z = 1.96  # 95 %
@@ -40,7 +43,8 @@ class Record:
     """Result of one cell for one prompt.
 
     Attributes:
-        tokens: Likeliest token at each position of full prefill's answer; of an own answer, its tokens.
+        tokens: Likeliest token at each position of full prefill's answer.
+        margins: By how many nats each is more likely than the next one.
         text: Their text up to the first that differs; of an own answer, all of it.
         kl: KL of the first token's distribution to full prefill's, in nats.
         inexact_tokens: Reused tokens that may deviate from full prefill.
@@ -48,6 +52,7 @@ class Record:
     """
 
     tokens: list[int]
+    margins: list[float]
     text: str
     kl: float
     prompt_tokens: int
@@ -55,6 +60,11 @@ class Record:
     inexact_tokens: int
     recomputed_tokens: int
     ttft_s: float
+
+
+def is_kept(agrees: Iterable[bool], margins: Iterable[float]) -> bool:
+    """Return whether no decided token changed, by the tokens that agree and full prefill's margins."""
+    return all(same or margin < DECIDED for same, margin in zip(agrees, margins, strict=True))
 
 
 def compare(
@@ -69,30 +79,35 @@ def compare(
 
     Args:
         sampling: Greedy; limits the answer.
-        own_answers: Decode the answer of every cell, instead of feeding it full prefill's.
+        own_answers: Decode the answer of every cell that differs from full prefill's, for its text.
 
     Raises:
         ModelError: Logits are NaN.
     """
     reference: Tensor | None = None
-    answer: list[int] = []
+    answer, full_text = list[int](), ""
     for config in (BlendConfig(policy="full", controller="off"), *configs):
         started = time.perf_counter()
         prefilled = prefill(ids, config)
         int(_without_nan(prefilled.logits).argmax())  # waits for a GPU
         ttft_s = time.perf_counter() - started
-        if reference is None or own_answers:
-            tokens, text = _answer(model, prefilled, sampling)
-        else:
-            tokens = _likeliest(model, prefilled, answer)
-            differing = (at for at, (ours, full) in enumerate(zip(tokens, answer, strict=True)) if ours != full)
-            same = next(differing, len(answer))
-            text = model.tokenizer.decode([token for token in tokens[: same + 1] if token != END])
         if reference is None:
-            reference, answer = prefilled.logits, tokens
+            answer, full_text = _answer(model, prefilled, sampling)
+            prefilled.cache.set_length(len(ids))
+        tokens, margins = _likeliest(model, prefilled, answer, sampling)
+        if reference is None:
+            reference, tokens = prefilled.logits, answer
+        same = next((at for at, token in enumerate(tokens) if token != answer[at]), len(answer))
+        if same == len(answer):
+            text = full_text
+        elif own_answers:
+            prefilled.cache.set_length(len(ids))
+            _, text = _answer(model, prefilled, sampling)
+        else:
+            text = model.tokenizer.decode([token for token in tokens[: same + 1] if token != END])
         report = prefilled.report
         counts = report.prompt_tokens, report.reused_tokens, len(prefilled.inexact), report.recomputed_tokens
-        yield Record(tokens, text, divergence(reference, prefilled.logits), *counts, ttft_s)
+        yield Record(tokens, margins, text, divergence(reference, prefilled.logits), *counts, ttft_s)
 
 
 def _answer(model: Model, prefilled: RequestState, sampling: Sampling) -> tuple[list[int], str]:
@@ -103,14 +118,21 @@ def _answer(model: Model, prefilled: RequestState, sampling: Sampling) -> tuple[
     return tokens, "".join(delta.text for delta in deltas)
 
 
-def _likeliest(model: Model, prefilled: RequestState, answer: Sequence[int]) -> list[int]:
-    """Return the cache's likeliest token at each position of the answer, with the answer as input."""
-    logits = prefilled.logits
+def _likeliest(
+    model: Model, prefilled: RequestState, answer: Sequence[int], sampling: Sampling
+) -> tuple[list[int], list[float]]:
+    """Return the likeliest token at each position of the answer, with the answer as input, and its margin."""
+    logits, given = prefilled.logits, torch.tensor([answer[:-1]], dtype=torch.long)
     if len(answer) > 1:
-        following = model.forward_all(torch.tensor([answer[:-1]]), prefilled.cache)[0]
-        logits = torch.cat([logits, following])  # (S, V)
-    best = _without_nan(logits).argmax(dim=-1).tolist()
-    return [END if token in model.eos_ids else token for token in best]
+        logits = torch.cat([logits, model.forward_all(given, prefilled.cache)[0]])  # (S, V)
+    _without_nan(logits)
+    length = len(prefilled.ids)
+    ids = torch.cat([prefilled.ids[None], given], dim=1).to(logits.device)
+    process, _ = model.logits_processor(sampling, length)
+    scores = [process(ids[:, : length + at], logits[at : at + 1]) for at in range(len(answer))]
+    best = torch.cat(scores).topk(2)
+    tokens = [END if token in model.eos_ids else token for token in best.indices[:, 0].tolist()]
+    return tokens, (best.values[:, 0] - best.values[:, 1]).tolist()
 
 
 def _without_nan(logits: Tensor) -> Tensor:
@@ -135,12 +157,10 @@ def wilson(hits: float, total: int) -> tuple[float, float]:
 
 
 def choose(ratios: Sequence[float], shares: Sequence[float], target: float) -> float | None:
-    """Return the smallest ratio whose share reaches the target together with the next larger one's; None if none does.
+    """Return the smallest ratio whose share of kept answers reaches the target; None if none does.
 
     Args:
         ratios: Ascending.
-        shares: Share of first tokens that agree, or the lower end of its interval, at each ratio.
+        shares: Share of the answers that are kept, or the lower end of its interval, at each ratio.
     """
-    reached = [share >= target for share in shares]
-    pairs = zip(ratios, pairwise([*reached, True]), strict=True)
-    return next((ratio for ratio, both in pairs if all(both)), None)
+    return next((ratio for ratio, share in zip(ratios, shares, strict=True) if share >= target), None)

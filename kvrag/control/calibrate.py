@@ -1,55 +1,85 @@
-"""Calibration: find the smallest recompute ratio whose answers match full prefill on this model and corpus.
+"""Calibration: tune adaptive recompute for this model and corpus.
 
-`kvrag.control.agreement` measures and has the rule.
+Fixed ratios are measured, see `kvrag.control.agreement`. What adaptive recompute would have done on the same prompts
+follows from these records, see `kvrag.control.trial`. Chosen is the fastest start and margin that keeps enough answers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
+from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+
 from kvrag.backend.transformers import Model
-from kvrag.config import ANSWER_SETTINGS, BlendConfig, Sampling, check_list, check_number, check_option
-from kvrag.control.agreement import TARGET, Prefill, Record, choose, compare, wilson
-from kvrag.control.prompts import first_word
-from kvrag.errors import KvragError, PromptError, SettingError, StoreError
+from kvrag.config import ANSWER_SETTINGS, DEFAULT_RATIO, BlendConfig, Sampling, check_list, check_number, check_option
+from kvrag.control import cost
+from kvrag.control.agreement import TARGET, TOKENS, Prefill, Record, choose, compare, wilson
+from kvrag.control.trial import Outcome, Trial
+from kvrag.errors import SettingError, StoreError
+from kvrag.reuse.deepen import STAGES
+from kvrag.reuse.select import Passes, selecting
 from kvrag.store import KVStore
 from kvrag.types import Messages
 
 FILE = "calibration.json"
-GRID = (0.05, 0.15, 0.3, 0.6)
+TRIALS = "measured.json"
+"""The measured prompts, so that a calibration which was interrupted goes on."""
+GRID = (0.05, 0.15, 0.3, 0.5)
+MARGIN = 1.5
+"""Default of `BlendConfig.margin`."""
+MARGINS = (0.5, 1.0, MARGIN, 2.0, 3.0)
+"""Margins to choose from."""
 PROMPTS = 40
-"""Prompts that a default takes, and generated ones by default: minutes."""
-CANDIDATES = 3  # generated prompts for each that is used: full prefill guesses at some
-_TRIAL = 0.25  # of the time limit, before the duration is estimated
+"""Prompts that a default takes, and generated ones by default."""
+LIMIT_S = {"cuda": 120.0}
+"""Time limit by device; 10 minutes on others."""
 _CHUNKS = 1000  # stored chunks that prompts are generated from
+_SETUPS = 4  # measured sets of prompts and settings that are kept
+_WRITE_S = 2.0  # between writes of what was measured
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Agreement with full prefill at one ratio.
+    """Agreement with full prefill at one ratio, or of adaptive recompute from this ratio on, with a margin.
 
-    `first` of `prompts` first tokens agree, with Wilson's 95 % interval `low` to `high` of their share; `following` of
-    `tokens` later tokens agree.
+    Attributes:
+        margin: None = the ratio is fixed.
+        kept: Number of the `prompts` whose answer is kept, with Wilson's 95 % interval `low` to `high` of their share.
+        identical: Number of answers without any difference, near ties included.
+        rows: Mean number of rows computed before the first token, relative to full prefill's.
+        kl: Mean KL of the first token's distribution to full prefill's, in nats; None for adaptive recompute.
     """
 
     ratio: float
-    first: int
+    margin: float | None
+    kept: int
     prompts: int
     low: float
     high: float
-    following: int
-    tokens: int
+    identical: int
+    rows: float
+    kl: float | None = None
 
     @property
     def share(self) -> float:
-        """Share of first tokens that agree; the target applies to it."""
-        return self.first / self.prompts
+        """Share of the answers that are kept; the target applies to it."""
+        return self.kept / self.prompts
+
+    def line(self, mark: str = "") -> str:
+        """Return the line of the table."""
+        name = f"{self.ratio:g}, margin {self.margin:g}" if self.margin is not None else f"{self.ratio:g}"
+        kept, interval = f"{self.kept} of {self.prompts}", f"{self.low:.0%} - {self.high:.0%}"
+        kl = "" if self.kl is None else f"{self.kl:.3f}"
+        return f"  {name:<18}{kept:>11}   {interval:<15}{self.identical:>9}{kl:>8}{self.rows:>7.2f}{mark}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +90,13 @@ class Calibration:
         fingerprint: Digest of the model's fingerprint.
         settings: The other fields of the BlendConfig that it is valid for, as JSON types.
         sure: The lower end of the interval had to reach the target, not just the share.
-        curve: One entry per ratio, ascending.
-        ratio: The smallest ratio that reaches the target together with the next larger one; None = only full prefill.
+        curve: One entry per fixed ratio, ascending from plain reuse.
+        ratio: The smallest fixed ratio that reaches the target, for those who do not deepen; None = none does.
         notes: Caveats.
         longest: Tokens of the longest prompt; 0 = not recorded.
+        start, margin: Of adaptive recompute; None = the defaults.
+        adaptive: Simulated: with the default start and margin, if they were among those measured, and with the chosen.
+        tokens, near_ties: Number of full prefill's tokens, and of those that are not decided.
     """
 
     fingerprint: str
@@ -77,11 +110,59 @@ class Calibration:
     notes: tuple[str, ...] = ()
     interrupted: bool = False
     longest: int = 0
+    start: float | None = None
+    margin: float | None = None
+    adaptive: tuple[Agreement, ...] = ()
+    tokens: int = 0
+    near_ties: int = 0
 
     @property
     def is_usable(self) -> bool:
         """False if it has too few prompts to become the default."""
-        return self.curve[0].prompts >= PROMPTS
+        return bool(self.curve) and self.curve[0].prompts >= PROMPTS
+
+    @property
+    def verdict(self) -> str:
+        """The result in a sentence."""
+        if not self.adaptive:
+            return "made by an earlier version, which counted first tokens: run `kvrag calibrate` again"
+        chosen = self.adaptive[-1]
+        share = chosen.low if self.sure else chosen.share
+        kept = (
+            f"keeps {chosen.kept} of {chosen.prompts} answers ({chosen.low:.0%} to {chosen.high:.0%}), "
+            f"with {chosen.rows:.2f} of full prefill's rows before the first token"
+        )
+        target = f"{self.target:g}{' with 95 % confidence' if self.sure else ''}"
+        setting = f"start {chosen.ratio:g}, margin {chosen.margin:g}"
+        if share >= self.target:
+            return f"adaptive recompute ({setting}) {kept}, and reaches the target of {target}"
+        command = f"kvrag calibrate --target {math.floor(share * 1000) / 1000:g}{' --sure' if self.sure else ''}"
+        accepted = f"; `{command}` accepts the fastest that keeps as many" if chosen.kept else ""
+        return f"no setting reaches the target of {target}: the most careful one ({setting}) {kept}{accepted}"
+
+    def __str__(self) -> str:
+        """Return a table, the caveats and the verdict."""
+        if not self.curve:
+            return self.verdict
+        ties = f"{self.near_ties} of {self.tokens} are near ties"
+        heads = f"  {'':<18}{'kept':>11}   {'95 % interval':<15}{'identical':>9}{'KL':>8}{'rows':>7}"
+        default = (DEFAULT_RATIO, MARGIN)
+        adaptive = [
+            point.line("  <-" * (at == len(self.adaptive) - 1) + "  default" * ((point.ratio, point.margin) == default))
+            for at, point in enumerate(self.adaptive)
+        ]
+        lines = [
+            f"{self.curve[0].prompts} prompts, policy {self.policy}",
+            f"kept: no token of which full prefill is sure changed ({ties})",
+            "rows: computed before the first token, relative to full prefill",
+            "",
+            heads,
+            *("fixed ratio", *(point.line() for point in self.curve)),
+            *("adaptive, simulated", *adaptive, ""),
+            *self.notes,
+            self.verdict,
+        ]
+        return "\n".join(lines)
 
     def to_json(self) -> str:
         """Return JSON for the store."""
@@ -92,11 +173,15 @@ class Calibration:
         """Parse the JSON of `to_json`; raises ValueError if it is invalid."""
         try:
             fields = json.loads(text)
-            fields["curve"] = tuple(Agreement(**point) for point in fields["curve"])
+            if "start" not in fields:  # made before recompute was adaptive, by first tokens
+                fields |= {"start": fields["ratio"], "curve": ()}
+            for name in ("curve", "adaptive"):
+                fields[name] = tuple(Agreement(**point) for point in fields.get(name, ()))
             fields["notes"] = tuple(fields["notes"])
             calibration = cls(**fields)
-            if calibration.ratio is not None:
-                check_option("ratio", calibration.ratio)
+            for ratio in (calibration.ratio, calibration.start):
+                check_option("ratio", DEFAULT_RATIO if ratio is None else ratio)
+            check_number("margin", calibration.margin or 0.0)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
         return calibration
@@ -116,149 +201,182 @@ class Calibration:
 def calibrate(
     model: Model,
     prefill: Prefill,
+    store: KVStore,
+    namespace: str,
     prompts: Sequence[list[int]],
     config: BlendConfig,
     target: float = TARGET,
     sure: bool = False,
     ratios: Sequence[float] = GRID,
-    tokens: int = 8,
+    tokens: int = TOKENS,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    words: Sequence[str] | None = None,
-    count: int | None = None,
-    limit_s: float = math.inf,
+    limit_s: float | None = None,
 ) -> Calibration:
     """Compare blending with full prefill on the same ids, at every ratio; see `BlendEngine.calibrate`.
 
     Args:
+        prefill: Blends chunks of this store and namespace.
         prompts: Token ids; prompts without anything to recompute are left out.
         config: Policy and its settings; its ratio is ignored.
-        words: The word that each prompt's answer should begin with. Prompts that full prefill answers otherwise are
-            left out: their answers are guesses, which any rounding changes.
-        count: Stop after this many prompts that were not left out.
-        limit_s: Stop if they would take longer than this, in seconds.
+        limit_s: Seconds after which no further prompt is measured; None = `LIMIT_S`.
     """
     if config.policy in ("none", "full"):
         raise SettingError(f"policy {config.policy!r} has no ratio to calibrate")
     if not check_number("target", target) or target > 1.0:
-        raise SettingError(f"target must be in (0, 1], got {target}: it is a share of first tokens")
-    check_number("tokens", tokens, least=1, whole=True)
-    ratios = sorted({check_option("ratio", ratio) for ratio in check_list("ratios", ratios)})
-    if not ratios or ratios[-1] >= 1.0:
-        raise SettingError("ratios must be one or more numbers below 1 (1 is full prefill)")
-    count = min(count or len(prompts), len(prompts))
-    asked = list(zip(prompts, words or [""] * len(prompts), strict=True))
-    measured = _Measured(model, prefill, [replace(config, ratio=ratio, controller="off") for ratio in ratios], count)
+        raise SettingError(f"target must be in (0, 1], got {target}: it is a share of answers")
+    tokens = check_number("tokens", tokens, least=1, whole=True)
+    starts = sorted({check_option("ratio", ratio) for ratio in check_list("ratios", ratios)} - {0.0})
+    if not starts or starts[-1] >= 1.0:
+        raise SettingError("ratios must be one or more numbers above 0 and below 1 (1 is full prefill)")
+    limit_s = LIMIT_S.get(model.device.type, 600.0) if limit_s is None else check_number("limit_s", limit_s)
+    ratios = [0.0, *sorted({*starts, *(stage for stage in STAGES if stage > starts[0])})]
+    configs = [replace(config, ratio=ratio, controller="off") for ratio in ratios]
+    measured = _Measured(store, namespace, [model.fingerprint.digest, tokens, [asdict(config) for config in configs]])
+    is_interrupted = False
     try:
-        measured.measure(asked, Sampling(tokens, temperature=0), limit_s, progress)
+        records = partial(compare, model, prefill, configs=configs, sampling=Sampling(tokens, temperature=0))
+        measured.measure(prompts, records, 1 + len(configs), limit_s, progress)
     except KeyboardInterrupt:
-        if not measured.rows:
+        if not measured.trials:
             raise
-        measured.is_interrupted = True
-    rows = measured.rows
-    if not rows:
-        raise measured.why_none()
-    curve = tuple(_agreement(ratio, rows, at) for at, ratio in enumerate(ratios, 1))
+        is_interrupted = True
+    finally:
+        measured.write()
+    trials = measured.trials
+    if not trials:
+        raise StoreError(
+            "no prompt contains two stored chunks, so there is nothing to recompute: "
+            "warm the corpus that the prompts are about"
+        )
+    passes = selecting(config, model.num_layers)
+    curve = [_fixed(trials, at, ratio, passes) for at, ratio in enumerate(ratios)]
+    settings = [_adaptive(trials, ratios, start, margin, passes) for start in starts for margin in MARGINS]
+    chosen = choose_setting(settings, target, sure)
+    default = [point for point in settings if (point.ratio, point.margin) == (DEFAULT_RATIO, MARGIN)]
+    shares = [point.low if sure else point.share for point in curve]
     return Calibration(
         fingerprint=model.fingerprint.digest,
         policy=config.policy,
         settings=settings_of(config),
         target=target,
         sure=sure,
-        curve=curve,
-        ratio=choose(ratios, [point.low if sure else point.share for point in curve], target),
+        curve=tuple(curve),
+        ratio=choose(ratios, shares, target),
         made=datetime.now(UTC).isoformat(timespec="seconds"),
-        notes=measured.notes(),
-        interrupted=measured.is_interrupted,
-        longest=max(row[0].prompt_tokens for row in rows),
+        notes=measured.notes(is_interrupted),
+        interrupted=is_interrupted,
+        longest=max(trial.prompt for trial in trials),
+        start=chosen.ratio,
+        margin=chosen.margin,
+        adaptive=tuple(dict.fromkeys([*default, chosen])),
+        tokens=sum(len(trial.margins) for trial in trials),
+        near_ties=sum(trial.near_ties for trial in trials),
     )
 
 
+def choose_setting(settings: Sequence[Agreement], target: float, sure: bool = False) -> Agreement:
+    """Return the setting with the fewest rows that reaches the target; if none does, the most careful one.
+
+    Of settings that are about as fast, it is the one with the largest margin.
+    """
+    reached = [point for point in settings if (point.low if sure else point.share) >= target]
+    if reached:
+        return min(reached, key=lambda point: (round(point.rows, 2), -(point.margin or 0.0)))
+    return max(settings, key=lambda point: (point.kept, point.margin, point.ratio))
+
+
 class _Measured:
-    """Prompts measured so far, up to `count`.
+    """Prompts measured by now, with these settings, on these chunks; those of earlier attempts too.
 
     Attributes:
-        rows: Records of each: full prefill's, then one per config.
-        left_out: Number of prompts with nothing to recompute.
-        guessed: Number of prompts that full prefill continues differently from the documents.
-        too_long: Why the time limit ended the measurement; "" if it did not.
+        trials: Those with something to recompute.
     """
 
-    def __init__(self, model: Model, prefill: Prefill, configs: Sequence[BlendConfig], count: int) -> None:
-        self._model, self._prefill, self._configs, self._count = model, prefill, configs, count
-        self.rows: list[list[Record]] = []
-        self.left_out = self.guessed = 0
-        self.too_long, self.is_interrupted = "", False
+    def __init__(self, store: KVStore, namespace: str, settings: list[Any]) -> None:
+        self._store = store
+        texts = sorted(entry.text_key for entry in store.entries(0) if entry.namespace == namespace)
+        self._setup = _digest(json.dumps([settings, namespace, texts]).encode())
+        self._kept: dict[str, Any] = {}  # by digest of the prompt; None = nothing to recompute
+        self.trials: list[Trial] = []
+        with contextlib.suppress(StoreError, ValueError, KeyError, TypeError):  # damaged: measured again
+            kept = cost.read(store.read_text(TRIALS)).get(self._setup, {})
+            self._kept = {prompt: trial and Trial.from_dict(trial) for prompt, trial in kept.items()}
+        self._is_changed, self._written = False, time.monotonic()
+        self._left_out = self._missing = self._limit_s = 0.0
 
     def measure(
         self,
-        prompts: Sequence[tuple[list[int], str]],
-        sampling: Sampling,
+        prompts: Sequence[list[int]],
+        compare: Callable[[list[int]], Iterator[Record]],
+        steps: int,
         limit_s: float,
         progress: Callable[[int, int], None],
     ) -> None:
-        """Measure prompts, each with the word that its answer must begin with ("" = any)."""
-        started, steps = time.monotonic(), 1 + len(self._configs)
-        progress(0, self._count * steps)
-        for number, (ids, word) in enumerate(prompts):
-            if len(self.rows) == self._count or self._is_too_long(number, time.monotonic() - started, limit_s):
-                return
-            records = compare(self._model, self._prefill, ids, self._configs, sampling)
-            row = [next(records)]
-            if word and first_word(row[0].text) != word:
-                self.guessed += 1
-                continue
-            done = steps * (len(self.rows) if word else number)
-            progress(done + 1, self._count * steps)
-            for record in records:
-                row.append(record)
-                progress(done + len(row), self._count * steps)
-            if row[-1].inexact_tokens:
-                self.rows.append(row)
+        """Measure the prompts that were not measured before, each in `steps` prefills, by `compare`."""
+        started, self._number, self._limit_s = time.monotonic(), len(prompts), limit_s
+        progress(0, self._number * steps)
+        for number, ids in enumerate(prompts):
+            digest = _digest(np.asarray(ids, dtype="<u4").tobytes())
+            if digest not in self._kept:
+                if self._kept and time.monotonic() - started > limit_s:
+                    self._missing += 1
+                    continue
+                records = []
+                for record in compare(ids):
+                    records.append(record)
+                    progress(number * steps + len(records), self._number * steps)
+                full, *others = records
+                self._kept[digest] = Trial.of(full, others) if others[-1].inexact_tokens else None
+                self._is_changed = True
+                if time.monotonic() - self._written > _WRITE_S:
+                    self.write()
+            progress((number + 1) * steps, self._number * steps)
+            if trial := self._kept[digest]:
+                self.trials.append(trial)
             else:
-                self.left_out += 1
+                self._left_out += 1
 
-    def _is_too_long(self, number: int, elapsed: float, limit_s: float) -> bool:
-        """Return whether all prompts would take longer than the limit, by the duration of the first ones."""
-        needed = elapsed / max(len(self.rows), 1) * self._count
-        if not number or elapsed <= _TRIAL * limit_s or needed <= limit_s:
-            return False
-        prompts = f"{len(self.rows)} of {self._count} prompts"
-        self.too_long = f"stopped after {prompts}, which would take {needed / 60:.0f} minutes"
-        return True
+    def write(self) -> None:
+        """Keep what was measured beside the chunks."""
+        if self._is_changed:
+            kept = {prompt: trial and asdict(trial) for prompt, trial in self._kept.items()}
+            with contextlib.suppress(StoreError):  # only to be able to go on later
+                self._store.change_text(TRIALS, lambda text: cost.write(text, self._setup, kept, _SETUPS))
+            self._is_changed, self._written = False, time.monotonic()
 
-    def why_none(self) -> KvragError:
-        """Return the error that says why no prompt counts."""
-        if self.too_long:
-            return PromptError(self.too_long)
-        if self.guessed:
-            return PromptError(
-                f"the model completes none of {self.guessed} sentences as the documents do, so its answers are "
-                "guesses: give questions that it can answer (--questions FILE)"
-            )
-        return StoreError(
-            "no prompt contains two stored chunks, so there is nothing to recompute: "
-            "warm the corpus that the prompts are about"
-        )
-
-    def notes(self) -> tuple[str, ...]:
+    def notes(self, is_interrupted: bool) -> tuple[str, ...]:
         """Return caveats."""
-        number, guessed = len(self.rows), "full prefill continues them differently from the documents"
+        done = len(self.trials)
+        limit = f"the time limit of {self._limit_s / 60:g} minutes ended it"
         notes = {
-            f"{self.left_out} prompts had nothing to recompute and were left out": self.left_out,
-            f"{self.guessed} prompts were left out: {guessed}": self.guessed,
-            f"interrupted after {number} of {self._count} prompts": self.is_interrupted,
-            self.too_long: self.too_long,
-            f"only {number} prompts, and a default takes {PROMPTS}: nothing is saved. Pass {PROMPTS} or more questions "
-            "(--questions FILE), or warm more documents": number < PROMPTS,
+            f"{self._left_out:g} prompts had nothing to recompute and were left out": self._left_out,
+            f"interrupted after {done} of {self._number} prompts: run it again to go on": is_interrupted,
+            f"{limit} after {done} of {self._number} prompts: run it again to go on": self._missing,
+            f"only {done} prompts, and a default takes {PROMPTS}: nothing is saved. Pass {PROMPTS} or more questions "
+            "(--questions FILE), or warm more documents": done < PROMPTS and not (is_interrupted or self._missing),
         }
         return tuple(note for note, applies in notes.items() if applies)
 
 
-def _agreement(ratio: float, rows: Sequence[list[Record]], at: int) -> Agreement:
-    agrees = [[ours == theirs for ours, theirs in zip(row[at].tokens, row[0].tokens, strict=True)] for row in rows]
-    first = sum(row[0] for row in agrees)
-    following = [agree for row in agrees for agree in row[1:]]
-    return Agreement(ratio, first, len(rows), *wilson(first, len(rows)), sum(following), len(following))
+def _digest(content: bytes) -> str:
+    return blake2b(content, digest_size=16).hexdigest()
+
+
+def _fixed(trials: Sequence[Trial], at: int, ratio: float, passes: Passes) -> Agreement:
+    kl = sum(trial.cells[at].kl for trial in trials) / len(trials)
+    return _agreement(ratio, None, [trial.at(at, passes) for trial in trials], kl)
+
+
+def _adaptive(
+    trials: Sequence[Trial], ratios: Sequence[float], start: float, margin: float, passes: Passes
+) -> Agreement:
+    return _agreement(start, margin, [trial.adaptive(ratios, start, margin, passes) for trial in trials])
+
+
+def _agreement(ratio: float, margin: float | None, outcomes: Sequence[Outcome], kl: float | None = None) -> Agreement:
+    num, kept = len(outcomes), sum(outcome.kept for outcome in outcomes)
+    identical, rows = sum(outcome.identical for outcome in outcomes), sum(outcome.rows for outcome in outcomes) / num
+    return Agreement(ratio, margin, kept, num, *wilson(kept, num), identical, rows, kl)
 
 
 def settings_of(config: BlendConfig) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrag.backend.protocol import PREFILL_BLOCK
+from kvrag.reuse.deepen import MOST
 from kvrag.reuse.select import NO_PASSES, Passes
 
 FILE = "speed.json"
@@ -68,10 +69,16 @@ class Workload:
     passes: Passes = NO_PASSES
     kept: int = 0
 
-    def rows(self, ratio: float) -> float:
-        """Return the rows of blending, those that the policy runs to select included."""
+    @property
+    def rows(self) -> float:
+        """Rows that are computed whatever the ratio: those of the policy, to the last layer, and the fresh ones."""
         fresh = self.prompt - self.kept - self.reused
-        return fresh + ratio * self.inexact + self.passes.query * fresh + self.passes.detection * self.prompt
+        return fresh * (2 if self.passes.query else 1) + self.passes.detection * self.prompt
+
+    @property
+    def most_to_begin_with(self) -> float:
+        """Ratio that leaves rows for a full prefill, should the model be unsure of the first token; see `MOST`."""
+        return ((MOST - 1) * (self.prompt - self.kept) - self.rows) / max(self.inexact, 1)
 
 
 def full_seconds(speed: Speed, prompt: int, kept: int = 0) -> float:
@@ -226,12 +233,12 @@ def read(text: str | None) -> dict[str, Any]:
     return machines
 
 
-def write(text: str | None, machine: str, entry: dict[str, Any]) -> str:
-    """Return the text with this machine's entry replaced; entries of other machines are kept."""
+def write(text: str | None, machine: str, entry: dict[str, Any], most: int = _MACHINES) -> str:
+    """Return the text with this machine's entry replaced; entries of other machines are kept, `most` in all."""
     others: list[Any] = []
     with suppress(ValueError):  # damaged: measured again within a few answers
         others = [item for item in read(text).items() if item[0] != machine]
-    return json.dumps(dict([*others[-(_MACHINES - 1) :], (machine, entry)]))
+    return json.dumps(dict([*others[-(most - 1) :], (machine, entry)]))
 
 
 def _quotient(sums: tuple[float, float], default: float) -> float:

@@ -22,7 +22,6 @@ from kvrag.control import calibrate, cost
 from kvrag.control.calibrate import Calibration
 from kvrag.control.cost import CostModel, Speed, Workload, blend_seconds, full_seconds
 from kvrag.errors import StoreError
-from kvrag.reuse.deepen import MOST
 from kvrag.reuse.request_state import RequestState
 from kvrag.reuse.select import selecting
 from kvrag.reuse.trace import Trace
@@ -31,10 +30,13 @@ from kvrag.store.codec import tokens_of
 
 logger = logging.getLogger("kvrag")
 
+LEAST = 0.05
+"""Ratio below which adaptive recompute does not begin."""
+
 START = DEFAULT_RATIO
 """Ratio that adaptive recompute begins with."""
 
-MARGIN = 1.5
+MARGIN = calibrate.MARGIN
 """Default of `BlendConfig.margin`."""
 
 NOTICEABLE_S = 0.01
@@ -142,9 +144,11 @@ class Tuning:
         if config.policy in ("none", "full"):
             return Plan(replace(config, ratio=1.0 if config.policy == "full" else 0.0))
         calibration, note = self._calibrated(config)
-        ratio, margin = START, MARGIN if config.margin is None else config.margin
-        if calibration is not None and calibration.ratio is not None:
-            ratio = calibration.ratio
+        start, margin = (calibration.start, calibration.margin) if calibration else (None, None)
+        margin = next(value for value in (config.margin, margin, MARGIN) if value is not None)
+        if calibration and calibration.ratio is not None and not margin:  # nothing will be deepened
+            start = calibration.ratio
+        ratio = START if start is None else start
         return Plan(replace(config, ratio=ratio), margin=margin, notes=(note,) if note else ())
 
     def decide(self, plan: Plan, request: RequestState) -> Plan:
@@ -156,14 +160,16 @@ class Tuning:
         Raises:
             DamagedChunkError, ChunkUnreadableError: A chunk could not be read to measure the disk.
         """
-        config, ratio, margin = request.config, plan.ratio, plan.margin
+        config = request.config
         is_open = config.ratio is None and config.policy not in ("none", "full") and config.controller == "auto"
         if not is_open or not request.runs:
             return plan
-        workload = self._workload(plan.config, request)
-        if margin and workload.rows(ratio) > (MOST - 1) * (workload.prompt - workload.kept):
-            reason = "full prefill: too little of the prompt is stored to gain, should the model be unsure"
-            return replace(plan, config=replace(plan.config, policy="full", ratio=1.0), margin=0.0, reason=reason)
+        if plan.margin:
+            most = self._workload(plan.config, request).most_to_begin_with
+            if most < LEAST:
+                reason = "full prefill: too little of the prompt is stored to gain, should the model be unsure"
+                return replace(plan, config=replace(plan.config, policy="full", ratio=1.0), margin=0.0, reason=reason)
+            plan = replace(plan, config=replace(plan.config, ratio=min(plan.ratio, most)))
         return self._decide(plan, request) if config.policy == DEFAULT_POLICY and not config.deterministic else plan
 
     def calibration(self, config: BlendConfig) -> Calibration | None:
@@ -273,8 +279,9 @@ class Tuning:
         return calibration
 
     def reset_calibration(self) -> None:
-        """Delete the stored calibration, if there is one: an empty text is none."""
-        self._texts.change_text(calibrate.FILE, lambda _: "")
+        """Delete the stored calibration and what was measured for it, if any: an empty text is none."""
+        for name in (calibrate.FILE, calibrate.TRIALS):
+            self._texts.change_text(name, lambda _: "")
         self._calibration = None, ""
 
     def _recall_speed(self) -> None:

@@ -75,9 +75,6 @@ def test_the_same_chunks_as_locally(
     again = run(capsys, "warm", folder, "--server", f"{served.url}/v1", "--model", "reader", *CUT)
     assert (again["new"], again["reused"]) == (0, first["new"])
     assert engine.documents() == sorted(map(str, folder.iterdir()))
-    for options, is_said in (((), True), (("--no-calibration",), False)):
-        assert main(["warm", str(folder), "--server", served.url, *CUT, *options]) == 0
-        assert ("run `kvrag calibrate` on the store" in capsys.readouterr().err) == is_said
     local = run(capsys, "warm", folder, "--store", tmp_path / "here", "--dtype", "float32", *CUT)
     assert {name: local[name] for name in ("chunks", "new", "tokens", "bytes")} == {
         name: first[name] for name in ("chunks", "new", "tokens", "bytes")

@@ -105,18 +105,6 @@ def ask(page: Any, question: str, turn: int) -> None:
     page.locator(".verdict", has_text=", the").nth(turn - 1).wait_for()  # complete
 
 
-def test_a_model_that_is_not_calibrated(page: Any, model_folder: Path, tmp_path: Path) -> None:
-    with running(model_folder, tmp_path) as server:
-        assert "is not calibrated for this store: full prefill answers" in (tmp_path / "stderr").read_text()
-        page.goto(server.url)
-        page.fill("#question", "Who is the cook?")
-        page.press("#question", "Enter")
-        page.locator(".verdict", has_text="No comparison: not calibrated (").wait_for()
-        (detail,) = page.locator(".lane .detail").all_inner_texts()  # a second lane would compute the same again
-    assert re.match(r"[\d,]+ prompt tokens: all computed; not calibrated .*, so full prefill is used", detail)
-    assert detail.endswith("; stopped at the token limit (--max-tokens)")
-
-
 def script(
     page: Any, *deltas: dict[str, str], error: str = "", citations: Sequence[dict[str, Any]] = ()
 ) -> list[dict[str, Any]]:

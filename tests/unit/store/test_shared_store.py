@@ -276,6 +276,15 @@ def test_chunks_that_are_read_ahead_are_loaded_once(machine: Machine, monkeypatc
     assert len(opened) == 2, "they are here"
 
 
+def test_a_chunk_that_is_stored_after_it_was_read_ahead_is_found(machine: Machine) -> None:
+    one, two = machine("one"), machine("two")
+    two.read_ahead([A.key])
+    assert two._opening[A.key].result() is None
+    one.put([A])
+    two.sync()
+    assert has(two, A)
+
+
 def test_a_chunk_that_is_read_ahead_and_removed_is_not_held(machine: Machine) -> None:
     one, two = machine("one"), machine("two")
     one.put([A])
@@ -285,6 +294,28 @@ def test_a_chunk_that_is_read_ahead_and_removed_is_not_held(machine: Machine) ->
     one.remove([A.key])
     two.sync()
     assert not two._opening
+
+
+def test_a_machine_that_was_killed_before_it_dropped_its_copies_drops_them_when_it_starts(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the transaction that removes rows, and the deletion of the copies."""
+    one, two = machine("one"), machine("two")
+    one.put([A, B])
+    one.set_document("doc", held("doc", A, B))
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one._log, "_removed", die)
+        with pytest.raises(KeyboardInterrupt):
+            one.set_document("doc", held("doc", B))
+    assert one._local.keys() == [A.key, B.key]
+    one.close()
+    two.sync()
+    assert two.missing([A.key, B.key]) == [A.key]
+    assert machine("one")._local.keys() == [B.key]
 
 
 # ---------------------------------------------------------------- budgets

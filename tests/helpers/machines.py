@@ -485,13 +485,19 @@ class Machines(RuleBasedStateMachine):
                 possible.append(held)
         self.observer.sync()
         held = self._held(self.observer)
-        stored, collects = set(self.observer._manifest.rows()), any("gc" in each.kind for each in (operation, *interrupting))
+        stored = set(self.observer._manifest.rows())
 
-        def sure(held: Held) -> Held:
-            """Without texts of requests whose chunks are missing: `gc` releases them."""
-            return {r: k for r, k in held.items() if not collects or r[1] != ON_REQUEST or k in stored & self.stored}
+        def documents(held: Held) -> Held:
+            return {row: key for row, key in held.items() if row[1] != ON_REQUEST}
 
-        assert sure(held) in map(sure, possible), f"documents hold {held} instead of one of {possible}"
+        assert documents(held) in map(documents, possible), f"documents hold {held} instead of one of {possible}"
+        # each text of requests is released or not, and `gc` also releases those whose chunks are missing
+        is_collected = any(each.kind.startswith("gc") for each in (operation, *interrupting))
+        missing = {None} if is_collected else set[str | None]()
+        for row in {row for each in (held, *possible) for row in each if row[1] == ON_REQUEST}:
+            keys = {each.get(row) for each in possible}
+            keys |= missing if not {*keys} <= stored & self.stored else set()
+            assert held.get(row) in keys, f"requests hold {held} instead of one of {possible}"
         before, self.held, self.stored = self.held, held, stored
         mine = {row for row in held if row[:2] == (operation.namespace, operation.document)}
         theirs = {row for each in interrupting for row in held if row[:2] == (each.namespace, each.document)}

@@ -191,7 +191,9 @@ class Log:
                     result, removed = self._apply(operation)
                     self._manifest.set_counters({_POSITION: number, _LAST: mine})
                     # it is there already if the answer to a first attempt was lost
-                    if not self._remote.create(name, _encode(mine, last, operation)) and not self._is_stored(name, mine):
+                    if not self._remote.create(name, _encode(mine, last, operation)) and not self._is_stored(
+                        name, mine
+                    ):
                         raise _TakenError
             except _TakenError:
                 taken[name] += 1

@@ -324,7 +324,9 @@ class Manifest(Database):
 
     def unheld(self, keys: Sequence[str] | None = None) -> list[str]:
         """Return the chunks, out of these (None = all), that no document relies on."""
-        query = f"SELECT key FROM chunks WHERE key NOT IN (SELECT key FROM holders) AND (?1 IS NULL OR key IN {_LISTED})"
+        query = (
+            f"SELECT key FROM chunks WHERE key NOT IN (SELECT key FROM holders) AND (?1 IS NULL OR key IN {_LISTED})"
+        )
         return [row[0] for row in self._all(query, None if keys is None else json.dumps(keys))]
 
     def namespaces(self) -> list[NamespaceStats]:

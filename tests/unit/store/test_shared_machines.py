@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from fleet import Fleet
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from machines import Machines
 
 LIMITS = settings(
-    max_examples=20,
+    max_examples=30,
     stateful_step_count=20,
     derandomize=True,
     deadline=None,
@@ -17,7 +17,9 @@ LIMITS = settings(
 )
 
 
-@pytest.mark.parametrize("place", ["memory", "s3", "valkey"])
+@pytest.mark.parametrize(
+    "place", ["memory", *(pytest.param(name, marks=pytest.mark.slow) for name in ("s3", "valkey"))]
+)
 def test_machines_agree_with_a_dictionary(place: str, request: pytest.FixtureRequest) -> None:
-    Machines.url = request.getfixturevalue(place).url
-    run_state_machine_as_test(Machines, settings=LIMITS)
+    Fleet.url = request.getfixturevalue(place).url
+    run_state_machine_as_test(Fleet, settings=LIMITS)

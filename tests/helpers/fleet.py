@@ -1,8 +1,8 @@
 """A twin of shared stores: several machines on one remote that fails, compared with a dictionary.
 
-`Machines` is a Hypothesis state machine. Each step is an operation of one machine. Faults are injected into its calls of
+`Fleet` is a Hypothesis state machine. Each step is an operation of one machine. Faults are injected into its calls of
 the remote and of its own folder; before or after one of these calls, another machine may perform a whole operation. The
-dictionary has what documents hold. An operation that fails may have taken effect or not, or up to some point.
+dictionary has what documents hold. An operation that fails may have taken effect, or not, or up to some point.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ def chunk(namespace: str, number: int, is_behind: bool) -> ChunkRecord:
     return record(number, tokens=4, layers=1, context=[9, 9] * is_behind, namespace=namespace)
 
 
-CHUNKS = {made.key: made for n in NAMESPACES for t in TEXTS for behind in (0, 1) for made in [chunk(n, t, bool(behind))]}
+CHUNKS = {made.key: made for made in (chunk(*each) for each in product(NAMESPACES, TEXTS, (False, True)))}
 BYTES = {key: sum(map(len, map(bytes, chunkfile.serialise(made, FINGERPRINT.digest)))) for key, made in CHUNKS.items()}
 
 
@@ -298,17 +299,17 @@ OPERATIONS = st.one_of(
 # ---------------------------------------------------------------- the machines
 
 
-class Machines(RuleBasedStateMachine):
+class Fleet(RuleBasedStateMachine):
     """Machines on a remote of their own, and what their documents hold."""
 
     url: str
     """Of the remote; PLACE stands for a prefix."""
 
-    steps = 0
+    done = 0  # operations of all fleets
 
     @initialize(checks=st.booleans(), every=st.sampled_from([3, 1000]))
     def begin(self, checks: bool, every: int) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="kvrag-machines-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="kvrag-fleet-"))
         self.place = self.url.replace("PLACE", self.folder.name)
         self.stack = ExitStack()
         self.calls: dict[str, Calls] = {}
@@ -316,7 +317,7 @@ class Machines(RuleBasedStateMachine):
         self.held: Held = {}
         self.stored: set[str] = set()
         self.unsettled: set[Row] = set()  # their chunks may be missing
-        self.loose: set[str] = set()  # chunks that may be stored though nothing holds them
+        self.loose: set[str] = set()  # chunks that may be stored although nothing holds them
         self.opening = Calls()
         drop = SharedStore._drop_removed
 
@@ -330,6 +331,7 @@ class Machines(RuleBasedStateMachine):
         clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None)
         for target, name, value in (
             (shared, "connect", lambda url: Unreliable(connect(url), self.opening)),
+            (shared.logger, "disabled", True),
             (shared, "_TRUST_S", math.inf),
             (shared, "_SNAPSHOT_EVERY", every),
             (SharedStore, "_in_background", at_once),
@@ -404,22 +406,18 @@ class Machines(RuleBasedStateMachine):
         retries: bool,
     ) -> None:
         """Let a machine do something, and another one something else meanwhile."""
-        interrupting = list[Operation]()
-        problems: list[BaseException] = []
-        if NAMES[other] != NAMES[name]:  # otherwise it would wait
-            theirs = self._open(other)
+        interrupting, problems = list[Operation](), list[BaseException]()
 
-            def interrupt() -> None:
-                interrupting.append(another)
-                try:
-                    another.perform(theirs)
-                except BaseException as error:
-                    problems.append(error)
-        else:
+        def interrupt() -> None:
+            interrupting.append(another)
+            try:
+                another.perform(self.stores[other])
+            except BaseException as error:
+                problems.append(error)
 
-            def interrupt() -> None:
-                pass
-
+        is_alone = NAMES[other] == NAMES[name]  # a process of the same computer would wait for this one
+        if not is_alone:
+            self._open(other)
         if operation.kind == "restart":
             self._close(name)
         elif operation.kind == "start anew":
@@ -427,60 +425,47 @@ class Machines(RuleBasedStateMachine):
         else:
             self._open(name)
         calls = self.calls.setdefault(name, Calls())
-        is_clean = operation.kind.startswith("gc") and not faults
-        failed = False
-        with patch.object(shared, "_STALE_S", -5.0 if is_clean else math.inf):
-            calls.begin(faults, interrupt)
+        calls.begin(faults, (lambda: None) if is_alone else interrupt)
+        is_undisturbed, failed = not faults, False
+        with patch.object(shared, "_STALE_S", -5.0 if is_undisturbed else math.inf):
             try:
                 operation.perform(self._open(name))
             except (StoreError, Killed) as error:
                 calls.happened.append(f"{error!r}")
                 failed = True
-                if isinstance(error, StoreError) and not calls.fired - {"another before", "another after", "twice"}:
+                if isinstance(error, StoreError) and calls.fired <= {"another before", "another after", "twice"}:
                     raise
-        note(f"  {name}: {operation}, faults {list(map(tuple, faults))}")
-        for line in (*calls.happened, *(f"{other} performs {each}" for each in interrupting)):
-            note(f"  {line}")
+        note(f"  {name}: {operation}, {faults}; {calls.happened}, meanwhile {other}: {interrupting}")
         for problem in problems:
             raise problem
-        fired = calls.fired
         if calls.is_dead:
             failed = True
             self._close(name)
         else:
             calls.begin([], lambda: None)
-        first, last = operation.effects(), list[Effect]()
         if retries and failed:
             operation.perform(self._open(name))
-            last = operation.effects()
         for late in calls.late:
             with suppress(StoreError):
                 late()
         calls.late.clear()
-        self._observe(operation, interrupting, first, last, failed, fired)
-        if is_clean and not failed:
-            self._check_clean()
+        self._observe(operation, interrupting, failed, retries)
+        if is_undisturbed and operation.kind.startswith("gc"):
+            self._check_collected()
 
     # ------------------------------------------------------------ what must hold
 
-    def _observe(
-        self,
-        operation: Operation,
-        interrupting: Sequence[Operation],
-        first: Sequence[Effect],
-        last: Sequence[Effect],
-        failed: bool,
-        fired: set[str],
-    ) -> None:
+    def _observe(self, operation: Operation, interrupting: Sequence[Operation], failed: bool, retries: bool) -> None:
         """Compare the record with the dictionary, which then follows it."""
+        # `warm` records what it holds until its chunks are there
+        effects = operation.effects() * (2 if operation.kind == "warm" else 1)
+        again = operation.effects() if failed and retries else []
         nested = [effect for each in interrupting for effect in each.effects()]
         possible: list[Held] = []
-        repeats = [1, 2] if operation.kind == "warm" else [1]  # it records what it holds until its chunks are there
-        for ends in range(len(first) + 1) if failed else [repeats[-1] * len(first)]:
-            done = [*first * repeats[-1]][:ends]
-            for at in range(len(done) + 1):
+        for end in range(len(effects) + 1) if failed else [len(effects)]:
+            for at in range(end + 1):
                 held = self.held
-                for effect in [*done[:at], *nested, *done[at:], *last]:
+                for effect in [*effects[:at], *nested, *effects[at:end], *again]:
                     held = effect(held)
                 possible.append(held)
         self.observer.sync()
@@ -499,19 +484,14 @@ class Machines(RuleBasedStateMachine):
             keys |= missing if not {*keys} <= stored & self.stored else set()
             assert held.get(row) in keys, f"requests hold {held} instead of one of {possible}"
         before, self.held, self.stored = self.held, held, stored
-        mine = {row for row in held if row[:2] == (operation.namespace, operation.document)}
-        theirs = {row for each in interrupting for row in held if row[:2] == (each.namespace, each.document)}
-        ended_well = not failed or bool(last)
         self.unsettled &= held.keys()
-        if operation.kind == "warm":
-            rows = {row for row in mine if held[row] in operation.keys}
-            self.unsettled = self.unsettled - rows if ended_well else self.unsettled | rows
-        for each in interrupting:
-            if each.kind == "warm" and ended_well:
-                self.unsettled -= {row for row in theirs if held[row] in each.keys}
-        for each in (operation, *interrupting):
+        for each in sorted((operation, *interrupting), key=lambda each: each.kind == "remove"):  # as if at last
+            rows = {row for row, key in held.items() if key in each.keys}
             if each.kind == "remove":
-                self.unsettled |= {row for row, key in held.items() if key in each.keys}
+                self.unsettled |= rows
+            elif each.kind == "warm":
+                rows = {row for row in rows if row[:2] == (each.namespace, each.document)}
+                self.unsettled = self.unsettled | rows if failed and not retries else self.unsettled - rows
         lost = {row: key for row, key in held.items() if row not in self.unsettled and key not in stored}
         assert not lost, f"documents have lost {lost}"
 
@@ -522,7 +502,7 @@ class Machines(RuleBasedStateMachine):
         assert not kept, f"nothing holds {[text(CHUNKS[key]) for key in kept]}"
         assert self.observer._manifest.counter("damaged") == 0
         self._check_counts(self.observer, stored)
-        type(self).steps += 1
+        type(self).done += 1
 
     def _held(self, store: Any) -> Held:
         pages = [page for kind, page in store.contents() if kind == "holders"]
@@ -546,7 +526,7 @@ class Machines(RuleBasedStateMachine):
             assert state.variants == {k: len(CHUNKS[k].context) for k in stored if text(CHUNKS[k]) == name}
             assert set(state.sources) == {row[3] for row in self.held if row[2] == name}
 
-    def _check_clean(self) -> None:
+    def _check_collected(self) -> None:
         """After a `gc` that nothing disturbed, only what is held is there, and no id of another text."""
         stored = self.observer._manifest.rows()
         assert stored.keys() <= {*self.held.values()}, "gc leaves chunks that nothing holds"

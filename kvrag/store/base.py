@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -236,10 +237,22 @@ class KVStore(OfProcess, ABC):
         for i in range(0, len(keys), _REMOVE):
             self._delete(file for _, file in self._remove(keys[i : i + _REMOVE]))
 
-    def _remove(self, keys: Sequence[str], counter: str | None = None, file: str | None = None) -> Sequence[Removed]:
-        """Delete rows; see Manifest.remove."""
+    def _remove(
+        self, keys: Sequence[str] | Callable[[], Sequence[str]], counter: str | None = None, file: str | None = None
+    ) -> Sequence[Removed]:
+        """Delete rows; see Manifest.change and Manifest.remove."""
         removed: Sequence[Removed] = self._changes.change("remove", keys=keys, counter=counter, file=file)
         return removed
+
+    def _remove_unheld(self, keys: Sequence[str]) -> list[str]:
+        """Delete those of these chunks that no document relies on; return their keys."""
+        unheld: list[str] = []
+        for i in range(0, len(keys), _REMOVE):
+            # another process or machine may record a document that relies on them at this moment
+            removed = self._remove(partial(self._manifest.unheld, keys[i : i + _REMOVE]))
+            self._delete(file for _, file in removed)
+            unheld += [key for key, _ in removed]
+        return unheld
 
     def touch(self, keys: Sequence[str]) -> None:
         """Record that these chunks were used. The write happens later, in another thread."""
@@ -312,10 +325,7 @@ class KVStore(OfProcess, ABC):
         if not chosen:
             return []
         self._changes.change("release", requests=[(namespace, text) for text in chosen])
-        variants = {key for state in self._manifest.look_up(chosen).values() for key in state.variants}
-        unheld = [key for key in self._manifest.unheld() if key in variants]
-        self.remove(unheld)
-        return unheld
+        return self._remove_unheld([key for s in self._manifest.look_up(chosen).values() for key in s.variants])
 
     def documents(self, prefix: str = "", namespace: str = "") -> dict[str, list[str]]:
         """Return the namespace's documents with this prefix, sorted, each with the keys that it relies on."""
@@ -417,8 +427,7 @@ class KVStore(OfProcess, ABC):
             self._record_uses()
             if requests := self._manifest.unused_requests(time.time() - unused_days * 86400):
                 self._changes.change("release", requests=requests)
-            unheld = self._manifest.unheld()
-            self.remove(unheld)
+            unheld = self._remove_unheld(self._manifest.unheld())
             self.keep_budgets()  # a killed writer did not
             leftovers = self.delete_leftovers()
             self.purge()

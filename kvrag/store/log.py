@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from kvrag.errors import StoreError
-from kvrag.store.manifest import OPERATIONS, Manifest, ManifestRow, Removed
+from kvrag.store.manifest import OPERATIONS, Manifest, ManifestRow, Removed, called
 from kvrag.store.remote import Remote
 from kvrag.store.schema import CLOCK
 
@@ -57,6 +57,10 @@ class _Entry(NamedTuple):
 
 class _Replaced(StoreError):
     """A snapshot is incomplete: a newer one has replaced it."""
+
+
+class _TakenError(Exception):
+    """Another machine has appended an operation meanwhile."""
 
 
 class Log:
@@ -166,33 +170,38 @@ class Log:
     # ---------------------------------------------------------------- writing
 
     def change(self, op: str, **fields: Any) -> Any:
-        """Append an operation, and apply it as Manifest.change, after all that any machine appended before it.
+        """Append an operation, applied as by Manifest.change, after all that any machine appended before it.
 
         After a StoreError, the operation may or may not have been appended.
         """
         if op == "put":
             fields["rows"] = _listed(fields["rows"])
-        operation = {"op": op, **fields}
         mine, taken = secrets.randbits(62), Counter[str]()
         for attempt in range(_ROUNDS):
             if attempt:
                 time.sleep(random.random() * min(0.05 * attempt, 1.0))
             self.pull()
-            # other processes of this machine must not apply it first: its result would be lost
-            with self._manifest.transaction():
-                number, last = self.position + 1, self._manifest.counter(_LAST)
-                if not self._fits():
-                    self._checked = float("-inf")
-                    continue
-                name = _name(number)
-                # it is there already if the answer to a first attempt was lost
-                if not self._remote.create(name, _encode(mine, last, operation)) and not self._is_stored(name, mine):
-                    taken[name] += 1
-                    if taken[name] > _UNREAD:
-                        raise _damaged(f"{self._remote.url}/{name}")
-                    continue
-                result, removed = self._apply(operation)
-                self._manifest.set_counters({_POSITION: number, _LAST: mine})
+            try:
+                # other processes of this machine must not apply it first: its result would be lost
+                with self._manifest.transaction():
+                    number, last = self.position + 1, self._manifest.counter(_LAST)
+                    if not self._fits():
+                        self._checked = float("-inf")
+                        continue
+                    name, operation = _name(number), {"op": op, **called(fields)}
+                    # before it is appended: one that cannot be applied would stop all machines
+                    result, removed = self._apply(operation)
+                    self._manifest.set_counters({_POSITION: number, _LAST: mine})
+                    # it is there already if the answer to a first attempt was lost
+                    if not self._remote.create(name, _encode(mine, last, operation)) and not self._is_stored(
+                        name, mine
+                    ):
+                        raise _TakenError
+            except _TakenError:
+                taken[name] += 1
+                if taken[name] > _UNREAD:
+                    raise _damaged(f"{self._remote.url}/{name}") from None
+                continue
             self._note(removed)
             self._appended(number)
             return result

@@ -136,8 +136,9 @@ class Manifest(Database):
     # ---------------------------------------------------------------- changes
 
     def change(self, op: str, **fields: Any) -> Any:
-        """Call one of the methods of `OPERATIONS`."""
-        return getattr(self, OPERATIONS[op])(**fields)
+        """Call one of the methods of `OPERATIONS`; functions in place of fields are called in the same transaction."""
+        with self.transaction():
+            return getattr(self, OPERATIONS[op])(**called(fields))
 
     def add(self, rows: Iterable[ManifestRow]) -> list[ManifestRow]:
         """Insert chunks and their texts in one transaction; return the rows whose key had another file already."""
@@ -324,9 +325,12 @@ class Manifest(Database):
         query = f"SELECT document, sum(num_tokens) FROM ({texts}) JOIN texts USING (text) GROUP BY document"
         return dict(self._all(query, namespace, prefix, ON_REQUEST))
 
-    def unheld(self) -> list[str]:
-        """Return the chunks that no document relies on."""
-        return [row[0] for row in self._all("SELECT key FROM chunks WHERE key NOT IN (SELECT key FROM holders)")]
+    def unheld(self, keys: Sequence[str] | None = None) -> list[str]:
+        """Return the chunks, out of these (None = all), that no document relies on."""
+        query = (
+            f"SELECT key FROM chunks WHERE key NOT IN (SELECT key FROM holders) AND (?1 IS NULL OR key IN {_LISTED})"
+        )
+        return [row[0] for row in self._all(query, None if keys is None else json.dumps(keys))]
 
     def namespaces(self) -> list[NamespaceStats]:
         """Return the statistics of each namespace that is not empty or has a budget."""
@@ -377,6 +381,11 @@ class Manifest(Database):
     def files(self) -> set[str]:
         """Return the names of all chunks' files."""
         return {row[0] for row in self._all("SELECT file FROM chunks")}
+
+
+def called(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields with the results of functions in their place."""
+    return {name: field() if callable(field) else field for name, field in fields.items()}
 
 
 def _let_go(connection: sqlite3.Connection, where: str, values: Sequence[tuple[str, ...]]) -> list[tuple[str, str]]:

@@ -159,9 +159,15 @@ class SharedStore(KVStore):
         self._follower = Follower(self._pull, self._always_follow)
         try:
             self._follower.pull_now()
+            self._drop_unknown(self._local.keys())  # of a process that was killed before it dropped them
         except BaseException:
             self.close()
             raise
+
+    def _drop_unknown(self, keys: Sequence[str]) -> None:
+        """Delete the copies of those of these chunks that are not stored."""
+        known = self._manifest.known(keys)
+        self._local.remove([key for key in keys if key not in known])
 
     def _drop_removed(self, keys: Sequence[str]) -> None:
         """Drop what this machine has of removed chunks."""
@@ -230,9 +236,7 @@ class SharedStore(KVStore):
         """Store chunks in the local folder; on a full disk, keep the copies at their current size."""
         try:
             self._local.put(records)
-            keys = [record.key for record in records]
-            known = self._manifest.known(keys)
-            self._local.remove([key for key in keys if key not in known])  # removed in the meantime
+            self._drop_unknown([record.key for record in records])  # removed in the meantime
         except StoreError as error:
             logger.info("no local copy: %s", error)
             if isinstance(error, StoreFullError) and (used := self._local.stats().bytes):
@@ -261,8 +265,8 @@ class SharedStore(KVStore):
             opening = self._opening.pop(key, None)
         if opening is None:
             return self._open_remote(key)
-        try:
-            return opening.result(0.0 if self._follower.is_failing else TIMEOUT_S)
+        try:  # None if the chunk was not stored at that time
+            return opening.result(0.0 if self._follower.is_failing else TIMEOUT_S) or self._open_remote(key)
         except WaitTimeoutError as error:
             timeout = StoreError(f"{self.url} does not answer")
             self._follower.fail(timeout)
@@ -434,7 +438,7 @@ class SharedStore(KVStore):
         leftovers = [name for name, age in listed if name not in known and (age > _STALE_S or name in unneeded)]
         self._remote.delete_chunks(leftovers)
         self._log.trim()
-        self._local.remove(self.missing(self._local.keys()))
+        self._drop_unknown(self._local.keys())
         self._local.keep_budgets()
         self._local.delete_leftovers()
         self.clean()

@@ -120,8 +120,8 @@ class Faults:
     """A proxy in front of an S3 server that can fail in the ways networks and servers do.
 
     Attributes:
-        mode: "pass", "500" (every request fails), "hang" (no answer), "cut" (answers to GET end half way), "slow",
-            "once" (a chunk can be read once, then it fails).
+        mode: "pass", "500" (every request fails), "hang" (no answer until `hang_up`), "cut" (answers to GET end half
+            way), "slow", "once" (a chunk can be read once, then it fails).
         refused: Chunks that could not be read again.
     """
 
@@ -136,7 +136,7 @@ class Faults:
             def _answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 if faults.mode == "hang":
-                    faults.ended.wait(30)
+                    faults._hung_up.wait()
                     self.close_connection = True
                     return
                 is_chunk = self.command == "GET" and "/chunks/" in self.path
@@ -174,14 +174,18 @@ class Faults:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self.ended = threading.Event()
+        self._hung_up = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.url = f"s3://kvrag/PLACE?endpoint=http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
+    def hang_up(self) -> None:
+        """Close the connections that hang."""
+        self._hung_up.set()
+
     def close(self) -> None:
-        self.ended.set()
+        self.hang_up()
         self._server.shutdown()
         self._server.server_close()
 

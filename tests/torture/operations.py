@@ -1,27 +1,22 @@
 """Random operations on one engine: every answer equals the one of a fresh engine without a store.
 
 A Hypothesis state machine warms, forgets, asks, asks in batches, continues conversations, abandons streams, maintains
-the store and reopens it. When a failed case is repeated alone, it is reduced to the fewest steps.
+the store and reopens it.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import hypothesis
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from torture import tiny
+from torture import stateful, tiny
 from torture.campaign import Campaign
 
-_STEPS = 50  # of one machine
-_MACHINES = 10  # per case; the first one of each is trivial
 _TEXTS = st.lists(st.integers(0, 5), min_size=1, max_size=4)
 _DOCUMENTS = st.sampled_from(["", "a", "b", "c"])
 _NAMESPACES = st.sampled_from(["", "", "", "other"])
@@ -127,35 +122,5 @@ class Machine(RuleBasedStateMachine):
 
 def run(campaign: Campaign) -> None:
     """Run machines; the cases are operations."""
-    for number in campaign.numbers():
-        left = campaign.limits.count - campaign.result.cases
-        if campaign.limits.seconds is None and campaign.limits.only is None and left <= 0:
-            break
-        Machine.done = 0
-        with campaign.case(number, cases=0):
-            count = min(_MACHINES, 1 + max(1, left // _STEPS))
-            _run_machines(f"{campaign.limits.seed} {number}", count, campaign.limits.only is not None)
-        campaign.result.cases += Machine.done
+    stateful.run(campaign, Machine)
     campaign.result.figures |= {"answers compared": Machine.answers, "that reused stored KV": Machine.reusing}
-
-
-def _run_machines(seed: str, count: int, reduces: bool) -> None:
-    limits = settings(
-        max_examples=count,
-        stateful_step_count=_STEPS,
-        deadline=None,
-        database=None,
-        print_blob=False,
-        suppress_health_check=list(HealthCheck),
-        phases=[hypothesis.Phase.generate] + [hypothesis.Phase.shrink] * reduces,
-    )
-    said: list[str] = []
-    with hypothesis.reporting.with_reporter(said.append):  # type: ignore[attr-defined]
-        try:
-            run_state_machine_as_test(hypothesis.seed(seed)(Machine), settings=limits)  # type: ignore[arg-type]
-        except Exception as error:
-            raise AssertionError(f"{error} after {_steps(said)}") from error
-
-
-def _steps(said: Sequence[str]) -> str:
-    return "; ".join(line.strip() for text in said for line in text.splitlines() if "state." in line)

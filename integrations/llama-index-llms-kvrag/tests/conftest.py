@@ -1,16 +1,14 @@
-"""The fixtures of both frameworks, and a random model."""
+"""The fixtures of LlamaIndex's packages, and a random model."""
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from families import build
-from frameworks import *  # noqa: F403
-from llama_index.llms.kvrag import BlendLLM
+from llama_index_fixtures import *  # noqa: F403
 
 from kvrag import Model
 
@@ -31,8 +29,3 @@ def tiny(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     hf.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def llm(settings: dict[str, Any]) -> BlendLLM:
-    return BlendLLM(**settings)

@@ -1,14 +1,3 @@
-"""The fixtures of both frameworks, and the LLM that nodes are encoded for."""
+"""The fixtures of LlamaIndex's packages; nodes are encoded for their LLM."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import pytest
-from frameworks import *  # noqa: F403
-from llama_index.llms.kvrag import BlendLLM
-
-
-@pytest.fixture
-def llm(settings: dict[str, Any]) -> BlendLLM:
-    return BlendLLM(**settings)
+from llama_index_fixtures import *  # noqa: F403

@@ -87,12 +87,12 @@ def test_a_table_that_says_40_of_40_at_a_ratio_chooses_it() -> None:
     assert [trial.at(number, PASSES).kept for number in range(4)] == [False, False, True, False]
     assert trial.adaptive(RATIOS, 0.3, 0.5, PASSES).kept
     assert not trial.adaptive(RATIOS, 0.15, 3.0, PASSES).kept
-    assert trial.at(2, PASSES).rows == pytest.approx((100 * 1.8 + 240) / 1000)
+    assert trial.at(2, PASSES).rows == pytest.approx((100 * 2 + 240) / 1000)
     assert trial.at(0, PASSES).rows == pytest.approx(0.1), "plain reuse selects nothing"
 
 
 def test_what_a_doubt_costs_and_brings() -> None:
-    start = (100 * 1.8 + 120) / 1000
+    start = (100 * 2 + 120) / 1000
     # at the first token, there is no room for a stage and full prefill: full prefill at once
     unsure, helps = ([9, 9], [0.5, 0.5], 120), ([7, 7], [0.6, 0.6], 240)
     doubtful = _trial(SURE, ([8, 9], SURE, 0), unsure, helps, ([7, 7], [0.7, 0.7], 400))
@@ -496,7 +496,9 @@ def test_logits_that_are_nan(policy: str, warmed: BlendEngine, monkeypatch: pyte
 
     def overflowing(ids: list[int], config: BlendConfig, **_: Any) -> Any:
         done = prefill(ids, config)
-        return replace(done, logits=done.logits * math.nan) if config.policy == policy else done
+        if config.policy == policy:
+            done.logits = done.logits * math.nan
+        return done
 
     monkeypatch.setattr(warmed, "prefill", overflowing)
     with pytest.raises(ModelError, match="dtype='bfloat16'"):

@@ -41,7 +41,7 @@ from kvrag import (
 )
 from kvrag.cli.main import main
 from kvrag.fingerprint import text_key
-from kvrag.store import Holding, log, open_store, shared, visible_variant
+from kvrag.store import ON_REQUEST, Holding, log, open_store, shared, visible_variant
 from kvrag.store import follower as following
 from kvrag.store.objects import ObjectStore
 from kvrag.store.urls import connect
@@ -275,6 +275,15 @@ def test_chunks_that_are_read_ahead_are_loaded_once(machine: Machine, monkeypatc
     assert len(opened) == 2, "they are here"
 
 
+def test_a_chunk_that_is_stored_after_it_was_read_ahead_is_found(machine: Machine) -> None:
+    one, two = machine("one"), machine("two")
+    two.read_ahead([A.key])
+    assert two._opening[A.key].result() is None
+    one.put([A])
+    two.sync()
+    assert has(two, A)
+
+
 def test_a_chunk_that_is_read_ahead_and_removed_is_not_held(machine: Machine) -> None:
     one, two = machine("one"), machine("two")
     one.put([A])
@@ -284,6 +293,62 @@ def test_a_chunk_that_is_read_ahead_and_removed_is_not_held(machine: Machine) ->
     one.remove([A.key])
     two.sync()
     assert not two._opening
+
+
+@pytest.mark.parametrize("deletes", ["gc", "forget_requests"])
+def test_a_chunk_that_a_document_begins_to_hold_is_not_deleted(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, deletes: str
+) -> None:
+    """It was held by nothing when the other machine looked."""
+    one, two = machine("one"), machine("two")
+    one.put([A, B])
+    one.set_document(ON_REQUEST, held("", A, B))
+    real = one._log.change
+
+    def late(op: str, **fields: Any) -> Any:
+        if op == "remove":
+            monkeypatch.undo()
+            two.set_document("doc", held("doc", A))
+            assert two.missing([A.key]) == []
+        return real(op, **fields)
+
+    monkeypatch.setattr(one._log, "change", late)
+    assert one.gc(-1.0)[0] == 1 if deletes == "gc" else one.forget_requests() == [B.key]
+    two.sync()
+    assert has(two, A)
+    assert not has(two, B)
+
+
+def test_an_operation_that_cannot_be_applied_does_not_stop_the_others(machine: Machine) -> None:
+    one, two = machine("one"), machine("two")
+    one.put([A])
+    with pytest.raises(UnicodeEncodeError):
+        one.set_document("\ud800", held("doc", A))
+    two.set_document("doc", held("doc", A))
+    one.sync()
+    assert one.documents() == {"doc": [A.key]}
+
+
+def test_a_machine_that_was_killed_before_it_dropped_its_copies_drops_them_when_it_starts(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the transaction that removes rows, and the deletion of the copies."""
+    one, two = machine("one"), machine("two")
+    one.put([A, B])
+    one.set_document("doc", held("doc", A, B))
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one._log, "_removed", die)
+        with pytest.raises(KeyboardInterrupt):
+            one.set_document("doc", held("doc", B))
+    assert {*one._local.keys()} == {A.key, B.key}
+    one.close()
+    two.sync()
+    assert two.missing([A.key, B.key]) == [A.key]
+    assert machine("one")._local.keys() == [B.key]
 
 
 # ---------------------------------------------------------------- budgets

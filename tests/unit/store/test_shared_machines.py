@@ -1,0 +1,25 @@
+"""Several machines on one shared store that fails, compared with a dictionary."""
+
+from __future__ import annotations
+
+import pytest
+from fleet import Fleet
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+LIMITS = settings(
+    max_examples=30,
+    stateful_step_count=20,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.parametrize(
+    "place", ["memory", *(pytest.param(name, marks=pytest.mark.slow) for name in ("s3", "valkey"))]
+)
+def test_machines_agree_with_a_dictionary(place: str, request: pytest.FixtureRequest) -> None:
+    Fleet.url = request.getfixturevalue(place).url
+    run_state_machine_as_test(Fleet, settings=LIMITS)

@@ -239,8 +239,8 @@ class Answering:
     def _keep(self, request: RequestState, answer: Sequence[int] = (), generation_prompt: int = 0) -> None:
         """Keep an answered prompt for the next turn, which contains it without the generation prompt.
 
-        Without an answer, keep only what equals full prefill's. What was computed again counts as such only where all
-        of it was, so that exact KV, which other prompts share, does not depend on the question.
+        Without an answer, keep only what equals full prefill's. Recomputed tokens count as exact only if all reused
+        tokens were recomputed: other prompts share exact KV, so it must not depend on the question.
         """
         if not request.config.reuses_prompts or sys.is_finalizing():  # torch aborts a process that computes then
             return

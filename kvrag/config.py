@@ -221,9 +221,9 @@ class BlendConfig:
         margin: Without a ratio, the model counts as unsure of a token if the likeliest one is less than this many nats
             more likely than the next one; more of the prompt is recomputed before it is emitted. 0 = never, None = as
             tuned by `engine.calibrate`, or 1.5: 4.5 times as likely.
-        controller: "auto" = without a ratio and with the default policy, the engine chooses full prefill if it is
-            predicted to be faster or if no ratio is calibrated, and a higher ratio if loading hides it. "off" =
-            never. See `kvrag.control.tuning`.
+        controller: "auto" = without a ratio, the engine chooses full prefill if it is predicted to be faster, and a
+            higher ratio to begin with if loading hides it. "off" = always blend, at the given, tuned or default ratio.
+            See `kvrag.control.tuning`.
         min_run: Minimum length of a reused run, in tokens.
         history: KV of earlier prompts and answers that is reused. "exact": as far as a prompt begins like one of them.
             "blend": also behind an edit of the history; it is recomputed in part, like chunks.
@@ -238,7 +238,7 @@ class BlendConfig:
     policy: str = option(DEFAULT_POLICY, "which tokens to recompute; 'full' = ordinary prefill", check_policy)
     ratio: float | None = number(None, "share of reused tokens to recompute, 0 to 1; default: as calibrated", most=1)
     margin: float | None = number(None, "nats by which a token must lead, else more is recomputed", most=_EXTREME)
-    controller: str = choice("auto", CONTROLLERS, "'off' = never switch to full prefill, even if predicted faster")
+    controller: str = choice("auto", CONTROLLERS, "'off' = always blend, at the given, tuned or default ratio")
     min_run: int = number(16, least=16, whole=True)  # guaranteed by the matcher
     history: str = choice("exact", HISTORIES, "'blend' = also reuse KV of earlier turns behind an edit of the history")
     deterministic: bool = switch("the same answer at every load and after any prompts; slower")

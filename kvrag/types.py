@@ -99,18 +99,31 @@ _TIMES = ("match_s", "load_s", "stitch_s", "select_s", "blend_s", "ttft_s")
 
 @dataclass(frozen=True, slots=True)
 class BlendReport(_Report):
-    """Reuse and timing of one answer.
+    """Reuse and timing of one answer. Counts are of prompt tokens, times in seconds.
 
-    `reused_tokens` came from the store or from earlier prompts, `recomputed_tokens` of them were recomputed on all
-    layers, `fresh_tokens` were in neither. Of the reused tokens, `created_tokens` were encoded for this answer (its
-    `documents`), `conversation_tokens`, the first of the prompt, come from earlier prompts and answers that begin
-    alike, and `moved_tokens` from another place of an earlier one, whose history was edited; `runs` are the rest. Times
-    are in seconds; `ttft_s` is the time from the call to the first token and includes all others except `load_s`, the
-    time to read chunks, mostly in parallel with the forward pass. `load_stall_s` is the time that the
-    forward pass waited for chunks; like `stitch_s`, it is part of `select_s` and `blend_s`. `exact`: the answer equals
-    full prefill's by construction. `tier` is the source of the KV: "device", "ram", "disk", "shared", "mixed" or ""
-    (none). `decision` is the controller's choice and its reason, "" without one. `stages`: how more of the prompt was
-    recomputed while the model was unsure of a token; `recomputed_tokens` includes them.
+    Attributes:
+        prompt_tokens: Length of the prompt.
+        reused_tokens: Those whose KV came from the store or from earlier prompts.
+        recomputed_tokens: Reused tokens that were recomputed on all layers, those of `stages` included.
+        fresh_tokens: Those without stored KV.
+        runs: Runs of stored chunks in the prompt.
+        policy, ratio: As they were applied; the ratio is the one that an adaptive answer began with.
+        match_s: To find the chunks.
+        load_s: To read them, mostly in parallel with the forward pass.
+        stitch_s: To lay out and rotate them; part of `select_s` and `blend_s`.
+        select_s: To select the tokens to recompute.
+        blend_s: To compute the fresh and selected tokens.
+        ttft_s: From the call to the first token; includes all others but `load_s`.
+        bytes_loaded: Bytes read from below the RAM tier.
+        tier: Source of the chunks: "device", "ram", "disk", "shared", "mixed" or "" (none).
+        exact: The answer equals full prefill's by construction.
+        notes: Remarks, such as chunks that could not be read.
+        decision: The controller's choice and its reason; "" if it made none.
+        created_tokens: Reused tokens that were encoded for this answer (its `documents`).
+        conversation_tokens: Reused tokens at the start, from earlier prompts and answers that begin alike.
+        moved_tokens: Reused tokens from another place of an earlier prompt, whose history was edited.
+        load_stall_s: Time that the forward pass waited for chunks; part of `select_s` and `blend_s`.
+        stages: How more of the prompt was recomputed while the model was unsure of a token.
     """
 
     prompt_tokens: int

@@ -77,7 +77,7 @@ class ChunkTokenizer(Protocol):
 
 
 class Outline(Protocol):
-    """Facts about a model on which the keys of chunks depend, known without its weights.
+    """What determines a chunk's key; needs no weights.
 
     Attributes:
         preamble: Token ids in front of every encoded chunk.

@@ -438,7 +438,7 @@ def test_no_file_stays_open(ram_bytes: int, model: Model, tmp_path: Path, monkey
         deltas.close()
         assert _open_files() == before
 
-        def fail(*_: Any) -> Any:
+        def fail(*_: Any, **__: Any) -> Any:
             raise RuntimeError("out of memory")
 
         for step in ("stitch", "select", "blend"):
@@ -474,7 +474,7 @@ def test_the_reading_threads_do_not_outlive_an_error(engine: BlendEngine, monkey
     """Layers are read ahead; a reader that is closed meanwhile must not read another file's bytes into a chunk."""
     engine.warm(CHUNKS)
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("out of memory")
 
     for _ in range(20):

@@ -99,7 +99,8 @@ class BlendEngine(OfProcess):
             conversation_bytes: Maximum size of the KV of recent conversations, kept on the model's device for their
                 next turns; 0 = none.
             batch_bytes: Maximum size of the KV of the answers in progress, each at its full length; further answers
-                wait. One answer is always in progress.
+                wait. One answer is always in progress. A consumer that asks for an answer while it reads another one
+                waits only for those that are being computed.
             store_cache: Folder of the local copies of a shared store; None = `~/.cache/kvrag/shared`.
             device_bytes: Size of a tier of unpacked KV on the model's device, in front of the RAM tier, for chunks that
                 are used repeatedly; 0 = none. Of use on a GPU, if it holds most chunks in frequent use.
@@ -382,18 +383,16 @@ class BlendEngine(OfProcess):
         return [join(answer) for answer in deltas]
 
     @_show
-    async def astream(
+    def astream(
         self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]
     ) -> AsyncGenerator[Delta, None]:
         """Like `stream`, off the event loop."""
-        async with aclosing(off_loop(partial(self.stream, prompt, **options))) as deltas:
-            async for delta in deltas:
-                yield delta
+        return off_loop(partial(self.stream, prompt, **options))
 
     @_show
     async def agenerate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
         """Like `generate`, off the event loop; cancelling it stops the work, also within a layer of the prefill."""
-        async with aclosing(off_loop(partial(self.stream, prompt, **options), ahead=True)) as deltas:
+        async with aclosing(self.astream(prompt, **options)) as deltas:
             return join([delta async for delta in deltas])
 
     def as_prompt(self, text: str) -> str | Messages:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from contextvars import copy_context
 from queue import SimpleQueue
@@ -22,7 +22,7 @@ _THREADS = 64  # of one call of `together`: more generators wait for these
 
 
 async def off_loop(
-    work: Callable[[], Generator[T, None, None]], *, ahead: bool = False, thread_name: str = "kvrag-async"
+    work: Callable[[], Generator[T, None, None]], *, ahead: Executor | None = None
 ) -> AsyncGenerator[T, None]:
     """Run a generator in a thread, in a copy of this context; yield its items, which are never None.
 
@@ -31,22 +31,23 @@ async def off_loop(
 
     Args:
         work: Returns the generator; called in the thread.
-        ahead: Go on to the end, instead of only when the consumer asks for the next item.
+        ahead: Go on to the end in one of these threads, instead of only when the consumer asks for the next item.
     """
     loop, made = asyncio.get_running_loop(), asyncio.Queue[T | BaseException | None]()
     left, context, items = threading.Event(), copy_context(), _deferred(work)
     context.run(is_left.set, left.is_set)
-    thread = ThreadPoolExecutor(1, thread_name)  # not shared, see `kvrag.openmp`
+    threads = ahead or ThreadPoolExecutor(1, "kvrag-async")  # not shared, see `kvrag.openmp`
+    working: asyncio.Future[None] | None = None
 
     def put(item: T | BaseException | None) -> None:
         loop.call_soon_threadsafe(made.put_nowait, item)
 
     try:
-        if ahead:
-            thread.submit(context.run, _put_all, items, put)
         while True:
             if not ahead:
-                thread.submit(context.run, _put_next, items, put)
+                working = loop.run_in_executor(threads, context.run, _put_next, items, put)
+            elif working is None:
+                working = loop.run_in_executor(threads, context.run, _put_all, items, put)
             if (item := await made.get()) is None:
                 return
             if isinstance(item, BaseException):
@@ -56,9 +57,11 @@ async def off_loop(
             yield item
     finally:
         left.set()
-        closed = loop.run_in_executor(thread, context.run, items.close)  # after the current step
-        thread.shutdown(wait=False)
-        await asyncio.shield(closed)
+        if not ahead:
+            working = loop.run_in_executor(threads, context.run, items.close)  # after the current step
+            threads.shutdown(wait=False)
+        if working is not None:
+            await asyncio.shield(working)
 
 
 def once(work: Callable[[], T]) -> Callable[[], Generator[tuple[T], None, None]]:

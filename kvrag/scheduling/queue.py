@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from itertools import count
 from typing import TypeVar
@@ -39,9 +40,11 @@ class AdmissionQueue:
         """Create an empty queue that admits `places` requests, while `queue` requests per namespace may wait.
 
         Args:
+            name: Name of its threads.
             namespaces: Number of namespaces that send requests.
         """
-        self._places, self._queue, self.name, self._namespaces = places, queue, name, namespaces
+        self._places, self._queue, self._namespaces = places, queue, namespaces
+        self.threads = ThreadPoolExecutor(places, f"kvrag-{name}")  # for the work
         self._running: Counter[str] = Counter()
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []  # with their namespaces, the oldest first
         self._admissions = count(1)
@@ -118,6 +121,7 @@ class AdmissionQueue:
         """Reject waiting and new requests; return when all admitted ones are done."""
         self.close()
         await self._idle.wait()
+        self.threads.shutdown(wait=False)
 
     def close(self) -> None:
         """Reject waiting and new requests."""

@@ -254,7 +254,7 @@ async def result(request: Request, queue: AdmissionQueue, work: Callable[[], T])
 def _in_thread(
     queue: AdmissionQueue, work: Callable[[], Generator[T, None, None]]
 ) -> Callable[[], AsyncGenerator[T, None]]:
-    return partial(off_loop, work, ahead=True, thread_name=f"kvrag-{queue.name}")
+    return partial(off_loop, work, ahead=queue.threads)
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

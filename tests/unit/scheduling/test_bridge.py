@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from contextvars import ContextVar
 
@@ -36,17 +37,22 @@ class Work:
             self.closed.set()
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-async def test_all_is_done_in_one_other_thread(ahead: bool) -> None:
+@pytest.fixture(params=["ahead", "on request"])
+def ahead(request: pytest.FixtureRequest) -> Iterator[ThreadPoolExecutor | None]:
+    with ThreadPoolExecutor(4, "ahead") as threads:
+        yield threads if request.param == "ahead" else None
+
+
+async def test_all_is_done_in_one_other_thread(ahead: ThreadPoolExecutor | None) -> None:
     work = Work()
-    assert [item async for item in off_loop(work, ahead=ahead, thread_name="own")] == [0, 1, 2]
+    assert [item async for item in off_loop(work, ahead=ahead)] == [0, 1, 2]
     assert len(work.threads) == 4
-    assert {thread.name for thread in work.threads} == {"own_0"}
+    assert {thread.name for thread in work.threads} == {"ahead_0" if ahead else "kvrag-async_0"}
 
 
 async def test_work_is_done_when_it_is_asked_for_unless_it_may_go_ahead() -> None:
-    work, other = Work(), Work()
-    async with aclosing(off_loop(work)) as items, aclosing(off_loop(other, ahead=True)) as others:
+    work, other, threads = Work(), Work(), ThreadPoolExecutor(1)
+    async with aclosing(off_loop(work)) as items, aclosing(off_loop(other, ahead=threads)) as others:
         assert [await anext(items), await anext(others)] == [0, 0]
         assert await asyncio.to_thread(other.closed.wait, 60)
         assert (work.made, other.made) == (1, 3)
@@ -54,8 +60,7 @@ async def test_work_is_done_when_it_is_asked_for_unless_it_may_go_ahead() -> Non
     assert {thread.name for thread in work.threads} == {"kvrag-async_0"}, "closed in its thread, too"
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-async def test_closing_returns_when_the_step_has_ended(ahead: bool) -> None:
+async def test_closing_returns_when_the_step_has_ended(ahead: ThreadPoolExecutor | None) -> None:
     entered, let, ended = threading.Event(), threading.Event(), list[type]()
 
     def work() -> Generator[int, None, None]:

@@ -47,7 +47,7 @@ def three() -> Generator[int, None, None]:
 def run(
     queue: AdmissionQueue, work: Callable[[], Generator[int, None, None]], limit: float, namespace: str = ""
 ) -> AsyncGenerator[int, None]:
-    return queue.run(partial(off_loop, work, ahead=True), limit, namespace)
+    return queue.run(partial(off_loop, work, ahead=queue.threads), limit, namespace)
 
 
 async def all_of(queue: AdmissionQueue, limit: float = 60) -> list[int]:

@@ -307,7 +307,8 @@ class EngineOptions:
         conversation_bytes: Maximum size of the KV of recent conversations, kept on the model's device for their next
             turns; 0 = none.
         batch_bytes: Maximum size of the KV of the answers in progress, each at its full length; further answers wait.
-            One answer is always in progress.
+            One answer is always in progress. A consumer that asks for an answer while it reads another one waits only
+            for those that are being computed.
         store_cache: Folder of the local copies of a shared store; None = `~/.cache/kvrag/shared`.
         device_bytes: Size of a tier of unpacked KV on the model's device, in front of the RAM tier, for chunks that are
             used repeatedly; 0 = none. Of use on a GPU, if it holds most chunks in frequent use.

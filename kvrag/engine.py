@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import sys
-import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager, closing
-from contextvars import copy_context
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import aclosing, closing
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, Unpack, cast
+from typing import Any, Unpack, cast
 
 from kvrag.answer import Answering, Question, overridden
 from kvrag.backend.transformers import Model
@@ -58,14 +54,11 @@ from kvrag.progress import progress as progress_bar
 from kvrag.request import Pipeline
 from kvrag.reuse.load import device_tier
 from kvrag.reuse.request_state import RequestState
+from kvrag.scheduling.bridge import off_loop, once, together
 from kvrag.scheduling.lock import Shared, is_left
-from kvrag.scheduling.together import together
 from kvrag.store import KVStore, open_store
 from kvrag.tracing import traced
 from kvrag.types import Answer, BlendReport, Delta, LearnStats, Messages, TokenIds, WarmReport, join
-
-T = TypeVar("T")
-_Run = Callable[[Callable[[], T]], Awaitable[T]]
 
 _shared: Shared[BlendEngine] = Shared()
 
@@ -274,8 +267,10 @@ class BlendEngine(OfProcess):
     ) -> WarmReport:
         """Like `warm`, off the event loop. Cancelling it stops the work; chunks stored before are kept."""
         options: dict[str, Any] = {"document": document, "sources": sources, "namespace": namespace}
-        async with _off_loop() as run:
-            return await run(partial(self.warm, texts, **options, skip_invalid=skip_invalid))
+        work = once(partial(self.warm, texts, **options, skip_invalid=skip_invalid))
+        async with aclosing(off_loop(work)) as reports:
+            (report,) = await anext(reports)
+            return report
 
     # ---------------------------------------------------------------- answers
 
@@ -365,14 +360,11 @@ class BlendEngine(OfProcess):
         return [join(answer) for answer in deltas]
 
     @_show
-    async def astream(
+    def astream(
         self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]
     ) -> AsyncGenerator[Delta, None]:
         """Like `stream`, off the event loop."""
-        deltas = self.stream(prompt, **options)
-        async with _off_loop(deltas.close) as run:
-            while (delta := await run(partial(next, deltas, None))) is not None:
-                yield delta
+        return off_loop(partial(self.stream, prompt, **options))
 
     @_show
     async def agenerate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
@@ -564,34 +556,6 @@ class BlendEngine(OfProcess):
         self.close()
 
 
-@asynccontextmanager
-async def _off_loop(close: Callable[[], None] = lambda: None) -> AsyncIterator[_Run[Any]]:
-    """Yield a function that runs work in a thread; end the work at the end of the block, and then `close` it."""
-    left, context = threading.Event(), copy_context()
-    context.run(is_left.set, left.is_set)
-    step: asyncio.Future[Any] | None = None
-    thread = ThreadPoolExecutor(1, "kvrag-async")  # not shared, see `kvrag.openmp`
-
-    async def run(work: Callable[[], T]) -> T:
-        nonlocal step
-        step = asyncio.get_running_loop().run_in_executor(thread, context.run, work)
-        return await asyncio.shield(step)
-
-    try:
-        yield run
-    finally:
-        left.set()
-        try:
-            if step is not None and not step.done():
-                await asyncio.wait([step])  # cancelled during a step: a running generator cannot be closed
-            if step is not None and not step.cancelled():
-                step.exception()  # otherwise asyncio logs it
-        finally:
-            thread.shutdown(wait=False)
-            if step is None or step.done():  # not if cancelled again during the step
-                close()
-
-
 def _within(deltas: Generator[Delta, None, None], timeout: float | None) -> Generator[Delta, None, None]:
     """Yield the deltas; raise AnswerTimeoutError once the work on them has taken longer than `timeout` seconds."""
     if timeout is None:
@@ -602,17 +566,22 @@ def _within(deltas: Generator[Delta, None, None], timeout: float | None) -> Gene
         f"the answer took longer than its timeout of {timeout:g} s: raise timeout=, or lower max_tokens"
     )
     spent, started, has_left = 0.0, 0.0, is_left.get()
-    inside = copy_context()  # the consumer's own work has no limit
-    inside.run(is_left.set, lambda: has_left() or spent + time.perf_counter() - started > timeout)
+
+    def is_late() -> bool:
+        return has_left() or spent + time.perf_counter() - started > timeout
+
     with own_team(), closing(deltas):
         while True:
             started = time.perf_counter()
+            token = is_left.set(is_late)  # the consumer's own work has no limit
             try:
-                delta = inside.run(next, deltas, None)
+                delta = next(deltas, None)
             except AbandonedError:
                 if has_left():
                     raise
                 raise late from None
+            finally:
+                is_left.reset(token)
             spent += time.perf_counter() - started  # a slow consumer is not slow work
             started = math.inf  # other answers' steps may ask meanwhile
             if delta is None:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvrag.forking import HeldBriefly, OfProcess
     from kvrag.index.lookup import Lookup, Match
     from kvrag.index.catalog import Catalog
-    from kvrag.ingest.ingest import Choosing, Ingestion, Mode
+    from kvrag.ingest.ingest import Choosing, Ingestion
     from kvrag.llm import LONGER, naming_places, parameters_of, template_call
     from kvrag.llm_fields import LLMFields
     from kvrag.memory.conversation import CachedPrefix
@@ -88,7 +88,7 @@ _NAMES = (
     ("kvrag.config", "check_bytes check_names check_namespace check_option"),
     ("kvrag.control.tuning", "Tuning"),
     ("kvrag.index.lookup", "Lookup Match"),
-    ("kvrag.ingest.ingest", "Ingestion Mode"),
+    ("kvrag.ingest.ingest", "Ingestion"),
     ("kvrag.memory.conversation", "CachedPrefix"),
     ("kvrag.memory.tier", "MemoryTier"),
     ("kvrag.request", "Pipeline"),

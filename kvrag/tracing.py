@@ -5,11 +5,10 @@ Nothing is recorded without the package `opentelemetry-api`, or before the proce
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import copy_context
 from time import perf_counter, time_ns
-from typing import Any
+from typing import Any, TypeVar
 
 from kvrag.types import Answer, Delta, join
 
@@ -18,6 +17,8 @@ try:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError:
     trace = None  # type: ignore[assignment]
+
+T = TypeVar("T")
 
 _PREFILLED = "kvrag-prefilled"  # in the context of an answer: the ends of its prefills
 
@@ -40,10 +41,9 @@ def _traced(
         yield from deltas
         return
     inside, prefilled, parts, end = trace.set_span_in_context(span, parent), list[int](), list[Delta](), 0
-    own = copy_context()  # the consumer may request the next delta from another context or thread
-    own.run(context.attach, context.set_value(_PREFILLED, prefilled, inside))
+    own = context.set_value(_PREFILLED, prefilled, inside)
     try:
-        while (delta := own.run(next, deltas, None)) is not None:
+        while (delta := _with(own, lambda: next(deltas, None))) is not None:
             end = time_ns()
             parts.append(delta)
             if delta.report is not None:
@@ -55,11 +55,19 @@ def _traced(
         span.set_attribute("error.type", type(error).__name__)
         raise
     finally:
-        own.run(deltas.close)
+        _with(own, deltas.close)
         span.set_attribute("gen_ai.usage.output_tokens", sum(delta.num_tokens for delta in parts))
         if parts and prefilled:
             tracer.start_span("decode", inside, start_time=prefilled[-1]).end(end)
         span.end()
+
+
+def _with(current: Any, work: Callable[[], T]) -> T:
+    token = context.attach(current)
+    try:
+        return work()
+    finally:
+        context.detach(token)
 
 
 def _attributes(answer: Answer) -> dict[str, Any]:

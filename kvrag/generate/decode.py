@@ -1,12 +1,10 @@
 """Continuous batching: the answers of one model that are decoded at the same time share every step.
 
-It has no thread. A consumer that needs a token runs the next step for all rows, unless another consumer is doing so
-already. Nothing is computed while no consumer waits.
+`kvrag.scheduling.batch` decides which consumer runs the next one.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -18,12 +16,12 @@ from kvrag.backend.protocol import KVCache
 from kvrag.backend.transformers import Model
 from kvrag.config import Sampling
 from kvrag.errors import ModelError, OutOfMemoryError, SettingError
-from kvrag.forking import OfProcess, per_process
+from kvrag.forking import per_process
 from kvrag.generate.grammar import Constraint
 from kvrag.generate.row import Row
 from kvrag.generate.thoughts import Thoughts
-from kvrag.openmp import release_team
 from kvrag.reuse.deepen import Deepening
+from kvrag.scheduling.batch import Batch
 from kvrag.types import Delta
 
 AHEAD = 16
@@ -77,50 +75,32 @@ def decode(
         batch.leave(row)
 
 
-class Batch(OfProcess):
+class RowBatch(Batch[Row]):
     """The rows of one model that are decoded together. Thread-safe."""
 
     def __init__(self) -> None:
-        self._rows: dict[Row, None] = {}  # in order of arrival; changed by single operations, which need no lock
+        super().__init__()
         self._max_rows = _MAX_ROWS
-        self._is_led = False
-        self._changed = threading.Condition()
 
     def take(self, row: Row) -> Delta:
-        """Return the next delta of a row; run steps until there is one."""
+        """Return the next delta of a row."""
         while not row.deltas:
             if row.error is not None:
                 raise row.fail()
             if row.unsure:
                 row.deepen()
-                continue
-            self._rows[row] = None
-            leads = False
-            try:
-                with self._changed:
-                    while self._is_led and not (row.deltas or row.error or row.unsure):
-                        self._changed.wait()
-                    if not (row.deltas or row.error or row.unsure):
-                        leads = self._is_led = True
-                if leads:
-                    self._step(row)
-            finally:
-                if leads:
-                    if len(self._rows) > 1:
-                        release_team()  # another thread may run the next step
-                    with self._changed:
-                        self._is_led = False
-                        self._changed.notify_all()
+            else:
+                self.wait(row)
         return row.deltas.popleft()
 
     def leave(self, row: Row) -> None:
-        """Remove a row. Takes no lock: garbage collection may close an abandoned answer in any thread."""
-        self._rows.pop(row, None)
+        """See Batch."""
+        super().leave(row)
         self._max_rows = _MAX_ROWS  # there may be more memory now
         for other in tuple(self._rows):
             other.is_parked = False
 
-    def _step(self, leader: Row) -> None:
+    def step(self, leader: Row) -> None:
         """Compute the next token of every row that is not too far ahead of its consumer."""
         unfinished = [row for row in tuple(self._rows) if not row.is_done and row.error is None]
         rows = [row for row in unfinished if len(row.deltas) < AHEAD and not (row.is_parked or row.unsure)]
@@ -194,8 +174,8 @@ def _rewind(rows: Sequence[Row], lengths: Sequence[int]) -> None:
         row.cache.set_length(length)
 
 
-_batches = per_process(lambda: weakref.WeakKeyDictionary[Model, Batch]())
+_batches = per_process(lambda: weakref.WeakKeyDictionary[Model, RowBatch]())
 
 
-def _batch_of(model: Model) -> Batch:
-    return _batches().setdefault(model, Batch())
+def _batch_of(model: Model) -> RowBatch:
+    return _batches().setdefault(model, RowBatch())

@@ -1,37 +1,54 @@
-"""Admission of answers: bounds the KV of those in progress."""
+"""The byte budget of answers in progress, which bounds their KV."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar
 
 from kvrag.config import check_bytes
 from kvrag.forking import OfProcess
-from kvrag.scheduling.lock import check_left
+from kvrag.scheduling.lock import POLL_S, check_left
 
-_POLL_S = 0.1
-_QUIET = 10  # polls without work on any admitted answer until the next one is admitted in any case
+held: ContextVar[frozenset[Admitted]] = ContextVar("held", default=frozenset())
+"""Answers of which this context, or the one that it is a copy of, has taken a delta."""
 
 
-@dataclass(eq=False)
 class Admitted:
-    """An admitted answer. `is_working` is False while its consumer has a delta."""
+    """An admitted answer. Set `is_working` to False while its consumer has a delta."""
 
-    num_bytes: int
-    is_working: bool = True
+    def __init__(self, num_bytes: int, paused: Callable[[], None]) -> None:
+        self.num_bytes, self._paused = num_bytes, paused
+        self._is_working, self.is_over = True, False
+
+    @property
+    def is_working(self) -> bool:
+        """Whether it will go on without its consumer, at least to its next delta."""
+        return self._is_working
+
+    @is_working.setter
+    def is_working(self, is_working: bool) -> None:
+        self._is_working = is_working
+        if not is_working:
+            if self not in held.get():
+                held.set(frozenset(other for other in held.get() if not other.is_over) | {self})
+            self._paused()
 
 
 class Admission(OfProcess):
-    """Admits answers in order of arrival while their KV fits into `max_bytes`, and always one. Thread-safe."""
+    """Admits answers in order of arrival while their KV fits into `max_bytes`, and always one. Thread-safe.
+
+    A consumer that asks for an answer while it reads another one cannot go on with that one, so that waiting for its KV
+    would never end. For such a consumer, only the answers that are working count, and it need not wait in line.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = check_bytes("batch_bytes", max_bytes)
         self._admitted: dict[Admitted, None] = {}  # garbage collection may close an answer anywhere, even in here
-        self._waiting: deque[object] = deque()
+        self._waiting: deque[Admitted] = deque()
         self._changed = threading.Condition()
 
     def is_busy(self) -> bool:
@@ -40,32 +57,37 @@ class Admission(OfProcess):
 
     @contextmanager
     def admit(self, num_bytes: int) -> Iterator[Admitted]:
-        """Hold a place for an answer with KV of this size at full length. Raises AbandonedError, see `check_left`.
-
-        Waits at most until all admitted answers have waited for their consumers for a second: one of these consumers
-        may be waiting here.
-        """
-        turn, answer = object(), Admitted(num_bytes)
+        """Hold a place for an answer with KV of this size at full length. Raises AbandonedError, see `check_left`."""
+        answer = Admitted(num_bytes, self._notice)
         with self._changed:
-            self._waiting.append(turn)
+            self._waiting.append(answer)
             try:
-                quiet = 0
-                while self._waiting[0] is not turn or not (self._fits(num_bytes) or quiet >= _QUIET):
+                while not self._may_begin(answer):
                     check_left()
-                    self._changed.wait(_POLL_S)
-                    quiet = 0 if any(other.is_working for other in tuple(self._admitted)) else quiet + 1
+                    self._changed.wait(POLL_S)  # a consumer that leaves does not notify
                 self._admitted[answer] = None
             finally:
-                self._waiting.remove(turn)
+                self._waiting.remove(answer)
                 self._changed.notify_all()
         try:
             yield answer
         finally:
+            answer.is_over = True
             if not sys.is_finalizing():  # a thread that has ended may hold the lock
                 with self._changed:
                     self._admitted.pop(answer)
                     self._changed.notify_all()
 
-    def _fits(self, num_bytes: int) -> bool:
-        total = sum(answer.num_bytes for answer in tuple(self._admitted))
-        return not self._admitted or total + num_bytes <= self._max_bytes
+    def _may_begin(self, answer: Admitted) -> bool:
+        others = tuple(self._admitted)
+        if any(not (other.is_working or other.is_over) for other in held.get()):
+            others = tuple(other for other in others if other.is_working)
+        elif self._waiting[0] is not answer:
+            return False
+        return not others or sum(other.num_bytes for other in others) + answer.num_bytes <= self._max_bytes
+
+    def _notice(self) -> None:
+        """Look again, after an answer has paused."""
+        if self._waiting:
+            with self._changed:
+                self._changed.notify_all()

@@ -20,7 +20,9 @@ T = TypeVar("T")
 is_left: ContextVar[Callable[[], bool]] = ContextVar("is_left", default=lambda: False)
 """Function that returns whether the consumer of this context has left: work on its answer ends then."""
 
-_POLL_S = 0.1
+POLL_S = 0.1
+"""How often those that wait call `check_left`."""
+
 _SHARE = 2.0  # of all other threads together, relative to those in `FairLock.first`
 
 
@@ -104,7 +106,7 @@ class FairLock(OfProcess):
 
     def _wait(self, turn: threading.Event, queue: deque[threading.Event], may_leave: bool) -> None:
         try:
-            while not turn.wait(_POLL_S if may_leave else None):
+            while not turn.wait(POLL_S if may_leave else None):
                 check_left()
         except BaseException:  # or Ctrl-C: otherwise the lock would be handed to a thread that no longer waits
             with self._mutex:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
 from contextlib import aclosing, closing, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -18,7 +19,8 @@ from starlette.types import Receive, Scope, Send
 from kvrag.engine import BlendEngine
 from kvrag.errors import PromptError
 from kvrag.retrieval.index import Hit, fitting
-from kvrag.server.admission import AdmissionQueue
+from kvrag.scheduling.bridge import off_loop, once
+from kvrag.scheduling.queue import AdmissionQueue
 from kvrag.server.api_errors import ApiError, ClientDisconnected, describe, json_response, log
 from kvrag.server.response import Builder, Event, Piece
 from kvrag.server.schemas import AnswerFields, ChatRequest, CompletionRequest, Document, Retrieval
@@ -148,7 +150,8 @@ async def _measured(state: State, tenant: Tenant, work: Work) -> AsyncGenerator[
     started = time.perf_counter()
     last: dict[int, float] = {}  # by choice
     status, num_complete = 499, 0
-    admitted = state.answering.run(work, state.settings.timeout, tenant.namespace, metrics.queue_time.observe)
+    limit, observe = state.settings.timeout, metrics.queue_time.observe
+    admitted = state.answering.run(_in_thread(state.answering, work), limit, tenant.namespace, observe)
     try:
         async with aclosing(admitted) as pieces:
             async for piece in pieces:
@@ -242,14 +245,16 @@ class EventStream(StreamingResponse):
 
 async def result(request: Request, queue: AdmissionQueue, work: Callable[[], T]) -> T:
     """Run work in a thread once the queue admits it, while the client is connected; return its result."""
-
-    def results() -> Generator[tuple[T], None, None]:
-        yield (work(),)  # which may be None, the end of all pieces
-
     limit = request.app.state.kvrag.settings.timeout
-    async with aclosing(queue.run(results, limit, request.state.namespace)) as pieces:
+    async with aclosing(queue.run(_in_thread(queue, once(work)), limit, request.state.namespace)) as pieces:
         (only,) = await while_connected(request.receive, anext(pieces))
         return only
+
+
+def _in_thread(
+    queue: AdmissionQueue, work: Callable[[], Generator[T, None, None]]
+) -> Callable[[], AsyncGenerator[T, None]]:
+    return partial(off_loop, work, ahead=queue.threads)
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvrag.engine import BlendEngine
 from kvrag.errors import SettingError
-from kvrag.server.admission import AdmissionQueue
+from kvrag.scheduling.queue import AdmissionQueue
 from kvrag.server.api_errors import ApiError
 from kvrag.server.corpus import Corpus
 from kvrag.server.guard import UPLOADS, most_requests

@@ -44,9 +44,9 @@ class TestBlendLLM(LLMTests):
         prompts: list[list[int]] = []
         prefill = Answering.prefill
 
-        def recording(self: Answering, ids: list[int], *args: Any, **settings: Any) -> Any:
-            prompts.append(ids)
-            return prefill(self, ids, *args, **settings)
+        def recording(self: Answering, request: Any) -> None:
+            prompts.append(list(request.token_ids))
+            prefill(self, request)
 
         monkeypatch.setattr(Answering, "prefill", recording)
         return prompts

@@ -13,7 +13,6 @@ import pytest
 import torch
 from blending import CHUNKS, messages
 
-import kvrag.scheduling.admission
 import kvrag.scheduling.lock
 from kvrag import BlendEngine, Delta, KvragError, Model, ModelError, Sampling, SettingError
 from kvrag.errors import OutOfMemoryError
@@ -60,11 +59,6 @@ def steps(endless: Model, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(endless, "forward_each", counted)
     return sizes
-
-
-@pytest.fixture
-def polling_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.scheduling.admission, "_POLL_S", 0.005)
 
 
 def tokens(deltas: Any, count: int | None = None) -> list[int]:
@@ -199,7 +193,7 @@ def test_a_slow_consumer_stops_no_other_and_its_answer_stays_close_behind(
     assert got + tokens(slow, 18) == alone[5]
 
 
-def test_a_consumer_may_send_a_prompt_while_it_reads(engine: BlendEngine, endless: Model, polling_fast: None) -> None:
+def test_a_consumer_may_send_a_prompt_while_it_reads(engine: BlendEngine, endless: Model) -> None:
     wanted = engine.generate(PROMPTS[1], max_new_tokens=5, temperature=0).token_ids
     with BlendEngine(endless, engine.store, batch_bytes=0) as narrow:  # no two answers at a time
         for count, _ in enumerate(narrow.stream(PROMPTS[0], max_new_tokens=6), 1):
@@ -208,9 +202,7 @@ def test_a_consumer_may_send_a_prompt_while_it_reads(engine: BlendEngine, endles
         assert count == 6
 
 
-def test_answers_beyond_the_bytes_wait_in_order(
-    engine: BlendEngine, endless: Model, steps: list[int], polling_fast: None
-) -> None:
+def test_answers_beyond_the_bytes_wait_in_order(engine: BlendEngine, endless: Model, steps: list[int]) -> None:
     size = max(len(endless.tokenizer.render(prompt)) for prompt in PROMPTS) + 8
     with BlendEngine(endless, engine.store, batch_bytes=size * endless.bytes_per_token) as narrow:
         longest = [PROMPTS[0]] * 3

@@ -253,9 +253,13 @@ def test_a_schema_that_refers_to_itself_without_an_end_is_a_wrong_setting(
 
 
 def test_a_long_chain_of_references_does_not_overflow_the_stack(model: Model) -> None:
-    links = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}]} for i in range(4000)}
-    chain = {"$ref": "#/$defs/a0", "$defs": {**links, "a4000": {"type": "integer"}}}
-    assert constrain(model, Grammar(json_schema=chain))
+    def chain(length: int) -> Grammar:
+        links = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}]} for i in range(length)}
+        return Grammar(json_schema={"$ref": "#/$defs/a0", "$defs": {**links, f"a{length}": {"type": "integer"}}})
+
+    assert constrain(model, chain(100))
+    with pytest.raises(SettingError, match="the JSON schema is nested too deeply: flatten it"):
+        constrain(model, chain(4000))
     with pytest.raises(SettingError, match="the grammar is longer than 1048576 characters"):
         constrain(model, Grammar(json_schema={"enum": ["a" * 1_100_000]}))
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import aclosing
+from functools import partial
 
 import pytest
 from fastapi.routing import APIRoute
 
+from kvrag.scheduling.bridge import off_loop
 from kvrag.scheduling.lock import check_left
+from kvrag.scheduling.queue import AdmissionQueue, QueueFullError, QueueStoppingError, QueueTimeoutError
 from kvrag.server import app
-from kvrag.server.admission import AdmissionQueue
-from kvrag.server.api_errors import ApiError
+from kvrag.server.api_errors import describe
 
 
 class Work:
@@ -42,8 +44,14 @@ def three() -> Generator[int, None, None]:
     yield from (1, 2, 3)
 
 
+def run(
+    queue: AdmissionQueue, work: Callable[[], Generator[int, None, None]], limit: float, namespace: str = ""
+) -> AsyncGenerator[int, None]:
+    return queue.run(partial(off_loop, work, ahead=queue.threads), limit, namespace)
+
+
 async def all_of(queue: AdmissionQueue, limit: float = 60) -> list[int]:
-    return [piece async for piece in queue.run(three, limit)]
+    return [piece async for piece in run(queue, three, limit)]
 
 
 async def settled(queue: AdmissionQueue, running: int, waiting: int) -> None:
@@ -55,7 +63,7 @@ async def settled(queue: AdmissionQueue, running: int, waiting: int) -> None:
 
 
 async def receive(received: list[int], queue: AdmissionQueue, work: Callable[[], Generator[int, None, None]]) -> None:
-    async for piece in queue.run(work, 60):
+    async for piece in run(queue, work, 60):
         received.append(piece)
 
 
@@ -72,16 +80,16 @@ async def test_the_longest_waiting_comes_first_and_one_too_many_is_rejected() ->
         await all_of(queue)
         order.append(name)
 
-    async with aclosing(queue.run(work, 60)) as running:
+    async with aclosing(run(queue, work, 60)) as running:
         work.go.release()
         assert await anext(running) == 1
         waiting = []
         for number, name in enumerate("ab"):
             waiting.append(asyncio.create_task(wait(name)))
             await settled(queue, 1, number + 1)
-        with pytest.raises(ApiError) as refused:
+        with pytest.raises(QueueFullError) as refused:
             await all_of(queue)
-        assert refused.value.status == 429
+        assert describe(refused.value)[0] == 429
     work.go.release()
     await asyncio.gather(*waiting)
     assert order == ["a", "b"]
@@ -89,7 +97,7 @@ async def test_the_longest_waiting_comes_first_and_one_too_many_is_rejected() ->
 
 async def test_the_place_is_taken_until_the_current_step_is_over() -> None:
     queue, work = AdmissionQueue(1, 2, "test"), Work()
-    running = queue.run(work, 60)
+    running = run(queue, work, 60)
     work.go.release()
     assert await anext(running) == 1
     assert await asyncio.to_thread(work.again.wait, 30)
@@ -115,7 +123,7 @@ async def test_closing_ends_a_long_step_at_its_next_check() -> None:
         finally:
             ended.set()
 
-    step = asyncio.ensure_future(anext(running := queue.run(work, 60)))
+    step = asyncio.ensure_future(anext(running := run(queue, work, 60)))
     assert await asyncio.to_thread(entered.wait, 30)
     step.cancel()
     await asyncio.wait([step])
@@ -128,16 +136,16 @@ async def test_closing_ends_a_long_step_at_its_next_check() -> None:
 
 async def test_a_cancelled_request_leaves_no_trace() -> None:
     queue, work = AdmissionQueue(1, 2, "test"), Work()
-    async with aclosing(queue.run(work, 60)) as running:
+    async with aclosing(run(queue, work, 60)) as running:
         work.go.release()
         await anext(running)
         waiting = asyncio.create_task(all_of(queue))
         await settled(queue, 1, 1)
         waiting.cancel()
         await settled(queue, 1, 0)
-        with pytest.raises(ApiError) as late:
+        with pytest.raises(QueueTimeoutError) as late:
             await all_of(queue, limit=0.02)
-        assert late.value.status == 504
+        assert describe(late.value)[0] == 504
         assert (queue.running(""), queue.waiting("")) == (1, 0)
     work.go.release()
     await settled(queue, 0, 0)
@@ -147,14 +155,14 @@ async def test_a_cancelled_request_leaves_no_trace() -> None:
 async def test_work_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     queue, work = AdmissionQueue(1, 0, "test"), Work()
     work.go.release()
-    running = queue.run(work, 60)
+    running = run(queue, work, 60)
     assert await anext(running) == 1
     loop = asyncio.get_running_loop()
     clock = loop.time
     monkeypatch.setattr(loop, "time", lambda: clock() + 61)
-    with pytest.raises(ApiError) as late:
+    with pytest.raises(QueueTimeoutError) as late:
         await anext(running)
-    assert late.value.status == 504
+    assert describe(late.value)[0] == 504
     work.go.release()
     await settled(queue, 0, 0)
     assert work.closed.is_set()
@@ -175,16 +183,16 @@ async def test_an_error_of_the_work_is_raised_and_the_place_is_free() -> None:
 
 async def test_stopping_finishes_running_work_and_starts_none() -> None:
     queue, work = AdmissionQueue(1, 4, "test"), Work()
-    async with aclosing(queue.run(work, 60)) as running:
+    async with aclosing(run(queue, work, 60)) as running:
         work.go.release()
         await anext(running)
         waiting = asyncio.create_task(all_of(queue))
         await settled(queue, 1, 1)
         stopping = asyncio.create_task(queue.stop())
-        with pytest.raises(ApiError) as rejected:
+        with pytest.raises(QueueStoppingError) as rejected:
             await waiting
-        assert rejected.value.status == 503
-        with pytest.raises(ApiError, match="stopping"):
+        assert describe(rejected.value)[0] == 503
+        with pytest.raises(QueueStoppingError, match="stopping"):
             await all_of(queue)
         work.go.release()
         assert await anext(running) == 2
@@ -209,10 +217,10 @@ async def test_namespaces_have_their_own_queues_and_are_admitted_in_rotation() -
     queue, work, order = AdmissionQueue(1, 2, "test"), Work(), []
 
     async def wait(namespace: str) -> None:
-        assert [piece async for piece in queue.run(three, 60, namespace)] == [1, 2, 3]
+        assert [piece async for piece in run(queue, three, 60, namespace)] == [1, 2, 3]
         order.append(namespace)
 
-    async with aclosing(queue.run(work, 60)) as running:
+    async with aclosing(run(queue, work, 60)) as running:
         work.go.release()
         await anext(running)
         waiting = []
@@ -220,9 +228,9 @@ async def test_namespaces_have_their_own_queues_and_are_admitted_in_rotation() -
             waiting.append(asyncio.create_task(wait(namespace)))
             while queue.waiting(namespace) < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-        with pytest.raises(ApiError) as full:
+        with pytest.raises(QueueFullError) as full:
             await wait("a")
-        assert full.value.status == 429, "its own queue is full, which does not affect other namespaces"
+        assert describe(full.value)[0] == 429, "its own queue is full, which does not affect other namespaces"
         assert [queue.waiting(namespace) for namespace in "abc"] == [2, 1, 1]
         assert [queue.running(namespace) for namespace in ("", "a")] == [1, 0]
     work.go.release()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from fastapi.routing import APIRoute
 from serving import NAME, make_corpus
 
 from kvrag import BlendEngine
+from kvrag.scheduling.bridge import off_loop
+from kvrag.scheduling.queue import AdmissionQueue
 from kvrag.server import app as server
 from kvrag.server import schemas
-from kvrag.server.admission import AdmissionQueue
 from kvrag.server.api_errors import ApiError
 from kvrag.server.app import create_app
 from kvrag.server.body import parse
@@ -304,7 +306,7 @@ async def test_health_and_others_are_answered_while_a_namespace_fills_all_queues
         await asyncio.sleep(0.005)
     try:
         assert (await client.get("/health")).status_code == 200
-        other = state.working.run(lambda: (number for number in [1]), 60, "b")
+        other = state.working.run(partial(off_loop, lambda: (number for number in [1])), 60, "b")
         assert [piece async for piece in other] == [1]
         assert state.working.running("") == 3
     finally:

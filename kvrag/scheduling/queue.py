@@ -1,25 +1,34 @@
-"""The admission queue: limits running and waiting requests, and runs their work off the event loop."""
+"""The queue of a server: limits running and waiting requests, in fairness to all namespaces."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from contextvars import copy_context
+from contextlib import aclosing
 from itertools import count
 from typing import TypeVar
 
-from kvrag.scheduling.lock import is_left
-from kvrag.server.api_errors import ApiError
+from kvrag.errors import KvragError
 
 T = TypeVar("T")
 
 
+class QueueFullError(KvragError):
+    """Too many requests are waiting."""
+
+
+class QueueStoppingError(KvragError):
+    """The queue admits no more requests."""
+
+
+class QueueTimeoutError(KvragError):
+    """A request took too long, waiting included."""
+
+
 class AdmissionQueue:
-    """Admits a number of requests at a time, queues some more, and rejects the rest with 429.
+    """Admits a number of requests at a time, queues some more, and rejects the rest.
 
     A namespace that has a place gets another one only while a free place is left for each namespace that has none, at
     most half of all places: so no namespace holds the last place of two or more. A free place goes to the namespace
@@ -35,11 +44,11 @@ class AdmissionQueue:
             namespaces: Number of namespaces that send requests.
         """
         self._places, self._queue, self._namespaces = places, queue, namespaces
+        self.threads = ThreadPoolExecutor(places, f"kvrag-{name}")  # for the work
         self._running: Counter[str] = Counter()
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []  # with their namespaces, the oldest first
         self._admissions = count(1)
         self._last: Counter[str] = Counter()  # number of each namespace's last admission
-        self._pool = ThreadPoolExecutor(places, thread_name_prefix=f"kvrag-{name}")
         self._idle = asyncio.Event()
         self._idle.set()
         self.is_stopping = False
@@ -54,70 +63,68 @@ class AdmissionQueue:
 
     async def run(
         self,
-        work: Callable[[], Generator[T, None, None]],
+        work: Callable[[], AsyncGenerator[T, None]],
         limit: float,
         namespace: str = "",
         admitted: Callable[[float], None] | None = None,
     ) -> AsyncGenerator[T, None]:
-        """Run a generator in a thread once it is admitted, and yield its items.
+        """Run a generator, such as `BlendEngine.astream`, once it is admitted; yield its items, which are never None.
 
-        Closing or cancelling this stops the work at the next `check_left`, at the latest after its current step. The
-        place is freed when the thread ends.
+        It does not wait for the consumer, so that a slow one keeps no place. Closing or cancelling this cancels it, and
+        returns at once. The place is freed when it has ended.
 
         Args:
             limit: Time limit in seconds, waiting included.
             admitted: Called with the waiting time in seconds.
 
         Raises:
-            ApiError: 429 if too many requests wait, 503 if the server is stopping, 504 after the time limit.
+            QueueFullError: Too many requests wait.
+            QueueStoppingError: The queue is stopping.
+            QueueTimeoutError: The time limit is over.
         """
         loop = asyncio.get_running_loop()
         started = loop.time()
-        late = ApiError(504, f"the request took longer than {limit:g} s: request fewer tokens, or send less", "timeout")
+        late = QueueTimeoutError(f"the request took longer than {limit:g} s: request fewer tokens, or send less")
         try:
             async with asyncio.timeout(limit):
                 await self._admit(namespace)
         except TimeoutError:
             raise late from None
-        pieces: asyncio.Queue[T | BaseException | None] = asyncio.Queue()  # None = the end
-        abandoned = threading.Event()
+        items: asyncio.Queue[T | BaseException | None] = asyncio.Queue()  # None = the end
 
-        def pump() -> None:
+        async def take() -> None:
             end: BaseException | None = None
             try:
-                with closing(work()) as items:
-                    for piece in items:
-                        loop.call_soon_threadsafe(pieces.put_nowait, piece)
-                        if abandoned.is_set():
-                            break
+                async with aclosing(work()) as made:
+                    async for item in made:
+                        items.put_nowait(item)
             except BaseException as error:
                 end = error
-            loop.call_soon_threadsafe(pieces.put_nowait, end)
-            loop.call_soon_threadsafe(self._release, namespace)
+            items.put_nowait(end)
 
-        context = copy_context()  # with the request's span
-        context.run(is_left.set, abandoned.is_set)
-        self._pool.submit(context.run, pump)
+        working = asyncio.create_task(take())
+        working.add_done_callback(lambda _: self._release(namespace))  # even if it was cancelled before it began
         if admitted is not None:
             admitted(loop.time() - started)
-        timer = loop.call_at(started + limit, pieces.put_nowait, late)
+        timer = loop.call_at(started + limit, items.put_nowait, late)
         try:
-            while (piece := await pieces.get()) is not None:
-                if isinstance(piece, BaseException):
-                    raise piece
-                yield piece
+            while (item := await items.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
         finally:
             timer.cancel()
-            abandoned.set()
+            working.cancel()
+            await asyncio.sleep(0)  # it has left when this returns
 
     async def stop(self) -> None:
         """Reject waiting and new requests; return when all admitted ones are done."""
         self.close()
         await self._idle.wait()
-        self._pool.shutdown(wait=False)
+        self.threads.shutdown(wait=False)
 
     def close(self) -> None:
-        """Reject waiting and new requests with 503."""
+        """Reject waiting and new requests."""
         self.is_stopping = True
         for _, admission in self._waiting:
             if not admission.done():
@@ -131,7 +138,7 @@ class AdmissionQueue:
             self._take_place(namespace)
             return
         if self.waiting(namespace) >= self._queue:
-            raise ApiError(429, "too many requests are waiting: retry later", "queue_full")
+            raise QueueFullError("too many requests are waiting: retry later")
         admission = asyncio.get_running_loop().create_future()
         self._waiting.append((namespace, admission))
         try:
@@ -165,5 +172,5 @@ class AdmissionQueue:
             self._idle.set()
 
 
-def _stopping() -> ApiError:
-    return ApiError(503, "the server is stopping: retry later", "stopping")
+def _stopping() -> QueueStoppingError:
+    return QueueStoppingError("the server is stopping: retry later")

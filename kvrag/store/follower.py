@@ -56,10 +56,10 @@ class Follower:
         self._pull()
         self.confirm(started)
 
-    def confirm(self, since: float | None = None) -> None:
-        """Record that the copy was current at that time; None = now."""
+    def confirm(self, since: float) -> None:
+        """Record that the copy was current at that time."""
         with self._changed:
-            self._current = max(self._current, time.monotonic() if since is None else since)
+            self._current = max(self._current, since)
             self._tried, self.is_failing = time.monotonic(), False
             self._changed.notify_all()
 

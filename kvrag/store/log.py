@@ -72,15 +72,15 @@ class Log:
         manifest: Manifest,
         removed: Callable[[Sequence[str]], None],
         rebuilding: Callable[[], None],
-        appended: Callable[[int], None],
+        appended: Callable[[int, float], None],
     ) -> None:
         """Read nothing yet.
 
         Args:
             removed: Called with the keys of chunks that operations have removed.
             rebuilding: Called before the manifest is rebuilt; may raise StoreError to prevent it.
-            appended: Called with the number of an operation that this machine has appended. The manifest then includes
-                all operations before it.
+            appended: Called with the number of an operation that this machine has appended, and a time at which the
+                manifest included all operations before it.
         """
         self._remote, self._manifest = remote, manifest
         self._removed, self._rebuilding, self._appended = removed, rebuilding, appended
@@ -192,10 +192,10 @@ class Log:
                     # before it is appended: one that cannot be applied would stop all machines
                     result, removed = self._apply(operation)
                     self._manifest.set_counters({_POSITION: number, _LAST: mine})
+                    started = time.monotonic()
+                    is_mine = self._remote.create(name, _encode(mine, last, operation))
                     # it is there already if the answer to a first attempt was lost
-                    if not self._remote.create(name, _encode(mine, last, operation)) and not self._is_stored(
-                        name, mine
-                    ):
+                    if not is_mine and not self._is_stored(name, mine):
                         raise _TakenError
             except _TakenError:
                 taken[name] += 1
@@ -203,7 +203,7 @@ class Log:
                     raise _damaged(f"{self._remote.url}/{name}") from None
                 continue
             self._note(removed)
-            self._appended(number)
+            self._appended(number, started)
             return result
         raise StoreError(f"{self._remote.url} has too many writers at the moment: try again")
 

@@ -201,8 +201,8 @@ class SharedStore(KVStore):
         else:
             self._remote.create(OWNER, owner_file(fingerprint))
 
-    def _appended(self, number: int) -> None:
-        self._follower.confirm()
+    def _appended(self, number: int, since: float) -> None:
+        self._follower.confirm(since)
         if number % _SNAPSHOT_EVERY == 0:  # new machines start from it
             self._in_background(self._log.write_snapshot)
 

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import obstore
@@ -816,6 +817,26 @@ def test_while_the_shared_store_is_unreachable_only_kv_encoded_alone_is_served(
     assert soon(lambda: one.open(alone.key) is not None)
 
 
+def test_a_copy_is_as_old_as_the_request_that_shows_it_is_current(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other machines may have added holders while this one waited for the answer."""
+    one, late = machine("one"), [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0], sleep=time.sleep)
+    for module in (log, following):
+        monkeypatch.setattr(module, "time", clock)
+    real = one._remote.create
+
+    def create(name: str, content: bytes) -> bool:
+        late[0] += 1000.0
+        return real(name, content)
+
+    monkeypatch.setattr(one._remote, "create", create)
+    monkeypatch.setattr(one._follower, "glance", lambda: None)
+    one.put([A])
+    assert one._follower.age() >= 1000.0
+
+
 def test_a_prompt_waits_briefly_for_the_log_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     one = machine("one")
     waits: list[float] = []
@@ -825,7 +846,7 @@ def test_a_prompt_waits_briefly_for_the_log_once(machine: Machine, monkeypatch: 
     assert waits == [], "it is fresh"
     monkeypatch.setattr(follower, "_pull", lambda: time.sleep(0.01))
     follower._current -= 100
-    monkeypatch.setattr(follower, "confirm", lambda since=None: None)
+    monkeypatch.setattr(follower, "confirm", lambda since: None)
     for _ in range(5):
         one.removals()
         one.look_up([text(A)])

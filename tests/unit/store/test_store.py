@@ -1391,6 +1391,28 @@ def _age(path: Path, seconds: float = 7200) -> None:
     os.utime(path, (time.time() - seconds,) * 2)
 
 
+def test_a_chunk_that_a_document_begins_to_hold_is_not_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process records the document after this one has looked."""
+    one, two = opened(tmp_path), opened(tmp_path)
+    chunk, other = record(1), record(2)
+    one.put([chunk, other])
+    real = one._changes.change
+
+    def late(op: str, **fields: Any) -> Any:
+        monkeypatch.undo()
+        two.set_document("doc", [holding(chunk, "doc")])
+        return real(op, **fields)
+
+    monkeypatch.setattr(one._changes, "change", late)
+    assert one.gc()[0] == 1
+    assert same(two, chunk)
+    assert not same(two, other)
+    for store in (one, two):
+        store.close()
+
+
 def test_gc_deletes_chunks_without_holders_and_leftovers(store: FileStore) -> None:
     store.put([record(i) for i in range(3)])
     store.set_document("a", [holding(record(0), "a")])

@@ -456,7 +456,7 @@ def test_an_error_inside_a_forward_pass_leaves_the_model_usable(
     engine.warm(CHUNKS)
     ids = engine.model.tokenizer.render(PROMPT)
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("out of memory")
 
     for policy in ("query", "hkvd", "random"):

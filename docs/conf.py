@@ -32,7 +32,6 @@ suppress_warnings = ["ref.python"]  # several packages have classes with the sam
 napoleon_use_ivar = True  # attributes in one list; several may share a line
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
 add_module_names = False
 
 

@@ -49,7 +49,6 @@ from kvrag.options import (
     AnswerOptions,
     EngineKeywords,
     LoadingOptions,
-    fill_options,
     show_options,
 )
 from kvrag.request import Pipeline
@@ -103,7 +102,7 @@ class BlendEngine(OfProcess):
         if isinstance(model, str | Path):
             raise SettingError(f"model must be a Model, not a name: use BlendEngine.from_pretrained({str(model)!r})")
         check_type("config", config, BlendConfig | None, "a BlendConfig")
-        chosen = EngineOptions(**fill_options("BlendEngine", ENGINE_DEFAULTS, options))
+        chosen = EngineOptions(**options)
         codec = chosen.codec
         self.model, self.config, self.codec = model, config or BlendConfig(), codec
         self.fingerprint = model.fingerprint.stored_as(codec)

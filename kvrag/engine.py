@@ -47,7 +47,6 @@ from kvrag.options import (
     AnswerOptions,
     EngineKeywords,
     LoadingOptions,
-    fill_options,
     show_options,
 )
 from kvrag.progress import progress as progress_bar
@@ -99,7 +98,7 @@ class BlendEngine(OfProcess):
         if isinstance(model, str | Path):
             raise SettingError(f"model must be a Model, not a name: use BlendEngine.from_pretrained({str(model)!r})")
         check_type("config", config, BlendConfig | None, "a BlendConfig")
-        chosen = EngineOptions(**fill_options("BlendEngine", ENGINE_DEFAULTS, options))
+        chosen = EngineOptions(**options)
         codec = chosen.codec
         self.model, self.config, self.codec = model, config or BlendConfig(), codec
         self.fingerprint = model.fingerprint.stored_as(codec)

@@ -266,8 +266,8 @@ class BlendEngine(OfProcess):
     ) -> WarmReport:
         """Like `warm`, off the event loop. Cancelling it stops the work; chunks stored before are kept."""
         options: dict[str, Any] = {"document": document, "sources": sources, "namespace": namespace}
-        work = once(partial(self.warm, texts, **options, skip_invalid=skip_invalid))
-        async with aclosing(off_loop(work)) as reports:
+        work = partial(self.warm, texts, **options, skip_invalid=skip_invalid)
+        async with aclosing(off_loop(once(work))) as reports:
             (report,) = await anext(reports)
             return report
 
@@ -363,7 +363,7 @@ class BlendEngine(OfProcess):
         self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]
     ) -> AsyncGenerator[Delta, None]:
         """Like `stream`, off the event loop."""
-        return off_loop(partial(self.stream, prompt, **options))
+        return off_loop(self.stream(prompt, **options))
 
     @_show
     async def agenerate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:

@@ -5,10 +5,10 @@ Nothing is recorded without the package `opentelemetry-api`, or before the proce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter, time_ns
-from typing import Any, TypeVar
+from typing import Any
 
 from kvrag.types import Answer, Delta, join
 
@@ -17,8 +17,6 @@ try:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError:
     trace = None  # type: ignore[assignment]
-
-T = TypeVar("T")
 
 _PREFILLED = "kvrag-prefilled"  # in the context of an answer: the ends of its prefills
 
@@ -43,7 +41,11 @@ def _traced(
     inside, prefilled, parts, end = trace.set_span_in_context(span, parent), list[int](), list[Delta](), 0
     own = context.set_value(_PREFILLED, prefilled, inside)
     try:
-        while (delta := _with(own, lambda: next(deltas, None))) is not None:
+        while True:
+            with _current(own):
+                delta = next(deltas, None)
+            if delta is None:
+                break
             end = time_ns()
             parts.append(delta)
             if delta.report is not None:
@@ -55,19 +57,12 @@ def _traced(
         span.set_attribute("error.type", type(error).__name__)
         raise
     finally:
-        _with(own, deltas.close)
+        with _current(own):
+            deltas.close()
         span.set_attribute("gen_ai.usage.output_tokens", sum(delta.num_tokens for delta in parts))
         if parts and prefilled:
             tracer.start_span("decode", inside, start_time=prefilled[-1]).end(end)
         span.end()
-
-
-def _with(current: Any, work: Callable[[], T]) -> T:
-    token = context.attach(current)
-    try:
-        return work()
-    finally:
-        context.detach(token)
 
 
 def _attributes(answer: Answer) -> dict[str, Any]:
@@ -106,7 +101,13 @@ def continued(headers: Mapping[str, str]) -> Iterator[None]:
     if trace is None or trace.get_current_span().get_span_context().is_valid:
         yield
         return
-    token = context.attach(TraceContextTextMapPropagator().extract(headers))
+    with _current(TraceContextTextMapPropagator().extract(headers)):
+        yield
+
+
+@contextmanager
+def _current(own: Any) -> Iterator[None]:
+    token = context.attach(own)
     try:
         yield
     finally:

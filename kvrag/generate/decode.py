@@ -1,6 +1,6 @@
 """Continuous batching: the answers of one model that are decoded at the same time share every step.
 
-`kvrag.scheduling.batch` decides which consumer runs the next one.
+`kvrag.scheduling.batch` decides which consumer runs the next one, and this what it computes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from kvrag.forking import per_process
 from kvrag.generate.grammar import Constraint
 from kvrag.generate.row import Row
 from kvrag.generate.thoughts import Thoughts
+from kvrag.openmp import release_team
 from kvrag.reuse.deepen import Deepening
-from kvrag.scheduling.batch import Batch
+from kvrag.scheduling.batch import SharedSteps
 from kvrag.types import Delta
 
 AHEAD = 16
@@ -75,32 +76,34 @@ def decode(
         batch.leave(row)
 
 
-class RowBatch(Batch[Row]):
+class Batch:
     """The rows of one model that are decoded together. Thread-safe."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._rows: dict[Row, None] = {}  # in order of arrival; changed by single operations, which need no lock
         self._max_rows = _MAX_ROWS
+        self._steps = SharedSteps()
 
     def take(self, row: Row) -> Delta:
-        """Return the next delta of a row."""
+        """Return the next delta of a row; run steps until there is one."""
         while not row.deltas:
             if row.error is not None:
                 raise row.fail()
             if row.unsure:
                 row.deepen()
-            else:
-                self.wait(row)
+                continue
+            self._rows[row] = None
+            self._steps.run_until(lambda: bool(row.deltas or row.error or row.unsure), lambda: self._step(row))
         return row.deltas.popleft()
 
     def leave(self, row: Row) -> None:
-        """See Batch."""
-        super().leave(row)
+        """Remove a row. Takes no lock: garbage collection may close an abandoned answer in any thread."""
+        self._rows.pop(row, None)
         self._max_rows = _MAX_ROWS  # there may be more memory now
         for other in tuple(self._rows):
             other.is_parked = False
 
-    def step(self, leader: Row) -> None:
+    def _step(self, leader: Row) -> None:
         """Compute the next token of every row that is not too far ahead of its consumer."""
         unfinished = [row for row in tuple(self._rows) if not row.is_done and row.error is None]
         rows = [row for row in unfinished if len(row.deltas) < AHEAD and not (row.is_parked or row.unsure)]
@@ -112,8 +115,12 @@ class RowBatch(Batch[Row]):
             rows = [leader]
         size, together = self._max_rows, [row for row in rows if row.can_share_steps]
         groups = [together[start : start + size] for start in range(0, len(together), size)]
-        for group in groups + [[row] for row in rows if not row.can_share_steps]:
-            self._advance(group, is_last=len(rows) == 1)
+        try:
+            for group in groups + [[row] for row in rows if not row.can_share_steps]:
+                self._advance(group, is_last=len(rows) == 1)
+        finally:
+            if len(self._rows) > 1:
+                release_team()  # another thread may run the next step
 
     def _advance(self, rows: Sequence[Row], is_last: bool) -> None:
         """Compute the next token of these rows in one pass, or in smaller passes if it fails."""
@@ -174,8 +181,8 @@ def _rewind(rows: Sequence[Row], lengths: Sequence[int]) -> None:
         row.cache.set_length(length)
 
 
-_batches = per_process(lambda: weakref.WeakKeyDictionary[Model, RowBatch]())
+_batches = per_process(lambda: weakref.WeakKeyDictionary[Model, Batch]())
 
 
-def _batch_of(model: Model) -> RowBatch:
-    return _batches().setdefault(model, RowBatch())
+def _batch_of(model: Model) -> Batch:
+    return _batches().setdefault(model, Batch())

@@ -73,11 +73,6 @@ class Row:
         self._text = _Text(model.tokenizer.stream(control_tokens), sampling.stop, thoughts)
 
     @property
-    def is_ready(self) -> bool:
-        """True if its consumer has something to do: take a delta, raise the error, or `deepen`."""
-        return bool(self.deltas or self.error or self.unsure)
-
-    @property
     def is_recomputed(self) -> bool:
         """True if the next step recomputes all KV, as `model.generate` does."""
         return self._length - 1 == self.model.recompute_threshold

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -18,31 +18,31 @@ held: ContextVar[frozenset[Admitted]] = ContextVar("held", default=frozenset())
 
 
 class Admitted:
-    """An admitted answer. Set `is_working` to False while its consumer has a delta."""
+    """An admitted answer. Its generator sets `is_working` to False while its consumer has a delta."""
 
-    def __init__(self, num_bytes: int, paused: Callable[[], None]) -> None:
-        self.num_bytes, self._paused = num_bytes, paused
+    def __init__(self, num_bytes: int, changed: threading.Condition) -> None:
+        self.num_bytes, self._changed = num_bytes, changed
         self._is_working, self.is_over = True, False
 
     @property
     def is_working(self) -> bool:
-        """Whether it will go on without its consumer, at least to its next delta."""
+        """Whether it goes on without its consumer, at least to its next delta."""
         return self._is_working
 
     @is_working.setter
     def is_working(self, is_working: bool) -> None:
         self._is_working = is_working
         if not is_working:
-            if self not in held.get():
-                held.set(frozenset(other for other in held.get() if not other.is_over) | {self})
-            self._paused()
+            held.set(frozenset(other for other in held.get() if not other.is_over) | {self})
+            with self._changed:
+                self._changed.notify_all()
 
 
 class Admission(OfProcess):
     """Admits answers in order of arrival while their KV fits into `max_bytes`, and always one. Thread-safe.
 
-    A consumer that asks for an answer while it reads another one cannot go on with that one, so that waiting for its KV
-    would never end. For such a consumer, only the answers that are working count, and it need not wait in line.
+    A consumer that asks for an answer while it reads another one would wait for itself. For such a consumer, only the
+    answers that are working count, and it does not wait in line.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -58,13 +58,13 @@ class Admission(OfProcess):
     @contextmanager
     def admit(self, num_bytes: int) -> Iterator[Admitted]:
         """Hold a place for an answer with KV of this size at full length. Raises AbandonedError, see `check_left`."""
-        answer = Admitted(num_bytes, self._notice)
+        answer = Admitted(num_bytes, self._changed)
         with self._changed:
             self._waiting.append(answer)
             try:
                 while not self._may_begin(answer):
                     check_left()
-                    self._changed.wait(POLL_S)  # a consumer that leaves does not notify
+                    self._changed.wait(POLL_S)
                 self._admitted[answer] = None
             finally:
                 self._waiting.remove(answer)
@@ -85,9 +85,3 @@ class Admission(OfProcess):
         elif self._waiting[0] is not answer:
             return False
         return not others or sum(other.num_bytes for other in others) + answer.num_bytes <= self._max_bytes
-
-    def _notice(self) -> None:
-        """Look again, after an answer has paused."""
-        if self._waiting:
-            with self._changed:
-                self._changed.notify_all()

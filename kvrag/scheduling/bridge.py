@@ -10,7 +10,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from contextvars import copy_context
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvrag.forking import check_process
 from kvrag.scheduling.admission import held
@@ -21,56 +21,46 @@ T = TypeVar("T")
 _THREADS = 64  # of one call of `together`: more generators wait for these
 
 
-async def off_loop(
-    work: Callable[[], Generator[T, None, None]], *, ahead: Executor | None = None
-) -> AsyncGenerator[T, None]:
+async def off_loop(items: Generator[T, None, None], *, ahead: Executor | None = None) -> AsyncGenerator[T, None]:
     """Run a generator in a thread, in a copy of this context; yield its items, which are never None.
 
     Closing or cancelling this ends the generator at the next check of `is_left`, at the latest after its current step,
     and then returns.
 
     Args:
-        work: Returns the generator; called in the thread.
         ahead: Go on to the end in one of these threads, instead of only when the consumer asks for the next item.
     """
     loop, made = asyncio.get_running_loop(), asyncio.Queue[T | BaseException | None]()
-    left, context, items = threading.Event(), copy_context(), _deferred(work)
+    left, context, working = threading.Event(), copy_context(), None
     context.run(is_left.set, left.is_set)
     threads = ahead or ThreadPoolExecutor(1, "kvrag-async")  # not shared, see `kvrag.openmp`
-    working: asyncio.Future[None] | None = None
 
     def put(item: T | BaseException | None) -> None:
         loop.call_soon_threadsafe(made.put_nowait, item)
 
     try:
         while True:
-            if not ahead:
-                working = loop.run_in_executor(threads, context.run, _put_next, items, put)
-            elif working is None:
-                working = loop.run_in_executor(threads, context.run, _put_all, items, put)
+            if not (ahead and working):
+                working = loop.run_in_executor(threads, context.run, _put, items, put, bool(ahead))
             if (item := await made.get()) is None:
                 return
             if isinstance(item, BaseException):
                 raise item
             if not ahead:
-                held.set(frozenset({*held.get(), *context.get(held, frozenset())}))
+                held.set(held.get() | context.get(held, held.get()))
             yield item
     finally:
         left.set()
         if not ahead:
             working = loop.run_in_executor(threads, context.run, items.close)  # after the current step
             threads.shutdown(wait=False)
-        if working is not None:
+        if working:
             await asyncio.shield(working)
 
 
-def once(work: Callable[[], T]) -> Callable[[], Generator[tuple[T], None, None]]:
-    """Return a function for `off_loop` whose only item has the result of `work`."""
-
-    def only() -> Generator[tuple[T], None, None]:
-        yield (work(),)
-
-    return only
+def once(work: Callable[[], T]) -> Generator[tuple[T], None, None]:
+    """Yield the result of `work`: for `off_loop`."""
+    yield (work(),)
 
 
 def together(generators: Sequence[Generator[T, None, None]]) -> Generator[tuple[int, T], None, None]:
@@ -87,7 +77,7 @@ def together(generators: Sequence[Generator[T, None, None]]) -> Generator[tuple[
 
     def run(number: int) -> None:
         is_left.set(lambda: left.is_set() or has_left())
-        _put_all(generators[number], lambda item: made.put((number, item)))
+        _put(generators[number], lambda item: made.put((number, item)), ahead=True)
 
     pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvrag-batch")  # starts as many threads as it needs
     try:
@@ -108,26 +98,15 @@ def together(generators: Sequence[Generator[T, None, None]]) -> Generator[tuple[
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _put_all(items: Generator[T, None, None], put: Callable[[T | BaseException | None], object]) -> None:
-    """Put all items, until the consumer leaves; then None, or the error that ended them."""
-    end: BaseException | None = None
+def _put(items: Generator[T, None, None], put: Callable[[T | BaseException | None], object], ahead: bool) -> None:
+    """Put the next item, or `ahead` all of them until the consumer leaves; at the end, None or the error."""
     try:
-        with closing(items):
-            for item in items:
-                put(item)
-                check_left()
+        for item in items:
+            put(item)
+            if not ahead:
+                return
+            check_left()
+        put(None)
     except BaseException as error:
-        end = error
-    put(end)
-
-
-def _put_next(items: Generator[T, None, None], put: Callable[[T | BaseException | None], object]) -> None:
-    """Put the next item; at the end, None or the error."""
-    try:
-        put(next(items, None))
-    except BaseException as error:
+        items.close()
         put(error)
-
-
-def _deferred(work: Callable[[], Generator[T, None, None]]) -> Generator[T, Any, None]:
-    yield from work()

@@ -20,9 +20,7 @@ T = TypeVar("T")
 is_left: ContextVar[Callable[[], bool]] = ContextVar("is_left", default=lambda: False)
 """Function that returns whether the consumer of this context has left: work on its answer ends then."""
 
-POLL_S = 0.1
-"""How often those that wait call `check_left`."""
-
+POLL_S = 0.1  # between two calls of `check_left`, since leaving wakes nobody
 _SHARE = 2.0  # of all other threads together, relative to those in `FairLock.first`
 
 

@@ -63,10 +63,10 @@ class AdmissionQueue:
 
     async def run(
         self,
-        work: Callable[[], AsyncGenerator[T, None]],
+        work: AsyncGenerator[T, None],
         limit: float,
         namespace: str = "",
-        admitted: Callable[[float], None] | None = None,
+        admitted: Callable[[float], None] = lambda waited: None,
     ) -> AsyncGenerator[T, None]:
         """Run a generator, such as `BlendEngine.astream`, once it is admitted; yield its items, which are never None.
 
@@ -82,30 +82,22 @@ class AdmissionQueue:
             QueueStoppingError: The queue is stopping.
             QueueTimeoutError: The time limit is over.
         """
-        loop = asyncio.get_running_loop()
+        loop, items = asyncio.get_running_loop(), asyncio.Queue[T | BaseException | None]()  # None = the end
         started = loop.time()
-        late = QueueTimeoutError(f"the request took longer than {limit:g} s: request fewer tokens, or send less")
-        try:
-            async with asyncio.timeout(limit):
-                await self._admit(namespace)
-        except TimeoutError:
-            raise late from None
-        items: asyncio.Queue[T | BaseException | None] = asyncio.Queue()  # None = the end
 
         async def take() -> None:
-            end: BaseException | None = None
+            await self._admit(namespace)
             try:
-                async with aclosing(work()) as made:
-                    async for item in made:
+                admitted(loop.time() - started)
+                async with aclosing(work):
+                    async for item in work:
                         items.put_nowait(item)
-            except BaseException as error:
-                end = error
-            items.put_nowait(end)
+            finally:
+                self._release(namespace)
 
-        working = asyncio.create_task(take())
-        working.add_done_callback(lambda _: self._release(namespace))  # even if it was cancelled before it began
-        if admitted is not None:
-            admitted(loop.time() - started)
+        taking = asyncio.create_task(take())
+        taking.add_done_callback(lambda task: items.put_nowait(None if task.cancelled() else task.exception()))
+        late = QueueTimeoutError(f"the request took longer than {limit:g} s: request fewer tokens, or send less")
         timer = loop.call_at(started + limit, items.put_nowait, late)
         try:
             while (item := await items.get()) is not None:
@@ -114,8 +106,8 @@ class AdmissionQueue:
                 yield item
         finally:
             timer.cancel()
-            working.cancel()
-            await asyncio.sleep(0)  # it has left when this returns
+            taking.cancel()
+            await asyncio.sleep(0)  # the work has been cancelled when this returns
 
     async def stop(self) -> None:
         """Reject waiting and new requests; return when all admitted ones are done."""

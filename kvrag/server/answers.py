@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
 from contextlib import aclosing, closing, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -74,7 +73,11 @@ def completion_work(state: State, tenant: Tenant, request: CompletionRequest) ->
     calls, prompts = _calls(state, tenant, request), request.prompts()
     repeated, calls = [prompt for prompt in prompts for _ in calls], calls * len(prompts)
     engine, limit = state.engine, state.settings.token_limit
-    return lambda: _limited(engine.stream_batch(repeated, calls, documents=request.chunks), request, limit)
+
+    def work() -> Generator[Piece, None, None]:
+        yield from _limited(engine.stream_batch(repeated, calls, documents=request.chunks), request, limit)
+
+    return work
 
 
 def _limited(
@@ -150,8 +153,8 @@ async def _measured(state: State, tenant: Tenant, work: Work) -> AsyncGenerator[
     started = time.perf_counter()
     last: dict[int, float] = {}  # by choice
     status, num_complete = 499, 0
-    limit, observe = state.settings.timeout, metrics.queue_time.observe
-    admitted = state.answering.run(_in_thread(state.answering, work), limit, tenant.namespace, observe)
+    limit, answering = state.settings.timeout, off_loop(work(), ahead=state.answering.threads)
+    admitted = state.answering.run(answering, limit, tenant.namespace, metrics.queue_time.observe)
     try:
         async with aclosing(admitted) as pieces:
             async for piece in pieces:
@@ -245,16 +248,10 @@ class EventStream(StreamingResponse):
 
 async def result(request: Request, queue: AdmissionQueue, work: Callable[[], T]) -> T:
     """Run work in a thread once the queue admits it, while the client is connected; return its result."""
-    limit = request.app.state.kvrag.settings.timeout
-    async with aclosing(queue.run(_in_thread(queue, once(work)), limit, request.state.namespace)) as pieces:
+    limit, working = request.app.state.kvrag.settings.timeout, off_loop(once(work), ahead=queue.threads)
+    async with aclosing(queue.run(working, limit, request.state.namespace)) as pieces:
         (only,) = await while_connected(request.receive, anext(pieces))
         return only
-
-
-def _in_thread(
-    queue: AdmissionQueue, work: Callable[[], Generator[T, None, None]]
-) -> Callable[[], AsyncGenerator[T, None]]:
-    return partial(off_loop, work, ahead=queue.threads)
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:

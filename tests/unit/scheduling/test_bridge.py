@@ -45,14 +45,14 @@ def ahead(request: pytest.FixtureRequest) -> Iterator[ThreadPoolExecutor | None]
 
 async def test_all_is_done_in_one_other_thread(ahead: ThreadPoolExecutor | None) -> None:
     work = Work()
-    assert [item async for item in off_loop(work, ahead=ahead)] == [0, 1, 2]
+    assert [item async for item in off_loop(work(), ahead=ahead)] == [0, 1, 2]
     assert len(work.threads) == 4
     assert {thread.name for thread in work.threads} == {"ahead_0" if ahead else "kvrag-async_0"}
 
 
 async def test_work_is_done_when_it_is_asked_for_unless_it_may_go_ahead() -> None:
     work, other, threads = Work(), Work(), ThreadPoolExecutor(1)
-    async with aclosing(off_loop(work)) as items, aclosing(off_loop(other, ahead=threads)) as others:
+    async with aclosing(off_loop(work())) as items, aclosing(off_loop(other(), ahead=threads)) as others:
         assert [await anext(items), await anext(others)] == [0, 0]
         assert await asyncio.to_thread(other.closed.wait, 60)
         assert (work.made, other.made) == (1, 3)
@@ -73,7 +73,7 @@ async def test_closing_returns_when_the_step_has_ended(ahead: ThreadPoolExecutor
             ended.append(type(error))
             raise
 
-    step = asyncio.ensure_future(anext(items := off_loop(work, ahead=ahead)))
+    step = asyncio.ensure_future(anext(items := off_loop(work(), ahead=ahead)))
     assert await asyncio.to_thread(entered.wait, 60)
     step.cancel()
     asyncio.get_running_loop().call_soon(let.set)

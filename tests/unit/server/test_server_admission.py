@@ -7,7 +7,6 @@ import inspect
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import aclosing
-from functools import partial
 
 import pytest
 from fastapi.routing import APIRoute
@@ -47,7 +46,7 @@ def three() -> Generator[int, None, None]:
 def run(
     queue: AdmissionQueue, work: Callable[[], Generator[int, None, None]], limit: float, namespace: str = ""
 ) -> AsyncGenerator[int, None]:
-    return queue.run(partial(off_loop, work, ahead=queue.threads), limit, namespace)
+    return queue.run(off_loop(work(), ahead=queue.threads), limit, namespace)
 
 
 async def all_of(queue: AdmissionQueue, limit: float = 60) -> list[int]:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -306,7 +305,7 @@ async def test_health_and_others_are_answered_while_a_namespace_fills_all_queues
         await asyncio.sleep(0.005)
     try:
         assert (await client.get("/health")).status_code == 200
-        other = state.working.run(partial(off_loop, lambda: (number for number in [1])), 60, "b")
+        other = state.working.run(off_loop(number for number in [1]), 60, "b")
         assert [piece async for piece in other] == [1]
         assert state.working.running("") == 3
     finally:

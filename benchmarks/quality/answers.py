@@ -337,7 +337,7 @@ def _read_documents(args: argparse.Namespace, model: Model) -> tuple[dict[str, l
 def _document_rows(args: argparse.Namespace, model: Model, corpus: dict[str, list[str]]) -> list[QuestionRow]:
     """Make prompts about the corpus, of what retrieval finds."""
     chunks = list(dict.fromkeys(chunk for texts in corpus.values() for chunk in texts))
-    with ChunkIndex(":memory:") as index:
+    with TemporaryDirectory() as folder, ChunkIndex(f"{folder}/index.sqlite") as index:
         with progress("indexing", args.json) as update:
             if len(chunks) > 1:
                 index.add(chunks, progress=update)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.quality.rows import QuestionRow, file_rows
@@ -52,7 +53,7 @@ def read_corpus(folder: Path, count: Callable[[str], int], chunk_tokens: int) ->
 def retrieve(questions: Sequence[dict[str, Any]], corpus: Mapping[str, tuple[str, ...]], k: int) -> list[QuestionRow]:
     """Return rows with the chunks that are nearest to each question, best first; `context` is its document."""
     rows = []
-    with ChunkIndex(":memory:") as index:
+    with TemporaryDirectory() as folder, ChunkIndex(f"{folder}/index.sqlite") as index:
         for name, chunks in corpus.items():
             index.add(chunks, document=name)
         for row in questions:

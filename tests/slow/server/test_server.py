@@ -397,7 +397,7 @@ def test_files_are_uploaded(served: Served, corpus: Corpus, name: str, content_t
     [
         ("a.txt", b"\0\1\2", "binary"),
         ("a", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "a: skipped: the file is binary"),
-        ("a.jsonl", b"{}\n[]", "a.jsonl, line 1: skipped: it is not a JSON object with a text in 'text'"),
+        ("a.jsonl", b"{}\n[]", "a.jsonl, line 1: skipped: it is not a JSON object with a text in the field 'text'"),
         ("a.pdf", b"%PDF-1.7 nothing", "PDF"),
         ("a.txt", b"  ", "no text"),
         ("sheet", hostile.xlsx(""), "give its name the suffix .xlsx"),

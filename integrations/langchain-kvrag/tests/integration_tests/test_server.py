@@ -90,7 +90,7 @@ async def test_answers_and_reports_are_the_same(local: ChatBlend, remote: ChatBl
     pieces = [piece async for piece in remote.astream(QUESTION)]
     assert len(pieces) > 2
     assert told(whole(pieces)) == told(whole([piece async for piece in local.astream(QUESTION)]))
-    assert remote.forget("d") == local.forget("d") == 3
+    assert remote.forget("d") == local.forget("d") == 4
 
 
 def test_settings_of_a_call_reach_the_server(local: ChatBlend, remote: ChatBlend) -> None:

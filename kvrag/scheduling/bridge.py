@@ -47,7 +47,7 @@ async def off_loop(items: Generator[T, None, None], *, ahead: Executor | None = 
             if isinstance(item, BaseException):
                 raise item
             if not ahead:
-                held.set(held.get() | context.get(held, held.get()))
+                held.set(context.get(held, frozenset()) | held.get())
             yield item
     finally:
         left.set()

@@ -47,7 +47,7 @@ async def off_loop(items: Generator[T, None, None], *, ahead: Executor | None = 
             if isinstance(item, BaseException):
                 raise item
             if not ahead:
-                held.set(context.get(held, frozenset()) | held.get())
+                held.set(frozenset({*held.get(), *context.get(held, frozenset())}))
             yield item
     finally:
         left.set()

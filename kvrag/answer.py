@@ -110,10 +110,10 @@ class Answering:
                     yield delta
                     admitted.is_working = True
                     if number == 0:
-                        self._keep(request)  # for prompts that arrive before the answer is complete
+                        self._keep(request)  # for prompts that arrive meanwhile; now, to delay no first token
                 is_complete = True
                 self._finish(request)
-            # a step that other answers share may be computing the KV of an abandoned answer's last token
+            # of an abandoned answer, a shared step may still be computing the last token's KV: it is left out
             self._keep(request, reply.tokens if is_complete else reply.tokens[:-1], reply.generation_prompt)
 
     def _render(self, question: Question) -> RequestState:
@@ -137,7 +137,7 @@ class Answering:
         request.report = replace(request.report, created_tokens=created_tokens)
 
     def warm_prefix(self, questions: Sequence[Question]) -> int:
-        """Compute and keep what the prompts of several questions begin with; see `BlendEngine.warm_prefix`."""
+        """Compute and keep the beginning that several prompts share; see `BlendEngine.warm_prefix`."""
         question, *others = questions
         if not question.config.reuses_prompts:
             raise SettingError("warm_prefix would have no effect: with these settings, KV of prompts is not reused")
@@ -173,14 +173,15 @@ class Answering:
         return request
 
     def begin(self, request: RequestState) -> None:
-        """Let a request use the conversations, and be marked when a text in it is forgotten."""
+        """Register a request: it may use conversations, and is marked when one of its texts is forgotten."""
         request.conversations = self._conversations
         self._conversations.begin(request)
 
     def prefill(self, request: RequestState) -> None:
         """See `BlendEngine.prefill`. Conversations are used for a request that has begun."""
         pipeline, config = self._pipeline, request.config
-        plan, is_reference = pipeline.tuning.plan(config), config.policy == "full"  # for it, no chunk is looked up
+        plan = pipeline.tuning.plan(config)
+        is_reference = config.policy == "full"  # no chunk is looked up for it
         with self.forgetting.reading(pipeline.store.removals() if is_reference else pipeline.lookup.update()):
             if request.conversations is not None and config.reuses_prompts:
                 request.prefix = self.forgetting.find_prefix(request.token_ids, plan.config, request.namespace)
@@ -203,26 +204,30 @@ class Answering:
         return self.forgetting.forget(partial(self._pipeline.store.forget_requests, namespace), namespace)
 
     def _warm(self, documents: Sequence[str], namespace: str, notes: list[str]) -> dict[str, str]:
-        """Encode the documents that are not stored, and return their text keys by key; adds to `notes`."""
+        """Encode the documents that are not stored. Adds to `notes` if they cannot be stored.
+
+        Returns their text keys by chunk key, also of those that could not be stored.
+        """
         tokenized = self._ingestion.tokenize(named_texts(documents), namespace)
         text_keys = [text_key(namespace, ids) for ids, _ in tokenized]
 
         def find_missing() -> dict[str, tuple[str, str]]:
             usable = self._pipeline.lookup.usable(text_keys)
             chunks = zip(documents, text_keys, tokenized, strict=True)
-            return {key: (text, document) for document, text, (_, key) in chunks if key and text not in usable}
+            # a text that is too short to be reused has no key
+            return {key: (name, text) for text, name, (_, key) in chunks if key and name not in usable}
 
         missing: dict[str, tuple[str, str]] = {}
         try:
             if find_missing():
                 with self._warming:  # parallel answers with the same documents encode them once
                     if missing := find_missing():
-                        texts = [document for _, document in missing.values()]
+                        texts = [text for _, text in missing.values()]
                         self._ingestion.warm(texts, "", None, namespace, mode="on request")
                         self._pipeline.lookup.refresh()
         except StoreError as error:
             notes.append(f"documents could not be stored: {error}")  # the answer does not depend on it
-        return {key: text for key, (text, _) in missing.items()}
+        return {key: name for key, (name, _) in missing.items()}
 
     def _finish(self, request: RequestState) -> None:
         """Do deferred work after a complete answer.
@@ -230,7 +235,7 @@ class Answering:
         Skipped for abandoned streams: garbage collection may end them in a thread that holds the locks taken here.
         """
         self._pipeline.tuning.keep_speed_now_and_then()
-        if request.config.history == "exact":  # else most text may never be warmed
+        if request.config.history == "exact":  # where edited histories are blended, unwarmed text is normal
             tokenizer, store, lookup = self._model.tokenizer, self._pipeline.store, self._pipeline.lookup
             find = partial(lookup.find_chunks, namespace=request.namespace)
             explain = partial(why_little, tokenizer, store, find, request, request.config.min_run)
@@ -239,16 +244,17 @@ class Answering:
     def _keep(self, request: RequestState, answer: Sequence[int] = (), generation_prompt: int = 0) -> None:
         """Keep an answered prompt for the next turn, which contains it without the generation prompt.
 
-        Without an answer, keep only what equals full prefill's. Recomputed tokens count as exact only if all reused
-        tokens were recomputed: other prompts share exact KV, so it must not depend on the question.
+        Without an answer, keep only what equals full prefill's. Other prompts share exact KV, and which tokens are
+        recomputed depends on the question. So partly recomputed KV never counts as exact.
         """
-        if not request.config.reuses_prompts or sys.is_finalizing():  # torch aborts a process that computes then
+        if not request.config.reuses_prompts or sys.is_finalizing():  # torch would abort the process
             return
         prefix, num_tokens = request.prefix, len(request.ids)
         ids = np.array([*request.token_ids, *answer][: request.cache.get_seq_length()])
         exact = len(ids) if request.is_exact else request.num_exact(request.selected[:0])
         turn = Turn(request.kept, num_tokens - generation_prompt, num_tokens)
-        # the prefix's variants win: if another one is usable by now, the conversation must not be continued
+        # the variants that the prefix was blended from are recorded: once one of these texts gets another variant, the
+        # conversation must not be continued
         blended = Blended(
             request.applied,
             (*(prefix.turns if prefix else ()), turn),

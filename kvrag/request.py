@@ -31,7 +31,7 @@ from kvrag.store import KVStore
 from kvrag.tracing import record_steps
 from kvrag.types import BlendReport
 
-_ROOM = 256  # spare positions for the answer in a new cache; it grows when they are used up
+_ROOM = 256  # spare positions for the answer in a new cache; the cache grows when they are used up
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,11 @@ class Pipeline:
     codec: str  # of the stored chunks
 
     def prefill(self, request: RequestState, plan: Plan, matches: Sequence[Match] | None = None) -> None:
-        """Prefill a request from stored chunks: `matches`, or those that are looked up.
-
-        Chunks that cannot be read are computed like fresh text.
+        """Prefill a request from stored chunks. Chunks that cannot be read are computed like fresh text.
 
         Args:
-            plan: As `Tuning.plan` makes it of the request's settings. Now that the chunks are known, the controller
-                decides.
+            plan: From `Tuning.plan`. Once the chunks are known, `Tuning.decide` completes it.
+            matches: Chunks to use; None = look them up.
         """
         recovery = Recovery(self.backend, self.store, self.memory)
         recovery.run(lambda: self._prefill(request, plan, matches, recovery))
@@ -68,7 +66,9 @@ class Pipeline:
                     )
                 recovery.open(request, matches)
                 request.add_history(backend)
-            plan = recovery.agree(lambda: self.tuning.decide(plan, request))  # the same on all ranks
+            plan = recovery.agree(
+                lambda: self.tuning.decide(plan, request)
+            )  # with tensor parallelism, all processes decide alike
             if plan.is_full:
                 request.reuse_nothing()
             request.applied = plan.config
@@ -82,7 +82,7 @@ class Pipeline:
                 with trace.step("blend"):
                     request.logits = blend(backend, request)
             self.tuning.observe(request, len(blended_rows(backend, request)), trace)
-            request.recomputed = request.selected
+            request.recomputed = request.selected  # grows if the answer is deepened
             request.report = _report(request, plan, trace, recovery.notes)
         request.deepening = Deepening(backend, request, plan.margin) if plan.margin else None
         record_steps(trace.times)
@@ -100,7 +100,7 @@ def _report(request: RequestState, plan: Plan, trace: Trace, notes: Sequence[str
         policy=plan.config.policy,
         ratio=plan.ratio,
         **times,
-        ttft_s=0.0,  # set by the caller
+        ttft_s=0.0,  # set by `RequestState.note_first_token`
         bytes_loaded=request.bytes_read,
         tier=request.tier,
         exact=request.num_exact(request.selected) == num_tokens,

@@ -66,9 +66,8 @@ class Pipeline:
                     )
                 recovery.open(request, matches)
                 request.add_history(backend)
-            plan = recovery.agree(
-                lambda: self.tuning.decide(plan, request)
-            )  # with tensor parallelism, all processes decide alike
+            # in all processes of tensor parallelism alike
+            plan = recovery.agree(lambda: self.tuning.decide(plan, request))
             if plan.is_full:
                 request.reuse_nothing()
             request.applied = plan.config

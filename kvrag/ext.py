@@ -1,4 +1,4 @@
-"""What kvrag's own integrations import from inside kvrag, besides the public names; the rest is internal.
+"""Names that kvrag's own integrations import from inside kvrag, besides the public ones; the rest is internal.
 
 Each name is imported when it is asked for, so that `kvrag.ext` costs nothing and needs no extra. Names here can change
 in any release: the packages of one release belong together.

@@ -59,7 +59,7 @@ class Measured:
 
     @property
     def kept(self) -> bool:
-        """Whether no decided token changed, as far as the two answers can be compared."""
+        """True if no decided token changed, as far as the two answers can be compared."""
         return self.margin is None or self.margin < DECIDED
 
 

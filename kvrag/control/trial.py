@@ -1,4 +1,4 @@
-"""What is kept of a measured prompt, numbers only, and what adaptive recompute would have made of it.
+"""A measured prompt as numbers only, and the simulation of adaptive recompute on it.
 
 Stages of adaptive recompute are fixed ratios, and a token depends on the stage that it is emitted at: so the records of
 fixed ratios tell the outcome for every start and margin, without another prefill. See `kvrag.reuse.deepen`.
@@ -19,7 +19,7 @@ _LARGEST = 99.0  # margin in nats that is stored, also for infinite ones
 
 
 class Outcome(NamedTuple):
-    """Whether an answer is kept, and identical, and the rows before its first token, relative to full prefill's."""
+    """An answer: is it kept, is it identical, and its rows before the first token, relative to full prefill's."""
 
     kept: bool
     identical: bool

@@ -44,7 +44,7 @@ class Doubt:
 
 
 class Deepening:
-    """What can still be recomputed of one prompt, whose answer is being decoded. Changes the prompt's cache.
+    """Stages of recompute left to one prompt, whose answer is being decoded. Changes the prompt's cache.
 
     Attributes:
         margin: A token with a smaller one is not emitted.

@@ -196,7 +196,7 @@ class RequestState:
 
     @property
     def is_exact(self) -> bool:
-        """Whether all KV is full prefill's by now."""
+        """True once all KV is full prefill's."""
         return self.report.exact or (self.deepening is not None and self.deepening.is_complete)
 
     def note_first_token(self, ttft_s: float) -> None:

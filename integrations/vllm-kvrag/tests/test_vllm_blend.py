@@ -53,7 +53,7 @@ def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[RequestState]:
 def test_a_prefix_of_a_chunk_that_was_encoded_under_other_frequencies_is_not_exact(
     folder: Path, tmp_path: Path
 ) -> None:
-    """Those of dynamic NTK follow the length in transformers, and are fixed in vLLM."""
+    """Frequencies of dynamic NTK follow the length in transformers, and are fixed in vLLM."""
     model = checkpoint("llama-dynamic", folder)
     with reference(model, tmp_path) as own:
         long = own.encode(text_of(1, 40))

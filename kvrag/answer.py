@@ -256,7 +256,7 @@ class Answering:
         # the variants that the prefix was blended from are recorded: once one of these texts gets another variant, the
         # conversation must not be continued
         blended = Blended(
-            request.applied,
+            request.planned,
             (*(prefix.turns if prefix else ()), turn),
             {**request.with_context, **(prefix.with_context if prefix else {})},
         )

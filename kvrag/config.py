@@ -217,10 +217,11 @@ class BlendConfig:
         policy: One of `POLICIES`, with its own settings if need be: `"query:first_tokens=4,band=0.4:0.7"`; see
             `kvrag.reuse.policies`.
         ratio: Share of the reused, inexact tokens to recompute; 0 = plain reuse, 1 = full prefill's logits.
-            None = begin with a small one, and recompute more while the model is unsure, see `margin`.
+            None = begin with none, or with 0.15 if most chunks were encoded alone, and recompute the rest once the
+            model is unsure, see `margin`.
         margin: Without a ratio, the model counts as unsure of a token if the likeliest one is less than this many nats
-            more likely than the next one; more of the prompt is recomputed before it is emitted. 0 = never, None = as
-            tuned by `engine.calibrate`, or 1.5: 4.5 times as likely.
+            more likely than the next one, a third of it for the first token; the rest of the prompt is recomputed
+            before it is emitted. 0 = never, None = as tuned by `engine.calibrate`, or 3: 20 times as likely.
         controller: "auto" = without a ratio, the engine chooses full prefill if it is predicted to be faster, and a
             higher ratio to begin with if loading hides it. "off" = always blend, at the given, tuned or default ratio.
             See `kvrag.control.tuning`.
@@ -237,7 +238,7 @@ class BlendConfig:
 
     policy: str = option(DEFAULT_POLICY, "which tokens to recompute; 'full' = ordinary prefill", check_policy)
     ratio: float | None = number(None, "share of reused tokens to recompute, 0 to 1; default: as calibrated", most=1)
-    margin: float | None = number(None, "nats by which a token must lead, else more is recomputed", most=_EXTREME)
+    margin: float | None = number(None, "nats by which a token must lead, else the rest is recomputed", most=_EXTREME)
     controller: str = choice("auto", CONTROLLERS, "'off' = always blend, at the given, tuned or default ratio")
     min_run: int = number(16, least=16, whole=True)  # guaranteed by the matcher
     history: str = choice("exact", HISTORIES, "'blend' = also reuse KV of earlier turns behind an edit of the history")

@@ -465,7 +465,7 @@ class BlendEngine(OfProcess):
             policy: Overrides the engine's policy.
             target: Share of full prefill's answers that must be kept; see `kvrag.control.agreement`.
             sure: Require the lower end of the 95 % interval to reach the target; 98 % takes two hundred prompts.
-            ratios: Starts to try, each above 0 and below 1.
+            ratios: Starts to try, each from 0 to below 1.
             count: Number of generated prompts.
             chunks: Number of chunks per generated prompt.
             search: Retrieves the chunks of generated prompts, best first, from a query and their number; None = by the

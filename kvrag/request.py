@@ -20,7 +20,7 @@ from kvrag.control.tuning import Plan, Tuning
 from kvrag.index.lookup import Lookup, Match
 from kvrag.memory.tier import MemoryTier
 from kvrag.reuse.blend import blend, blended_rows
-from kvrag.reuse.deepen import Deepening
+from kvrag.reuse.completion import Completion
 from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.recovery import Recovery
 from kvrag.reuse.request_state import RequestState
@@ -66,24 +66,24 @@ class Pipeline:
                     )
                 recovery.open(request, matches)
                 request.add_history(backend)
+            request.planned = plan.config
             # in all processes of tensor parallelism alike
             plan = recovery.agree(lambda: self.tuning.decide(plan, request))
             if plan.is_full:
                 request.reuse_nothing()
-            request.applied = plan.config
             capacity = min(len(request.ids) + _ROOM, backend.context_window)
             with closing(LayerLoader(backend, request, self.codec, trace, capacity)) as layers:
                 recovery.agree(layers.wait)
                 with trace.step("stitch", synchronise=False):
                     stitch(backend, request, layers)
                 with trace.step("select"):
-                    request.selection = select(backend, request, plan.config, wants_logits=plan.margin > 0)
+                    request.selected = select(backend, request, plan.config)
                 with trace.step("blend"):
                     request.logits = blend(backend, request)
             self.tuning.observe(request, len(blended_rows(backend, request)), trace)
-            request.recomputed = request.selected  # grows if the answer is deepened
+            request.recomputed = request.selected  # grows if it is completed
             request.report = _report(request, plan, trace, recovery.notes)
-        request.deepening = Deepening(backend, request, plan.margin) if plan.margin else None
+        request.completion = Completion(backend, request, plan.margin) if plan.margin else None
         record_steps(trace.times)
 
 

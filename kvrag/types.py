@@ -39,8 +39,9 @@ class _Report:
         known = _known(cls, content)
         for name, value in known.items():
             if isinstance(value, list):
-                kind = {"runs": Run, "stages": Stage}.get(name)
-                known[name] = tuple(kind(**_known(kind, item)) if kind else item for item in value)
+                known[name] = tuple(Run(**_known(Run, item)) if name == "runs" else item for item in value)
+        if known.get("completed"):
+            known["completed"] = Completed(**_known(Completed, known["completed"]))
         return cls(**known)
 
 
@@ -81,15 +82,14 @@ class LearnStats(_Report):
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """A stage of recomputing more of a prompt, because the model was unsure of a token.
+class Completed:
+    """The recompute of the rest of a prompt, because the model was unsure of a token.
 
-    `token` is the token's number in the answer, `recomputed` the number of reused tokens that have been recomputed by
-    then. The stage computed `rows` tokens, those of the question and the answer included, in `seconds`.
+    `token` is the token's number in the answer. Computed were `rows` tokens, those of the question and the answer
+    included, in `seconds`.
     """
 
     token: int
-    recomputed: int
     rows: int
     seconds: float
 
@@ -104,7 +104,7 @@ class BlendReport(_Report):
     Attributes:
         prompt_tokens: Length of the prompt.
         reused_tokens: Those whose KV came from the store or from earlier prompts.
-        recomputed_tokens: Reused tokens that were recomputed on all layers, those of `stages` included.
+        recomputed_tokens: Reused tokens that were recomputed on all layers, those of `completed` included.
         fresh_tokens: Those without stored KV.
         runs: Runs of stored chunks in the prompt.
         policy, ratio: As they were applied; the ratio is the one that an adaptive answer began with.
@@ -123,7 +123,7 @@ class BlendReport(_Report):
         conversation_tokens: Reused tokens at the start, from earlier prompts and answers that begin alike.
         moved_tokens: Reused tokens from another place of an earlier prompt, whose history was edited.
         load_stall_s: Time that the forward pass waited for chunks; part of `select_s` and `blend_s`.
-        stages: How more of the prompt was recomputed while the model was unsure of a token.
+        completed: How the rest was recomputed because the model was unsure of a token; None = it was not.
     """
 
     prompt_tokens: int
@@ -148,7 +148,7 @@ class BlendReport(_Report):
     conversation_tokens: int = 0
     moved_tokens: int = 0
     load_stall_s: float = 0.0
-    stages: tuple[Stage, ...] = ()
+    completed: Completed | None = None
 
     @classmethod
     def unblended(cls, prompt_tokens: int, cached_tokens: int, **known: Any) -> BlendReport:

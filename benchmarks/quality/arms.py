@@ -38,7 +38,8 @@ class Measured:
 
     Attributes:
         tokens: With `END` for an end token.
-        rows, all_rows: Rows computed before the first token, and with those of later stages.
+        rows, all_rows: Rows computed before the first token, and with those computed later.
+        completed: Of the report: token, rows and seconds.
         margin: Full prefill's, in nats, at the first token that differs; None = none differs.
         forced: Whether no decided token changes under teacher forcing; None = the KV changes during the answer.
     """
@@ -52,7 +53,7 @@ class Measured:
     prompt_tokens: int
     rows: int
     all_rows: int
-    stages: list[dict[str, Any]]
+    completed: dict[str, Any] | None
     notes: list[str]
     margin: float | None = None
     forced: bool | None = None
@@ -117,8 +118,8 @@ def _settings(arm: str, first: float) -> dict[str, Any]:
 
 def _measured(arm: str, answer: Answer, total_s: float, accepted: Sequence[str]) -> Measured:
     report = answer.report
-    stages = report.stages
-    # `recomputed_tokens` includes those of the stages
+    done = report.completed
+    # `recomputed_tokens` includes those that were recomputed later
     rows = report.fresh_tokens + min(report.recomputed_tokens, round(report.ratio * report.reused_tokens))
     return Measured(
         arm=arm,
@@ -128,9 +129,9 @@ def _measured(arm: str, answer: Answer, total_s: float, accepted: Sequence[str])
         ttft_s=report.ttft_s,
         total_s=total_s,
         prompt_tokens=report.prompt_tokens,
-        rows=rows + sum(stage.rows for stage in stages if stage.token == 0),
-        all_rows=rows + sum(stage.rows for stage in stages),
-        stages=[asdict(stage) for stage in stages],
+        rows=rows + (done.rows if done and done.token == 0 else 0),
+        all_rows=rows + (done.rows if done else 0),
+        completed=done and asdict(done),
         notes=list(report.notes),
     )
 

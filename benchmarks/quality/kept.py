@@ -181,8 +181,8 @@ def summarise(questions: Sequence[Sequence[Measured]]) -> list[dict[str, Any]]:
                 "end": median(theirs.total_s / one.total_s for theirs, one in pairs),
                 "rows": {"median": median(row_shares), "mean": mean(row_shares)},
                 "all_rows": mean(one.all_rows / one.prompt_tokens for one in ours),
-                "deepened": sum(bool(one.stages) for one in ours),
-                "paused_s": sum(stage["seconds"] for one in ours for stage in one.stages if stage["token"]),
+                "completed": sum(bool(one.completed) for one in ours),
+                "paused_s": sum(one.completed["seconds"] for one in ours if one.completed and one.completed["token"]),
                 "notes": sorted({note for one in ours for note in one.notes}),
             }
         )
@@ -230,9 +230,9 @@ def _lines(result: dict[str, Any]) -> list[str]:
         speeds += f"{cell['speedup']:>8.2f}x{cell['end']:>6.2f}x"
         rows = f"{cell['rows']['median']:.2f} {cell['rows']['mean']:.2f} {cell['all_rows']:.2f}"
         lines.append(f"{cell['arm']:10}{shares}{cell['near_ties']:>5}{cell['identical']:>5}   {speeds}   {rows}")
-        if cell["deepened"]:
+        if cell["completed"]:
             paused = f"{cell['paused_s'] / count:.2f} s of pauses per answer"
-            lines.append(f"{'':10}deepened in {cell['deepened']} of {count} answers, {paused} behind the first token")
+            lines.append(f"{'':10}completed in {cell['completed']} of {count} answers, {paused} behind the first token")
         lines += [f"{'':10}{note}" for note in cell["notes"]]
     lines += ["", "By time to the first token, the shortest sum first:", ""]
     faster: list[dict[str, Any]] = []

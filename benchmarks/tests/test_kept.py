@@ -24,7 +24,7 @@ from benchmarks.quality.questions import (
 )
 from kvrag import Answer, Model
 from kvrag.control.agreement import END
-from kvrag.types import BlendReport, Stage
+from kvrag.types import BlendReport, Completed
 
 # -------------------------------------------------------------------- the rules
 
@@ -76,15 +76,15 @@ def test_times_are_compared_question_by_question_and_right_answers_are_those_of_
     assert (cell["rows"]["median"], cell["all_rows"]) == (0.2, pytest.approx(0.3))
 
 
-def test_rows_of_later_stages_are_added() -> None:
+def test_rows_that_complete_a_prompt_are_added() -> None:
     report = BlendReport.unblended(100, 80, ratio=0.1)
-    stages = tuple(Stage(at, recomputed, 10, 0.5) for at, recomputed in ((0, 20), (0, 40), (3, 80)))
     plain = arms._measured("adaptive", Answer("x", (1,), "stop", report), 1.0, ["x"])
-    assert (plain.rows, plain.all_rows, plain.stages) == (20, 20, [])
-    deepened = replace(report, stages=stages, recomputed_tokens=80)
-    deeper = arms._measured("adaptive", Answer("x", (1,), "stop", deepened), 1.0, ["x"])
-    assert (deeper.rows, deeper.all_rows) == (48, 58), "8 of 80 were recomputed at first"
-    assert deeper.stages[2] == {"token": 3, "recomputed": 80, "rows": 10, "seconds": 0.5}
+    assert (plain.rows, plain.all_rows, plain.completed) == (20, 20, None)
+    for token, rows in ((0, 118), (3, 28)):
+        report = replace(report, completed=Completed(token, 90, 0.5), recomputed_tokens=80)
+        one = arms._measured("adaptive", Answer("x", (1,), "stop", report), 1.0, ["x"])
+        assert (one.rows, one.all_rows) == (rows, 118), "8 of 80 were recomputed at first"
+        assert one.completed == {"token": token, "rows": 90, "seconds": 0.5}
 
 
 # -------------------------------------------------------------------- the command

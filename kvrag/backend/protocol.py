@@ -186,14 +186,11 @@ class Backend(Outline, Protocol):
                 positions from the first one on.
         """
 
-    def attention_received(
-        self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range, to_end: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
         """Return the (K,) squared attention that every position receives from the last `num_queries` rows.
 
         Summed over the rows, mean over heads and `layers`; K is the last row + 1. Runs `forward(ids, cache, rows)` up
-        to the last of the layers, which is written, and changes `cache` accordingly. With `to_end`, it runs all layers
-        and also returns what `forward` does.
+        to the last of the layers, which is written, and changes `cache` accordingly.
         """
 
     def gather(self, value: T) -> Sequence[T]:

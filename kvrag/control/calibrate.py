@@ -20,12 +20,19 @@ from typing import Any
 import numpy as np
 
 from kvrag.backend.transformers import Model
-from kvrag.config import ANSWER_SETTINGS, DEFAULT_RATIO, BlendConfig, Sampling, check_list, check_number, check_option
+from kvrag.config import (
+    ANSWER_SETTINGS,
+    DEFAULT_RATIO,
+    BlendConfig,
+    Sampling,
+    check_list,
+    check_number,
+    check_option,
+)
 from kvrag.control import cost
 from kvrag.control.agreement import TARGET, TOKENS, Prefill, Record, choose, compare, wilson
 from kvrag.control.trial import Outcome, Trial
 from kvrag.errors import SettingError, StoreError
-from kvrag.reuse.deepen import STAGES
 from kvrag.reuse.select import Passes, selecting
 from kvrag.store import KVStore
 from kvrag.types import Messages
@@ -33,10 +40,10 @@ from kvrag.types import Messages
 FILE = "calibration.json"
 TRIALS = "measured.json"
 """The measured prompts, so that a calibration which was interrupted goes on."""
-GRID = (0.05, 0.15, 0.3, 0.5)
-MARGIN = 1.5
+GRID = (0.0, 0.05, 0.15, 0.3, 0.5)
+MARGIN = 3.0
 """Default of `BlendConfig.margin`."""
-MARGINS = (0.5, 1.0, MARGIN, 2.0, 3.0)
+MARGINS = (1.0, 1.5, 2.0, MARGIN, 4.5, 6.0)
 """Margins to choose from."""
 PROMPTS = 40
 """Prompts that a default takes, and generated ones by default."""
@@ -91,7 +98,7 @@ class Calibration:
         settings: The other fields of the BlendConfig that it is valid for, as JSON types.
         sure: The lower end of the interval had to reach the target, not just the share.
         curve: One entry per fixed ratio, ascending from plain reuse.
-        ratio: The smallest fixed ratio that reaches the target, for those who do not deepen; None = none does.
+        ratio: The smallest fixed ratio that reaches the target, for those who complete nothing; None = none does.
         notes: Caveats.
         longest: Tokens of the longest prompt; 0 = not recorded.
         start, margin: Of adaptive recompute; None = the defaults.
@@ -146,7 +153,7 @@ class Calibration:
             return self.verdict
         ties = f"{self.near_ties} of {self.tokens} are near ties"
         heads = f"  {'':<18}{'kept':>11}   {'95 % interval':<15}{'identical':>9}{'KL':>8}{'rows':>7}"
-        default = (DEFAULT_RATIO, MARGIN)
+        default = (0.0, MARGIN)
         adaptive = [
             point.line("  <-" * (at == len(self.adaptive) - 1) + "  default" * ((point.ratio, point.margin) == default))
             for at, point in enumerate(self.adaptive)
@@ -225,11 +232,11 @@ def calibrate(
     if not check_number("target", target) or target > 1.0:
         raise SettingError(f"target must be in (0, 1], got {target}: it is a share of answers")
     tokens = check_number("tokens", tokens, least=1, whole=True)
-    starts = sorted({check_option("ratio", ratio) for ratio in check_list("ratios", ratios)} - {0.0})
+    starts = sorted({check_option("ratio", ratio) for ratio in check_list("ratios", ratios)})
     if not starts or starts[-1] >= 1.0:
-        raise SettingError("ratios must be one or more numbers above 0 and below 1 (1 is full prefill)")
+        raise SettingError("ratios must be one or more numbers from 0 to below 1 (1 is full prefill)")
     limit_s = LIMIT_S.get(model.device.type, 600.0) if limit_s is None else check_number("limit_s", limit_s)
-    ratios = [0.0, *sorted({*starts, *(stage for stage in STAGES if stage > starts[0])})]
+    ratios = sorted({0.0, *starts})
     configs = [replace(config, ratio=ratio, controller="off") for ratio in ratios]
     measured = _Measured(store, namespace, [model.fingerprint.digest, tokens, [asdict(config) for config in configs]])
     is_interrupted = False
@@ -250,9 +257,13 @@ def calibrate(
         )
     passes = selecting(config, model.num_layers)
     curve = [_fixed(trials, at, ratio, passes) for at, ratio in enumerate(ratios)]
-    settings = [_adaptive(trials, ratios, start, margin, passes) for start in starts for margin in MARGINS]
+    settings = [
+        _agreement(start, margin, [trial.adaptive(ratios.index(start), margin, passes) for trial in trials])
+        for start in starts
+        for margin in MARGINS
+    ]
     chosen = choose_setting(settings, target, sure)
-    default = [point for point in settings if (point.ratio, point.margin) == (DEFAULT_RATIO, MARGIN)]
+    default = [point for point in settings if (point.ratio, point.margin) == (0.0, MARGIN)]
     shares = [point.low if sure else point.share for point in curve]
     return Calibration(
         fingerprint=model.fingerprint.digest,
@@ -365,12 +376,6 @@ def _digest(content: bytes) -> str:
 def _fixed(trials: Sequence[Trial], at: int, ratio: float, passes: Passes) -> Agreement:
     kl = sum(trial.cells[at].kl for trial in trials) / len(trials)
     return _agreement(ratio, None, [trial.at(at, passes) for trial in trials], kl)
-
-
-def _adaptive(
-    trials: Sequence[Trial], ratios: Sequence[float], start: float, margin: float, passes: Passes
-) -> Agreement:
-    return _agreement(start, margin, [trial.adaptive(ratios, start, margin, passes) for trial in trials])
 
 
 def _agreement(ratio: float, margin: float | None, outcomes: Sequence[Outcome], kl: float | None = None) -> Agreement:

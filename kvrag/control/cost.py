@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrag.backend.protocol import PREFILL_BLOCK
-from kvrag.reuse.deepen import MOST
+from kvrag.reuse.completion import MOST
 from kvrag.reuse.select import NO_PASSES, Passes
 
 FILE = "speed.json"
@@ -71,9 +71,9 @@ class Workload:
 
     @property
     def rows(self) -> float:
-        """Rows that are computed whatever the ratio: those of the policy, to the last layer, and the fresh ones."""
+        """Rows that are computed whatever the ratio: those of the policy, and the fresh ones."""
         fresh = self.prompt - self.kept - self.reused
-        return fresh * (2 if self.passes.query else 1) + self.passes.detection * self.prompt
+        return fresh * (1 + self.passes.query) + self.passes.detection * self.prompt
 
     @property
     def most_to_begin_with(self) -> float:

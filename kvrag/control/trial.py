@@ -1,7 +1,7 @@
 """A measured prompt as numbers only, and the simulation of adaptive recompute on it.
 
-Stages of adaptive recompute are fixed ratios, and a token depends on the stage that it is emitted at: so the records of
-fixed ratios tell the outcome for every start and margin, without another prefill. See `kvrag.reuse.deepen`.
+Adaptive recompute begins like a fixed ratio, and continues like full prefill: so the records of fixed ratios tell the
+outcome for every start and margin, without another prefill. See `kvrag.reuse.completion`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 from kvrag.control.agreement import DECIDED, Record, is_kept
 from kvrag.control.cost import Workload
-from kvrag.reuse.deepen import MOST, STAGES, Doubt
+from kvrag.reuse.completion import FIRST
 from kvrag.reuse.select import Passes
 
 _LARGEST = 99.0  # margin in nats that is stored, also for infinite ones
@@ -37,10 +37,6 @@ class Cell:
     margins: list[float]
     recomputed: int
     kl: float
-
-    def doubt(self, at: int) -> Doubt:
-        """Return the likeliest token at a position, and its margin."""
-        return Doubt(self.tokens[at], self.margins[at])
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,30 +80,17 @@ class Trial:
         cell = self.cells[number]
         return self._outcome([token == 0 for token in cell.tokens], self._rows(cell, passes))
 
-    def adaptive(self, ratios: Sequence[float], start: float, margin: float, passes: Passes) -> Outcome:
-        """Return the outcome of adaptive recompute; mirrors `Row.advance` and `Deepening`.
-
-        Args:
-            ratios: Of the cells; with `start`, and the stages above it.
-        """
-        cells = [self.cells[ratios.index(ratio)] for ratio in (start, *(stage for stage in STAGES if stage > start))]
-        fresh, rows = self.prompt - self.reused, self._rows(cells[0], passes)
-        stage, agrees = 0, list[bool]()
-        first = rows
-        for at in range(len(self.margins)):
-            before = self.cells[0].doubt(0) if at == 0 and passes.query else None  # which the policy computes anyway
-            while stage < len(cells) and (cell := cells[stage]).recomputed < self.inexact:
-                doubt = cell.doubt(at)
-                if doubt.margin >= margin or (before and doubt.is_confirmed_by(before)):
-                    break
-                before, stage, rest = doubt, stage + 1, self.inexact + fresh + at
-                more = cells[stage].recomputed - cell.recomputed + fresh + at if stage < len(cells) else rest
-                if at == 0 and rows + more + rest > MOST * self.prompt:
-                    stage, more = len(cells), rest
-                rows += more
-            agrees.append(stage == len(cells) or cells[stage].tokens[at] == 0)
-            first = rows if at == 0 else first
-        return self._outcome(agrees, first)
+    def adaptive(self, number: int, margin: float, passes: Passes) -> Outcome:
+        """Return the outcome of adaptive recompute that begins with one cell; mirrors `Row` and `Completion`."""
+        cell, rows, agrees = self.cells[number], self._rows(self.cells[number], passes), list[bool]()
+        is_complete = cell.recomputed == self.inexact
+        for at, sure in enumerate(cell.margins):
+            if not is_complete and sure < margin * (FIRST if at == 0 else 1):
+                is_complete = True
+                if at == 0:
+                    rows += self.prompt - self.reused + self.inexact
+            agrees.append(is_complete or cell.tokens[at] == 0)
+        return self._outcome(agrees, rows)
 
     def _rows(self, cell: Cell, passes: Passes) -> float:
         asked = Workload(self.prompt, self.reused, self.inexact, 0, passes if cell.recomputed else Passes())

@@ -34,7 +34,7 @@ LEAST = 0.05
 """Ratio below which adaptive recompute does not begin."""
 
 START = DEFAULT_RATIO
-"""Ratio that adaptive recompute begins with."""
+"""Ratio that adaptive recompute begins with if most chunks were encoded alone: such KV deviates much more."""
 
 MARGIN = calibrate.MARGIN
 """Default of `BlendConfig.margin`."""
@@ -57,7 +57,7 @@ class Plan:
 
     Attributes:
         config: The settings that were asked for, with the ratio and, for full prefill, the policy filled in.
-        margin: Of a token that is emitted, see `kvrag.reuse.deepen`; 0 = any.
+        margin: Of a token that is emitted, see `kvrag.reuse.completion`; 0 = any.
         reason: The controller's choice and its reason; "" if it made none.
         notes: Notes for the report.
     """
@@ -105,7 +105,7 @@ def decide(speed: Speed | None, request: Workload, ratio: float) -> Decision:
         cause = slow_load if load_s > full_s else "the context is short"
         reason = f"full prefill: predicted {_seconds(full_s)}, blending {_seconds(blend_s)}; {cause}"
         return Decision(True, 1.0, reason)
-    hidden = _hidden(speed, request, ratio, blend_s)
+    hidden = _hidden(speed, request, ratio, blend_s) if ratio else 0.0  # plain reuse has no policy
     reason = f"blend at {hidden:g}: predicted {_seconds(blend_s)}, full prefill {_seconds(full_s)}"
     if hidden > ratio:
         reason += f"; {hidden:g} instead of {ratio:g} because loading takes as long"
@@ -117,6 +117,11 @@ def _hidden(speed: Speed, request: Workload, ratio: float, blend_s: float) -> fl
     steps = (round(number * STEP, 10) for number in range(1, math.ceil(1 / STEP)))
     hidden = [step for step in steps if step > ratio and blend_seconds(speed, request, step) <= blend_s * 1.001]
     return max([ratio, *hidden])
+
+
+def _beginning(config: BlendConfig, ratio: float) -> BlendConfig:
+    """Return the settings that adaptive recompute begins with."""
+    return replace(config, policy=config.policy if ratio else "none", ratio=ratio)
 
 
 def _seconds(value: float) -> str:
@@ -146,10 +151,11 @@ class Tuning:
         calibration, note = self._calibrated(config)
         start, margin = (calibration.start, calibration.margin) if calibration else (None, None)
         margin = next(value for value in (config.margin, margin, MARGIN) if value is not None)
-        if calibration and calibration.ratio is not None and not margin:  # nothing will be deepened
-            start = calibration.ratio
-        ratio = START if start is None else start
-        return Plan(replace(config, ratio=ratio), margin=margin, notes=(note,) if note else ())
+        if not margin:  # nothing will be completed
+            start = START if calibration is None or calibration.ratio is None else calibration.ratio
+        elif start is None:
+            start = 0.0 if config.controller == "auto" else START
+        return Plan(_beginning(config, start), margin=margin, notes=(note,) if note else ())
 
     def decide(self, plan: Plan, request: RequestState) -> Plan:
         """Let the controller choose between full prefill and blending, and the ratio, unless they were asked for.
@@ -165,11 +171,14 @@ class Tuning:
         if not is_open or not request.runs:
             return plan
         if plan.margin:
+            calibration = self.calibration(config)
+            if (calibration is None or calibration.start is None) and request.is_encoded_alone:
+                plan = replace(plan, config=_beginning(config, START))
             most = self._workload(plan.config, request).most_to_begin_with
-            if most < LEAST:
+            if most < min(plan.ratio, LEAST):
                 reason = "full prefill: too little of the prompt is stored to gain, should the model be unsure"
                 return replace(plan, config=replace(plan.config, policy="full", ratio=1.0), margin=0.0, reason=reason)
-            plan = replace(plan, config=replace(plan.config, ratio=min(plan.ratio, most)))
+            plan = replace(plan, config=_beginning(config, min(plan.ratio, most)))
         return self._decide(plan, request) if config.policy == DEFAULT_POLICY and not config.deterministic else plan
 
     def calibration(self, config: BlendConfig) -> Calibration | None:

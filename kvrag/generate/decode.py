@@ -21,7 +21,7 @@ from kvrag.generate.grammar import Constraint
 from kvrag.generate.row import Row
 from kvrag.generate.thoughts import Thoughts
 from kvrag.openmp import release_team
-from kvrag.reuse.deepen import Deepening
+from kvrag.reuse.completion import Completion
 from kvrag.scheduling.batch import SharedSteps
 from kvrag.types import Delta
 
@@ -42,7 +42,7 @@ def decode(
     control_tokens: Collection[int] = (),
     thoughts: Thoughts | None = None,
     alone: bool = False,
-    deepening: Deepening | None = None,
+    completion: Completion | None = None,
 ) -> Iterator[Delta]:
     """Generate with `model.generate`'s own processors, in steps that all answers of the model share.
 
@@ -56,7 +56,7 @@ def decode(
         control_tokens: Those that stay in the text, for `thoughts` and a parser of tool calls.
         thoughts: Splits the answer from its thoughts. It is changed.
         alone: Share no step, so that the answer does not depend on others: kernels round by the number of rows.
-        deepening: Recomputes more of the prompt before a token of which the model is unsure.
+        completion: Recomputes the rest of the prompt before a token of which the model is unsure.
 
     Yields:
         One Delta per token. Its text is empty while a character or a stop string is incomplete. The last one has
@@ -64,7 +64,7 @@ def decode(
     """
     if unknown := [token for token in sampling.logit_bias or () if token >= logits.shape[-1]]:
         raise SettingError(f"logit_bias: unknown token {unknown[0]}: this model has tokens 0 to {logits.shape[-1] - 1}")
-    row = Row(model, ids, cache, sampling, constraint, control_tokens, thoughts, logits.device, alone, deepening)
+    row = Row(model, ids, cache, sampling, constraint, control_tokens, thoughts, logits.device, alone, completion)
     row.begin(logits)
     batch = _batch_of(model)
     try:
@@ -89,11 +89,11 @@ class Batch:
         while not row.deltas:
             if row.error is not None:
                 raise row.fail()
-            if row.unsure:
-                row.deepen()
+            if row.is_unsure:
+                row.complete()
                 continue
             self._rows[row] = None
-            self._steps.run_until(lambda: bool(row.deltas or row.error or row.unsure), lambda: self._step(row))
+            self._steps.run_until(lambda: bool(row.deltas or row.error or row.is_unsure), lambda: self._step(row))
         return row.deltas.popleft()
 
     def leave(self, row: Row) -> None:
@@ -106,7 +106,7 @@ class Batch:
     def _step(self, leader: Row) -> None:
         """Compute the next token of every row that is not too far ahead of its consumer."""
         unfinished = [row for row in tuple(self._rows) if not row.is_done and row.error is None]
-        rows = [row for row in unfinished if len(row.deltas) < AHEAD and not (row.is_parked or row.unsure)]
+        rows = [row for row in unfinished if len(row.deltas) < AHEAD and not (row.is_parked or row.is_unsure)]
         if not rows:  # no memory for the leader's row, and the others depend on their consumers
             if len(self._rows) > 1 and leader.num_waits < _WAITS:
                 leader.num_waits += 1
@@ -160,7 +160,7 @@ def _append_tokens(rows: Sequence[Row], lengths: Sequence[int], logits: Tensor) 
                 drawn.append(row.draw(row_logits[None]))
             except Exception as error:
                 row.error = error
-                drawn.append(row_logits.new_zeros(5, dtype=torch.double))
+                drawn.append(row_logits.new_zeros(4, dtype=torch.double))
         numbers = torch.stack(drawn).tolist()  # waits only once for the device
         for row, row_logits, own in zip(rows, logits, numbers, strict=True):
             done += 1

@@ -60,7 +60,7 @@ class Reply:
         request, alone = self._request, self._request.config.deterministic
         start = self._model, request.ids, request.cache, request.logits, self._sampling
         control_tokens = {token for part in (self._thoughts, self._parser) if part for token in part.control_tokens}
-        for delta in decode(*start, self._constraint, control_tokens, self._thoughts, alone, request.deepening):
+        for delta in decode(*start, self._constraint, control_tokens, self._thoughts, alone, request.completion):
             if not self._has_begun:
                 self._has_begun = True
                 request.note_first_token(time.perf_counter() - started)
@@ -68,7 +68,7 @@ class Reply:
             self._num_thought += delta.reasoning_tokens
             delta = self._parser.parse(delta) if self._parser else delta
             if delta.finish_reason:
-                request.note_stages()
+                request.note_completed()
                 notes = (*request.report.notes, *self._notes(delta))
                 delta = replace(delta, report=replace(request.report, notes=notes))
             yield delta

@@ -20,7 +20,7 @@ from kvrag.errors import ModelError, SettingError
 from kvrag.generate.grammar import Constraint
 from kvrag.generate.logits import bias, logprob, penalize
 from kvrag.generate.thoughts import Thoughts
-from kvrag.reuse.deepen import Deepening, Doubt
+from kvrag.reuse.completion import Completion
 from kvrag.scheduling.lock import is_left
 from kvrag.types import Delta, FinishReason
 
@@ -31,8 +31,7 @@ class Row:
     Attributes:
         cache: Complete for all tokens but `token`, the last one.
         deltas: One per token, in order; the last one has `finish_reason` set and no report.
-        unsure: What the model gives after the last token, while that is not sure enough to be emitted. The row takes
-            part in no step until `deepen`.
+        is_unsure: The model is not sure enough of the next token. The row takes part in no step until `complete`.
         is_parked: It ran out of memory and waits until another row leaves.
         num_waits: Number of waits of its consumer for memory.
     """
@@ -48,20 +47,19 @@ class Row:
         thoughts: Thoughts | None,
         device: torch.device,
         alone: bool,
-        deepening: Deepening | None,
+        completion: Completion | None,
     ) -> None:
         """Begin an answer to (T,) token ids with logits on this device; see `kvrag.generate.decode.decode`."""
         self.model, self.cache, self._alone, self._has_left = model, cache, alone, is_left.get()
         self.deltas: deque[Delta] = deque()
-        self.unsure: Doubt | None = None
-        self._deepening, self._num_tokens = deepening, 0
-        self.is_done = self.is_parked = False
+        self._completion, self._num_tokens = completion, 0
+        self.is_done = self.is_parked = self.is_unsure = False
         self.num_waits = 0
         self.error: Exception | None = None
         self._sampling, self._constraint = sampling, constraint
         self._process, self._do_sample = model.logits_processor(sampling, len(ids))
         self._penalize = self._process
-        if deepening and self._do_sample:
+        if completion and self._do_sample:
             self._penalize, _ = model.logits_processor(replace(sampling, temperature=0.0), len(ids))
         self._num_prompt = self._length = len(ids)
         self._left = min(sampling.max_new_tokens, model.context_window - len(ids))
@@ -97,44 +95,30 @@ class Row:
         context.run(is_left.set, self._has_left)
         logits = context.run(self.model.forward, self._ids, cache)
         self.cache = cache
-        self._deepening = None  # it would change the old cache
+        self._completion = None  # it would change the old cache
         return logits
 
     def begin(self, logits: Tensor) -> None:
         """Take the (1, V) logits after the prompt."""
-        plain = self._deepening.plain if self._deepening else None
-        before = None if plain is None else Doubt(*self._likeliest(plain.to(logits)).tolist())
-        self.advance(logits, self.draw(logits).tolist(), before)
+        self.advance(logits, self.draw(logits).tolist())
 
-    def deepen(self) -> None:
-        """Recompute more of the prompt until the next token can be emitted. Waits for the model."""
-        assert self._deepening is not None
-        while (before := self.unsure) is not None:
-            logits = self._deepening.deepen(self._ids[0], self._num_tokens)
-            self.advance(logits, self.draw(logits).tolist(), before)
+    def complete(self) -> None:
+        """Recompute the rest of the prompt, and take the next token. Waits for the model."""
+        assert self._completion is not None
+        logits = self._completion.complete(self._ids[0], self._num_tokens)
+        self.advance(logits, self.draw(logits).tolist())
 
-    def _doubt(self, drawn: Sequence[float]) -> Doubt | None:
-        """Return what was drawn if it is not sure enough, and more of the prompt can be recomputed."""
-        _, _, _, likeliest, margin = drawn
-        if self._deepening is None or self._deepening.is_complete or not margin < self._deepening.margin:
-            return None
-        return Doubt(int(likeliest), margin)
-
-    def advance(self, logits: Tensor, drawn: Sequence[float], before: Doubt | None = None) -> None:
-        """Append the token that `draw` has drawn by the (1, V) logits after the last one, unless it is `unsure`.
-
-        Args:
-            before: What KV of an earlier stage gives.
-        """
-        doubt = self._doubt(drawn)
-        self.unsure = None if doubt and before and doubt.is_confirmed_by(before) else doubt
-        if self.unsure is None:
+    def advance(self, logits: Tensor, drawn: Sequence[float]) -> None:
+        """Append the token that `draw` has drawn by the (1, V) logits after the last one, unless it `is_unsure`."""
+        *_, margin = drawn
+        self.is_unsure = self._completion is not None and self._completion.is_unsure(self._num_tokens, margin)
+        if not self.is_unsure:
             self._append(logits, drawn)
         elif self._generator is not None and self._state is not None:
             self._generator.set_state(self._state)  # the token is drawn again
 
     def _append(self, logits: Tensor, drawn: Sequence[float]) -> None:
-        raw, highest, number, *_ = drawn
+        raw, highest, number, _ = drawn
         if not math.isfinite(raw):
             raise ModelError(
                 "the model's logits are NaN or infinite: a value overflowed; load it with dtype='bfloat16' or 'float32'"
@@ -164,19 +148,19 @@ class Row:
     def draw(self, logits: Tensor) -> Tensor:
         """Draw the next token by the (1, V) logits after the last one, with `model.generate`'s own processors.
 
-        Returns (5,) float64 without waiting for the device: the largest logit before and after them, which is NaN if
-        any is, the token, the likeliest token, and by how many nats it is more likely than the next one.
+        Returns (4,) float64 without waiting for the device: the largest logit before and after them, which is NaN if
+        any is, the token, and by how many nats the likeliest token is more likely than the next one.
         """
         raw_max, logits = logits.max(), self._allowed(logits)
-        likeliest = self._likeliest(logits, is_allowed=True)
+        margin = self._margin(logits)
         logits = self._process(self._ids, logits)
         likely = logits
         if self._do_sample:
-            if self._deepening and self._generator:
+            if self._completion and self._generator:
                 self._state = self._generator.get_state()
             # torch.multinomial draws the same, but on a GPU a NaN would make all later work fail
             likely = logits.softmax(dim=-1) / torch.empty_like(logits).exponential_(generator=self._generator)
-        return torch.stack([raw_max.double(), logits.max().double(), likely.argmax().double(), *likeliest])
+        return torch.stack([raw_max.double(), logits.max().double(), likely.argmax().double(), margin])
 
     def _allowed(self, logits: Tensor) -> Tensor:
         """Return (1, V) logits with penalties and biases, without what the grammar forbids."""
@@ -188,13 +172,12 @@ class Row:
         # first, so that top_k and top_p choose among the allowed tokens
         return logits if self._constraint is None else self._constraint.mask(logits)
 
-    def _likeliest(self, logits: Tensor, is_allowed: bool = False) -> Tensor:
-        """Return (2,) float64: the likeliest token, before any temperature, and its margin in nats."""
-        if self._deepening is None:
-            return logits.new_zeros(2, dtype=torch.double)
-        logits = logits if is_allowed else self._allowed(logits)
-        best = self._penalize(self._ids, logits).topk(2)
-        return torch.stack([best.indices[0, 0].double(), (best.values[0, 0] - best.values[0, 1]).double()])
+    def _margin(self, logits: Tensor) -> Tensor:
+        """Return () float64: by how many nats the likeliest allowed token leads, before any temperature."""
+        if self._completion is None:
+            return logits.new_zeros((), dtype=torch.double)
+        first, second = self._penalize(self._ids, logits).topk(2).values[0].double()
+        return first - second
 
     def fail(self) -> Exception:
         """End the answer; return its error, which then no longer keeps the cache alive."""

@@ -66,7 +66,8 @@ class Blended:
         """Return whether it may be used for a prompt with these settings."""
         assert self.config.ratio is not None  # both are filled in by a plan
         assert config.ratio is not None
-        others = {name: getattr(config, name) for name in ANSWER_SETTINGS if name != "policy"}
+        # nothing is worse than plain reuse, whatever the policy
+        others = {name: getattr(config, name) for name in ANSWER_SETTINGS if name != "policy" or not config.ratio}
         has_same_settings = replace(self.config, **others) == config
         return has_same_settings and self.config.ratio >= config.ratio
 

@@ -18,8 +18,7 @@ from kvrag.store import ChunkReader
 from kvrag.types import BlendReport, Run
 
 if TYPE_CHECKING:
-    from kvrag.reuse.deepen import Deepening
-    from kvrag.reuse.select import Selection
+    from kvrag.reuse.completion import Completion
 
 _MEMORY = ("ram", "device")  # tiers
 
@@ -30,7 +29,7 @@ class RequestState:
 
     Asked: `token_ids`, `config`, `namespace`, `notes`; `conversations` if earlier prompts may be reused. Looked up:
     `prefix`, `matches`, `readers`, `chunks`. Planned: `applied`. Stitched: `reused`, `exact`, `cache`. Selected:
-    `selection`. Blended: `logits`, `report`, `deepening`, and `cache` is complete: it can be decoded. After the answer,
+    `selected`. Blended: `logits`, `report`, `completion`, and `cache` is complete: it can be decoded. After the answer,
     its KV is freed; explanations read the rest.
 
     Attributes:
@@ -40,7 +39,7 @@ class RequestState:
         matches: Runs of stored chunks after the cached prefix, ascending and disjoint.
         readers: By the runs' chunk keys; the request closes them.
         chunks: Positions and keys of the chunks on which its KV may depend.
-        applied: `config` with the policy and the ratio that were chosen.
+        planned: `config` with a policy and a ratio, before the chunks were known.
         reused: (T,) bool; KV of the other positions is computed.
         exact: (T,) bool: a reused position whose KV equals full prefill's: in a run right after the preamble, encoded
             there, with a lossless codec.
@@ -48,7 +47,7 @@ class RequestState:
         logits: (1, V) float32, after the last token.
         recomputed: (S,) reused positions that were recomputed.
         report: Without `ttft_s`, which the caller sets.
-        deepening: None = the ratio is fixed.
+        completion: None = the ratio is fixed.
         is_forgotten: A chunk or a text in it was deleted: its KV is not kept, and it is not explained.
     """
 
@@ -63,15 +62,15 @@ class RequestState:
     readers: Mapping[str, ChunkReader] = field(default_factory=dict)
     chunks: tuple[Placed, ...] = ()
 
-    applied: BlendConfig = field(init=False)
+    planned: BlendConfig = field(init=False)
     reused: Tensor = field(init=False)
     exact: Tensor = field(init=False)
     cache: KVCache = field(init=False)
-    selection: Selection = field(init=False)
+    selected: Tensor = field(init=False)
     logits: Tensor = field(init=False)
     recomputed: Tensor = field(init=False)
     report: BlendReport = field(init=False)
-    deepening: Deepening | None = None
+    completion: Completion | None = None
     is_forgotten: bool = False
 
     def __post_init__(self) -> None:
@@ -110,6 +109,12 @@ class RequestState:
     def with_context(self) -> dict[str, str]:
         """Chunk keys of the stored chunks that were encoded with context, by text key."""
         return {match.text_key: match.run.key for match in self.matches if match.context_tokens}
+
+    @property
+    def is_encoded_alone(self) -> bool:
+        """Whether most of the reused tokens were encoded without the text before them."""
+        alone = sum(len(match.run) for match in self.matches if not match.context_tokens)
+        return 2 * alone > sum(map(len, self.runs))
 
     @property
     def cold(self) -> list[ChunkReader]:
@@ -177,11 +182,6 @@ class RequestState:
         inexact[: self.kept] = False  # blended in an earlier turn
         return inexact.nonzero().squeeze(1)
 
-    @property
-    def selected(self) -> Tensor:
-        """(S,) reused positions that are recomputed."""
-        return self.selection.selected
-
     def tail(self) -> int:
         """Return the number of positions up to the last that keeps its stitched KV; 1 if none does, 0 without any."""
         kept = self.reused.index_fill(0, self.selected, False)
@@ -197,19 +197,18 @@ class RequestState:
     @property
     def is_exact(self) -> bool:
         """True once all KV is full prefill's."""
-        return self.report.exact or (self.deepening is not None and self.deepening.is_complete)
+        return self.report.exact or (self.completion is not None and self.completion.is_complete)
 
     def note_first_token(self, ttft_s: float) -> None:
         """Complete the report with the seconds from the call to the first token."""
-        self.note_stages()
+        self.note_completed()
         self.report = replace(self.report, ttft_s=ttft_s, exact=self.is_exact)
 
-    def note_stages(self) -> None:
+    def note_completed(self) -> None:
         """Enter into `recomputed` and the report what was recomputed while the model was unsure."""
-        if self.deepening is not None and self.deepening.stages:
-            self.recomputed = self.deepening.recomputed
-            stages = tuple(self.deepening.stages)
-            self.report = replace(self.report, recomputed_tokens=len(self.recomputed), stages=stages)
+        if self.completion is not None and self.completion.completed:
+            self.recomputed, completed = self.inexact, self.completion.completed
+            self.report = replace(self.report, recomputed_tokens=len(self.recomputed), completed=completed)
 
     @contextmanager
     def kv_freed_at_end(self) -> Iterator[None]:
@@ -217,6 +216,6 @@ class RequestState:
         try:
             yield
         finally:
-            for name in ("cache", "logits", "selection"):
+            for name in ("cache", "logits"):
                 self.__dict__.pop(name, None)
-            self.prefix = self.deepening = self.conversations = None
+            self.prefix = self.completion = self.conversations = None

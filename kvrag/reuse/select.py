@@ -22,33 +22,11 @@ from kvrag.reuse.request_state import RequestState
 
 @dataclass
 class Context:
-    """Input of a policy. A policy may fill layers of `request.cache` with better KV, never with worse.
-
-    Attributes:
-        wants_logits: A policy that runs the fresh tokens through the model runs them to its end, and sets `plain`.
-        plain: (1, V) logits after the last token by plain reuse.
-    """
+    """Input of a policy. A policy may fill layers of `request.cache` with better KV, never with worse."""
 
     backend: Backend
     request: RequestState
     budget: int
-    wants_logits: bool = False
-    plain: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The reused positions to recompute.
-
-    Attributes:
-        selected: (S,) ascending.
-        scores: (T,) of all positions, by which more of them can be recomputed later; None if there were none to choose.
-        plain: See `Context`.
-    """
-
-    selected: Tensor
-    scores: Tensor | None = None
-    plain: Tensor | None = None
 
 
 class Passes(NamedTuple):
@@ -77,20 +55,20 @@ class Policy:
         return NO_PASSES
 
 
-def select(backend: Backend, request: RequestState, config: BlendConfig, wants_logits: bool = False) -> Selection:
-    """Select `config.ratio` of the inexact reused positions. For `wants_logits`, see `Context`."""
+def select(backend: Backend, request: RequestState, config: BlendConfig) -> Tensor:
+    """Return (S,) ascending: `config.ratio` of the inexact reused positions."""
     inexact = request.inexact
     budget = round((DEFAULT_RATIO if config.ratio is None else config.ratio) * len(inexact))
     if budget == 0 or config.policy == "none":
-        return Selection(inexact[:0])
+        return inexact[:0]
     if budget == len(inexact):
-        return Selection(inexact)  # regardless of scores
+        return inexact  # regardless of scores
     # choosing runs the fresh tokens through most layers: with a long question, computing all reused tokens costs less
     if len(inexact) - budget <= selecting(config, backend.num_layers).query * len(request.fresh):
-        return Selection(inexact)
-    context = Context(backend, request, budget, wants_logits)
-    scores = policy_of(config.policy).score(context)
-    return Selection(inexact[best(scores[inexact], budget)], scores, context.plain)
+        return inexact
+    scores = policy_of(config.policy).score(Context(backend, request, budget))[inexact]
+    top = scores.topk(budget)
+    return inexact[top.indices[top.values > -torch.inf].sort().values]
 
 
 def selecting(config: BlendConfig, num_layers: int) -> Passes:
@@ -98,12 +76,6 @@ def selecting(config: BlendConfig, num_layers: int) -> Passes:
     if config.policy in ("none", "full"):
         return NO_PASSES
     return policy_of(config.policy).passes(num_layers)
-
-
-def best(scores: Tensor, num: int) -> Tensor:
-    """Return the positions of the `num` highest finite scores, ascending."""
-    top = scores.topk(min(num, len(scores)))
-    return top.indices[top.values > -torch.inf].sort().values
 
 
 def policy_of(text: str) -> Policy:

@@ -14,7 +14,6 @@ from kvrag.reuse.blend import blend
 from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.recovery import Recovery
 from kvrag.reuse.request_state import RequestState
-from kvrag.reuse.select import Selection
 from kvrag.reuse.stitch import stitch
 from kvrag.reuse.trace import Trace
 
@@ -46,7 +45,7 @@ def _fields(config: BlendConfig) -> dict[str, Any]:
 
 def blend_selected(model: Model, request: RequestState, selected: torch.Tensor) -> torch.Tensor:
     """(1, V) logits after recomputing these positions of a request that is laid out."""
-    request.selection = Selection(selected)
+    request.selected = selected
     return blend(model, request)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,7 @@ from blending import CHUNKS, messages
 from families import FAMILIES, build
 
 from kvrag import BlendConfig, BlendEngine, Grammar, Model, SettingError
-from kvrag.generate.row import Row
-from kvrag.reuse.deepen import MOST, STAGES, Doubt
+from kvrag.reuse.completion import FIRST, MOST, Completion
 
 PROMPT = messages(*(CHUNKS[number] for number in (2, 0, 3, 1)))
 UNSURE = {"margin": 1e8, "controller": "off"}  # of everything
@@ -52,15 +52,13 @@ def _by_full_prefill(model: Model, ids: Sequence[int], said: Sequence[int], num:
 
 @pytest.fixture
 def unsure_at(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Numbers of the tokens at which the model is unsure, by blended KV of any stage."""
+    """Numbers of the tokens at which the model is unsure, by blended KV."""
     tokens: set[int] = set()
 
-    def doubt(row: Row, drawn: Sequence[float]) -> Doubt | None:
-        is_open = row._deepening is not None and not row._deepening.is_complete
-        return Doubt(int(drawn[3]), 0.0) if is_open and row._num_tokens in tokens else None
+    def is_unsure(completion: Completion, token: int, margin: float) -> bool:
+        return not completion.is_complete and token in tokens
 
-    monkeypatch.setattr(Row, "_doubt", doubt)
-    monkeypatch.setattr("kvrag.reuse.deepen.MOVED", 0.0)  # no stage confirms another
+    monkeypatch.setattr(Completion, "is_unsure", is_unsure)
     return tokens
 
 
@@ -77,28 +75,26 @@ def test_a_completed_answer_is_full_prefills(
             unsure_at.add(number)
             answer = engine.generate(PROMPT, max_new_tokens=12, temperature=0, deterministic=True)
             report = answer.report
-            assert report.stages
-            assert {stage.token for stage in report.stages} == {number}
+            assert report.completed is not None
+            assert report.completed.token == number
             assert report.exact == (number == 0)
-            assert report.recomputed_tokens == report.stages[-1].recomputed > 80
+            assert report.recomputed_tokens > 80
             said = list(answer.token_ids)
             assert said == _by_full_prefill(model, ids, said[:number], 12)
 
 
-def test_stages_are_nested_and_the_last_one_is_full_prefill(
+def test_only_what_was_encoded_alone_is_recomputed_at_first(
     model: Model, tmp_path: Path, unsure_at: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
-    unsure_at.add(2)
-    with BlendEngine(model, tmp_path, BlendConfig(**UNSURE, history="exact")) as engine:
-        engine.warm(CHUNKS)
-        report = engine.generate(PROMPT, max_new_tokens=4, temperature=0).report
-    inexact = report.stages[-1].recomputed
-    assert [stage.recomputed for stage in report.stages] == [*(round(ratio * inexact) for ratio in STAGES), inexact]
-    grown = [stage.recomputed - before for before, stage in zip([round(0.15 * inexact)], report.stages, strict=False)]
-    asked = report.fresh_tokens + 2
-    assert grown[0] < report.stages[0].rows <= grown[0] + asked
-    assert report.stages[-1].rows <= report.prompt_tokens + 2
+    for name, document, policy, ratio in (("behind", "d", "none", 0.0), ("alone", "", "query", 0.077)):
+        unsure_at.add(2)
+        with BlendEngine(model, tmp_path / name, BlendConfig(margin=1e8)) as engine:
+            engine.warm(CHUNKS, document=document)
+            report = engine.generate(PROMPT, max_new_tokens=4, temperature=0).report
+            assert (report.policy, report.ratio) == (policy, pytest.approx(ratio, abs=0.01))
+            assert report.completed is not None
+            assert report.completed.rows <= report.recomputed_tokens + report.fresh_tokens + 2
 
 
 def test_before_the_first_token_a_bounded_number_of_rows_is_computed(
@@ -108,13 +104,13 @@ def test_before_the_first_token_a_bounded_number_of_rows_is_computed(
     with BlendEngine(model, tmp_path, BlendConfig(**UNSURE)) as engine:
         engine.warm(CHUNKS)
         report = engine.generate(PROMPT, max_new_tokens=1, temperature=0).report
-        start = 2 * report.fresh_tokens + round(0.15 * report.stages[-1].recomputed)
-        assert start + sum(stage.rows for stage in report.stages) <= MOST * report.prompt_tokens
-        assert len(report.stages) == 2, "another stage between would leave too few rows for full prefill"
+        assert report.completed is not None
+        start = report.fresh_tokens + round(0.15 * report.recomputed_tokens)
+        assert start + report.completed.rows <= MOST * report.prompt_tokens
         assert report.exact
-        long = messages(*CHUNKS[:2], question="Who was born in Florton, and who owns a goat? " * 3)
+        long = messages(*CHUNKS[:2], question="Who was born in Florton, and who owns a goat? " * 4)
         report = engine.generate(long, max_new_tokens=1, temperature=0, controller="auto").report
-        assert (report.policy, report.stages) == ("full", ())
+        assert (report.policy, report.completed) == ("full", None)
         assert "too little of the prompt is stored" in report.decision
 
 
@@ -123,16 +119,27 @@ def test_flat_logits_end_in_one_full_prefill(model: Model, tmp_path: Path) -> No
     with BlendEngine(model, tmp_path, BlendConfig(**UNSURE)) as engine:
         engine.warm(CHUNKS)
         report = engine.generate(PROMPT, max_new_tokens=30, temperature=0).report
-        assert 0 < len(report.stages) <= len(STAGES) + 1
-        assert report.stages[-1].recomputed > 80
+        assert report.completed is not None
+        assert report.completed.token == 0
+        assert report.recomputed_tokens > 80
 
 
-def test_a_fixed_ratio_and_a_margin_of_zero_are_never_deepened(model: Model, tmp_path: Path) -> None:
+def test_a_fixed_ratio_and_a_margin_of_zero_are_never_completed(model: Model, tmp_path: Path) -> None:
     with BlendEngine(model, tmp_path) as engine:
         engine.warm(CHUNKS)
         for options in ({"ratio": 0.15}, {"margin": 0}, {"policy": "none"}, {"ratio": 0.3, "margin": 1e8}):
             report = engine.generate(PROMPT, max_new_tokens=8, temperature=0, **options).report
-            assert (report.stages, report.exact) == ((), False)
+            assert (report.completed, report.exact) == (None, False)
+
+
+def test_the_first_token_needs_a_third_of_the_margin(model: Model, tmp_path: Path) -> None:
+    with BlendEngine(model, tmp_path) as engine:
+        engine.warm(CHUNKS)
+        request = engine.prefill(model.tokenizer.render(PROMPT), BlendConfig(controller="off"))
+        completion = Completion(model, request, margin=3.0)
+        assert [completion.is_unsure(0, margin) for margin in (0.99, 1.01)] == [True, False]
+        assert [completion.is_unsure(1, margin) for margin in (2.99, 3.01, math.nan)] == [True, False, False]
+        assert 3 * FIRST == 1
 
 
 def test_an_answer_is_sampled_alike_whether_or_not_a_token_was_in_doubt(
@@ -145,7 +152,8 @@ def test_an_answer_is_sampled_alike_whether_or_not_a_token_was_in_doubt(
         settings: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.5, "seed": 7, "deterministic": True}
         exact = engine.generate(PROMPT, ratio=1.0, **settings)
         unsure = engine.generate(PROMPT, margin=1e8, **settings)
-        assert unsure.report.stages[0].token == 0
+        assert unsure.report.completed is not None
+        assert unsure.report.completed.token == 0
         assert unsure.token_ids == exact.token_ids
 
 
@@ -154,7 +162,7 @@ def test_a_token_that_a_grammar_forces_is_never_in_doubt(model: Model, tmp_path:
         engine.warm(CHUNKS)
         answer = engine.generate(PROMPT, grammar=Grammar(regex="a"), max_new_tokens=4, temperature=0)
         assert answer.text == "a"
-        assert answer.report.stages == ()
+        assert answer.report.completed is None
 
 
 def test_a_completed_answer_is_kept_as_exact(

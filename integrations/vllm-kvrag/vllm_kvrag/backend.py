@@ -366,10 +366,8 @@ class VllmBackend(Backend):
         for layer, (keys, values) in zip(self.layers, layers, strict=True):
             pages.write(layer, keys, values, self.slots[rows])
 
-    def attention_received(
-        self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range, to_end: bool = False
-    ) -> tuple[Tensor, None]:
-        """Return the (K,) squared attention of each position from the last `num_queries` rows; never logits."""
+    def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
+        """Return the (K,) squared attention of each position from the last `num_queries` rows."""
         total = torch.zeros(int(rows[-1]) + 1, device=self.device)
         row_set = Rows(rows, rows.tolist(), self.windows)
 
@@ -382,7 +380,7 @@ class VllmBackend(Backend):
                 total.add_(attention_received(query, keys, row_set, number, num_queries, layer.impl.scale, softcap))
 
         self._forward(ids, cache, rows, _Pass(layers[-1], attended=attended))
-        return self.sum_over_processes(total).cpu() / (len(layers) * self.num_processes), None
+        return self.sum_over_processes(total).cpu() / (len(layers) * self.num_processes)
 
     def _forward(
         self,

@@ -289,21 +289,18 @@ class Model(Backend):
         finally:
             cache.observer = cache.last = None
 
-    def attention_received(
-        self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range, to_end: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
         """See `Backend.attention_received`."""
         total = torch.zeros(int(rows[-1]) + 1, device=self.device)
 
         def add(number: int, received: Tensor) -> None:
             total.add_(received.to(self.device))
-            if number == layers[-1] and not to_end:
+            if number == layers[-1]:
                 raise StopForward
 
-        logits = None
         with suppress(StopForward):
-            logits = self._forward(ids, cache, rows, AttentionObserver(num_queries, layers, add))
-        return (total / len(layers)).cpu(), logits
+            self._forward(ids, cache, rows, AttentionObserver(num_queries, layers, add))
+        return (total / len(layers)).cpu()
 
     def _forward(
         self,

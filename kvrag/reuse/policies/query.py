@@ -67,11 +67,8 @@ class Query(Policy):
             queries = min(len(rows), num_queries - left)
             ids = request.ids[rows][None]
             if queries > 0:
-                part, logits = backend.attention_received(
-                    ids, request.cache, rows, queries, layers, to_end=context.wants_logits
-                )
+                part = backend.attention_received(ids, request.cache, rows, queries, layers)
                 received[: len(part)] += part
-                context.plain = logits
             else:
                 backend.forward_until(layers.stop, ids, request.cache, rows)
         return (received / num_queries).sqrt_()

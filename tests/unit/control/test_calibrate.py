@@ -85,37 +85,28 @@ def test_a_table_that_says_40_of_40_at_a_ratio_chooses_it() -> None:
     wrong, right = ([7, 8], SURE), ([7, 7], SURE)
     trial = _trial(SURE, (*wrong, 0), (*wrong, 120), (*right, 240), (*wrong, 400))
     assert [trial.at(number, PASSES).kept for number in range(4)] == [False, False, True, False]
-    assert trial.adaptive(RATIOS, 0.3, 0.5, PASSES).kept
-    assert not trial.adaptive(RATIOS, 0.15, 3.0, PASSES).kept
-    assert trial.at(2, PASSES).rows == pytest.approx((100 * 2 + 240) / 1000)
+    assert trial.adaptive(2, 0.5, PASSES).kept
+    assert not trial.adaptive(1, 3.0, PASSES).kept
+    assert trial.at(2, PASSES).rows == pytest.approx((100 * 1.8 + 240) / 1000)
     assert trial.at(0, PASSES).rows == pytest.approx(0.1), "plain reuse selects nothing"
 
 
 def test_what_a_doubt_costs_and_brings() -> None:
-    start = (100 * 2 + 120) / 1000
-    # at the first token, there is no room for a stage and full prefill: full prefill at once
-    unsure, helps = ([9, 9], [0.5, 0.5], 120), ([7, 7], [0.6, 0.6], 240)
-    doubtful = _trial(SURE, ([8, 9], SURE, 0), unsure, helps, ([7, 7], [0.7, 0.7], 400))
-    outcome = doubtful.adaptive(RATIOS, 0.15, 1.0, PASSES)
-    assert (outcome.kept, outcome.identical) == (True, True)
-    assert outcome.rows == pytest.approx(start + (800 + 100) / 1000)
-    assert not doubtful.adaptive(RATIOS, 0.15, 0.4, PASSES).kept
-    # at a later one, a stage that the next one confirms ends it
-    unsure, helps = ([7, 9], [9, 0.5], 120), ([7, 8], [9, 0.6], 240)
-    later = _trial(SURE, ([7, 9], SURE, 0), unsure, helps, ([7, 8], [9, 0.7], 400)).adaptive(RATIOS, 0.15, 1.0, PASSES)
-    assert (later.kept, later.rows) == (False, pytest.approx(start))
-    # a near tie of the model's own: plain reuse gives the same
-    own = _trial([0.4, 9.0], ([7, 7], [0.4, 9], 0), ([7, 7], [0.5, 9], 120), ([7, 7], SURE, 240), ([7, 7], SURE, 400))
-    assert own.adaptive(RATIOS, 0.15, 1.0, PASSES).rows == pytest.approx(start)
-    assert own.near_ties == 1
-    # no stage helps: full prefill in the end, and never more than it may cost
-    lost = _trial(SURE, ([8, 7], SURE, 0), ([9, 7], [0, 9], 120), ([8, 7], [0, 9], 240), ([9, 7], [0, 9], 400))
-    outcome = lost.adaptive(RATIOS, 0.15, 1.0, PASSES)
-    assert outcome.kept
-    assert start + 0.9 <= outcome.rows <= 1.6
-    later = _trial(SURE, ([7, 8], SURE, 0), ([7, 9], [9, 0], 120), ([7, 8], [9, 0], 240), ([7, 9], [9, 0], 400))
-    outcome = later.adaptive(RATIOS, 0.15, 1.0, PASSES)
-    assert (outcome.kept, outcome.rows) == (True, pytest.approx(start)), "a doubt at a later token"
+    start = (100 * 1.8 + 120) / 1000
+    cells = ([7, 7], [0.9, 9], 0), ([9, 7], [0.9, 9], 120), ([7, 9], [9, 2.9], 240), ([9, 7], [9, 9], 400)
+    doubtful = _trial([0.4, 9.0], *cells)
+    assert doubtful.near_ties == 1
+    # at the first token, which needs a third of the margin
+    outcome = doubtful.adaptive(1, 3.0, PASSES)
+    assert (outcome.kept, outcome.identical, outcome.rows) == (True, True, pytest.approx(start + (800 + 100) / 1000))
+    outcome = doubtful.adaptive(1, 2.0, PASSES)
+    assert (outcome.kept, outcome.identical, outcome.rows) == (True, False, pytest.approx(start)), "a near tie"
+    assert doubtful.adaptive(0, 3.0, PASSES).rows == pytest.approx(0.1 + 0.9)
+    # at a later one
+    outcome = doubtful.adaptive(2, 3.0, PASSES)
+    assert (outcome.kept, outcome.rows) == (True, pytest.approx((100 * 1.8 + 240) / 1000))
+    assert not doubtful.adaptive(2, 2.0, PASSES).kept
+    assert not _trial(SURE, *cells).adaptive(3, 3.0, PASSES).kept, "sure and wrong"
 
 
 def test_a_trial_holds_no_tokens() -> None:
@@ -133,9 +124,9 @@ def warmed(engine: BlendEngine) -> Iterator[BlendEngine]:
 def test_a_calibration_counts_the_answers_that_it_reports(warmed: BlendEngine, endless: Model) -> None:
     steps: list[tuple[int, int]] = []
     found = warmed.calibrate(PROMPTS, ratios=(0.5, 0.1), tokens=3, progress=lambda *step: steps.append(step))
-    assert [point.ratio for point in found.curve] == [0.0, 0.1, 0.3, 0.5]
-    assert steps[0] == (0, 20)
-    assert dict.fromkeys(steps) == dict.fromkeys((done, 20) for done in range(21))
+    assert [point.ratio for point in found.curve] == [0.0, 0.1, 0.5]
+    assert steps[0] == (0, 16)
+    assert dict.fromkeys(steps) == dict.fromkeys((done, 16) for done in range(17))
     for point in found.curve:
         same = kept = 0
         for prompt in PROMPTS:
@@ -449,7 +440,7 @@ def test_prompts_are_made_of_the_chunks(warmed: BlendEngine, measured: list[list
         ({"target": 0}, "target must be in"),
         ({"ratios": ()}, "ratios must be"),
         ({"ratios": (0.1, 1.0)}, "ratios must be"),
-        ({"ratios": (0.0,)}, "ratios must be"),
+        ({"ratios": (-0.1,)}, "ratio must be"),
         ({"ratios": (0.1, -1.0)}, "ratio must be"),
         ({"policy": "full"}, "no ratio"),
         ({"policy": "none"}, "no ratio"),

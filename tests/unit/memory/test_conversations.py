@@ -234,7 +234,9 @@ def test_ratio_1_reuses_no_conversation_of_a_lower_ratio(talk: Talk, hf: Any) ->
         ({"ratio": 1.0}, {"ratio": 0.3, "policy": "first_k"}, True),
         ({"ratio": 1.0}, {}, True),
         ({"ratio": 0.3}, {"ratio": 0.3, "history": "blend"}, True),
-        ({"ratio": 0.0}, {"policy": "none"}, False),
+        ({"ratio": 0.0}, {"policy": "none"}, True),
+        ({}, {}, True),
+        ({}, {"ratio": 0.3}, False),
     ],
 )
 def test_a_reused_conversation_has_at_least_the_requested_ratio(

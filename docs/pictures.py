@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.speed.first_token import FULL, PREFIX, TtftSetup, measure
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO
-from kvrag.reuse.stitch import Stitched
+from kvrag.reuse.blend import Stitched
 
 IMAGES = Path(__file__).parent / "images"
 CORPUS = Path(__file__).parents[1] / "examples" / "corpus"

@@ -10,12 +10,10 @@ import torch
 
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.answer import overridden
-from kvrag.reuse.blend import blend
-from kvrag.reuse.load import LayerLoader
-from kvrag.reuse.recovery import Recovery
+from kvrag.reuse.blend import blend, stitch
+from kvrag.reuse.load import LayerLoader, Recovery
 from kvrag.reuse.request_state import RequestState
 from kvrag.reuse.select import Selection
-from kvrag.reuse.stitch import stitch
 from kvrag.reuse.trace import Trace
 
 CHUNKS = [

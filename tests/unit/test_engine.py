@@ -38,7 +38,7 @@ from kvrag import (
 )
 from kvrag.errors import AbandonedError
 from kvrag.fingerprint import text_key
-from kvrag.reuse.recovery import Recovery
+from kvrag.reuse.load import Recovery
 from kvrag.scheduling.lock import is_left
 from kvrag.store import visible_variant
 

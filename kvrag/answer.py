@@ -39,7 +39,7 @@ from kvrag.memory.forgetting import Forgetting
 from kvrag.options import ANSWER_DEFAULTS, AnswerOptions, fill_options
 from kvrag.request import Pipeline
 from kvrag.reuse.request_state import RequestState
-from kvrag.scheduling.admission import Admission
+from kvrag.scheduling.waiting import Admission
 from kvrag.types import Delta, Messages, TokenIds
 
 

@@ -30,7 +30,6 @@ from kvrag.control.prompts import Search, make_prompts, search_by_words
 from kvrag.control.tuning import Tuning
 from kvrag.errors import AbandonedError, AnswerTimeoutError, KvragError, SettingError
 from kvrag.fingerprint import text_key
-from kvrag.forking import OfProcess
 from kvrag.generate.tools import prepare
 from kvrag.index.lookup import Lookup
 from kvrag.ingest.ingest import Ingestion
@@ -39,7 +38,6 @@ from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.gate import Check, verify
 from kvrag.memory.prefetch import Prefetcher
 from kvrag.memory.tier import MemoryTier
-from kvrag.openmp import own_team
 from kvrag.options import (
     ANSWER_DEFAULTS,
     ENGINE_DEFAULTS,
@@ -49,12 +47,13 @@ from kvrag.options import (
     LoadingOptions,
     show_options,
 )
+from kvrag.process import OfProcess, Shared, own_team
 from kvrag.progress import progress as progress_bar
 from kvrag.request import Pipeline
 from kvrag.reuse.load import device_tier
 from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.bridge import off_loop, once, together
-from kvrag.scheduling.lock import Shared, is_left
+from kvrag.scheduling.waiting import is_left
 from kvrag.store import KVStore, open_store
 from kvrag.tracing import traced
 from kvrag.types import Answer, BlendReport, Delta, LearnStats, Messages, TokenIds, WarmReport, join

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kvrag.control.tuning import Tuning
     from kvrag.errors import reason_of
     from kvrag.fingerprint import Fingerprint, text_key
-    from kvrag.forking import HeldBriefly, OfProcess
+    from kvrag.process import HeldBriefly, OfProcess
     from kvrag.index.lookup import Lookup, Match
     from kvrag.index.catalog import Catalog
     from kvrag.ingest.ingest import Choosing, Ingestion
@@ -74,7 +74,7 @@ _NAMES = (
     ("kvrag.types", "join"),
     ("kvrag.vectorstore", "Adding Existing Id Present VectorStoreKV uncancelled"),
     # LangChain: its embeddings and its record manager
-    ("kvrag.forking", "HeldBriefly OfProcess"),
+    ("kvrag.process", "HeldBriefly OfProcess"),
     ("kvrag.retrieval.index", "DEFAULT_EMBEDDER load_embedder"),
     ("kvrag.store.schema", "connect"),
     # vLLM: a model for blending whose KV is in vLLM's pages, and the steps of a request

@@ -1,6 +1,6 @@
 """Continuous batching: the answers of one model that are decoded at the same time share every step.
 
-`kvrag.scheduling.batch` decides which consumer runs the next one, and this what it computes.
+`kvrag.scheduling.waiting` decides which consumer runs the next one, and this what it computes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from kvrag.backend.protocol import KVCache
 from kvrag.backend.transformers import Model
 from kvrag.config import Sampling
 from kvrag.errors import ModelError, OutOfMemoryError, SettingError
-from kvrag.forking import per_process
 from kvrag.generate.grammar import Constraint
 from kvrag.generate.row import Row
 from kvrag.generate.thoughts import Thoughts
-from kvrag.openmp import release_team
+from kvrag.process import per_process, release_team
 from kvrag.reuse.deepen import Deepening
-from kvrag.scheduling.batch import SharedSteps
+from kvrag.scheduling.waiting import SharedSteps
 from kvrag.types import Delta
 
 AHEAD = 16

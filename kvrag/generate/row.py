@@ -21,7 +21,7 @@ from kvrag.generate.grammar import Constraint
 from kvrag.generate.logits import bias, logprob, penalize
 from kvrag.generate.thoughts import Thoughts
 from kvrag.reuse.deepen import Deepening, Doubt
-from kvrag.scheduling.lock import is_left
+from kvrag.scheduling.waiting import is_left
 from kvrag.types import Delta, FinishReason
 
 

@@ -19,7 +19,7 @@ from kvrag.fingerprint import text_key
 from kvrag.index.lookup import Lookup
 from kvrag.ingest.ingest import Ingestion
 from kvrag.reuse.request_state import RequestState
-from kvrag.scheduling.lock import is_left
+from kvrag.scheduling.waiting import is_left
 from kvrag.types import LearnStats, Messages, Run, TokenIds
 
 logger = logging.getLogger("kvrag")

@@ -19,10 +19,9 @@ from torch import Tensor
 from kvrag.backend.protocol import Backend
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError, out_of_memory, reporting_memory
 from kvrag.fingerprint import text_key
-from kvrag.forking import per_process
 from kvrag.index.lookup import Match
 from kvrag.memory.tier import MemoryTier
-from kvrag.openmp import own_team
+from kvrag.process import own_team, per_process
 from kvrag.reuse.request_state import RequestState
 from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader, KVStore

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, out_of_memory
 from kvrag.fingerprint import FORMAT, chunk_key
-from kvrag.forking import per_process
+from kvrag.process import per_process
 from kvrag.store.values import ChunkRecord
 
 SUFFIX = ".safetensors"

@@ -55,7 +55,7 @@ from kvrag import Model
 from kvrag.backend.transformers.loading import FAMILIES
 from kvrag.cli.main import _COMMANDS, _parser
 from kvrag.config import POLICIES
-from kvrag.scheduling.lock import Shared
+from kvrag.process import Shared
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -34,12 +34,12 @@ from kvrag import (
     PromptError,
     SettingError,
     StoreError,
-    openmp,
+    process,
 )
 from kvrag.errors import AbandonedError
 from kvrag.fingerprint import text_key
 from kvrag.reuse.load import Recovery
-from kvrag.scheduling.lock import is_left
+from kvrag.scheduling.waiting import is_left
 from kvrag.store import visible_variant
 
 PROMPT = messages(*CHUNKS)
@@ -1260,7 +1260,7 @@ def test_a_stream_that_is_open_when_the_program_ends_computes_nothing(
     next(stream)
     kept = engine._answering._conversations.num_bytes
     monkeypatch.setattr(sys, "is_finalizing", lambda: True)
-    monkeypatch.setattr(openmp, "release_team", pytest.fail)
+    monkeypatch.setattr(process, "release_team", pytest.fail)
     with engine._answering._admission._changed:
         thread = threading.Thread(target=stream.close, daemon=True)
         thread.start()

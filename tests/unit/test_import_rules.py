@@ -13,7 +13,7 @@ import kvrag
 
 ROOT = Path(kvrag.__file__).parent
 
-BASE = {"errors", "config", "options", "types", "fingerprint", "forking", "openmp"}
+BASE = {"errors", "config", "options", "types", "fingerprint", "process"}
 ROOMS = {"backend", "store", "index", "memory", "scheduling", "reuse", "ingest", "generate", "control", "inspect"}
 
 # unit -> the units it may import besides itself; a folder is one unit
@@ -21,8 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
     "fingerprint": set(),
-    "forking": {"errors"},
-    "openmp": set(),
+    "process": {"errors"},
     "blocking": set(),
     "config": {"errors"},
     "options": {"errors", "config"},
@@ -43,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "request": BASE | {"backend", "store", "index", "memory", "reuse", "control", "tracing"},
     "answer": BASE | ROOMS | {"request"},
     "engine": BASE | ROOMS | {"options", "request", "answer", "tracing", "progress"},
-    "client": {"errors", "config", "options", "types", "forking", "blocking", "tracing"},
+    "client": {"errors", "config", "options", "types", "process", "blocking", "tracing"},
     "llm": BASE | {"backend", "control", "engine", "inspect", "client"},
     "llm_fields": {"engine", "llm"},
     "vectorstore": BASE | {"llm", "blocking"},

@@ -19,7 +19,7 @@ from kvrag.control.tuning import Plan
 from kvrag.errors import ChunkUnreadableError
 from kvrag.reuse import load
 from kvrag.reuse.load import LayerLoader
-from kvrag.scheduling.lock import FairLock
+from kvrag.scheduling.waiting import FairLock
 
 PROMPT = messages(*CHUNKS)
 

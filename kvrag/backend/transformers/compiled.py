@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvrag.backend.transformers.cache import NoCache, as_argument
 from kvrag.errors import SettingError
-from kvrag.forking import OfProcess
+from kvrag.process import OfProcess
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -31,7 +31,8 @@ from kvrag.config import Sampling
 from kvrag.errors import ContextWindowError, KvragError, UnsupportedModelError, reason_of, reporting_memory
 from kvrag.fingerprint import Fingerprint, hash_weights
 from kvrag.options import LOAD_DEFAULTS, LoadOptions, fill_options, show_options
-from kvrag.scheduling.lock import FairLock, Shared, check_left
+from kvrag.process import Shared
+from kvrag.scheduling.waiting import FairLock, check_left
 
 _TRIAL_TOKENS = 8
 

@@ -22,7 +22,7 @@ from transformers.utils.chat_parsing import ResponseParser
 from kvrag.backend.transformers.control_tokens import apply_chat_template
 from kvrag.config import check_text
 from kvrag.errors import PromptError
-from kvrag.forking import HeldBriefly
+from kvrag.process import HeldBriefly
 from kvrag.types import Messages, TokenIds
 
 _LONGEST_CHARACTER = 8  # tokens: four bytes, with room for tokens without text

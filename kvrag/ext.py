@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 # fmt: off
 if TYPE_CHECKING:
     from kvrag.backend.hub import check_model
-    from kvrag.backend.masks import Chunked, Rows, attention_received
+    from kvrag.backend.positions import Chunked, Rows, attention_received
     from kvrag.backend.protocol import Backend, Branch, CachedKV, ChunkTokenizer, KVCache, LayerSource, Observer, Tables
-    from kvrag.backend.rope import rotate, unrotate
+    from kvrag.backend.positions import rotate, unrotate
     from kvrag.backend.transformers.adapter import (
         CONFIG, PLAIN, PREFIX, WEIGHTS, Adapter, LowRank, active_adapter, digest, read,
     )
@@ -78,9 +78,9 @@ _NAMES = (
     ("kvrag.retrieval.index", "DEFAULT_EMBEDDER load_embedder"),
     ("kvrag.store.schema", "connect"),
     # vLLM: a model for blending whose KV is in vLLM's pages, and the steps of a request
-    ("kvrag.backend.masks", "Rows attention_received"),
+    ("kvrag.backend.positions", "Rows attention_received"),
     ("kvrag.backend.protocol", "Backend Branch CachedKV KVCache LayerSource Observer Tables"),
-    ("kvrag.backend.rope", "rotate unrotate"),
+    ("kvrag.backend.positions", "rotate unrotate"),
     ("kvrag.backend.transformers.adapter", "digest read"),
     ("kvrag.backend.transformers.loading", "auto_class context_window load load_config refuse_failures"),
     ("kvrag.backend.transformers.loading", "rope_parameters stable_length"),
@@ -121,7 +121,7 @@ _NAMES = (
     ("kvrag.cli.common", "progress say"),
     # adapt: its command, prompts to train on, and blending as a differentiable pass
     ("kvrag.backend.hub", "check_model"),
-    ("kvrag.backend.masks", "Chunked"),
+    ("kvrag.backend.positions", "Chunked"),
     ("kvrag.backend.transformers.adapter", "CONFIG PLAIN PREFIX WEIGHTS Adapter LowRank active_adapter"),
     ("kvrag.backend.transformers.cache", "BlendLayer StopForward as_argument"),
     (

@@ -170,12 +170,12 @@ def test_no_two_classes_have_one_name() -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("backend/rope.py", "from kvrag.reuse.blend import blend"),
+        ("backend/positions.py", "from kvrag.reuse.blend import blend"),
         ("reuse/select.py", "from kvrag.control.cost import Speed"),
         ("store/files.py", "from kvrag.index.match import anchors"),
         ("backend/transformers/model.py", "def f():\n    from kvrag.store import FileStore"),
         ("ingest/encode.py", "import kvrag.engine"),
-        ("backend/rope.py", "from kvrag import BlendEngine"),
+        ("backend/positions.py", "from kvrag import BlendEngine"),
         ("backend/protocol.py", "import transformers"),
         ("engine.py", "import transformers"),
         ("store/files.py", "import safetensors.torch"),

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvrag.backend.masks import CPU_ROWS, ROWS, Rows, attention_received, first_key
+from kvrag.backend.positions import CPU_ROWS, ROWS, Rows, attention_received, first_key
 from kvrag.backend.protocol import Branch
 from kvrag.backend.transformers.cache import StepCache
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from kvrag.backend.positions import rotate, unrotate
 from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer, Tables
-from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers import loading
 from kvrag.backend.transformers.adapter import Adapter
 from kvrag.backend.transformers.adapter import load as load_adapter

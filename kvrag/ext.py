@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvrag.backend.transformers.adapter import (
         CONFIG, PLAIN, PREFIX, WEIGHTS, Adapter, LowRank, active_adapter, digest, read,
     )
-    from kvrag.backend.transformers.cache import BlendLayer, StopForward, as_argument
+    from kvrag.backend.transformers.rows import BlendLayer, StopForward, as_argument
     from kvrag.backend.transformers.loading import (
         auto_class, context_window, load, load_config, load_tokenizer, refuse_failures, rope_parameters,
         stable_length,
@@ -123,7 +123,7 @@ _NAMES = (
     ("kvrag.backend.hub", "check_model"),
     ("kvrag.backend.positions", "Chunked"),
     ("kvrag.backend.transformers.adapter", "CONFIG PLAIN PREFIX WEIGHTS Adapter LowRank active_adapter"),
-    ("kvrag.backend.transformers.cache", "BlendLayer StopForward as_argument"),
+    ("kvrag.backend.transformers.rows", "BlendLayer StopForward as_argument"),
     (
         "kvrag.cli.common",
         "DTYPES add_number add_setting duration existing_path read_files read_questions require_extra",

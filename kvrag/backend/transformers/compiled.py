@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from kvrag.backend.transformers.cache import NoCache, as_argument
+from kvrag.backend.transformers.rows import NoCache, as_argument
 from kvrag.errors import SettingError
 from kvrag.process import OfProcess
 

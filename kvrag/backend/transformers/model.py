@@ -21,11 +21,21 @@ from kvrag.backend.transformers import loading
 from kvrag.backend.transformers.adapter import Adapter
 from kvrag.backend.transformers.adapter import load as load_adapter
 from kvrag.backend.transformers.adapter import read as read_adapter
-from kvrag.backend.transformers.attention import AttentionObserver, Calls, Step, attention_at, attention_of, suspended
-from kvrag.backend.transformers.cache import BlendCache, StepCache, StopForward, as_argument
 from kvrag.backend.transformers.compiled import CompiledForward
 from kvrag.backend.transformers.interruptible import MOST, Interruptible
 from kvrag.backend.transformers.rotary import probe
+from kvrag.backend.transformers.rows import (
+    AttentionObserver,
+    BlendCache,
+    Calls,
+    Step,
+    StepCache,
+    StopForward,
+    as_argument,
+    attention_at,
+    attention_of,
+    suspended,
+)
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import Sampling
 from kvrag.errors import ContextWindowError, KvragError, UnsupportedModelError, reason_of, reporting_memory

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvrag.backend.positions import Form, LayerRotary, Pairs, cos_sin, once, rotate, unrotate
-from kvrag.backend.transformers.cache import BlendCache, as_argument
+from kvrag.backend.transformers.rows import BlendCache, as_argument
 from kvrag.errors import UnsupportedModelError
 
 _TOKENS = 16

@@ -10,7 +10,7 @@ from families import FAMILIES, build
 
 from kvrag import Model
 from kvrag.backend.positions import rotate, unrotate
-from kvrag.backend.transformers.cache import as_argument
+from kvrag.backend.transformers.rows import as_argument
 
 ROTARIES = [
     "llama",

@@ -16,7 +16,9 @@ import numpy as np
 from kvrag.backend.transformers import Model, Tokenizer
 from kvrag.backend.transformers.tokenizer import common_prefix
 from kvrag.config import (
+    ANSWER_DEFAULTS,
     ANSWER_SETTINGS,
+    AnswerOptions,
     BlendConfig,
     EngineOptions,
     Grammar,
@@ -24,6 +26,7 @@ from kvrag.config import (
     check_list,
     check_namespace,
     check_type,
+    fill_options,
     named_texts,
 )
 from kvrag.errors import SettingError, StoreError
@@ -36,7 +39,6 @@ from kvrag.ingest.learn import Learner
 from kvrag.inspect.explain import why_little
 from kvrag.memory.conversation import Blended, Conversations, Turn
 from kvrag.memory.forgetting import Forgetting
-from kvrag.options import ANSWER_DEFAULTS, AnswerOptions, fill_options
 from kvrag.request import Pipeline
 from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.waiting import Admission

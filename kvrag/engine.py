@@ -14,14 +14,21 @@ from typing import Any, Unpack, cast
 from kvrag.answer import Answering, Question, overridden
 from kvrag.backend.transformers import Model
 from kvrag.config import (
+    ANSWER_DEFAULTS,
+    ENGINE_DEFAULTS,
+    LOAD_DEFAULTS,
+    AnswerOptions,
     BlendConfig,
+    EngineKeywords,
     EngineOptions,
+    LoadingOptions,
     check_list,
     check_names,
     check_namespace,
     check_number,
     check_timeout,
     check_type,
+    show_options,
 )
 from kvrag.control import calibrate
 from kvrag.control.agreement import TARGET, TOKENS
@@ -38,15 +45,6 @@ from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.gate import Check, verify
 from kvrag.memory.prefetch import Prefetcher
 from kvrag.memory.tier import MemoryTier
-from kvrag.options import (
-    ANSWER_DEFAULTS,
-    ENGINE_DEFAULTS,
-    LOAD_DEFAULTS,
-    AnswerOptions,
-    EngineKeywords,
-    LoadingOptions,
-    show_options,
-)
 from kvrag.process import OfProcess, Shared, own_team
 from kvrag.progress import progress as progress_bar
 from kvrag.request import Pipeline

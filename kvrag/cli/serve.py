@@ -31,9 +31,8 @@ from kvrag.cli.common import (
     say,
 )
 from kvrag.cli.question import template
-from kvrag.config import ANSWER_SETTINGS, DECLARED, BlendConfig
+from kvrag.config import ANSWER_SETTINGS, DECLARED, ENGINE_DEFAULTS, BlendConfig
 from kvrag.errors import SettingError
-from kvrag.options import ENGINE_DEFAULTS
 from kvrag.reader import samples
 from kvrag.retrieval import documents
 from kvrag.server.settings import ApiKey, ServerSettings

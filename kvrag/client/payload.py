@@ -9,15 +9,16 @@ from typing import Any
 
 from kvrag.client.connection import Body
 from kvrag.config import (
+    ANSWER_DEFAULTS,
     ANSWER_SETTINGS,
     BlendConfig,
     Sampling,
     check_namespace,
     check_timeout,
+    fill_options,
     named_texts,
 )
 from kvrag.errors import PromptError, SettingError
-from kvrag.options import ANSWER_DEFAULTS, fill_options
 from kvrag.types import Messages
 
 _SAMPLING = [field.name for field in fields(Sampling) if field.name != "logprobs"]

@@ -13,7 +13,7 @@ import kvrag
 
 ROOT = Path(kvrag.__file__).parent
 
-BASE = {"errors", "config", "options", "types", "fingerprint", "process"}
+BASE = {"errors", "config", "types", "fingerprint", "process"}
 ROOMS = {"backend", "store", "index", "memory", "scheduling", "reuse", "ingest", "generate", "control", "inspect"}
 
 # unit -> the units it may import besides itself; a folder is one unit
@@ -24,7 +24,6 @@ ALLOWED: dict[str, set[str]] = {
     "process": {"errors"},
     "blocking": set(),
     "config": {"errors"},
-    "options": {"errors", "config"},
     "tracing": {"types"},
     "progress": set(),
     "reader": {"errors", "config"},
@@ -41,8 +40,8 @@ ALLOWED: dict[str, set[str]] = {
     "inspect": BASE | {"backend", "store", "index", "reuse", "ingest", "generate"},
     "request": BASE | {"backend", "store", "index", "memory", "reuse", "control", "tracing"},
     "answer": BASE | ROOMS | {"request"},
-    "engine": BASE | ROOMS | {"options", "request", "answer", "tracing", "progress"},
-    "client": {"errors", "config", "options", "types", "process", "blocking", "tracing"},
+    "engine": BASE | ROOMS | {"request", "answer", "tracing", "progress"},
+    "client": {"errors", "config", "types", "process", "blocking", "tracing"},
     "llm": BASE | {"backend", "control", "engine", "inspect", "client"},
     "llm_fields": {"engine", "llm"},
     "vectorstore": BASE | {"llm", "blocking"},

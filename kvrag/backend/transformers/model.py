@@ -37,10 +37,9 @@ from kvrag.backend.transformers.rows import (
     suspended,
 )
 from kvrag.backend.transformers.tokenizer import Tokenizer
-from kvrag.config import Sampling
+from kvrag.config import LOAD_DEFAULTS, LoadOptions, Sampling, fill_options, show_options
 from kvrag.errors import ContextWindowError, KvragError, UnsupportedModelError, reason_of, reporting_memory
 from kvrag.fingerprint import Fingerprint, hash_weights
-from kvrag.options import LOAD_DEFAULTS, LoadOptions, fill_options, show_options
 from kvrag.process import Shared
 from kvrag.scheduling.waiting import FairLock, check_left
 

@@ -30,7 +30,6 @@ from kvrag.config import (
     named_texts,
 )
 from kvrag.errors import SettingError, StoreError
-from kvrag.fingerprint import text_key
 from kvrag.generate.history import History, Watch
 from kvrag.generate.reply import Reply
 from kvrag.generate.tools import Prepared, prepare
@@ -42,6 +41,7 @@ from kvrag.memory.forgetting import Forgetting
 from kvrag.request import Pipeline
 from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.waiting import Admission
+from kvrag.store.values import text_key
 from kvrag.types import Delta, Messages, TokenIds
 
 

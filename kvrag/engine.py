@@ -36,9 +36,8 @@ from kvrag.control.calibrate import Calibration
 from kvrag.control.prompts import Search, make_prompts, search_by_words
 from kvrag.control.tuning import Tuning
 from kvrag.errors import AbandonedError, AnswerTimeoutError, KvragError, SettingError
-from kvrag.fingerprint import text_key
 from kvrag.generate.tools import prepare
-from kvrag.index.lookup import Lookup
+from kvrag.index.catalog import Lookup
 from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
 from kvrag.inspect.explanation import Explanation
@@ -53,6 +52,7 @@ from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.bridge import off_loop, once, together
 from kvrag.scheduling.waiting import is_left
 from kvrag.store import KVStore, open_store
+from kvrag.store.values import text_key
 from kvrag.tracing import traced
 from kvrag.types import Answer, BlendReport, Delta, LearnStats, Messages, TokenIds, WarmReport, join
 

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from kvrag.control.prompts import CONTINUATION, Gap, Search, ask, find_gaps, make_prompts, render, search_by_words
     from kvrag.control.tuning import Tuning
     from kvrag.errors import reason_of
-    from kvrag.fingerprint import Fingerprint, text_key
+    from kvrag.fingerprint import Fingerprint
+    from kvrag.store.values import text_key
     from kvrag.process import HeldBriefly, OfProcess
-    from kvrag.index.lookup import Lookup, Match
-    from kvrag.index.catalog import Catalog
+    from kvrag.index.catalog import Catalog, Lookup, Match
     from kvrag.ingest.ingest import Choosing, Ingestion
     from kvrag.llm import LONGER, naming_places, parameters_of, template_call
     from kvrag.llm_fields import LLMFields
@@ -78,16 +78,15 @@ _NAMES = (
     ("kvrag.retrieval.index", "DEFAULT_EMBEDDER load_embedder"),
     ("kvrag.store.schema", "connect"),
     # vLLM: a model for blending whose KV is in vLLM's pages, and the steps of a request
-    ("kvrag.backend.positions", "Rows attention_received"),
+    ("kvrag.backend.positions", "Rows attention_received rotate unrotate"),
     ("kvrag.backend.protocol", "Backend Branch CachedKV KVCache LayerSource Observer Tables"),
-    ("kvrag.backend.positions", "rotate unrotate"),
     ("kvrag.backend.transformers.adapter", "digest read"),
     ("kvrag.backend.transformers.loading", "auto_class context_window load load_config refuse_failures"),
     ("kvrag.backend.transformers.loading", "rope_parameters stable_length"),
     ("kvrag.backend.transformers.model", "fingerprint"),
     ("kvrag.config", "check_bytes check_names check_namespace check_option"),
     ("kvrag.control.tuning", "Tuning"),
-    ("kvrag.index.lookup", "Lookup Match"),
+    ("kvrag.index.catalog", "Lookup Match"),
     ("kvrag.ingest.ingest", "Ingestion"),
     ("kvrag.memory.conversation", "CachedPrefix"),
     ("kvrag.memory.tier", "MemoryTier"),
@@ -107,7 +106,6 @@ _NAMES = (
     ("kvrag.cli.common", "human_bytes open_engine open_index"),
     ("kvrag.cli.serve", "add_arguments build read_config read_settings"),
     ("kvrag.cli.warm", "TOTALS bytes_per_token drop find_gone read_chunks"),
-    ("kvrag.fingerprint", "text_key"),
     ("kvrag.index.catalog", "Catalog"),
     ("kvrag.ingest.ingest", "Choosing"),
     ("kvrag.retrieval.documents", "Problem"),
@@ -117,6 +115,7 @@ _NAMES = (
     ("kvrag.server.run", "bind"),
     ("kvrag.server.settings", "ServerSettings"),
     ("kvrag.store", "open_store"),
+    ("kvrag.store.values", "text_key"),
     # Ray and adapt: what commands print
     ("kvrag.cli.common", "progress say"),
     # adapt: its command, prompts to train on, and blending as a differentiable pass

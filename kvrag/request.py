@@ -17,7 +17,7 @@ from typing import Any
 
 from kvrag.backend.protocol import Backend
 from kvrag.control.tuning import Plan, Tuning
-from kvrag.index.lookup import Lookup, Match
+from kvrag.index.catalog import Lookup, Match
 from kvrag.memory.tier import MemoryTier
 from kvrag.reuse.blend import blend, blended_rows, stitch
 from kvrag.reuse.deepen import Deepening

@@ -26,7 +26,7 @@ from kvrag.reuse.request_state import RequestState
 from kvrag.reuse.select import selecting
 from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader, KVStore
-from kvrag.store.codec import tokens_of
+from kvrag.store.values import tokens_of
 
 logger = logging.getLogger("kvrag")
 

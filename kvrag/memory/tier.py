@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 
 from cachetools import LRUCache
 
-from kvrag.store.codec import Layer
-from kvrag.store.values import ChunkReader
+from kvrag.store.values import ChunkReader, Layer
 
 Place = Callable[[int, Layer], Layer | None]
 """Returns a layer as a tier keeps it, by its number; None = there is no memory for it."""

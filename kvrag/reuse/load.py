@@ -18,14 +18,13 @@ from torch import Tensor
 
 from kvrag.backend.protocol import Backend
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError, out_of_memory, reporting_memory
-from kvrag.fingerprint import text_key
-from kvrag.index.lookup import Match
+from kvrag.index.catalog import Match
 from kvrag.memory.tier import MemoryTier
 from kvrag.process import own_team, per_process
 from kvrag.reuse.request_state import RequestState
 from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader, KVStore
-from kvrag.store.codec import unpack
+from kvrag.store.values import text_key, unpack
 
 _FAILURES = 3  # per prompt; afterwards, forward passes no longer depend on reads, see `Recovery`
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvrag.backend.protocol import Backend, KVCache
 from kvrag.config import BlendConfig
-from kvrag.index.lookup import Match
+from kvrag.index.catalog import Match
 from kvrag.memory.conversation import CachedPrefix, Conversations, Placed
 from kvrag.store import ChunkReader
 from kvrag.types import BlendReport, Run

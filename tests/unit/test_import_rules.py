@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "client": {"errors", "config", "types", "process", "blocking", "tracing"},
     "llm": BASE | {"backend", "control", "engine", "inspect", "client"},
     "llm_fields": {"engine", "llm"},
-    "vectorstore": BASE | {"llm", "blocking"},
+    "vectorstore": BASE | {"store", "llm", "blocking"},
     "server": BASE | {"backend", "store", "scheduling", "engine", "retrieval", "reader", "tracing"},
     "cli": BASE | ROOMS | {"progress", "engine", "retrieval", "llm", "server", "client", "reader", "__init__"},
     "ext": BASE | ROOMS | {"request", "llm", "llm_fields", "vectorstore", "server", "cli", "retrieval", "reader"},

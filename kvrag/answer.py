@@ -30,8 +30,7 @@ from kvrag.config import (
     named_texts,
 )
 from kvrag.errors import SettingError, StoreError
-from kvrag.generate.history import History, Watch
-from kvrag.generate.reply import Reply
+from kvrag.generate.decode import Reply
 from kvrag.generate.tools import Prepared, prepare
 from kvrag.ingest.ingest import Ingestion
 from kvrag.ingest.learn import Learner
@@ -39,7 +38,7 @@ from kvrag.inspect.explain import why_little
 from kvrag.memory.conversation import Blended, Conversations, Turn
 from kvrag.memory.forgetting import Forgetting
 from kvrag.request import Pipeline
-from kvrag.reuse.request_state import RequestState
+from kvrag.reuse.request_state import History, RequestState, Watch
 from kvrag.scheduling.waiting import Admission
 from kvrag.store.values import text_key
 from kvrag.types import Delta, Messages, TokenIds

@@ -1,4 +1,4 @@
-"""What belongs to a process: what a forked one may still use, and the OpenMP threads of torch.
+"""What belongs to a process: what a forked one may still use, its OpenMP threads, and running out of memory.
 
 A fork copies the memory and one thread. A pool without its threads, a lock that another thread held, or a connection
 that both processes use would block the child for ever, or damage what it is connected to.
@@ -22,7 +22,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from kvrag.errors import SettingError
+from kvrag.errors import OutOfMemoryError, SettingError, first_line, out_of_memory
 
 T = TypeVar("T")
 
@@ -175,3 +175,19 @@ def _release() -> Callable[[], object] | None:
             library = ctypes.CDLL(str(path), mode=no_load)
             return functools.partial(library.omp_pause_resource, _SOFT, library.omp_get_initial_device())
     return None
+
+
+@contextmanager
+def reporting_memory() -> Iterator[None]:
+    """Raise OutOfMemoryError if memory runs out within."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        reason = (first_line(error) or type(error).__name__)[:160]
+        error.__traceback__ = None  # its frames would keep the tensors of the failed pass
+        raise OutOfMemoryError(
+            "memory ran out: use a shorter prompt, fewer or shorter chunks, a smaller dtype or a smaller "
+            f"conversation_bytes or ram_bytes ({reason})"
+        ) from error

@@ -22,9 +22,8 @@ from kvrag.memory.tier import MemoryTier
 from kvrag.reuse.blend import blend, blended_rows, stitch
 from kvrag.reuse.deepen import Deepening
 from kvrag.reuse.load import LayerLoader, Recovery
-from kvrag.reuse.request_state import RequestState
+from kvrag.reuse.request_state import RequestState, Trace
 from kvrag.reuse.select import select
-from kvrag.reuse.trace import Trace
 from kvrag.store import KVStore
 from kvrag.tracing import record_steps
 from kvrag.types import BlendReport

@@ -22,9 +22,10 @@ import numpy as np
 from kvrag.backend.protocol import Backend, Outline
 from kvrag.config import BlendConfig, NamedText, check_names, named_texts
 from kvrag.control.tuning import Tuning
-from kvrag.errors import ContextWindowError, PromptError, SettingError, reporting_memory
+from kvrag.errors import ContextWindowError, PromptError, SettingError
 from kvrag.fingerprint import Fingerprint
 from kvrag.ingest.encode import batch_tokens, encode, trees
+from kvrag.process import reporting_memory
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore
 from kvrag.store.base import Progress, no_progress
 from kvrag.store.values import chunk_key, pack, text_key

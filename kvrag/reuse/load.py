@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend
-from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError, out_of_memory, reporting_memory
+from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError, out_of_memory
 from kvrag.index.catalog import Match
 from kvrag.memory.tier import MemoryTier
-from kvrag.process import own_team, per_process
-from kvrag.reuse.request_state import RequestState
-from kvrag.reuse.trace import Trace
+from kvrag.process import own_team, per_process, reporting_memory
+from kvrag.reuse.request_state import RequestState, Trace
 from kvrag.store import ChunkReader, KVStore
 from kvrag.store.values import text_key, unpack
 

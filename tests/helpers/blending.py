@@ -12,9 +12,8 @@ from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.answer import overridden
 from kvrag.reuse.blend import blend, stitch
 from kvrag.reuse.load import LayerLoader, Recovery
-from kvrag.reuse.request_state import RequestState
+from kvrag.reuse.request_state import RequestState, Trace
 from kvrag.reuse.select import Selection
-from kvrag.reuse.trace import Trace
 
 CHUNKS = [
     "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",

@@ -38,9 +38,9 @@ from kvrag.backend.transformers.rows import (
 )
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import LOAD_DEFAULTS, LoadOptions, Sampling, fill_options, show_options
-from kvrag.errors import ContextWindowError, KvragError, UnsupportedModelError, reason_of, reporting_memory
+from kvrag.errors import ContextWindowError, KvragError, UnsupportedModelError, reason_of
 from kvrag.fingerprint import Fingerprint, hash_weights
-from kvrag.process import Shared
+from kvrag.process import Shared, reporting_memory
 from kvrag.scheduling.waiting import FairLock, check_left
 
 _TRIAL_TOKENS = 8

@@ -295,7 +295,7 @@ def test_an_answer_that_failed_leaves_nothing(talk: Talk, monkeypatch: pytest.Mo
         yield Delta("a", (5,))
         raise ModelError("the model's logits are NaN")
 
-    monkeypatch.setattr("kvrag.generate.reply.decode", fail)
+    monkeypatch.setattr("kvrag.generate.decode.decode", fail)
     with pytest.raises(ModelError):
         talk(FIRST, ratio=0.3)
     kept = list(talk.engine._answering._conversations._kept)

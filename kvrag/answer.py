@@ -31,7 +31,7 @@ from kvrag.config import (
 )
 from kvrag.errors import SettingError, StoreError
 from kvrag.generate.decode import Reply
-from kvrag.generate.tools import Prepared, prepare
+from kvrag.generate.prompt import Prepared, prepare
 from kvrag.ingest.ingest import Ingestion
 from kvrag.ingest.learn import Learner
 from kvrag.inspect.explain import why_little

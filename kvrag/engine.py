@@ -36,7 +36,7 @@ from kvrag.control.calibrate import Calibration
 from kvrag.control.prompts import Search, make_prompts, search_by_words
 from kvrag.control.tuning import Tuning
 from kvrag.errors import AbandonedError, AnswerTimeoutError, KvragError, SettingError
-from kvrag.generate.tools import prepare
+from kvrag.generate.prompt import prepare
 from kvrag.index.catalog import Lookup
 from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
@@ -284,7 +284,7 @@ class BlendEngine(OfProcess):
             margin, controller, history, deterministic: Override the engine's `config`.
             stop: The answer ends before the first of these strings.
             tools, tool_choice: Tools that the model may or must call, in OpenAI's form; see
-                `kvrag.generate.tools.prepare`.
+                `kvrag.generate.prompt.prepare`.
             grammar: Grammar that the answer must match.
             template: Variables for the chat template, such as `enable_thinking`.
             reasoning: True or False sets the chat template's own switch for thoughts, unless `template` does.

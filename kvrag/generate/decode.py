@@ -19,9 +19,9 @@ from kvrag.backend.transformers import Model
 from kvrag.config import Sampling
 from kvrag.errors import ModelError, OutOfMemoryError, SettingError
 from kvrag.generate.grammar import Constraint, constrain
+from kvrag.generate.parse import Thoughts
+from kvrag.generate.prompt import Prepared
 from kvrag.generate.row import Row
-from kvrag.generate.thoughts import Thoughts
-from kvrag.generate.tools import Prepared
 from kvrag.process import per_process, release_team
 from kvrag.reuse.deepen import Deepening
 from kvrag.reuse.request_state import RequestState
@@ -206,7 +206,7 @@ class Reply:
         """
         tokenizer, ids = model.tokenizer, list(request.token_ids)
         self._model, self._sampling, self._request = model, sampling, request
-        self._thoughts, self._parser = Thoughts.of(tokenizer, ids), prepared.parser(tokenizer, ids)
+        self._thoughts, self._parser = prepared.thoughts(tokenizer, ids), prepared.parser(tokenizer, ids)
         before = self._thoughts.grammar(prepared.template, bool(prepared.tools)) if self._thoughts else ""
         grammar, left_out = prepared.grammar, prepared.left_out
         self._constraint = constrain(model, grammar, before, left_out) if grammar else None

@@ -19,7 +19,7 @@ from kvrag.config import Sampling
 from kvrag.errors import ModelError, SettingError
 from kvrag.generate.grammar import Constraint
 from kvrag.generate.logits import bias, logprob, penalize
-from kvrag.generate.thoughts import Thoughts
+from kvrag.generate.parse import Thoughts
 from kvrag.reuse.deepen import Deepening, Doubt
 from kvrag.scheduling.waiting import is_left
 from kvrag.types import Delta, FinishReason

@@ -42,8 +42,7 @@ from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
 from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.gate import Check, verify
-from kvrag.memory.prefetch import Prefetcher
-from kvrag.memory.tier import MemoryTier
+from kvrag.memory.tier import MemoryTier, Prefetcher
 from kvrag.process import OfProcess, Shared, own_team
 from kvrag.progress import progress as progress_bar
 from kvrag.request import Pipeline

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from kvrag.backend.transformers.model import fingerprint
     from kvrag.backend.transformers.tokenizer import Tokenizer
-    from kvrag.cli.cluster import ADDRESS, HERE
+    from kvrag.cli.plugin import ADDRESS, HERE
     from kvrag.cli.common import (
         DTYPES, add_number, add_setting, duration, existing_path, human_bytes, open_engine, open_index, progress,
         read_files, read_questions, require_extra, say,
@@ -102,7 +102,7 @@ _NAMES = (
     # Ray: the commands `warm` and `serve` on a cluster, and the server's front
     ("kvrag.backend.protocol", "ChunkTokenizer"),
     ("kvrag.backend.transformers.loading", "load_tokenizer"),
-    ("kvrag.cli.cluster", "ADDRESS HERE"),
+    ("kvrag.cli.plugin", "ADDRESS HERE"),
     ("kvrag.cli.common", "human_bytes open_engine open_index"),
     ("kvrag.cli.serve", "add_arguments build read_config read_settings"),
     ("kvrag.cli.warm", "TOTALS bytes_per_token drop find_gone read_chunks"),

@@ -16,7 +16,6 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag.cli.cluster import add_ray_argument, ray_command
 from kvrag.cli.common import (
     add_answer_arguments,
     add_corpus_arguments,
@@ -30,6 +29,7 @@ from kvrag.cli.common import (
     retrieval_folder,
     say,
 )
+from kvrag.cli.plugin import add_ray_argument, ray_command
 from kvrag.cli.question import template
 from kvrag.config import ANSWER_SETTINGS, DECLARED, ENGINE_DEFAULTS, BlendConfig
 from kvrag.errors import SettingError

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag.cli.cluster import add_ray_argument, ray_command
 from kvrag.cli.common import (
     add_corpus_arguments,
     add_engine_arguments,
@@ -26,6 +25,7 @@ from kvrag.cli.common import (
     require_extra,
     say,
 )
+from kvrag.cli.plugin import add_ray_argument, ray_command
 from kvrag.client.connection import KEY_VARIABLE
 from kvrag.errors import ContextWindowError, KvragError, SettingError
 from kvrag.retrieval import documents

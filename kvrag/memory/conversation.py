@@ -31,8 +31,7 @@ from kvrag.backend.protocol import Backend, KVCache
 from kvrag.config import ANSWER_SETTINGS, BlendConfig
 from kvrag.errors import out_of_memory
 from kvrag.index.catalog import Match
-from kvrag.index.deleted import DeletedTexts
-from kvrag.index.match import match
+from kvrag.index.match import DeletedTexts, match
 from kvrag.index.segment import Segment
 from kvrag.store.values import ChunkReader, Entry
 from kvrag.types import Run

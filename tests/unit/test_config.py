@@ -13,7 +13,7 @@ import pytest
 from kvrag import BlendConfig, KvragError, LLMSettings, Sampling, SettingError
 from kvrag.cli import ask, calibrate, explain, serve
 from kvrag.cli.main import Parser
-from kvrag.client.payload import checked
+from kvrag.client.wire import checked
 from kvrag.config import (
     ANSWER_SETTINGS,
     DECLARED,

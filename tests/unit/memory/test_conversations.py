@@ -22,7 +22,7 @@ import kvrag.memory.conversation
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, SettingError
 from kvrag.backend.transformers import BlendCache
 from kvrag.control.tuning import Plan
-from kvrag.index.deleted import DeletedTexts
+from kvrag.index.match import DeletedTexts
 from kvrag.memory.conversation import Blended, CachedPrefix, Conversations, KeptStretch, Turn
 from kvrag.reuse.request_state import RequestState
 from kvrag.store.values import Entry

@@ -283,7 +283,7 @@ def existing_store(store: str) -> str:
         StoreError: There is no store.
     """
     if ":" in store:  # importing torch takes seconds
-        from kvrag.store.remote import connect, is_shared
+        from kvrag.store.urls import connect, is_shared
     if ":" in store and is_shared(store):
         remote = connect(store)
         with closing(remote):

@@ -2,8 +2,8 @@
 
 from kvrag.store.base import KVStore, StoreCheck
 from kvrag.store.files import FileStore
-from kvrag.store.remote import is_shared
 from kvrag.store.shared import SharedStore, open_store
+from kvrag.store.urls import is_shared
 from kvrag.store.values import (
     ON_REQUEST,
     ChunkReader,

@@ -43,7 +43,8 @@ from kvrag.store.follower import Follower
 from kvrag.store.log import Log
 from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.owner import OWNER, check_owner, owner_file, parse_owner
-from kvrag.store.remote import TIMEOUT_S, RemoteChunk, connect, is_shared
+from kvrag.store.remote import TIMEOUT_S, RemoteChunk
+from kvrag.store.urls import connect, is_shared
 from kvrag.store.values import ChunkRecord, StoreStats, TextState
 
 logger = logging.getLogger("kvrag")

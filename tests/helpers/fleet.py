@@ -30,7 +30,8 @@ from records import FINGERPRINT, has, record, text
 
 from kvrag import ChunkUnreadableError, SharedStore, StoreError
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, chunkfile, log, shared
-from kvrag.store.remote import Remote, connect
+from kvrag.store.remote import Remote
+from kvrag.store.urls import connect
 
 NAMES = {"one": "one", "two": "two", "three": "three", "three, again": "three"}
 """Each machine's folder: two of them are processes of one computer."""

@@ -23,7 +23,7 @@ from kvrag.cli import serve
 from kvrag.cli.main import _parser
 from kvrag.client.connection import KEY_VARIABLE
 from kvrag.server import app, guard
-from kvrag.store.remote import PASSWORD_VARIABLE, connect
+from kvrag.store.urls import PASSWORD_VARIABLE, connect
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

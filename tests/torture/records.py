@@ -19,7 +19,8 @@ from places import run_s3, run_valkey
 from kvrag.errors import KvragError
 from kvrag.store import SharedStore
 from kvrag.store.chunkfile import PackedChunk
-from kvrag.store.remote import Remote, connect
+from kvrag.store.remote import Remote
+from kvrag.store.urls import connect
 from torture import tiny
 from torture.campaign import Campaign
 from torture.damage import Layers, only_what_was_stored

@@ -44,7 +44,7 @@ from kvrag.cli.main import main
 from kvrag.store import ON_REQUEST, Holding, log, open_store, shared, visible_variant
 from kvrag.store import follower as following
 from kvrag.store.objects import ObjectStore
-from kvrag.store.remote import connect
+from kvrag.store.urls import connect
 from kvrag.store.valkey import ValkeyStore
 from kvrag.store.values import chunk_key, text_key
 

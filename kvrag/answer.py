@@ -16,7 +16,9 @@ import numpy as np
 from kvrag.backend.transformers import Model, Tokenizer
 from kvrag.backend.transformers.tokenizer import common_prefix
 from kvrag.config import (
+    ANSWER_DEFAULTS,
     ANSWER_SETTINGS,
+    AnswerOptions,
     BlendConfig,
     EngineOptions,
     Grammar,
@@ -24,22 +26,21 @@ from kvrag.config import (
     check_list,
     check_namespace,
     check_type,
+    fill_options,
     named_texts,
 )
 from kvrag.errors import SettingError, StoreError
-from kvrag.fingerprint import text_key
-from kvrag.generate.history import History, Watch
-from kvrag.generate.reply import Reply
-from kvrag.generate.tools import Prepared, prepare
+from kvrag.generate.decode import Reply
+from kvrag.generate.prompt import Prepared, prepare
 from kvrag.ingest.ingest import Ingestion
 from kvrag.ingest.learn import Learner
 from kvrag.inspect.explain import why_little
 from kvrag.memory.conversation import Blended, Conversations, Turn
 from kvrag.memory.forgetting import Forgetting
-from kvrag.options import ANSWER_DEFAULTS, AnswerOptions, fill_options
 from kvrag.request import Pipeline
-from kvrag.reuse.request_state import RequestState
-from kvrag.scheduling.admission import Admission
+from kvrag.reuse.request_state import History, RequestState, Watch
+from kvrag.scheduling.waiting import Admission
+from kvrag.store.values import text_key
 from kvrag.types import Delta, Messages, TokenIds
 
 

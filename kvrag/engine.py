@@ -14,14 +14,21 @@ from typing import Any, Unpack, cast
 from kvrag.answer import Answering, Question, overridden
 from kvrag.backend.transformers import Model
 from kvrag.config import (
+    ANSWER_DEFAULTS,
+    ENGINE_DEFAULTS,
+    LOAD_DEFAULTS,
+    AnswerOptions,
     BlendConfig,
+    EngineKeywords,
     EngineOptions,
+    LoadingOptions,
     check_list,
     check_names,
     check_namespace,
     check_number,
     check_timeout,
     check_type,
+    show_options,
 )
 from kvrag.control import calibrate
 from kvrag.control.agreement import TARGET, TOKENS
@@ -29,33 +36,22 @@ from kvrag.control.calibrate import Calibration
 from kvrag.control.prompts import Search, make_prompts, search_by_words
 from kvrag.control.tuning import Tuning
 from kvrag.errors import AbandonedError, AnswerTimeoutError, KvragError, SettingError
-from kvrag.fingerprint import text_key
-from kvrag.forking import OfProcess
-from kvrag.generate.tools import prepare
-from kvrag.index.lookup import Lookup
+from kvrag.generate.prompt import prepare
+from kvrag.index.catalog import Lookup
 from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
 from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.gate import Check, verify
-from kvrag.memory.prefetch import Prefetcher
-from kvrag.memory.tier import MemoryTier
-from kvrag.openmp import own_team
-from kvrag.options import (
-    ANSWER_DEFAULTS,
-    ENGINE_DEFAULTS,
-    LOAD_DEFAULTS,
-    AnswerOptions,
-    EngineKeywords,
-    LoadingOptions,
-    show_options,
-)
+from kvrag.memory.tier import MemoryTier, Prefetcher
+from kvrag.process import OfProcess, Shared, own_team
 from kvrag.progress import progress as progress_bar
 from kvrag.request import Pipeline
 from kvrag.reuse.load import device_tier
 from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.bridge import off_loop, once, together
-from kvrag.scheduling.lock import Shared, is_left
+from kvrag.scheduling.waiting import is_left
 from kvrag.store import KVStore, open_store
+from kvrag.store.values import text_key
 from kvrag.tracing import traced
 from kvrag.types import Answer, BlendReport, Delta, LearnStats, Messages, TokenIds, WarmReport, join
 
@@ -287,7 +283,7 @@ class BlendEngine(OfProcess):
             margin, controller, history, deterministic: Override the engine's `config`.
             stop: The answer ends before the first of these strings.
             tools, tool_choice: Tools that the model may or must call, in OpenAI's form; see
-                `kvrag.generate.tools.prepare`.
+                `kvrag.generate.prompt.prepare`.
             grammar: Grammar that the answer must match.
             template: Variables for the chat template, such as `enable_thinking`.
             reasoning: True or False sets the chat template's own switch for thoughts, unless `template` does.

@@ -100,22 +100,6 @@ class OutOfMemoryError(ModelError):
     """There is not enough memory to compute a prompt or a chunk. The engine stays usable."""
 
 
-@contextmanager
-def reporting_memory() -> Iterator[None]:
-    """Raise OutOfMemoryError if memory runs out within."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
-            raise
-        reason = (first_line(error) or type(error).__name__)[:160]
-        error.__traceback__ = None  # its frames would keep the tensors of the failed pass
-        raise OutOfMemoryError(
-            "memory ran out: use a shorter prompt, fewer or shorter chunks, a smaller dtype or a smaller "
-            f"conversation_bytes or ram_bytes ({reason})"
-        ) from error
-
-
 class StoreError(KvragError):
     """Base of errors about the store."""
 

@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 # fmt: off
 if TYPE_CHECKING:
     from kvrag.backend.hub import check_model
-    from kvrag.backend.masks import Chunked, Rows, attention_received
+    from kvrag.backend.positions import Chunked, Rows, attention_received
     from kvrag.backend.protocol import Backend, Branch, CachedKV, ChunkTokenizer, KVCache, LayerSource, Observer, Tables
-    from kvrag.backend.rope import rotate, unrotate
+    from kvrag.backend.positions import rotate, unrotate
     from kvrag.backend.transformers.adapter import (
         CONFIG, PLAIN, PREFIX, WEIGHTS, Adapter, LowRank, active_adapter, digest, read,
     )
-    from kvrag.backend.transformers.cache import BlendLayer, StopForward, as_argument
+    from kvrag.backend.transformers.rows import BlendLayer, StopForward, as_argument
     from kvrag.backend.transformers.loading import (
         auto_class, context_window, load, load_config, load_tokenizer, refuse_failures, rope_parameters,
         stable_length,
     )
     from kvrag.backend.transformers.model import fingerprint
     from kvrag.backend.transformers.tokenizer import Tokenizer
-    from kvrag.cli.cluster import ADDRESS, HERE
+    from kvrag.cli.plugin import ADDRESS, HERE
     from kvrag.cli.common import (
         DTYPES, add_number, add_setting, duration, existing_path, human_bytes, open_engine, open_index, progress,
         read_files, read_questions, require_extra, say,
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from kvrag.control.prompts import CONTINUATION, Gap, Search, ask, find_gaps, make_prompts, render, search_by_words
     from kvrag.control.tuning import Tuning
     from kvrag.errors import reason_of
-    from kvrag.fingerprint import Fingerprint, text_key
-    from kvrag.forking import HeldBriefly, OfProcess
-    from kvrag.index.lookup import Lookup, Match
-    from kvrag.index.catalog import Catalog
+    from kvrag.fingerprint import Fingerprint
+    from kvrag.store.values import text_key
+    from kvrag.process import HeldBriefly, OfProcess
+    from kvrag.index.catalog import Catalog, Lookup, Match
     from kvrag.ingest.ingest import Choosing, Ingestion
     from kvrag.llm import LONGER, naming_places, parameters_of, template_call
     from kvrag.llm_fields import LLMFields
@@ -74,20 +74,19 @@ _NAMES = (
     ("kvrag.types", "join"),
     ("kvrag.vectorstore", "Adding Existing Id Present VectorStoreKV uncancelled"),
     # LangChain: its embeddings and its record manager
-    ("kvrag.forking", "HeldBriefly OfProcess"),
+    ("kvrag.process", "HeldBriefly OfProcess"),
     ("kvrag.retrieval.index", "DEFAULT_EMBEDDER load_embedder"),
     ("kvrag.store.schema", "connect"),
     # vLLM: a model for blending whose KV is in vLLM's pages, and the steps of a request
-    ("kvrag.backend.masks", "Rows attention_received"),
+    ("kvrag.backend.positions", "Rows attention_received rotate unrotate"),
     ("kvrag.backend.protocol", "Backend Branch CachedKV KVCache LayerSource Observer Tables"),
-    ("kvrag.backend.rope", "rotate unrotate"),
     ("kvrag.backend.transformers.adapter", "digest read"),
     ("kvrag.backend.transformers.loading", "auto_class context_window load load_config refuse_failures"),
     ("kvrag.backend.transformers.loading", "rope_parameters stable_length"),
     ("kvrag.backend.transformers.model", "fingerprint"),
     ("kvrag.config", "check_bytes check_names check_namespace check_option"),
     ("kvrag.control.tuning", "Tuning"),
-    ("kvrag.index.lookup", "Lookup Match"),
+    ("kvrag.index.catalog", "Lookup Match"),
     ("kvrag.ingest.ingest", "Ingestion"),
     ("kvrag.memory.conversation", "CachedPrefix"),
     ("kvrag.memory.tier", "MemoryTier"),
@@ -103,11 +102,10 @@ _NAMES = (
     # Ray: the commands `warm` and `serve` on a cluster, and the server's front
     ("kvrag.backend.protocol", "ChunkTokenizer"),
     ("kvrag.backend.transformers.loading", "load_tokenizer"),
-    ("kvrag.cli.cluster", "ADDRESS HERE"),
+    ("kvrag.cli.plugin", "ADDRESS HERE"),
     ("kvrag.cli.common", "human_bytes open_engine open_index"),
     ("kvrag.cli.serve", "add_arguments build read_config read_settings"),
     ("kvrag.cli.warm", "TOTALS bytes_per_token drop find_gone read_chunks"),
-    ("kvrag.fingerprint", "text_key"),
     ("kvrag.index.catalog", "Catalog"),
     ("kvrag.ingest.ingest", "Choosing"),
     ("kvrag.retrieval.documents", "Problem"),
@@ -117,13 +115,14 @@ _NAMES = (
     ("kvrag.server.run", "bind"),
     ("kvrag.server.settings", "ServerSettings"),
     ("kvrag.store", "open_store"),
+    ("kvrag.store.values", "text_key"),
     # Ray and adapt: what commands print
     ("kvrag.cli.common", "progress say"),
     # adapt: its command, prompts to train on, and blending as a differentiable pass
     ("kvrag.backend.hub", "check_model"),
-    ("kvrag.backend.masks", "Chunked"),
+    ("kvrag.backend.positions", "Chunked"),
     ("kvrag.backend.transformers.adapter", "CONFIG PLAIN PREFIX WEIGHTS Adapter LowRank active_adapter"),
-    ("kvrag.backend.transformers.cache", "BlendLayer StopForward as_argument"),
+    ("kvrag.backend.transformers.rows", "BlendLayer StopForward as_argument"),
     (
         "kvrag.cli.common",
         "DTYPES add_number add_setting duration existing_path read_files read_questions require_extra",

@@ -6,18 +6,14 @@ KV computed under one fingerprint is meaningless under another, so the store rej
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from hashlib import blake2b
 
-import numpy as np
 import torch
 import xxhash
-from numpy.typing import NDArray
 from torch import Tensor
-
-Ids = Sequence[int] | NDArray[np.uint32]
 
 FORMAT = 3  # of the stored record, raised by a change of layout or meaning
 _SAMPLES = 256  # per tensor: fine-tuning or merging an adapter changes nearly every weight, so samples detect it
@@ -61,33 +57,6 @@ class Fingerprint:
         """Digest of 32 hexadecimal digits."""
         parts = {name: value for name, value in self.parts().items() if name != "model"}
         return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-    def chunk_key(self, ids: Ids, context: Ids = (), namespace: str = "") -> str:
-        """Return the key of the chunk with these token ids, encoded with `context`. The key determines the KV."""
-        return chunk_key(self.digest, ids, context, namespace)
-
-
-def chunk_key(digest: str, ids: Ids, context: Ids = (), namespace: str = "") -> str:
-    """Return the key of a chunk under the fingerprint with this digest."""
-    return _hash(digest.encode(), namespace.encode(), _tokens(context), _tokens(ids))
-
-
-def text_key(namespace: str, ids: Ids) -> str:
-    """Return the key of a text in a namespace, independent of its context: 32 hexadecimal digits."""
-    return _hash(namespace.encode(), _tokens(ids))
-
-
-def _tokens(ids: Ids) -> bytes:
-    return np.asarray(ids, dtype="<u4").tobytes()
-
-
-def _hash(*parts: bytes) -> str:
-    """Hash parts with their lengths: two lists of parts with the same concatenation have different hashes."""
-    digest = blake2b(digest_size=16)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.hexdigest()
 
 
 def hash_weights(state: Iterable[tuple[str, object]]) -> str:

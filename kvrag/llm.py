@@ -17,7 +17,7 @@ from hashlib import scrypt
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvrag.client.connection import KEY_VARIABLE, root_of
-from kvrag.client.payload import checked
+from kvrag.client.wire import checked
 from kvrag.config import (
     ANSWER_SETTINGS,
     DECLARED,

@@ -17,16 +17,13 @@ from typing import Any
 
 from kvrag.backend.protocol import Backend
 from kvrag.control.tuning import Plan, Tuning
-from kvrag.index.lookup import Lookup, Match
+from kvrag.index.catalog import Lookup, Match
 from kvrag.memory.tier import MemoryTier
-from kvrag.reuse.blend import blend, blended_rows
+from kvrag.reuse.blend import blend, blended_rows, stitch
 from kvrag.reuse.completion import Completion
-from kvrag.reuse.load import LayerLoader
-from kvrag.reuse.recovery import Recovery
-from kvrag.reuse.request_state import RequestState
+from kvrag.reuse.load import LayerLoader, Recovery
+from kvrag.reuse.request_state import RequestState, Trace
 from kvrag.reuse.select import select
-from kvrag.reuse.stitch import stitch
-from kvrag.reuse.trace import Trace
 from kvrag.store import KVStore
 from kvrag.tracing import record_steps
 from kvrag.types import BlendReport

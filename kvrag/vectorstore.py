@@ -16,8 +16,8 @@ from urllib.parse import quote, unquote
 
 from kvrag.blocking import run
 from kvrag.errors import PromptError
-from kvrag.fingerprint import text_key
 from kvrag.llm import LLMBase
+from kvrag.store.values import text_key
 
 if TYPE_CHECKING:
     from kvrag.llm import Engine

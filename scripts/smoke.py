@@ -27,9 +27,8 @@ from llama_index.vector_stores.kvrag import KVWarmVectorStore
 
 import kvrag
 from kvrag import BlendConfig, BlendEngine
-from kvrag.cli.cluster import ray_command
 from kvrag.cli.demo import WAYS
-from kvrag.cli.plugin import find
+from kvrag.cli.plugin import find, ray_command
 from kvrag.server.app import create_app
 from kvrag.server.settings import ServerSettings
 

@@ -28,7 +28,7 @@ from kvrag.config import CODECS, BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.errors import SettingError
 from kvrag.ingest.encode import encode
-from kvrag.store.codec import pack, unpack
+from kvrag.store.values import pack, unpack
 
 _CPU = torch.device("cpu")
 

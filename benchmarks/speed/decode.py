@@ -26,7 +26,7 @@ from kvrag.backend.transformers import Model
 from kvrag.cli.common import add_number, at_least
 from kvrag.config import Sampling
 from kvrag.generate.decode import decode
-from kvrag.openmp import release_team
+from kvrag.process import release_team
 from kvrag.types import Delta
 
 ROWS = 8

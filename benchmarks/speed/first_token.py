@@ -24,7 +24,7 @@ import torch
 from benchmarks.settings import run_settings
 from benchmarks.shapes import SHAPES, random_model
 from kvrag.backend.transformers import Model
-from kvrag.backend.transformers.cache import as_argument
+from kvrag.backend.transformers.rows import as_argument
 from kvrag.backend.transformers.untrained import one_token_words
 from kvrag.cli.common import add_number, at_least
 from kvrag.config import DEFAULT_POLICY, BlendConfig

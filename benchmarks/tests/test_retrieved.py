@@ -26,9 +26,9 @@ from benchmarks.readers.first import world as first
 from benchmarks.readers.second import world as second
 from kvrag import BlendConfig, BlendEngine, KvragError, Model
 from kvrag.control.agreement import Record
-from kvrag.fingerprint import text_key
 from kvrag.retrieval.index import ChunkIndex
 from kvrag.store import visible_variant
+from kvrag.store.values import text_key
 
 load_embedder = functools.cache(kvrag.retrieval.index.load_embedder)
 

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvrag.backend.hub import BUNDLED, READER, check_model
-from kvrag.config import DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES, BlendConfig, choices_of
+from kvrag.config import DEFAULT_CONTEXT, DEFAULT_POLICY, ENGINE_DEFAULTS, POLICIES, BlendConfig, choices_of
 from kvrag.errors import FingerprintMismatchError, KvragError, SettingError, StoreError
 from kvrag.llm import SETTINGS
-from kvrag.options import ENGINE_DEFAULTS
 from kvrag.progress import progress as progress
 from kvrag.retrieval import documents
 from kvrag.retrieval.documents import Content, Problem

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from kvrag.backend.transformers.loading import bytes_per_token, head_dim, kv_dtype, load_config
-    from kvrag.store.codec import share
+    from kvrag.store.values import share
 
     config = load_config(args.model)
     dtype = getattr(torch, args.dtype) if args.dtype else kv_dtype(config)

@@ -1,11 +1,19 @@
-"""Commands of packages that are installed apart, found by their entry points."""
+"""Commands of packages that are installed apart, found by their entry points; `--ray` and its address."""
 
 from __future__ import annotations
 
+import argparse
+import re
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
 from kvrag.errors import KvragError
+
+HERE = "here"
+"""`--ray` without an address."""
+
+ADDRESS = re.compile(r"(ray://)?(?P<host>[\w.-]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
 
 
 def find(group: str, name: str, needing: str) -> Any:
@@ -17,3 +25,30 @@ def find(group: str, name: str, needing: str) -> Any:
     for entry_point in entry_points(group=f"kvrag.{group}", name=name):
         return entry_point.load()
     raise KvragError(f"{needing} needs {group}-kvrag: pip install {group}-kvrag")
+
+
+def add_ray_argument(parser: argparse._ActionsContainer, about: str) -> None:
+    """Add `--ray [ADDRESS]`."""
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const=HERE,
+        type=_address,
+        metavar="ADDRESS",
+        help=f"{about}: HOST:PORT of the cluster that this machine belongs to, or ray://HOST:PORT of another; without "
+        "ADDRESS the one in RAY_ADDRESS, the one running here, or a new one on this machine",
+    )
+
+
+def _address(text: str) -> str:
+    if text not in (HERE, "auto") and not ADDRESS.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            f"must be an address HOST:PORT or ray://HOST:PORT, got {text!r}: put --ray at the end if it has none"
+        )
+    return text
+
+
+def ray_command(name: str) -> Callable[[argparse.Namespace], Any]:
+    """Return the function that runs a command on a Ray cluster; raises KvragError if ray-kvrag is not installed."""
+    command: Callable[[argparse.Namespace], Any] = find("ray", name, "--ray")
+    return command

@@ -16,7 +16,6 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag.cli.cluster import add_ray_argument, ray_command
 from kvrag.cli.common import (
     add_answer_arguments,
     add_corpus_arguments,
@@ -30,10 +29,10 @@ from kvrag.cli.common import (
     retrieval_folder,
     say,
 )
+from kvrag.cli.plugin import add_ray_argument, ray_command
 from kvrag.cli.question import template
-from kvrag.config import ANSWER_SETTINGS, DECLARED, BlendConfig
+from kvrag.config import ANSWER_SETTINGS, DECLARED, ENGINE_DEFAULTS, BlendConfig
 from kvrag.errors import SettingError
-from kvrag.options import ENGINE_DEFAULTS
 from kvrag.reader import samples
 from kvrag.retrieval import documents
 from kvrag.server.settings import ApiKey, ServerSettings

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag.cli.cluster import add_ray_argument, ray_command
 from kvrag.cli.common import (
     add_corpus_arguments,
     add_engine_arguments,
@@ -26,6 +25,7 @@ from kvrag.cli.common import (
     require_extra,
     say,
 )
+from kvrag.cli.plugin import add_ray_argument, ray_command
 from kvrag.client.connection import KEY_VARIABLE
 from kvrag.errors import ContextWindowError, KvragError, SettingError
 from kvrag.retrieval import documents
@@ -220,7 +220,7 @@ def _named(names: Sequence[str]) -> str:
 
 def _new_tokens(engine: BlendEngine, chunks: dict[str, list[str]], namespace: str) -> int:
     """Return the number of tokens to encode."""
-    from kvrag.fingerprint import text_key
+    from kvrag.store.values import text_key
 
     encoded = (ids for texts in chunks.values() for ids in map(engine.encode, texts))
     lengths = {text_key(namespace, ids): len(ids) for ids in encoded if len(ids) >= engine.config.min_run}
@@ -281,7 +281,7 @@ def drop(index: ChunkIndex, names: Sequence[str], forget: Callable[[str], int]) 
 def bytes_per_token(engine: BlendEngine, chunk_tokens: int) -> float:
     """Return the bytes that a stored token takes under the engine's codec."""
     from kvrag.backend.transformers.loading import head_dim
-    from kvrag.store.codec import share
+    from kvrag.store.values import share
 
     model = engine.model
     return model.bytes_per_token * share(engine.codec, chunk_tokens, head_dim(model.config), model.dtype)

@@ -23,7 +23,7 @@ from kvrag.errors import (
     StoreFullError,
     needing,
 )
-from kvrag.forking import OfProcess, keep_for_ever
+from kvrag.process import OfProcess, keep_for_ever
 from kvrag.tracing import trace_headers
 
 KEY_VARIABLE = "KVRAG_API_KEY"

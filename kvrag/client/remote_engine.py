@@ -13,9 +13,8 @@ from typing import Any, NoReturn
 
 from kvrag.blocking import iterate, run
 from kvrag.client.connection import Body, Connection
-from kvrag.client.parsing import deltas_of
-from kvrag.client.payload import checked, messages_of
 from kvrag.client.servers import Server, find_server, warm
+from kvrag.client.wire import checked, deltas_of, messages_of
 from kvrag.config import check_names, check_namespace, named_texts
 from kvrag.errors import SettingError
 from kvrag.types import Answer, Delta, Messages, WarmReport, join

@@ -13,8 +13,7 @@ from urllib.parse import quote
 
 from kvrag.blocking import run
 from kvrag.client.connection import Body, Connection
-from kvrag.client.parsing import report_of
-from kvrag.client.payload import blend_of, body_of
+from kvrag.client.wire import blend_of, body_of, report_of
 from kvrag.config import NamedText
 from kvrag.errors import (
     ContextWindowError,

@@ -22,11 +22,10 @@ from kvrag.control import calibrate, cost
 from kvrag.control.calibrate import Calibration
 from kvrag.control.cost import CostModel, Speed, Workload, blend_seconds, full_seconds
 from kvrag.errors import StoreError
-from kvrag.reuse.request_state import RequestState
+from kvrag.reuse.request_state import RequestState, Trace
 from kvrag.reuse.select import selecting
-from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader, KVStore
-from kvrag.store.codec import tokens_of
+from kvrag.store.values import tokens_of
 
 logger = logging.getLogger("kvrag")
 

@@ -1,4 +1,4 @@
-"""Formats of tool calls: how to recognise a model's by its chat template, and to read its calls as JSON.
+"""Formats of tool calls and thoughts: how to recognise a model's by its chat template, and to read its calls as JSON.
 
 A call that is not JSON is translated while it is streamed: the translation of a longer text begins with that of a
 shorter one.
@@ -11,12 +11,15 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from kvrag.backend.transformers.tokenizer import AnswerRegions
 
 OPEN, CLOSE = "<tool_call>", AnswerRegions.tag
+
+THOUGHT_FIELDS = ("thinking", "reasoning", "reasoning_content")  # of the field, in tokenizers' response templates
+SWITCHES = ("enable_thinking", "thinking")  # variables of chat templates
 
 # regions of an answer, in transformers' template of responses; `bare` and `python` ones begin it
 _TAGGED = r"(?P<open>\s*<tool_call>\s*)(?=[\[{]|\Z)"
@@ -92,6 +95,43 @@ DIALECTS = (
     Dialect(_SEP, _V31_CALL, _DEEPSEEK, lacks="```json", keeps_json=True),
     Dialect(_SEP, _R1_CALL, _DEEPSEEK, keeps_json=True),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a model marks its thoughts.
+
+    Attributes:
+        signs: One of them is in the chat template, or a token of its own.
+        open, close: Empty if they vary and are known as patterns only.
+        after: Follows a thought; optional if it is white space.
+        header: Precedes an answer that is not a call.
+        fields: The thought in transformers' response templates.
+    """
+
+    signs: tuple[str, ...]
+    open: str
+    close: str
+    after: str = "\n\n"
+    header: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _at_start(open: str, close: str) -> Kind:
+    pattern, end = rf"\A\s*{re.escape(open)}\s*", rf"\s*{re.escape(close)}\s*"
+    return Kind((open, close), open, close, fields={THOUGHT_FIELDS[0]: {"open_pattern": pattern, "close_pattern": end}})
+
+
+_ANALYSIS = r"(?:<\|start\|>assistant)?<\|channel\|>analysis(?!\s*to=functions)[^<]*<\|message\|>\s*"
+HARMONY = Kind(  # gpt-oss's
+    ("<|channel|>",),
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    "<|start|>assistant",
+    "<|channel|>final<|message|>",
+    {THOUGHT_FIELDS[0]: {"open_pattern": _ANALYSIS, "close_pattern": r"\s*<\|end\|>"}},
+)
+KINDS = (HARMONY, _at_start("<think>", "</think>"), _at_start("[THINK]", "[/THINK]"))
 
 _NAMED_HEAD = re.compile(
     rf"\s*(?:function{_SEP})?(?P<name>[\w.-]+)"

@@ -16,8 +16,8 @@ from torch import Tensor
 from kvrag.backend.transformers import Model, Tokenizer
 from kvrag.config import Grammar
 from kvrag.errors import ModelError, SettingError, UnsupportedModelError, first_line
-from kvrag.forking import HeldBriefly
 from kvrag.generate.schema import enforceable
+from kvrag.process import HeldBriefly
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -19,9 +19,9 @@ from kvrag.config import Sampling
 from kvrag.errors import ModelError, SettingError
 from kvrag.generate.grammar import Constraint
 from kvrag.generate.logits import bias, logprob, penalize
-from kvrag.generate.thoughts import Thoughts
+from kvrag.generate.parse import Thoughts
 from kvrag.reuse.completion import Completion
-from kvrag.scheduling.lock import is_left
+from kvrag.scheduling.waiting import is_left
 from kvrag.types import Delta, FinishReason
 
 

@@ -20,10 +20,12 @@ Where a run ends before its text does, the text is followed over a small gap: ch
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +43,7 @@ from kvrag.index.segment import (
     spread,
     window_minima,
 )
+from kvrag.store import Entry
 from kvrag.types import Run
 
 _CANDIDATES = 16  # per anchor: boilerplate that is in every text says little about its origin
@@ -385,3 +388,45 @@ def _equal(a: bytes | memoryview, i: int, b: bytes | memoryview, j: int, most: i
         done += size
         size = min(4 * size, 4096)
     return done
+
+
+# ---------------------------------------------------------------- deleted texts
+
+Decode = Callable[[Sequence[int]], str]
+
+_RECOGNISED = 16  # tokens in a row by which a text is recognised: the fewest that the matcher guarantees to find
+_EDGES = 4  # tokens at either end of a text that are others where it is pasted
+
+
+class DeletedTexts:
+    """Texts that were deleted from the store.
+
+    A long one is recognised by a part of it. A short one may have no tokens in common with the prompt it was pasted
+    into, so it is looked for as it reads.
+    """
+
+    def __init__(self, texts: Sequence[Entry], decode: Decode) -> None:
+        self._decode = decode
+        self._segments = [Segment.of(sorted(texts, key=lambda text: text.number))] if texts else []
+        self._short: defaultdict[str, set[str]] = defaultdict(set)  # by namespace
+        for text in texts:
+            if len(text.ids) < _RECOGNISED + 2 * _EDGES:
+                self._short[text.namespace].add(decode(text.ids.tolist()).strip())
+        self.namespaces = {text.namespace for text in texts}
+
+    def find(self, ids: Sequence[int] | NDArray[np.integer[Any]], namespace: str) -> int | None:
+        """Return the position at which the first of them begins, negative if before; None if there is none."""
+        if namespace not in self.namespaces:
+            return None
+        prompt = np.asarray(ids, np.uint32)
+        starts = [run.start - run.offset for run in match(self._segments, prompt, _RECOGNISED, namespace)]
+        if short := self._short[namespace] - {""}:
+            starts += self._read(prompt.tolist(), short)
+        return min(starts, default=None)
+
+    def _read(self, ids: list[int], short: set[str]) -> Iterator[int]:
+        whole = self._decode(ids)
+        for text in short:
+            if text in whole:
+                stop = bisect_left(range(len(ids)), True, key=lambda stop: text in self._decode(ids[:stop]))
+                yield next(start for start in range(stop, -1, -1) if text in self._decode(ids[start:stop]))

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -21,12 +22,13 @@ import numpy as np
 from kvrag.backend.protocol import Backend, Outline
 from kvrag.config import BlendConfig, NamedText, check_names, named_texts
 from kvrag.control.tuning import Tuning
-from kvrag.errors import ContextWindowError, PromptError, SettingError, reporting_memory
-from kvrag.fingerprint import Fingerprint, text_key
+from kvrag.errors import ContextWindowError, PromptError, SettingError
+from kvrag.fingerprint import Fingerprint
 from kvrag.ingest.encode import batch_tokens, encode, trees
+from kvrag.process import reporting_memory
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore
 from kvrag.store.base import Progress, no_progress
-from kvrag.store.codec import pack
+from kvrag.store.values import chunk_key, pack, text_key
 from kvrag.types import WarmReport
 
 _PORTION_BYTES = 512 << 20  # chunks are encoded in portions of about this much KV, so that similar lengths share passes
@@ -116,7 +118,7 @@ class Choosing:
             if not isinstance(error, ContextWindowError):  # which names it
                 error.args = (f"{chunk}: {error}",)
             raise
-        return ids, self._fingerprint.chunk_key(ids, (), namespace) if len(ids) >= least else None
+        return ids, chunk_key(self._fingerprint.digest, ids, (), namespace) if len(ids) >= least else None
 
     def is_warm(self, texts: Sequence[str], document: str, namespace: str = "") -> bool:
         """Return whether `warm` with these texts of a document would encode nothing and change nothing."""
@@ -136,8 +138,8 @@ class Choosing:
         """Return the pieces to store: each text once per document and source, at its first position."""
         pieces: dict[tuple[str, str, str], _Piece] = {}
         contexts = self._preceding([ids for ids, _ in tokenized], [text.source for text in texts], before)
-        for (_, document, source), (ids, chunk_key), context in zip(texts, tokenized, contexts, strict=True):
-            if chunk_key:
+        for (_, document, source), (ids, key), context in zip(texts, tokenized, contexts, strict=True):
+            if key:
                 piece = _Piece(document, source, text_key(namespace, ids), ids, context)
                 pieces.setdefault((document, source, piece.text_key), piece)
         return list(pieces.values())
@@ -191,7 +193,7 @@ class Choosing:
         shared.update(key for key, state in states.items() if "" in state.sources.values())
         several = shared | {key for key, names in sources.items() if len(names) > 1}
         variants = [replace(piece, context=[]) if piece.text_key in several else piece for piece in pieces]
-        key = self._fingerprint.chunk_key
+        key = partial(chunk_key, self._fingerprint.digest)
         choices = [replace(piece, chunk_key=key(piece.ids, piece.context, namespace)) for piece in variants]
         missing = {c.chunk_key: c for c in choices if c.chunk_key not in states[c.text_key].variants}
         return choices, list(missing.values())

@@ -15,11 +15,11 @@ from typing import cast
 
 from kvrag.config import named_texts
 from kvrag.errors import KvragError
-from kvrag.fingerprint import text_key
-from kvrag.index.lookup import Lookup
+from kvrag.index.catalog import Lookup
 from kvrag.ingest.ingest import Ingestion
 from kvrag.reuse.request_state import RequestState
-from kvrag.scheduling.lock import is_left
+from kvrag.scheduling.waiting import is_left
+from kvrag.store.values import text_key
 from kvrag.types import LearnStats, Messages, Run, TokenIds
 
 logger = logging.getLogger("kvrag")

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from kvrag.backend.transformers import Tokenizer
 from kvrag.config import check_list
 from kvrag.errors import SettingError
-from kvrag.fingerprint import text_key
 from kvrag.index.match import match
 from kvrag.index.segment import GRAM, Segment
 from kvrag.inspect.explanation import Explanation, Finding, Kind, Stretch, summary_of
 from kvrag.reuse.request_state import RequestState
 from kvrag.store import Entry, KVStore
+from kvrag.store.values import text_key
 from kvrag.types import BlendReport, Run
 
 Ids = NDArray[np.uint32]

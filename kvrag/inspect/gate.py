@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvrag.backend.transformers import Model
-from kvrag.backend.transformers.attention import implementation
+from kvrag.backend.transformers.rows import implementation
 from kvrag.config import BlendConfig, Sampling
 from kvrag.generate.decode import decode
 from kvrag.store import FileStore, KVStore

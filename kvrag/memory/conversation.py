@@ -30,9 +30,8 @@ from torch import Tensor
 from kvrag.backend.protocol import Backend, KVCache
 from kvrag.config import ANSWER_SETTINGS, BlendConfig
 from kvrag.errors import out_of_memory
-from kvrag.index.deleted import DeletedTexts
-from kvrag.index.lookup import Match
-from kvrag.index.match import match
+from kvrag.index.catalog import Match
+from kvrag.index.match import DeletedTexts, match
 from kvrag.index.segment import Segment
 from kvrag.store.values import ChunkReader, Entry
 from kvrag.types import Run

@@ -22,9 +22,8 @@ from functools import partial
 
 from kvrag.config import BlendConfig
 from kvrag.errors import StoreError
-from kvrag.index.catalog import Catalog
-from kvrag.index.deleted import Decode, DeletedTexts
-from kvrag.index.lookup import Lookup
+from kvrag.index.catalog import Catalog, Lookup
+from kvrag.index.match import Decode, DeletedTexts
 from kvrag.memory.conversation import CachedPrefix, Conversations
 from kvrag.memory.tier import MemoryTier
 from kvrag.store import KVStore

@@ -1,15 +1,22 @@
-"""Tiers in memory: recently read chunks, bounded in bytes."""
+"""Tiers in memory: recently read chunks, bounded in bytes, and reading ahead into them."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 from cachetools import LRUCache
 
-from kvrag.store.codec import Layer
-from kvrag.store.values import ChunkReader
+from kvrag.store import KVStore
+from kvrag.store.values import ChunkReader, Layer
+
+logger = logging.getLogger("kvrag")
+
+_WAITING = 4  # calls of the prefetcher; more are ignored, since their prompts would come before their chunks are read
 
 Place = Callable[[int, Layer], Layer | None]
 """Returns a layer as a tier keeps it, by its number; None = there is no memory for it."""
@@ -156,3 +163,58 @@ class _Keeping(_Cached):
         if len(self.layers) == self.num_layers:
             self._memory.keep(self)
         self.layers = {}
+
+
+class Prefetcher:
+    """Reads one chunk at a time in a background thread. Never evicts chunks from the RAM tier. Thread-safe."""
+
+    def __init__(self, store: KVStore, memory: MemoryTier) -> None:
+        self._store, self._memory = store, memory
+        self._room = threading.BoundedSemaphore(_WAITING)
+        self._closed = threading.Event()
+        self._pool = ThreadPoolExecutor(1, "kvrag-prefetch")
+
+    def start(self, find: Callable[[], Iterable[str]]) -> None:
+        """Start to read the chunks whose keys `find` returns, and return at once. Errors are logged only."""
+        if not self._memory.max_bytes or self._closed.is_set() or not self._room.acquire(blocking=False):
+            return
+        try:
+            self._pool.submit(self._work, find)
+        except RuntimeError:  # closed in the meantime, or the program ends
+            self._room.release()
+
+    def wait(self) -> None:
+        """Wait until the calls so far are done; for tests and benchmarks."""
+        self._pool.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """End after the layer that is being read."""
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _work(self, find: Callable[[], Iterable[str]]) -> None:
+        try:
+            for key in find():
+                if self._closed.is_set():
+                    return
+                if not self._memory.is_at_hand(key) and not self._read(key):
+                    return
+        except Exception as error:  # the request itself reports it
+            logger.debug("could not read ahead: %s", error)
+        finally:
+            self._room.release()
+
+    def _read(self, key: str) -> bool:
+        """Read a chunk; return False if there is no room for it."""
+        opened = self._store.open(key)
+        if opened is None:
+            return True
+        try:
+            with closing(self._memory.keeping(opened, only_free=True)) as reader:
+                for number in range(reader.num_layers):
+                    keys, values = reader.layer(number)
+                    if self._closed.is_set() or reader.num_layers * (keys.nbytes + values.nbytes) > self._memory.free:
+                        return False
+                return True
+        finally:
+            self._memory.drop(self._store.missing([key]))  # it may have been removed between being opened and kept

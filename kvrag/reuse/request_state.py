@@ -1,18 +1,27 @@
-"""A request: one prompt, from its tokens to the KV that its answer continues."""
+"""A request: one prompt, from its tokens to the KV that its answer continues, and the duration of its steps.
+
+The most recent requests are kept for explanations (`History`). `Watch` warns when prompts reuse little.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend, KVCache
 from kvrag.config import BlendConfig
-from kvrag.index.lookup import Match
+from kvrag.errors import KvragError, PromptError
+from kvrag.index.catalog import Match
 from kvrag.memory.conversation import CachedPrefix, Conversations, Placed
 from kvrag.store import ChunkReader
 from kvrag.types import BlendReport, Run
@@ -20,7 +29,13 @@ from kvrag.types import BlendReport, Run
 if TYPE_CHECKING:
     from kvrag.reuse.completion import Completion
 
+logger = logging.getLogger("kvrag")
+
 _MEMORY = ("ram", "device")  # tiers
+_ANSWERS = 32  # per namespace
+_NAMESPACES = 256
+_LONG = 512  # tokens of a prompt that probably contains retrieved text
+_LITTLE = 0.1  # reused share that is suspiciously low
 
 
 @dataclass(eq=False)
@@ -219,3 +234,141 @@ class RequestState:
             for name in ("cache", "logits"):
                 self.__dict__.pop(name, None)
             self.prefix = self.completion = self.conversations = None
+
+
+class Trace:
+    """Seconds per step of one request: `seconds` with nested steps, `own_seconds` without.
+
+    Steps: `match`, `select`, `blend` in this order; within `select` and `blend`, as layers are loaded while others are
+    computed, `load_stall` (waiting for chunks) and `stitch` (rotation, and layout where the reading threads did not do
+    it); `load` while at least one thread was reading chunks, mostly beside the others. `times` are the first start and
+    the last end of each step that has run, on the clock of `time.perf_counter`. `cpu_seconds` = processor time of this
+    thread, without nested steps.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.seconds = dict.fromkeys(("match", "load", "load_stall", "stitch", "select", "blend"), 0.0)
+        self.own_seconds, self.cpu_seconds = dict(self.seconds), dict(self.seconds)
+        self.times: dict[str, tuple[float, float]] = {}
+        self._inside = 0.0, 0.0  # seconds and processor time of the steps inside of the current one
+        self._backend, self._waits = backend, backend.waits
+        self._mutex = threading.Lock()
+        self._readers, self._reading_since = 0, 0.0
+
+    @contextmanager
+    def step(self, name: str, synchronise: bool = True) -> Iterator[None]:
+        """Add the duration of the block, including the device's work, to a step."""
+        before, self._inside = self._inside, (0.0, 0.0)
+        started, cpu_started = time.perf_counter(), time.thread_time()
+        try:
+            yield
+        finally:
+            if synchronise and self._backend.device.type == "cuda":
+                torch.cuda.synchronize(self._backend.device)
+            duration, cpu = self._add(name, started), time.thread_time() - cpu_started
+            self.own_seconds[name] += duration - self._inside[0]
+            self.cpu_seconds[name] += cpu - self._inside[1]
+            self._inside = before[0] + duration, before[1] + cpu
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Count the block as reading; overlapping blocks of several threads count once. Thread-safe."""
+        with self._mutex:
+            if not self._readers:
+                self._reading_since = time.perf_counter()
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._readers -= 1
+                if not self._readers:
+                    self._add("load", self._reading_since)
+
+    def _add(self, name: str, started: float) -> float:
+        stopped = time.perf_counter()
+        self.seconds[name] += stopped - started
+        self.times[name] = self.times.get(name, (started, stopped))[0], stopped
+        return stopped - started
+
+    @property
+    def is_contended(self) -> bool:
+        """True if this thread waited for other threads' forward passes, which its durations then include."""
+        return self._backend.waits > self._waits
+
+
+class History:
+    """The most recent prompts of each namespace, as they were answered. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._answers: LRUCache[str, deque[RequestState]] = LRUCache(_NAMESPACES)
+        self._lock = threading.Lock()
+
+    def add(self, answered: RequestState) -> None:
+        """Add an answered prompt; drop the least recently used namespace beyond the limit."""
+        with self._lock:
+            self._answers.setdefault(answered.namespace, deque(maxlen=_ANSWERS)).append(answered)
+
+    def drop_forgotten(self) -> None:
+        """Drop the prompts with a text that has been deleted."""
+        with self._lock:
+            for namespace, answers in list(self._answers.items()):
+                left = [answered for answered in answers if not answered.is_forgotten]
+                if len(left) < len(answers):
+                    self._answers[namespace] = deque(left, maxlen=_ANSWERS)
+
+    def find(self, namespace: str, report: BlendReport | dict[str, Any] | None) -> RequestState:
+        """Return the prompt of a report, or the last one of the namespace. Raises PromptError if it is unknown."""
+        with self._lock:
+            answers = [answered for answered in self._answers.get(namespace, ()) if not answered.is_forgotten]
+        if not answers:
+            raise PromptError(
+                "there is no answer in this namespace yet, or texts in it were deleted: pass a prompt to explain"
+            )
+        for answered in reversed(answers):
+            known = answered.report
+            if report is None or report == (known if isinstance(report, BlendReport) else known.to_dict()):
+                return answered
+        raise PromptError(
+            f"this answer is not among the last {_ANSWERS} of the namespace, or a text in it was deleted: "
+            "pass its prompt to explain"
+        )
+
+
+class Watch:
+    """Logs one warning when prompts reuse suspiciously little. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._has_warned = False
+        self._misses = 0
+
+    def look(self, answered: RequestState, explain: Callable[[], tuple[str, bool]]) -> None:
+        """Check an answered prompt; `explain` returns why little was reused, and if a changed chunk was recognised.
+
+        A long prompt with little reuse gives a warning if a changed chunk is recognised in it. Otherwise it may be a
+        prompt without retrieved text, such as an agent's first one; then two in a row give a warning.
+        """
+        report = answered.report
+        kept = report.conversation_tokens  # such as the system prompt, and earlier turns
+        if self._has_warned or report.policy == "full" or report.prompt_tokens - kept < _LONG:
+            return
+        if report.reused_tokens - kept >= _LITTLE * (report.prompt_tokens - kept):
+            self._misses = 0
+            return
+        try:
+            reason, has_changed = explain()
+        except KvragError:
+            return  # the store was closed or is unreadable; the answer is not affected
+        with self._lock:
+            self._misses += 1
+            if self._has_warned or not (has_changed or self._misses > 1):
+                return
+            self._has_warned = True
+        logger.warning(
+            "only %d of %d tokens of a prompt were reused: %s. Inspect the last prompt with `print(engine.explain())` "
+            "or with `explain()` of the LLM class, and any other with `kvrag explain PROMPT`. (Logged once.)",
+            report.reused_tokens,
+            report.prompt_tokens,
+            reason,
+        )

@@ -1,6 +1,6 @@
 """Who waits for whom. There are two kinds of waiting.
 
-Threads wait for the model: an answer begins when its KV fits into the byte budget (`admission`), prefills and decode
-steps take turns (`lock`), and answers share their steps (`batch`). Requests of a server wait on its event loop for a
-place (`queue`); their work then runs in threads that the event loop reads (`bridge`), as the engine's async methods do.
+Threads wait for the model (`waiting`): an answer begins when its KV fits into the byte budget, prefills and decode
+steps take turns, and answers share their steps. Requests of a server wait on its event loop for a place (`queue`);
+their work then runs in threads that the event loop reads (`bridge`), as the engine's async methods do.
 """

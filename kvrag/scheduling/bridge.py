@@ -12,9 +12,8 @@ from contextvars import copy_context
 from queue import SimpleQueue
 from typing import TypeVar
 
-from kvrag.forking import check_process
-from kvrag.scheduling.admission import held
-from kvrag.scheduling.lock import check_left, is_left
+from kvrag.process import check_process
+from kvrag.scheduling.waiting import check_left, held, is_left
 
 T = TypeVar("T")
 
@@ -33,7 +32,7 @@ async def off_loop(items: Generator[T, None, None], *, ahead: Executor | None = 
     loop, made = asyncio.get_running_loop(), asyncio.Queue[T | BaseException | None]()
     left, context, working = threading.Event(), copy_context(), None
     context.run(is_left.set, left.is_set)
-    threads = ahead or ThreadPoolExecutor(1, "kvrag-async")  # not shared, see `kvrag.openmp`
+    threads = ahead or ThreadPoolExecutor(1, "kvrag-async")  # not shared, see `kvrag.process`
 
     def put(item: T | BaseException | None) -> None:
         loop.call_soon_threadsafe(made.put_nowait, item)

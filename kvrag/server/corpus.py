@@ -20,7 +20,7 @@ from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError, StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.retrieval.documents import page_numbers
 from kvrag.retrieval.index import ChunkIndex, Hit
-from kvrag.scheduling.lock import check_left, is_left
+from kvrag.scheduling.waiting import check_left, is_left
 from kvrag.server.api_errors import ApiError
 from kvrag.store.durable import TEMPORARY, write_file
 

@@ -23,7 +23,7 @@ from filelock import FileLock
 from kvrag.config import check_budget, check_namespace, check_number
 from kvrag.errors import DamagedChunkError, StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.fingerprint import Fingerprint
-from kvrag.forking import OfProcess
+from kvrag.process import OfProcess
 from kvrag.store import chunkfile
 from kvrag.store.chunkfile import SUFFIX, PackedChunk
 from kvrag.store.durable import BOOT

@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, out_of_memory
-from kvrag.fingerprint import FORMAT, chunk_key
-from kvrag.forking import per_process
-from kvrag.store.values import ChunkRecord
+from kvrag.fingerprint import FORMAT
+from kvrag.process import per_process
+from kvrag.store.values import ChunkRecord, chunk_key
 
 SUFFIX = ".safetensors"
 _MAX_HEADER = 16 << 20

@@ -10,8 +10,7 @@ import torch
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, FingerprintMismatchError, SettingError, StoreError
 from kvrag.fingerprint import Fingerprint
 from kvrag.store.base import KVStore, Progress, no_progress
-from kvrag.store.codec import pack
-from kvrag.store.values import ChunkRecord, Holding
+from kvrag.store.values import ChunkRecord, Holding, chunk_key, pack
 
 _PORTION = 256 << 20  # bytes in memory at a time
 
@@ -118,7 +117,7 @@ def _read(
     with closing(reader):
         if converted is None:
             return key, reader.record()
-        new = converted.chunk_key(reader.ids.tolist(), reader.context.tolist(), reader.namespace)
+        new = chunk_key(converted.digest, reader.ids.tolist(), reader.context.tolist(), reader.namespace)
         if not target.missing([new]):
             return new, None
         record = reader.record()

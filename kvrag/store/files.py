@@ -244,7 +244,6 @@ class FileStore(KVStore):
             self._remove([row.key], file=row.file)
 
     def clean(self) -> int:
-        """See KVStore.clean."""
         with translated(self.path):
             aside = [] if self.read_only or self._manifest.is_incomplete else list(self.path.glob("quarantine/*"))
             held = self._manifest.held([key_of(path.name) for path in aside]) if aside else ()
@@ -256,7 +255,6 @@ class FileStore(KVStore):
         return delete_left(path for pattern in patterns for path in self.path.glob(pattern))
 
     def delete_leftovers(self) -> int:
-        """See KVStore.delete_leftovers."""
         if self._manifest.is_incomplete:
             return self._delete_temporary()  # the others may be chunks
         with self._writers_lock() as lock:

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvrag.errors import StoreError
-from kvrag.fingerprint import text_key
 from kvrag.store.chunkfile import PackedChunk
 from kvrag.store.schema import COUNT, INCOMPLETE, PAGE, Database, advance, clock_of, translated
-from kvrag.store.values import ON_REQUEST, ChunkRecord, Entry, Holding, NamespaceStats, TextState
+from kvrag.store.values import ON_REQUEST, ChunkRecord, Entry, Holding, NamespaceStats, TextState, text_key
 
 _ROWS = "SELECT key, text, namespace, ids, context_tokens, file, num_bytes FROM chunks"  # in the order of ManifestRow
 _WITH_PREFIX = (  # a range condition, so that SQLite uses the index

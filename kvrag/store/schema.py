@@ -19,7 +19,7 @@ from filelock import FileLock
 
 from kvrag.errors import StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.fingerprint import FORMAT
-from kvrag.forking import OfProcess, keep_for_ever, refuse
+from kvrag.process import OfProcess, keep_for_ever, refuse
 from kvrag.store.owner import old_format
 
 logger = logging.getLogger("kvrag")

@@ -1,17 +1,55 @@
-"""Values that stores take and return, and the rule that picks the variant to serve."""
+"""Values that stores take and return, their keys and codecs, and the rule that picks the variant to serve.
+
+Keys and values are stored as they are, or in 8 or 4 bits. A packed tensor is a row of bytes: shape and dtype, a
+minimum and a scale per group, and a code per element; an element is `low + scale * code`. Keys share a scale per
+channel because a few channels are far larger than the rest in every token; values share one per token (KIVI,
+arXiv:2402.02750, section 3.2).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvrag.errors import ModelError
+
+Ids = Sequence[int] | NDArray[np.uint32]
+
+Layer = tuple[Tensor, Tensor]
+"""Keys and values of a chunk on one layer, each (H, T, D), or packed into (N,) uint8."""
+
 ON_REQUEST = "\x01on request"
 """Document that holds the texts of requests; not listed by `documents`, and deleted when unused."""
+
+
+def chunk_key(digest: str, ids: Ids, context: Ids = (), namespace: str = "") -> str:
+    """Return a chunk's key, under the fingerprint with this digest and with its `context`. It determines the KV."""
+    return _hash(digest.encode(), namespace.encode(), _tokens(context), _tokens(ids))
+
+
+def text_key(namespace: str, ids: Ids) -> str:
+    """Return the key of a text in a namespace, independent of its context: 32 hexadecimal digits."""
+    return _hash(namespace.encode(), _tokens(ids))
+
+
+def _tokens(ids: Ids) -> bytes:
+    return np.asarray(ids, dtype="<u4").tobytes()
+
+
+def _hash(*parts: bytes) -> str:
+    """Hash parts with their lengths: two lists of parts with the same concatenation have different hashes."""
+    digest = blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +57,17 @@ class ChunkRecord:
     """A stored chunk: one variant of a text.
 
     Attributes:
-        key: `Fingerprint.chunk_key(ids, context, namespace)`; it determines everything else.
+        key: `chunk_key(digest, ids, context, namespace)`; it determines everything else.
         ids: (T,) token ids.
         context: (C,) token ids between the preamble and the chunk when it was encoded; empty = encoded alone.
-        layers: Per layer keys (position-free) and values on the CPU: (H, T, D) each, or packed by `kvrag.store.codec`.
+        layers: Per layer keys (position-free) and values on the CPU: (H, T, D) each, or packed, see `pack`.
     """
 
     key: str
     namespace: str
     ids: NDArray[np.uint32]
     context: NDArray[np.uint32]
-    layers: Sequence[tuple[Tensor, Tensor]]
+    layers: Sequence[Layer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +175,93 @@ class ChunkReader(Protocol):
 
     def close(self) -> None:
         """Release the file."""
+
+
+# ---------------------------------------------------------------- codecs
+
+# largest code, largest group; int4 loses its accuracy when more elements share a scale
+_FORMATS = {"int8": (255, 1 << 30), "int4": (15, 64)}
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_HEADER = 16  # H, T, D and the dtype's number, int32 each
+
+
+def pack(layers: Sequence[Layer], codec: str, chunk: str) -> list[Layer]:
+    """Return every layer of a chunk in stored form.
+
+    Raises ModelError, which names the chunk, if the KV contains an infinity or a NaN: it would spoil every answer.
+    """
+    for number, layer in enumerate(layers):
+        ranges = [high.float() - low.float() for low, high in (tensor.aminmax() for tensor in layer)]
+        if not torch.stack(ranges).isfinite().all():
+            dtype = str(layer[0].dtype).removeprefix("torch.")
+            raise ModelError(
+                f"the model overflows in {dtype}: the KV of chunk {chunk!r} is not finite on layer {number}; "
+                "load the model in bfloat16 or float32, or leave the chunk out"
+            )
+    if codec == "native":
+        return list(layers)
+    return [(_pack(keys, codec, 1), _pack(values, codec, 2)) for keys, values in layers]
+
+
+def unpack(layer: Layer, codec: str, device: torch.device) -> Layer:
+    """Return keys and values as `pack` took them, each (H, T, D). Packed ones move to `device` as bytes."""
+    keys, values = layer
+    if codec == "native" or keys.dim() == 3:  # unpacked before
+        return layer
+    return _unpack(keys, codec, 1, device), _unpack(values, codec, 2, device)
+
+
+def tokens_of(keys: Tensor) -> int:
+    """Return T of a layer's keys, packed or not."""
+    return keys.shape[1] if keys.dim() == 3 else int(keys[:_HEADER].clone().view(torch.int32)[1])
+
+
+def share(codec: str, num_tokens: int, head_dim: int, dtype: torch.dtype) -> float:
+    """Return the size of a chunk of that many tokens, relative to the native codec."""
+    example = torch.zeros(8, num_tokens, head_dim, dtype=dtype)
+    return sum(tensor.nbytes for tensor in pack([(example, example)], codec, "")[0]) / (2 * example.nbytes)
+
+
+def _pack(tensor: Tensor, codec: str, along: int) -> Tensor:
+    levels, largest = _FORMATS[codec]
+    shape, length = tensor.shape, tensor.shape[along]
+    groups, size = _groups(length, largest)
+    if groups * size > length:  # pad the last group
+        tensor = tensor.index_select(along, torch.arange(groups * size).clamp(max=length - 1))
+    x = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    x = x.view(*shape[:along], groups, size, *shape[along + 1 :])
+    low, high = x.aminmax(dim=along + 1, keepdim=True)  # (H, groups, 1, D) or (H, T, groups, 1)
+    # rounded up: otherwise the highest value would need a code beyond the largest
+    scale = ((high / levels - low / levels) * (1 + torch.finfo(tensor.dtype).eps)).to(tensor.dtype)
+    per_step = scale.to(x.dtype).reciprocal().nan_to_num(posinf=0.0)  # a scale of 0: all elements are the minimum
+    codes = (x - low).mul_(per_step).round_().clamp_(max=levels).to(torch.uint8)
+    if codec == "int4":
+        codes = codes.flatten()
+        first, second = torch.cat([codes, codes.new_zeros(len(codes) % 2)]).chunk(2)
+        codes = first | second << 4
+    header = torch.tensor([*shape, _DTYPES.index(tensor.dtype)], dtype=torch.int32)
+    parts = header, low.to(tensor.dtype), scale, codes  # the minimum is an element of the tensor, so casting is exact
+    return torch.cat([part.flatten().view(torch.uint8) for part in parts])
+
+
+def _unpack(packed: Tensor, codec: str, along: int, device: torch.device) -> Tensor:
+    *shape, number = packed[:_HEADER].clone().view(torch.int32).tolist()  # cloned: a slice may start at an odd byte
+    dtype, grouped = _DTYPES[number], list(shape)
+    grouped[along : along + 1] = _groups(shape[along], _FORMATS[codec][1])
+    common = [*grouped[: along + 1], 1, *grouped[along + 2 :]]
+    packed = packed[_HEADER:].to(device)
+    border = 2 * torch.Size(common).numel() * dtype.itemsize
+    low, scale = packed[:border].clone().view(dtype).view(2, *common).to(torch.promote_types(dtype, torch.float32))
+    codes = packed[border:]
+    if codec == "int4":
+        codes = torch.cat([codes & 15, codes >> 4])[: torch.Size(grouped).numel()]
+    x = codes.view(grouped).to(low.dtype).mul_(scale).add_(low)
+    if dtype == torch.float16:
+        x.clamp_(max=torch.finfo(dtype).max)  # half a step above the maximum would be infinite
+    return x.to(dtype).flatten(along, along + 1).narrow(along, 0, shape[along])
+
+
+def _groups(length: int, largest: int) -> tuple[int, int]:
+    """Return the number and size of equal groups with little padding: 80 elements make 2 groups of 40."""
+    groups = -(-length // largest)
+    return groups, -(-length // groups)

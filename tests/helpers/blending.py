@@ -10,12 +10,9 @@ import torch
 
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.answer import overridden
-from kvrag.reuse.blend import blend
-from kvrag.reuse.load import LayerLoader
-from kvrag.reuse.recovery import Recovery
-from kvrag.reuse.request_state import RequestState
-from kvrag.reuse.stitch import stitch
-from kvrag.reuse.trace import Trace
+from kvrag.reuse.blend import blend, stitch
+from kvrag.reuse.load import LayerLoader, Recovery
+from kvrag.reuse.request_state import RequestState, Trace
 
 CHUNKS = [
     "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",

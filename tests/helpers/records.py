@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from kvrag import FileStore, KVStore
-from kvrag.fingerprint import Fingerprint, text_key
+from kvrag.fingerprint import Fingerprint
 from kvrag.store import ChunkRecord, Holding, chunkfile, visible_variant
+from kvrag.store.values import chunk_key, text_key
 
 HELPERS = str(Path(__file__).parent)
 """The folder of the helpers, for processes of their own."""
@@ -30,7 +31,7 @@ def record(
     generator = torch.Generator().manual_seed(number)
     ids = [number * 1000 + i for i in range(tokens)]
     kv = [tuple(torch.randn(2, tokens, 4, generator=generator).to(dtype) for _ in "kv") for _ in range(layers)]
-    key = FINGERPRINT.chunk_key(ids, context, namespace)
+    key = chunk_key(FINGERPRINT.digest, ids, context, namespace)
     return ChunkRecord(key, namespace, np.asarray(ids, np.uint32), np.asarray(context, np.uint32), kv)
 
 

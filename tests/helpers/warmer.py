@@ -11,10 +11,10 @@ import torch
 
 from kvrag import BlendConfig, FileStore, Model
 from kvrag.control.tuning import Tuning
-from kvrag.fingerprint import text_key
 from kvrag.ingest.encode import encode
 from kvrag.ingest.ingest import Ingestion
 from kvrag.store import visible_variant
+from kvrag.store.values import chunk_key, text_key
 
 SECRET = "The password of the vault of Tran Works is swordfish, and nobody but Kan Dror may ever know about it."
 OTHER_SECRET = "Zel Vinford has hidden three gold bars under the old bridge of Stinmouth, as her diary tells us."
@@ -40,7 +40,7 @@ class Warmer:
         return visible_variant(self.store.look_up([key])[key], alone_only)
 
     def alone(self, text: str, namespace: str = "") -> str:
-        return self.model.fingerprint.chunk_key(self.model.tokenizer.encode(text), (), namespace)
+        return chunk_key(self.model.fingerprint.digest, self.model.tokenizer.encode(text), (), namespace)
 
     def values(self, text: str, namespace: str = "") -> torch.Tensor:
         """Of the variant served, on the second layer."""

@@ -16,7 +16,7 @@ from families import FAMILIES, SINCE, SMALL, build
 from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-import kvrag.backend.masks
+import kvrag.backend.positions
 from kvrag import BlendEngine, FileStore, Model, ModelLoadError, OutOfMemoryError, UnsupportedModelError
 from kvrag.backend.transformers import loading
 from kvrag.errors import ModelError, PromptError
@@ -155,8 +155,8 @@ def test_verify_allows_for_the_noise_of_half_precision_but_for_no_error(
     model_type, changes = FAMILIES[family]
     model = Model(build(model_type, **changes).bfloat16(), tokenizer, family)
     if is_broken:  # recomputed tokens attend to later ones
-        mask = kvrag.backend.masks.Rows.mask
-        monkeypatch.setattr("kvrag.backend.masks.Rows.mask", lambda *args: torch.zeros_like(mask(*args)))
+        mask = kvrag.backend.positions.Rows.mask
+        monkeypatch.setattr("kvrag.backend.positions.Rows.mask", lambda *args: torch.zeros_like(mask(*args)))
     failed = [check.name for check in verify(partial(BlendEngine, model)) if not check.passed]
     assert ("ratio 1.0 = full prefill (logits)" in failed) == is_broken
     assert bool(failed) == is_broken

@@ -49,13 +49,13 @@ from scan_models import gated
 from sphinx.cmd.build import main as sphinx_build
 
 import kvrag.engine
-import kvrag.generate.reply
+import kvrag.generate.decode
 from benchmarks.__main__ import _parser as benchmarks_parser
 from kvrag import Model
 from kvrag.backend.transformers.loading import FAMILIES
 from kvrag.cli.main import _COMMANDS, _parser
 from kvrag.config import POLICIES
-from kvrag.scheduling.lock import Shared
+from kvrag.process import Shared
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -156,7 +156,7 @@ def alone(reader: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("kvrag.engine._shared", Shared())
-    decode = kvrag.generate.reply.decode
+    decode = kvrag.generate.decode.decode
 
     def briefly(*prompt: Any) -> Any:
         *known, sampling, constraint, control_tokens, thoughts, alone = prompt
@@ -164,7 +164,7 @@ def alone(reader: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
             sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, ANSWER_TOKENS))
         return decode(*known, sampling, constraint, control_tokens, thoughts, alone)
 
-    monkeypatch.setattr("kvrag.generate.reply.decode", briefly)
+    monkeypatch.setattr("kvrag.generate.decode.decode", briefly)
     for name, value in vars(Settings).items():
         monkeypatch.setattr(Settings, name, value)
     monkeypatch.setattr(llama_index.core, "global_tokenizer", llama_index.core.global_tokenizer)

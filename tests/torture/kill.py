@@ -29,10 +29,10 @@ from places import run_s3, run_valkey
 import kvrag.store.shared
 from kvrag import BlendEngine, FileStore, SharedStore
 from kvrag.errors import KvragError
-from kvrag.fingerprint import text_key
 from kvrag.ingest.encode import encode
 from kvrag.store.manifest import Manifest
 from kvrag.store.remote import Remote
+from kvrag.store.values import text_key
 from torture import tiny
 from torture.campaign import Campaign
 

@@ -34,13 +34,13 @@ from kvrag import (
     PromptError,
     SettingError,
     StoreError,
-    openmp,
+    process,
 )
 from kvrag.errors import AbandonedError
-from kvrag.fingerprint import text_key
-from kvrag.reuse.recovery import Recovery
-from kvrag.scheduling.lock import is_left
+from kvrag.reuse.load import Recovery
+from kvrag.scheduling.waiting import is_left
 from kvrag.store import visible_variant
+from kvrag.store.values import chunk_key, text_key
 
 PROMPT = messages(*CHUNKS)
 
@@ -74,7 +74,7 @@ def test_report_arithmetic(policy: str, ratio: float, chunks: tuple[int, ...], e
     assert len(report.runs) == len(chunks)
     for run, number in zip(report.runs, chunks, strict=True):
         chunk = engine.model.tokenizer.encode(CHUNKS[number])
-        assert run.key == engine.model.fingerprint.chunk_key(chunk)
+        assert run.key == chunk_key(engine.model.fingerprint.digest, chunk)
         assert ids[run.start : run.stop] == chunk[run.offset : run.offset + len(run)]
     inexact = sum(len(run) for run in report.runs[1:])  # the first follows the preamble
     budget = 0 if policy == "none" else round(ratio * inexact)
@@ -1260,7 +1260,7 @@ def test_a_stream_that_is_open_when_the_program_ends_computes_nothing(
     next(stream)
     kept = engine._answering._conversations.num_bytes
     monkeypatch.setattr(sys, "is_finalizing", lambda: True)
-    monkeypatch.setattr(openmp, "release_team", pytest.fail)
+    monkeypatch.setattr(process, "release_team", pytest.fail)
     with engine._answering._admission._changed:
         thread = threading.Thread(target=stream.close, daemon=True)
         thread.start()

@@ -17,9 +17,9 @@ from blending import CHUNKS, messages, plain_logits, prepare, relative
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, OutOfMemoryError
 from kvrag.control.tuning import Plan
 from kvrag.errors import ChunkUnreadableError
-from kvrag.reuse import recovery
+from kvrag.reuse import load
 from kvrag.reuse.load import LayerLoader
-from kvrag.scheduling.lock import FairLock
+from kvrag.scheduling.waiting import FairLock
 
 PROMPT = messages(*CHUNKS)
 
@@ -184,7 +184,7 @@ def test_a_failing_store_is_given_up_after_a_few_chunks(
         raise ChunkUnreadableError(key, "Input/output error")
 
     ids = cold.model.tokenizer.render(PROMPT)
-    monkeypatch.setattr("kvrag.reuse.recovery._FAILURES", 2)
+    monkeypatch.setattr("kvrag.reuse.load._FAILURES", 2)
     _intercept(cold, monkeypatch, fail)
     done = prepare(cold, ids, 0.2)
     assert done.report.runs == ()
@@ -259,8 +259,8 @@ def test_a_prompt_hashes_each_chunk_once_and_reads_the_removals_before_and_after
 ) -> None:
     ids = cold.model.tokenizer.render(messages(CHUNKS[0], CHUNKS[1], CHUNKS[0], CHUNKS[0], CHUNKS[1]))
     hashed, removals = [], []
-    hashing, reading = recovery.text_key, cold.store.removals
-    monkeypatch.setattr(recovery, "text_key", lambda *text: hashed.append(text) or hashing(*text))
+    hashing, reading = load.text_key, cold.store.removals
+    monkeypatch.setattr(load, "text_key", lambda *text: hashed.append(text) or hashing(*text))
     monkeypatch.setattr(cold.store, "removals", lambda: removals.append(1) or reading())
     assert len(cold.prefill(ids).runs) == 5
     assert (len(hashed), len(removals)) == (2, 2)

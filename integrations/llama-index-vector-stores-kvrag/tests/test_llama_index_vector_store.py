@@ -27,9 +27,9 @@ from llama_index.llms.kvrag import BlendLLM
 from llama_index.vector_stores.kvrag import KVWarmVectorStore
 
 from kvrag import ContextWindowError, FileStore, SettingError
-from kvrag.fingerprint import text_key
 from kvrag.ingest import ingest
 from kvrag.store import visible_variant
+from kvrag.store.values import text_key
 
 MIRA, TRAN, KAN, ZEL = CHUNKS
 EMBEDDING = MockEmbedding(embed_dim=4)

@@ -7,8 +7,8 @@ applied and to how many dimensions, which layers have a window, which have no Ro
 import os
 
 from kvrag.backend.hub import READER
-from kvrag.backend.transformers.cache import BlendCache
 from kvrag.backend.transformers.model import Model
+from kvrag.backend.transformers.rows import BlendCache
 from kvrag.backend.transformers.tokenizer import Tokenizer
 
 __all__ = ["READER", "BlendCache", "Model", "Tokenizer"]

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from kvrag.errors import ModelLoadError, reason_of
-from kvrag.forking import HeldBriefly
+from kvrag.process import HeldBriefly
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of PEFT."""

@@ -14,9 +14,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from kvrag.backend.transformers.cache import NoCache, as_argument
+from kvrag.backend.transformers.rows import NoCache, as_argument
 from kvrag.errors import SettingError
-from kvrag.forking import OfProcess
+from kvrag.process import OfProcess
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from kvrag.scheduling.lock import check_left
+from kvrag.scheduling.waiting import check_left
 
 MOST = 1 << 35
 """Rows times bytes of weights: a larger product takes over 100 ms on two cores in bfloat16, and would be split."""

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from kvrag.backend.hub import READER, check_model, is_offline
-from kvrag.backend.masks import Chunked
+from kvrag.backend.positions import Chunked
 from kvrag.backend.transformers.smollm2 import SMOLLM2, smollm2_path
 from kvrag.errors import (
     KvragError,

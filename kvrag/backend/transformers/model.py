@@ -15,23 +15,33 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from kvrag.backend.positions import rotate, unrotate
 from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer, Tables
-from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers import loading
 from kvrag.backend.transformers.adapter import Adapter
 from kvrag.backend.transformers.adapter import load as load_adapter
 from kvrag.backend.transformers.adapter import read as read_adapter
-from kvrag.backend.transformers.attention import AttentionObserver, Calls, Step, attention_at, attention_of, suspended
-from kvrag.backend.transformers.cache import BlendCache, StepCache, StopForward, as_argument
 from kvrag.backend.transformers.compiled import CompiledForward
 from kvrag.backend.transformers.interruptible import MOST, Interruptible
 from kvrag.backend.transformers.rotary import probe
+from kvrag.backend.transformers.rows import (
+    AttentionObserver,
+    BlendCache,
+    Calls,
+    Step,
+    StepCache,
+    StopForward,
+    as_argument,
+    attention_at,
+    attention_of,
+    suspended,
+)
 from kvrag.backend.transformers.tokenizer import Tokenizer
-from kvrag.config import Sampling
-from kvrag.errors import ContextWindowError, KvragError, UnsupportedModelError, reason_of, reporting_memory
+from kvrag.config import LOAD_DEFAULTS, LoadOptions, Sampling, fill_options, show_options
+from kvrag.errors import ContextWindowError, KvragError, UnsupportedModelError, reason_of
 from kvrag.fingerprint import Fingerprint, hash_weights
-from kvrag.options import LOAD_DEFAULTS, LoadOptions, fill_options, show_options
-from kvrag.scheduling.lock import FairLock, Shared, check_left
+from kvrag.process import Shared, reporting_memory
+from kvrag.scheduling.waiting import FairLock, check_left
 
 _TRIAL_TOKENS = 8
 

@@ -9,51 +9,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, cast, get_args
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
 
-from kvrag.backend.rope import Pairs, rotate, unrotate
-from kvrag.backend.transformers.cache import BlendCache, as_argument
+from kvrag.backend.positions import Form, LayerRotary, Pairs, cos_sin, once, rotate, unrotate
+from kvrag.backend.transformers.rows import BlendCache, as_argument
 from kvrag.errors import UnsupportedModelError
 
 _TOKENS = 16
-
-
-Form = Literal["half_split", "interleaved", "once"]
-"""Layout of a model's table: all pairs twice in sequence, each pair twice, or each pair once."""
-
-
-@dataclass(frozen=True)
-class LayerRotary:
-    """Rotation of one layer's keys; `module(x, positions, *extra)` gives its tables."""
-
-    module: nn.Module
-    extra: tuple[Any, ...]
-    pairs: Pairs
-    form: Form
-
-    def tables(self, positions: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the model's own cos and sin for (T,) positions, each (T, R) float32, one entry per pair."""
-        like = torch.empty(0, dtype=dtype, device=device)  # the module takes dtype and device from it
-        tables = _cos_sin(self.module(like, positions[None].to(device), *self.extra))
-        return _once(cast(tuple[Tensor, Tensor], tables), self.form)
-
-
-def _cos_sin(tables: Any) -> tuple[Tensor, Tensor] | None:
-    """Return cos and sin of what a rotary module returned, which may be one complex tensor; None if it is neither."""
-    if isinstance(tables, Tensor) and tables.is_complex():
-        return tables.real, tables.imag
-    return tables if isinstance(tables, tuple) and len(tables) == 2 else None
-
-
-def _once(tables: tuple[Tensor, Tensor], form: Form) -> tuple[Tensor, Tensor]:
-    """Convert the model's (1, T, 2R) or (1, T, R) cos and sin to (T, R) float32."""
-    half = slice(tables[0].shape[2] // 2)
-    kept = {"half_split": half, "interleaved": slice(0, None, 2), "once": slice(None)}[form]
-    cos, sin = (table[0, :, kept].float().contiguous() for table in tables)
-    return cos, sin
 
 
 def probe(hf: Any, num_layers: int, shift: int) -> tuple[list[LayerRotary | None], list[torch.device], int, bool]:
@@ -100,13 +65,13 @@ def _observe(hf: Any, num_layers: int, start: int) -> list[_Observation]:
     outputs: list[tuple[Any, nn.Module, tuple[Any, ...]]] = []  # tables and the modules that returned them
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if "otary" in type(module).__name__ and _cos_sin(output):
+        if "otary" in type(module).__name__ and cos_sin(output):
             extra = args[2:] + tuple(v for k, v in kwargs.items() if k not in ("x", "position_ids"))
             outputs.append((output, module, extra))
 
     def before(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
         tables, number = kwargs.get("position_embeddings"), getattr(module, "layer_idx", None)
-        if _cos_sin(tables) and isinstance(number, int):
+        if cos_sin(tables) and isinstance(number, int):
             received[number] = tables
 
     hooks = [module.register_forward_hook(after, with_kwargs=True) for module in hf.modules()]
@@ -130,8 +95,8 @@ def _observe(hf: Any, num_layers: int, start: int) -> list[_Observation]:
             _refuse(f"layer {number} does not write its keys into the cache")
     layers = []
     for number, layer in enumerate(filled):
-        tables = _cos_sin(received.get(number))
-        sources = [output[1:] for output in outputs if _equal(_cos_sin(output[0]), tables)]
+        tables = cos_sin(received.get(number))
+        sources = [output[1:] for output in outputs if _equal(cos_sin(output[0]), tables)]
         layers.append(_Observation(layer.keys, layer.values, sources[-1] if sources else None, tables))
     return layers
 
@@ -148,7 +113,7 @@ def _detect(number: int, first: _Observation, second: _Observation) -> LayerRota
     if first.rotary is None or first.tables is None or second.tables is None:
         _refuse(f"the keys of layer {number} depend on their position, but not by a rotary table that it receives")
     for pairs, form in itertools.product(get_args(Pairs), get_args(Form)):
-        tables, shifted = _once(first.tables, form), _once(second.tables, form)
+        tables, shifted = once(first.tables, form), once(second.tables, form)
         if 2 * tables[0].shape[-1] > first.keys.shape[-1]:
             continue
         a, b = unrotate(first.keys, *tables, pairs), unrotate(second.keys, *shifted, pairs)

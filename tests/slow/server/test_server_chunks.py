@@ -15,7 +15,7 @@ from blending import CHUNKS, QUESTION, messages
 from serving import NAME, Served, serving, until
 
 from kvrag import BlendEngine, BlendReport, RemoteEngine, WarmReport
-from kvrag.scheduling.lock import check_left
+from kvrag.scheduling.waiting import check_left
 from kvrag.server.settings import ApiKey
 
 NASTY = ["a/b", "..", ".", "a//b", "100%25 & more?#", "Ünï çödé 漢", "/abs/docs/a.txt", "a/../b", " "]

@@ -35,7 +35,7 @@ from kvrag.backend.transformers import Tokenizer
 from kvrag.backend.transformers.loading import load_config, reader_path
 from kvrag.fingerprint import hash_weights
 from kvrag.llm import LLMSettings
-from kvrag.scheduling.lock import FairLock
+from kvrag.scheduling.waiting import FairLock
 
 BOS_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}\n{% endfor %}"

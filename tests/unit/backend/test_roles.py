@@ -9,7 +9,7 @@ import pytest
 
 from kvrag import PromptError
 from kvrag.backend.transformers import Tokenizer
-from kvrag.generate.tools import prepare
+from kvrag.generate.prompt import prepare
 
 USER = {"role": "user", "content": "Hi."}
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"

@@ -12,8 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from kvrag.backend.transformers.control_tokens import _apply_marked, apply_chat_template
-from kvrag.backend.transformers.tokenizer import TextStream
+from kvrag.backend.transformers.tokenizer import TextStream, _apply_marked, apply_chat_template
 
 SAID = "The café's “crème brûlée” costs 3 €; 東京から 🍮🍮 and more."
 

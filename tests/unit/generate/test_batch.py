@@ -13,7 +13,7 @@ import pytest
 import torch
 from blending import CHUNKS, messages
 
-import kvrag.scheduling.lock
+import kvrag.scheduling.waiting
 from kvrag import BlendEngine, Delta, KvragError, Model, ModelError, Sampling, SettingError
 from kvrag.errors import OutOfMemoryError
 from kvrag.generate.decode import AHEAD, _batch_of, decode
@@ -356,7 +356,7 @@ def test_an_interrupted_step_is_computed_again(
 
 @pytest.fixture
 def paused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.scheduling.lock, "_SHARE", 0.0)
+    monkeypatch.setattr(kvrag.scheduling.waiting, "_SHARE", 0.0)
 
 
 def test_a_decode_step_waits_for_one_layer_of_a_prefill_only(

@@ -15,7 +15,7 @@ from blending import CHUNKS, messages, prepare
 from families import FAMILIES, build
 from packaging import version
 
-import kvrag.backend.transformers.cache
+import kvrag.backend.transformers.rows
 import kvrag.request
 from kvrag import BlendEngine, Delta, FileStore, Model, ModelError, Sampling, SettingError
 from kvrag.generate.decode import decode
@@ -42,7 +42,7 @@ def test_greedy_tokens_are_generates_past_windows_and_capacity(
     if family == "phi3-longrope" and version.parse(transformers.__version__) < version.parse("5.20"):
         pytest.skip("transformers before 5.20 forgets the prompt where the frequencies change")
     monkeypatch.setattr(kvrag.request, "_ROOM", 3)
-    monkeypatch.setattr(kvrag.backend.transformers.cache, "_GROWTH", 7)
+    monkeypatch.setattr(kvrag.backend.transformers.rows, "_GROWTH", 7)
     model_type, changes = FAMILIES[family]
     hf = build(model_type, **changes)
     model = Model(hf, tokenizer, family)

@@ -11,8 +11,7 @@ from templates import tokenizer_of
 
 from kvrag import Delta, Grammar
 from kvrag.backend.transformers import Tokenizer
-from kvrag.generate.thoughts import Thoughts
-from kvrag.generate.tools import Prepared, prepare
+from kvrag.generate.prompt import Prepared, prepare
 from kvrag.types import Answer, BlendReport, FinishReason, join
 
 HELLO = [{"role": "user", "content": "Hello."}]
@@ -96,7 +95,7 @@ class Model:
     ) -> tuple[Answer, list[Delta]]:
         """Parse an answer that arrives in pieces of this size."""
         ids = self.prepared.render(self.tokenizer)
-        thoughts, parser = Thoughts.of(self.tokenizer, ids), self.prepared.parser(self.tokenizer, ids)
+        thoughts, parser = self.prepared.thoughts(self.tokenizer, ids), self.prepared.parser(self.tokenizer, ids)
         assert parser is not None
         if is_behind and self.name == "deepseek-r1":
             text = f"</think>{text}"

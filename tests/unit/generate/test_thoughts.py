@@ -12,9 +12,8 @@ from templates import TEMPLATES, tokenizer_of
 
 from kvrag import Answer, BlendEngine, FileStore, Grammar, Model, SettingError
 from kvrag.backend.transformers import Tokenizer
+from kvrag.generate.prompt import prepare
 from kvrag.generate.row import Row
-from kvrag.generate.thoughts import Thoughts
-from kvrag.generate.tools import prepare
 
 HELLO = [{"role": "user", "content": "Hello."}]
 LOOK = {
@@ -243,7 +242,7 @@ def test_a_response_template_names_the_thoughts(ask: Ask) -> None:
 def test_several_chat_templates_without_a_default(tokenizer: Any) -> None:
     theirs = tokenizer_of("hermes", tokenizer)
     theirs.chat_template = {"rag": TEMPLATES["hermes"], "other": TEMPLATES["nemotron"]}
-    prepared = prepare(Tokenizer(theirs, "several", preamble=False), "Hello.")
-    thoughts = Thoughts.of(Tokenizer(theirs, "several", preamble=False), [5])
+    several = Tokenizer(theirs, "several", preamble=False)
+    prepared = prepare(several, "Hello.")
     assert prepared.prompt == "Hello."
-    assert thoughts is not None
+    assert prepared.thoughts(several, [5]) is not None

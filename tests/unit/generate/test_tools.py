@@ -12,7 +12,8 @@ import pytest
 from blending import CHUNKS
 
 from kvrag import BlendEngine, Delta, FileStore, Grammar, InvalidCall, Model, PromptError, SettingError, ToolCall
-from kvrag.generate.tools import AnswerParser, call_parser, prepare
+from kvrag.generate.parse import AnswerParser, call_parser
+from kvrag.generate.prompt import prepare
 from kvrag.types import FinishReason, join
 
 HELLO = [{"role": "user", "content": "Hello."}]

@@ -22,7 +22,7 @@ import kvrag.memory.conversation
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, SettingError
 from kvrag.backend.transformers import BlendCache
 from kvrag.control.tuning import Plan
-from kvrag.index.deleted import DeletedTexts
+from kvrag.index.match import DeletedTexts
 from kvrag.memory.conversation import Blended, CachedPrefix, Conversations, KeptStretch, Turn
 from kvrag.reuse.request_state import RequestState
 from kvrag.store.values import Entry
@@ -297,7 +297,7 @@ def test_an_answer_that_failed_leaves_nothing(talk: Talk, monkeypatch: pytest.Mo
         yield Delta("a", (5,))
         raise ModelError("the model's logits are NaN")
 
-    monkeypatch.setattr("kvrag.generate.reply.decode", fail)
+    monkeypatch.setattr("kvrag.generate.decode.decode", fail)
     with pytest.raises(ModelError):
         talk(FIRST, ratio=0.3)
     kept = list(talk.engine._answering._conversations._kept)

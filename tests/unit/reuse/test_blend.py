@@ -13,7 +13,7 @@ from families import FAMILIES, build
 import kvrag.backend.protocol
 import kvrag.reuse.blend
 import kvrag.reuse.load
-from kvrag import BlendEngine, FileStore, Model
+from kvrag import BlendConfig, BlendEngine, FileStore, Model
 
 WINDOWS = ["llama", "mistral-window", "gemma3", "qwen2-window", "gpt_oss", "llama-dynamic", "phi3-longrope"]
 
@@ -179,3 +179,14 @@ def test_a_chunk_that_does_not_follow_its_preamble_is_not_exact(between: str, mo
     ids = [*model.tokenizer.preamble, *encode(between), *encode(CHUNKS[1]), *encode(" Who?")]
     assert not lay_out(ids=ids).exact.any()
     assert not lay_out(ids=ids[len(model.tokenizer.preamble) + len(encode(between)) :]).exact.any()
+
+
+def test_only_a_chunk_encoded_alone_is_exact_after_the_preamble(model: Model, tmp_path: Path) -> None:
+    with BlendEngine(model, FileStore(tmp_path), BlendConfig(context_tokens=64)) as engine:
+        engine.warm(CHUNKS[:2], document="a")
+        alone, behind = (
+            engine.generate(messages(chunk), ratio=0.0, policy="none", max_new_tokens=1).report for chunk in CHUNKS[:2]
+        )
+    assert [run.start for report in (alone, behind) for run in report.runs] == [len(model.preamble)] * 2
+    assert alone.exact
+    assert not behind.exact, "it was encoded with another context"

@@ -13,7 +13,7 @@ from families import FAMILIES, build
 from torch import Tensor
 
 from kvrag import POLICIES, BlendConfig, BlendEngine, FileStore, Model, SettingError
-from kvrag.backend.transformers.cache import as_argument
+from kvrag.backend.transformers.rows import as_argument
 from kvrag.reuse.request_state import RequestState
 from kvrag.reuse.select import select
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvrag.errors import AbandonedError
 from kvrag.scheduling.bridge import off_loop, once
-from kvrag.scheduling.lock import check_left
+from kvrag.scheduling.waiting import check_left
 
 name: ContextVar[str] = ContextVar("name")
 

@@ -12,8 +12,8 @@ import pytest
 from fastapi.routing import APIRoute
 
 from kvrag.scheduling.bridge import off_loop
-from kvrag.scheduling.lock import check_left
 from kvrag.scheduling.queue import AdmissionQueue, QueueFullError, QueueStoppingError, QueueTimeoutError
+from kvrag.scheduling.waiting import check_left
 from kvrag.server import app
 from kvrag.server.api_errors import describe
 

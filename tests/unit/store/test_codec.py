@@ -28,7 +28,7 @@ from kvrag.cli.main import main
 from kvrag.config import CODECS
 from kvrag.inspect.gate import verify
 from kvrag.store import ChunkRecord, StoreCheck
-from kvrag.store.codec import pack, share, unpack
+from kvrag.store.values import chunk_key, pack, share, unpack
 
 LOSSY = {"int8": 255, "int4": 15}
 CPU = torch.device("cpu")
@@ -246,7 +246,7 @@ def test_disk_and_ram_hold_the_packed_form_and_give_the_same(packing: BlendEngin
 
 
 def test_the_controller_reads_packed_chunks(packing: BlendEngine) -> None:
-    key = packing.fingerprint.chunk_key(packing.model.tokenizer.encode(CHUNKS[0]))
+    key = chunk_key(packing.fingerprint.digest, packing.model.tokenizer.encode(CHUNKS[0]))
     reader = packing.store.open(key)
     assert reader is not None
     packing._tuning._probe(reader)

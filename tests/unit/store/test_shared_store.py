@@ -41,12 +41,12 @@ from kvrag import (
     StoreFullError,
 )
 from kvrag.cli.main import main
-from kvrag.fingerprint import text_key
 from kvrag.store import ON_REQUEST, Holding, log, open_store, shared, visible_variant
 from kvrag.store import follower as following
 from kvrag.store.objects import ObjectStore
 from kvrag.store.urls import connect
 from kvrag.store.valkey import ValkeyStore
+from kvrag.store.values import chunk_key, text_key
 
 Machine = Callable[..., SharedStore]
 
@@ -1184,7 +1184,7 @@ def test_two_machines_that_warm_a_shared_text_leave_it_alone(engines: list[Blend
             engine.store._log.pull()  # type: ignore[attr-defined]
             ids = engine.encode(common)
             state = engine.store.look_up([text_key("", ids)])[text_key("", ids)]
-            assert visible_variant(state, alone_only=False) == engine.fingerprint.chunk_key(ids)
+            assert visible_variant(state, alone_only=False) == chunk_key(engine.fingerprint.digest, ids)
 
 
 def test_prompts_are_answered_without_the_shared_store(
@@ -1265,8 +1265,8 @@ def test_the_command_line_copies_and_looks_into_a_shared_store(
     same.close()
     back = FileStore(tmp_path / "back", min_free_bytes=0)
     int8 = FINGERPRINT.stored_as("int8")
-    key = int8.chunk_key(behind.ids.tolist(), [5, 6])
-    assert back.look_up([text(A)])[text(A)].sources == {"doc": key, "x": int8.chunk_key(A.ids.tolist())}
+    key = chunk_key(int8.digest, behind.ids.tolist(), [5, 6])
+    assert back.look_up([text(A)])[text(A)].sources == {"doc": key, "x": chunk_key(int8.digest, A.ids.tolist())}
     back.bind(int8)
     reader = back.open(key)
     assert reader is not None

@@ -42,7 +42,7 @@ from kvrag import (
 )
 from kvrag.cli.main import main
 from kvrag.errors import ChunkUnreadableError
-from kvrag.fingerprint import FORMAT, hash_weights, text_key
+from kvrag.fingerprint import FORMAT, hash_weights
 from kvrag.memory.tier import MemoryTier
 from kvrag.store import (
     ON_REQUEST,
@@ -56,6 +56,7 @@ from kvrag.store import (
 from kvrag.store.chunkfile import ChunkFile
 from kvrag.store.durable import write_file
 from kvrag.store.manifest import Manifest, ManifestRow
+from kvrag.store.values import chunk_key, text_key
 
 
 @pytest.fixture
@@ -450,7 +451,7 @@ def test_a_damaged_chunk_is_recomputed_and_the_answer_is_the_same(
 ) -> None:
     engine.warm(CHUNKS)
     ids = engine.model.tokenizer.render(messages(*CHUNKS))
-    key = engine.model.fingerprint.chunk_key(engine.model.tokenizer.encode(CHUNKS[2]))
+    key = chunk_key(engine.model.fingerprint.digest, engine.model.tokenizer.encode(CHUNKS[2]))
     (path,) = engine.store.path.glob(f"chunks/*/{key}-*.safetensors")  # type: ignore[attr-defined]
     if how == "gone":
         path.unlink()
@@ -1296,12 +1297,12 @@ def test_a_namespace_sees_nothing_of_another(store: FileStore) -> None:
 
 def test_keys_of_different_things_differ() -> None:
     keys = [
-        FINGERPRINT.chunk_key([1, 2, 3]),
-        FINGERPRINT.chunk_key([2, 3], [1]),
-        FINGERPRINT.chunk_key([3], [1, 2]),
-        FINGERPRINT.chunk_key([1, 2, 3], [], "a"),
-        FINGERPRINT.chunk_key([1, 2, 3], [ord("a")], ""),
-        replace(FINGERPRINT, weights="x").chunk_key([1, 2, 3]),
+        chunk_key(FINGERPRINT.digest, [1, 2, 3]),
+        chunk_key(FINGERPRINT.digest, [2, 3], [1]),
+        chunk_key(FINGERPRINT.digest, [3], [1, 2]),
+        chunk_key(FINGERPRINT.digest, [1, 2, 3], [], "a"),
+        chunk_key(FINGERPRINT.digest, [1, 2, 3], [ord("a")], ""),
+        chunk_key(replace(FINGERPRINT, weights="x").digest, [1, 2, 3]),
         text_key("", [1, 2, 3]),
         text_key("a", [1, 2, 3]),
     ]
@@ -1939,7 +1940,7 @@ def test_chunks_in_frequent_use_come_from_the_device(
         mixed = prepare(engine, engine.model.tokenizer.render(messages(*CHUNKS[1:3])), 0.2, "query")
         assert mixed.report.tier == "mixed"
         unpacked: list[str] = []
-        monkeypatch.setattr("kvrag.store.codec._unpack", lambda *_: unpacked.append("") or 1 / 0)
+        monkeypatch.setattr("kvrag.store.values._unpack", lambda *_: unpacked.append("") or 1 / 0)
         assert torch.equal(prepare(engine, ids, 0.2, "query").logits, prompts[0].logits)  # its KV is kept unpacked
         engine.forget("d")
         assert engine.generate(messages(*CHUNKS[:2]), max_new_tokens=1).report.reused_tokens == 0

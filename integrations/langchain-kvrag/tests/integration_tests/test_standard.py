@@ -32,7 +32,7 @@ from serving import NAME, serving
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from kvrag import BlendEngine, Model
-from kvrag.generate.tools import prepare
+from kvrag.generate.prompt import prepare
 
 
 def call(name: str, **arguments: Any) -> str:

@@ -19,8 +19,8 @@ from langchain_kvrag import ChatBlend, KVWarmVectorStore
 from langchain_kvrag.listing import listed_ids
 
 from kvrag import BlendEngine
-from kvrag.fingerprint import text_key
 from kvrag.store import visible_variant
+from kvrag.store.values import text_key
 
 EMBEDDING = DeterministicFakeEmbedding(size=16)
 IDS = [str(uuid.UUID(int=number)) for number in range(4)]

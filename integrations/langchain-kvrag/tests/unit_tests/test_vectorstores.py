@@ -26,8 +26,8 @@ from langchain_kvrag import (
 )
 
 from kvrag import BlendEngine, ContextWindowError, KvragError, LLMSettings, SettingError, StoreFullError
-from kvrag.fingerprint import text_key
 from kvrag.store import visible_variant
+from kvrag.store.values import text_key
 
 EMBEDDING = DeterministicFakeEmbedding(size=16)
 OTHER = "Florton is a town by the sea. It has a harbour, a museum and two schools. Its mayor is Tran Hol."

@@ -1,13 +1,25 @@
-"""Causal masks for scattered rows, and the attention that positions receive from them. Used by all backends."""
+"""What positions mean to a model: the rotation of its keys, and causal masks for scattered rows. Used by all backends.
+
+Rotary position embedding is tensor arithmetic here (arXiv:2104.09864, section 3.2), all in float32: half precision
+loses the low bits of large angles, which the inverse needs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+T = TypeVar("T", int, Tensor)
+
+Pairs = Literal["half_split", "interleaved"]
+"""Which dimensions rotate together: i and i + R (most models), or 2i and 2i + 1 (cohere, glm)."""
+
+Form = Literal["half_split", "interleaved", "once"]
+"""Layout of a model's table: all pairs twice in sequence, each pair twice, or each pair once."""
 
 CPU_ROWS = 128
 """Rows per block on a CPU."""
@@ -15,9 +27,77 @@ CPU_ROWS = 128
 ROWS = 1024
 """Rows per block elsewhere."""
 
-T = TypeVar("T", int, Tensor)
-
 _KEPT_MASKS = 64 << 20  # bytes of masks kept between layers
+_BLOCK = 512  # tokens; on a CPU, the float32 intermediates of one block fit into the cache
+
+
+def rotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "half_split", out: Tensor | None = None) -> Tensor:
+    """Apply RoPE to (B, H, T, D) position-free keys, after any QK-norm.
+
+    Args:
+        cos, sin: (T, R) float32, the model's own tables for the target positions, one entry per pair of dimensions. The
+            first 2R dimensions rotate, the rest are copied.
+        out: (B, H, T, D) to write to, `keys` itself to rotate in place.
+    """
+    out = torch.empty_like(keys) if out is None else out
+    num_rotary = 2 * cos.shape[-1]
+    if num_rotary < keys.shape[-1] and out is not keys:
+        out[..., num_rotary:] = keys[..., num_rotary:]
+    size = _BLOCK if keys.device.type == "cpu" else keys.shape[2]
+    for start in range(0, keys.shape[2], size):
+        block = slice(start, start + size)
+        first, second = _split(keys[:, :, block, :num_rotary], pairs)
+        first, second, c, s = first.float(), second.float(), cos[block], sin[block]
+        to_first, to_second = _split(out[:, :, block, :num_rotary], pairs)
+        rotated = (first * c).addcmul_(second, s, value=-1)  # before `first` can change
+        to_second.copy_((second * c).addcmul_(first, s))
+        to_first.copy_(rotated)
+    return out
+
+
+def unrotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "half_split") -> Tensor:
+    """Undo `rotate`: rotate by -sin, and divide by the scale of scaled tables (yarn)."""
+    scale = cos.square() + sin.square()  # 1 unless the model scales its tables or stores them in half precision
+    return rotate(keys, cos / scale, -sin / scale, pairs)
+
+
+def _split(x: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """Return views of the first and second dimensions of each pair, (..., 2R) -> two (..., R)."""
+    if pairs == "interleaved":
+        return x[..., 0::2], x[..., 1::2]
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
+
+
+@dataclass(frozen=True)
+class LayerRotary:
+    """Rotation of one layer's keys; `module(x, positions, *extra)` gives its tables."""
+
+    module: nn.Module
+    extra: tuple[Any, ...]
+    pairs: Pairs
+    form: Form
+
+    def tables(self, positions: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the model's own cos and sin for (T,) positions, each (T, R) float32, one entry per pair."""
+        like = torch.empty(0, dtype=dtype, device=device)  # the module takes dtype and device from it
+        tables = cos_sin(self.module(like, positions[None].to(device), *self.extra))
+        return once(cast(tuple[Tensor, Tensor], tables), self.form)
+
+
+def cos_sin(tables: Any) -> tuple[Tensor, Tensor] | None:
+    """Return cos and sin of what a rotary module returned, which may be one complex tensor; None if it is neither."""
+    if isinstance(tables, Tensor) and tables.is_complex():
+        return tables.real, tables.imag
+    return tables if isinstance(tables, tuple) and len(tables) == 2 else None
+
+
+def once(tables: tuple[Tensor, Tensor], form: Form) -> tuple[Tensor, Tensor]:
+    """Convert the model's (1, T, 2R) or (1, T, R) cos and sin to (T, R) float32."""
+    half = slice(tables[0].shape[2] // 2)
+    kept = {"half_split": half, "interleaved": slice(0, None, 2), "once": slice(None)}[form]
+    cos, sin = (table[0, :, kept].float().contiguous() for table in tables)
+    return cos, sin
 
 
 class Block(NamedTuple):

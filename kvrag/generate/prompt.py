@@ -1,4 +1,4 @@
-"""Tool calling: put tools into a prompt, and parse calls from an answer.
+"""Prompts with tools and thoughts: what a chat template gets, and the grammar that the answer must match.
 
 Tools and `tool_choice` have OpenAI's form. A chat template with tool support renders them in the format that its model
 was trained on. For any other template, they are described in the system message in the Hermes format.
@@ -8,30 +8,31 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from kvrag.backend.transformers.tokenizer import AnswerRegions, Tokenizer, is_token_ids
 from kvrag.config import Grammar, check_json, check_type
 from kvrag.errors import PromptError, SettingError
-from kvrag.generate.dialects import CHANNELS, CLOSE, DIALECTS, HERMES, OPEN, Dialect, translate
-from kvrag.generate.grammar import guarded, literal
-from kvrag.generate.thoughts import HARMONY, kind_of, own_fields, switch
-from kvrag.types import CallPiece, Delta, InvalidCall, Messages, TokenIds, ToolCall
-
-_ABSENT = "\0"  # occurs in no prompt
-_JSON = json.JSONDecoder(strict=False)
-_AT_START = ("bare", "python")  # regions that begin an answer
-_CALLS = (*_AT_START, "tagged", "named", "xml", "tool_calls")  # the last one in templates of tokenizers
-
-# a call up to its arguments
-_HEAD = re.compile(
-    r'\s*\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"function"\s*:\s*\{\s*)?'
-    r'"name"\s*:\s*"(?P<name>[\w.-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+from kvrag.generate.dialects import (
+    CHANNELS,
+    CLOSE,
+    DIALECTS,
+    HARMONY,
+    HERMES,
+    KINDS,
+    OPEN,
+    SWITCHES,
+    THOUGHT_FIELDS,
+    Dialect,
+    Kind,
 )
-_MISTRAL_HEAD = re.compile(r"(?P<name>[\w.-]+)(?:\[ARGS\])?(?=\{)")
+from kvrag.generate.grammar import guarded, literal
+from kvrag.generate.parse import AnswerParser, Thoughts, arguments_of, call_parser
+from kvrag.types import Messages, TokenIds
+
+_TAIL = 16  # tokens of a prompt that may have opened a thought
 
 _INSTRUCTIONS = """\
 # Tools
@@ -78,6 +79,11 @@ class Prepared:
     def render(self, tokenizer: Tokenizer) -> list[int]:
         """Return the token ids of the prompt."""
         return tokenizer.render(self.prompt, **self.template)
+
+    def thoughts(self, tokenizer: Tokenizer, ids: Sequence[int]) -> Thoughts | None:
+        """Return what splits the answer to the prompt `ids` from its thoughts; None if the model does not think."""
+        kind = kind_of(tokenizer)
+        return Thoughts(tokenizer, kind, tokenizer.decode(ids[-_TAIL:], control_tokens=True)) if kind else None
 
     def parser(self, tokenizer: Tokenizer, ids: Sequence[int]) -> AnswerParser | None:
         """Return a parser for the answer to the prompt `ids`, without its thoughts; None if it is all text."""
@@ -225,7 +231,7 @@ def _parsed_call(call: Any, form: Dialect) -> dict[str, Any] | str:
     if not isinstance(function, Mapping):
         function = {"name": None, "arguments": None}
     name, given = function.get("name") or "", function.get("arguments")
-    arguments = _arguments(given)
+    arguments = arguments_of(given)
     if isinstance(name, str) and name and arguments is not None:
         written = json.dumps(arguments, ensure_ascii=False) if form.keeps_json else arguments
         return {"type": "function", **call, "function": {**function, "arguments": written}}
@@ -262,6 +268,57 @@ def _message_as_text(message: dict[str, Any]) -> dict[str, Any]:
     return {"role": message["role"], "content": "\n".join([content, *calls] if content else calls)}
 
 
+# ---------------------------------------------------------------- thoughts
+
+
+def kind_of(tokenizer: Tokenizer) -> Kind | None:
+    """Return how the model marks its thoughts; None if it does not think."""
+    source = str(tokenizer.hf.chat_template)  # all of them, if there are several
+    for kind in KINDS:
+        if any(sign in source or sign in tokenizer.marks for sign in kind.signs):
+            return kind
+    if fields := own_fields(tokenizer):
+        marks = next(iter(fields.values()))
+        open, close = (marks[name] if isinstance(marks.get(name), str) else "" for name in ("open", "close"))
+        return Kind((), open if close else "", close if open else "", fields=fields)
+    return None
+
+
+def own_fields(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the fields of thoughts in the tokenizer's own response template."""
+    fields = (tokenizer.response_template or {}).get("fields", {})
+    return {name: fields[name] for name in THOUGHT_FIELDS if {"open", "open_pattern"} & set(fields.get(name, ()))}
+
+
+def switch(tokenizer: Tokenizer, reasoning: bool | None, is_plain: bool) -> dict[str, bool]:
+    """Return the variable of the chat template that turns thoughts on or off.
+
+    Args:
+        is_plain: The template does not render the prompt.
+
+    Raises:
+        SettingError: The template cannot do so.
+    """
+    if reasoning is None:
+        return {}
+    if not isinstance(reasoning, bool):
+        raise SettingError(f"reasoning must be True, False or None, got {reasoning!r:.80}")
+    if not is_plain and (name := tokenizer.find_switch(SWITCHES)):
+        return {name: reasoning}
+    kind, source = kind_of(tokenizer), str(tokenizer.hf.chat_template)
+    # a token alone is no sign: tokenizers of models that do not think have it too
+    thinks = kind is not None and (not kind.signs or any(sign in source for sign in kind.signs))
+    if reasoning and not thinks:
+        raise SettingError("reasoning=True: this model does not think; leave reasoning out")
+    if not reasoning and thinks:
+        if is_plain:
+            raise SettingError("reasoning=False needs a chat prompt: pass the prompt as a list of messages")
+        if kind is HARMONY:
+            raise SettingError("reasoning=False: this model always thinks; pass template={'reasoning_effort': 'low'}")
+        raise SettingError("reasoning=False: the chat template has no switch for thoughts; leave reasoning out")
+    return {}
+
+
 # ---------------------------------------------------------------- grammar
 
 
@@ -296,223 +353,3 @@ def _call_grammar(
         rules.append(f"answer: {header} %json {json.dumps(schema)}")
         alternatives.append("answer")
     return Grammar(lark="\n".join([f"start: {' | '.join(alternatives)}", *rules])), tuple(left_out)
-
-
-# ---------------------------------------------------------------- answer
-
-
-def call_parser(
-    tools: Sequence[Mapping[str, Any]],
-    forced: Sequence[str] = (),
-    dialect: Dialect = HERMES,
-    marks: Mapping[str, Any] | None = None,
-) -> AnswerParser:
-    """Return a parser of calls of these tools; the default dialect covers Hermes, Qwen, Llama 3 and Mistral.
-
-    In Llama's and Mistral's, an answer consists of calls of known tools only. Anything else is text.
-
-    Args:
-        marks: More regions, without text.
-    """
-    known = "|".join(map(re.escape, _names(tools)))
-    fields = {
-        name: {**field, "open_pattern": field["open_pattern"].replace("NAMES", known)}
-        for name, field in (dialect.fields if tools else {}).items()
-    }
-    template = {"start_anchor": _ABSENT, "fields": {"content": {}, **(marks or {}), **fields}}
-    return AnswerParser(AnswerRegions(template, ""), tools, forced)
-
-
-class _OpenCall:
-    """A call whose arguments are being generated; `arguments` are those taken so far, as strict JSON."""
-
-    def __init__(self, index: int, name: str, start: int) -> None:
-        self.index, self.name, self.id, self.start = index, name, uuid.uuid4().hex[:9], start
-        self.taken, self.arguments = 0, ""
-        self._depth, self._in_string, self._is_escaped = 0, False, False
-
-    @property
-    def is_complete(self) -> bool:
-        return self.taken > 0 and self._depth == 0
-
-    def take(self, text: str) -> str:
-        """Take the arguments from the call's text; return their new part."""
-        more = ""
-        for letter in text[self.start + self.taken :]:
-            if self.is_complete:
-                break
-            self.taken += 1
-            # models write line breaks into strings, which JSON forbids
-            more += json.dumps(letter)[1:-1] if self._in_string and letter < " " else letter
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._in_string:
-                self._is_escaped, self._in_string = letter == "\\", letter != '"'
-            else:
-                self._in_string = letter == '"'
-                self._depth += {"{": 1, "}": -1}.get(letter, 0)
-        self.arguments += more
-        return more
-
-
-class AnswerParser:
-    """Separates the text of one streamed answer from its tool calls; may need control tokens in the text.
-
-    A call is invalid if it was cut off, or if it is malformed after its arguments have begun.
-    """
-
-    def __init__(
-        self,
-        regions: AnswerRegions,
-        tools: Sequence[Mapping[str, Any]],
-        forced: Sequence[str],
-        control_tokens: Collection[int] = (),
-    ) -> None:
-        self.control_tokens = control_tokens
-        self._regions, self._forced = regions, forced
-        self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-        self._num_calls = 0
-        self._raw = self._text = ""  # of the open region, as generated and as JSON
-        self._open: _OpenCall | None = None  # pieces of it were sent
-        self._pieces: dict[int, CallPiece] = {}  # by call
-        self._valid: list[ToolCall] = []
-        self._invalid: list[InvalidCall] = []
-
-    def parse(self, delta: Delta) -> Delta:
-        """Return the delta with its calls and with the text that cannot be part of a call."""
-        text = "".join(map(self._outside, self._regions.feed(delta.text)))
-        if delta.finish_reason is not None:
-            is_cut = delta.finish_reason == "length"
-            text += "".join(self._outside(event, is_cut) for event in self._regions.end())
-            if self._num_calls:
-                text = text.rstrip()
-            elif self._forced:
-                text = ""  # the beginning of a call
-                self._fail("")
-        pieces, valid, invalid = tuple(self._pieces.values()), tuple(self._valid), tuple(self._invalid)
-        self._pieces, self._valid, self._invalid = {}, [], []
-        return replace(delta, text=text, call_pieces=pieces, tool_calls=valid, invalid_calls=invalid)
-
-    def _outside(self, event: Mapping[str, Any], is_cut: bool = False) -> str:
-        """Process an event; return its text outside calls. `is_cut`: the answer was cut off before it."""
-        kind, field = event["type"], event["field"]
-        if field not in _CALLS:
-            return str(event["text"]) if kind == "region_chunk" else ""
-        if kind == "region_open":
-            self._raw = self._text = ""
-        elif kind == "region_chunk":
-            self._raw += event["text"]
-            self._stream(field, "")
-        else:
-            return self._close(field, event["value"], is_cut, event["ended_by"])
-        return ""
-
-    def _stream(self, field: str, end: str) -> None:
-        """Send the new part of a call's arguments, once the text before them is complete."""
-        self._text = translate(field, self._raw, end, self._schemas)
-        if self._open is None:
-            head = _HEAD.match(self._text) or (_MISTRAL_HEAD.match(self._text) if field == "bare" else None)
-            if head is None or (field in _AT_START and head["name"] not in self._schemas):
-                return
-            self._open = self._begin(head["name"], head.end())
-        self._send(self._open, self._open.take(self._text))
-
-    def _close(self, field: str, value: Any, is_cut: bool, ended_by: str) -> str:
-        """End a region with its calls, or with an invalid one; return its text if it has none."""
-        opening = ""
-        if field == "tool_calls":
-            calls = [] if is_cut else _calls_in(value)  # transformers would complete the call
-            ended_by = ""
-        else:
-            self._stream(field, "cut" if is_cut and not ended_by else "complete")
-            calls, opening = _calls(self._text), value
-        if field in _AT_START and any(call.name not in self._schemas for call in calls):
-            calls = []
-        if calls:
-            self._end(calls)
-        elif self._open or (is_cut and (field not in _AT_START or opening.strip())):
-            self._fail(self._text)
-        else:
-            return opening + self._raw + ended_by
-        return ""
-
-    def _end(self, calls: Sequence[ToolCall]) -> None:
-        """End these calls. The first is the streamed one, if there is one."""
-        for call in calls:
-            if self._open is None:
-                self._open = self._begin(call.name)
-                self._send(self._open, json.dumps(call.arguments, ensure_ascii=False))
-            self._valid.append(replace(call, id=self._open.id))
-            self._open = None
-
-    def _fail(self, text: str) -> None:
-        """End an invalid call with this text."""
-        opened = self._open or self._begin(self._forced[0] if len(self._forced) == 1 else "", len(text))
-        self._open, rest = opened, text[opened.start + opened.taken :]
-        arguments = _arguments(opened.arguments) if opened.is_complete and not rest.strip("}] \n") else None
-        if arguments is not None:  # only closing marks are missing
-            self._end([ToolCall(opened.name, arguments, opened.id)])
-            return
-        self._send(opened, rest)
-        self._invalid.append(InvalidCall(opened.name, opened.arguments + rest, opened.id))
-        self._open = None
-
-    def _begin(self, name: str, start: int = 0) -> _OpenCall:
-        call = _OpenCall(self._num_calls, name, start)
-        self._pieces[call.index] = CallPiece(call.index, "", name, call.id)
-        self._num_calls += 1
-        return call
-
-    def _send(self, call: _OpenCall, arguments: str) -> None:
-        if arguments:
-            piece = self._pieces.get(call.index, CallPiece(call.index, ""))
-            self._pieces[call.index] = replace(piece, arguments=piece.arguments + arguments)
-
-
-def _calls(text: str) -> list[ToolCall]:
-    """Return the calls that the text consists of; none if it contains anything else."""
-    calls: list[ToolCall] = []
-    rest = text.strip()
-    try:
-        while rest:
-            head = _MISTRAL_HEAD.match(rest)
-            value, end = _JSON.raw_decode(rest, head.end() if head else 0)
-            found = _calls_in({"name": head["name"], "arguments": value} if head else value)
-            if not found:
-                return []
-            calls += found
-            rest = rest[end:].lstrip(" \n;")
-    except (ValueError, RecursionError):
-        return []
-    return calls
-
-
-def _calls_in(value: Any) -> list[ToolCall]:
-    """Return the calls in a value of JSON, without ids; none if it contains anything else."""
-    calls = []
-    for item in value if isinstance(value, list) else [value]:
-        function = item.get("function", item) if isinstance(item, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(function, dict) or not isinstance(name, str):
-            return []
-        arguments = _arguments(function.get("arguments", function.get("parameters")))
-        if arguments is None:
-            return []
-        calls.append(ToolCall(name, arguments, ""))
-    return calls
-
-
-def _arguments(value: Any) -> dict[str, Any] | None:
-    """Return arguments, given as a dict or JSON, as a dict of plain JSON types; None if they are neither.
-
-    Lone surrogates, which models may write as escapes and tokenizers reject, become U+FFFD.
-    """
-    try:
-        if isinstance(value, str):
-            value = json.loads(value, strict=False) if value.strip() else {}
-        if value is not None and not isinstance(value, Mapping):
-            return None
-        text = json.dumps(dict(value or {}), ensure_ascii=False)
-        return dict(json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")))
-    except (TypeError, ValueError, RecursionError):
-        return None

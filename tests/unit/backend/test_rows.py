@@ -10,9 +10,9 @@ from families import FAMILIES, build
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-import kvrag.backend.transformers.attention
+import kvrag.backend.transformers.rows
 from kvrag import Model
-from kvrag.backend.transformers.attention import AttentionObserver, attention_at
+from kvrag.backend.transformers.rows import AttentionObserver, attention_at
 
 ROWS = torch.tensor([3, 4, 9, *range(30, 50), 61, 90, 91, 120, 150, 199])
 
@@ -35,7 +35,7 @@ def _attended(
     """(1, S, HG, D) on the model's last layer."""
     module: Any = model.hf.model.layers[-1].self_attn
     with torch.inference_mode(), attention_at(model.config, ROWS, ROWS, model.windows, observer):
-        return kvrag.backend.transformers.attention._attend(
+        return kvrag.backend.transformers.rows._attend(
             module, query, key, value, torch.zeros(1, 1, 1, 1), scaling=0.25
         )[0]
 
@@ -61,7 +61,7 @@ def test_products_are_nearly_as_precise_as_torchs_kernel(
     num_heads: int, num_kv_heads: int, loud: float, half: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if all scores of a row are so high that bfloat16 cannot distinguish them."""
-    monkeypatch.setattr(kvrag.backend.transformers.attention, "_PACKED", 21)  # several blocks
+    monkeypatch.setattr(kvrag.backend.transformers.rows, "_PACKED", 21)  # several blocks
     query, key, value = _inputs(num_heads, num_kv_heads, loud)
     values = value[0].double().repeat_interleave(num_heads // num_kv_heads, dim=0)
     wanted = (_weights(query, key, half.windows[-1]) @ values).transpose(0, 1)
@@ -76,7 +76,7 @@ def test_products_are_nearly_as_precise_as_torchs_kernel(
 
 @pytest.mark.parametrize("num_queries", [1, 8, 29])
 def test_the_observer_gets_the_sum_of_squares(num_queries: int, half: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.backend.transformers.attention, "_PACKED", 21)
+    monkeypatch.setattr(kvrag.backend.transformers.rows, "_PACKED", 21)
     query, key, value = _inputs(6, 2, 5.0)
     last = half.num_layers - 1
     observed: dict[int, Tensor] = {}
@@ -88,8 +88,8 @@ def test_the_observer_gets_the_sum_of_squares(num_queries: int, half: Model, mon
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "gpt_oss"])
 def test_no_mask_over_all_rows_and_keys_is_built(family: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a prompt of 64k tokens with 32k fresh ones needs gigabytes."""
-    module = kvrag.backend.transformers.attention
-    for each in (module, kvrag.backend.masks):
+    module = kvrag.backend.transformers.rows
+    for each in (module, kvrag.backend.positions):
         monkeypatch.setattr(each, "CPU_ROWS", 8)
         monkeypatch.setattr(each, "ROWS", 8)
     built: list[int] = []

@@ -9,8 +9,8 @@ import torch
 from families import FAMILIES, build
 
 from kvrag import Model
-from kvrag.backend.rope import rotate, unrotate
-from kvrag.backend.transformers.cache import as_argument
+from kvrag.backend.positions import rotate, unrotate
+from kvrag.backend.transformers.rows import as_argument
 
 ROTARIES = [
     "llama",

@@ -15,9 +15,8 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from kvrag import BlendEngine, Model
 from kvrag.errors import AbandonedError
-from kvrag.scheduling import admission as module
-from kvrag.scheduling.admission import Admission
-from kvrag.scheduling.lock import is_left
+from kvrag.scheduling import waiting as module
+from kvrag.scheduling.waiting import Admission, is_left
 
 PROMPT, OTHER = messages(*CHUNKS), messages(CHUNKS[1])
 SHORT: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0}

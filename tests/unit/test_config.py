@@ -13,10 +13,19 @@ import pytest
 from kvrag import BlendConfig, KvragError, LLMSettings, Sampling, SettingError
 from kvrag.cli import ask, calibrate, explain, serve
 from kvrag.cli.main import Parser
-from kvrag.client.payload import checked
-from kvrag.config import ANSWER_SETTINGS, DECLARED, EngineOptions, ModelOptions, choices_of
+from kvrag.client.wire import checked
+from kvrag.config import (
+    ANSWER_SETTINGS,
+    DECLARED,
+    AnswerOptions,
+    EngineKeywords,
+    EngineOptions,
+    LoadingOptions,
+    LoadOptions,
+    ModelOptions,
+    choices_of,
+)
 from kvrag.llm import SETTINGS, AnswerSettings, EngineSettings
-from kvrag.options import AnswerOptions, EngineKeywords, LoadingOptions, LoadOptions
 from kvrag.server.schemas import ChatRequest
 
 POLICY = "query:first_tokens=4,band=0.4:0.7"

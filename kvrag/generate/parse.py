@@ -1,0 +1,322 @@
+"""Parse a streamed answer: thoughts, tool calls, and the text outside of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvrag.backend.transformers.tokenizer import AnswerRegions, Tokenizer
+from kvrag.generate.dialects import HERMES, SWITCHES, Dialect, Kind, translate
+from kvrag.generate.grammar import literal
+from kvrag.types import CallPiece, Delta, InvalidCall, ToolCall
+
+_ABSENT = "\0"  # occurs in no prompt
+_JSON = json.JSONDecoder(strict=False)
+_AT_START = ("bare", "python")  # regions that begin an answer
+_CALLS = (*_AT_START, "tagged", "named", "xml", "tool_calls")  # the last one in templates of tokenizers
+
+# a call up to its arguments
+_HEAD = re.compile(
+    r'\s*\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"function"\s*:\s*\{\s*)?'
+    r'"name"\s*:\s*"(?P<name>[\w.-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_MISTRAL_HEAD = re.compile(r"(?P<name>[\w.-]+)(?:\[ARGS\])?(?=\{)")
+
+
+class Thoughts:
+    """Splits one streamed answer into thoughts and text.
+
+    Attributes:
+        control_tokens: Those that must stay in the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, kind: Kind, tail: str) -> None:
+        """Begin an answer to a prompt that ends with `tail`."""
+        self._tokenizer, self._kind = tokenizer, kind
+        self.control_tokens = tokenizer.control_tokens(kind.fields)
+        # what the prompt has already opened, or closed as it does without a thought
+        self._is_open, self._is_closed, self._in_header = (
+            re.search(rf"{re.escape(mark or _ABSENT)}\s*\Z", tail) is not None
+            for mark in (kind.open, kind.close, kind.header)
+        )
+        anchor: dict[str, Any] = {"start_anchor": _ABSENT}
+        if kind.signs:
+            tail = kind.open if self._is_open else ""
+        else:
+            template = tokenizer.response_template or {}
+            anchor = {name: template[name] for name in template if name.startswith("start_anchor")}
+        self._regions = AnswerRegions({**anchor, "fields": {"content": {}, **kind.fields}}, tail)
+        self._new, self._is_later, self._num_held, self._num_new = "", False, 0, 0
+
+    def push(self, text: str, num_tokens: int = 1) -> str:
+        """Add the text of tokens; return the text outside thoughts that is now final."""
+        return self._take(self._regions.feed(text), num_tokens)
+
+    def end(self) -> str:
+        """Return the text held back, at the end of the answer."""
+        return self._take(self._regions.end(), 0)
+
+    def _take(self, events: Sequence[Mapping[str, Any]], num_tokens: int) -> str:
+        text, is_thought = "", self._regions.field in self._kind.fields
+        for event in events:
+            is_inside = event["field"] in self._kind.fields
+            if event["type"] == "region_chunk" and not is_inside:
+                text += event["text"]
+            elif event["type"] == "region_chunk":
+                self._new, is_thought = self._new + event["text"], True
+            elif event["type"] == "region_open" and is_inside:
+                self._new += "\n\n" if self._is_later else ""
+                self._is_later = is_thought = True
+        self._num_held += num_tokens  # tokens of which it is not known yet whether they begin a thought
+        if is_thought:
+            self._num_new, self._num_held = self._num_new + self._num_held, 0
+        elif not self._regions.is_pending:
+            self._num_held = 0
+        return text
+
+    def take(self) -> dict[str, Any]:
+        """Return `reasoning` and `reasoning_tokens` of a Delta: the thought since the last call."""
+        new, num_new, self._new, self._num_new = self._new, self._num_new, "", 0
+        return {"reasoning": new, "reasoning_tokens": num_new}
+
+    def grammar(self, template: Mapping[str, Any], has_calls: bool) -> str:
+        """Return what may or must precede a constrained answer, in Lark's form; "" for nothing.
+
+        Args:
+            template: Variables of the chat template, which may turn thoughts off.
+            has_calls: The grammar is one of calls, with their headers.
+        """
+        open, close, after, header = (
+            literal(self._tokenizer, text)
+            for text in (self._kind.open, self._kind.close, self._kind.after, self._kind.header)
+        )
+        header = "" if has_calls or (self._in_header and not self._is_open) else header
+        is_off = self._is_closed or self._in_header or any(template.get(name) is False for name in SWITCHES)
+        if not close or (is_off and not self._is_open):
+            return f"start: {header} @answer" if header else ""
+        after = after if self._kind.after.strip() else f"({after})?"
+        thought = f"thought {after}" if self._is_open else f"({open} thought {after})?"
+        is_token = close.startswith("<")  # then a text cannot contain it
+        rule = rf"thought: (/(.|\n)+/)? {close}" if is_token else rf"thought[suffix={close}]: /(.|\n)*/"
+        return f"start: {thought} {header} @answer\n{rule}"
+
+
+def call_parser(
+    tools: Sequence[Mapping[str, Any]],
+    forced: Sequence[str] = (),
+    dialect: Dialect = HERMES,
+    marks: Mapping[str, Any] | None = None,
+) -> AnswerParser:
+    """Return a parser of calls of these tools; the default dialect covers Hermes, Qwen, Llama 3 and Mistral.
+
+    In Llama's and Mistral's, an answer consists of calls of known tools only. Anything else is text.
+
+    Args:
+        marks: More regions, without text.
+    """
+    known = "|".join(re.escape(tool["function"]["name"]) for tool in tools)
+    fields = {
+        name: {**field, "open_pattern": field["open_pattern"].replace("NAMES", known)}
+        for name, field in (dialect.fields if tools else {}).items()
+    }
+    template = {"start_anchor": _ABSENT, "fields": {"content": {}, **(marks or {}), **fields}}
+    return AnswerParser(AnswerRegions(template, ""), tools, forced)
+
+
+class _OpenCall:
+    """A call whose arguments are being generated; `arguments` are those taken so far, as strict JSON."""
+
+    def __init__(self, index: int, name: str, start: int) -> None:
+        self.index, self.name, self.id, self.start = index, name, uuid.uuid4().hex[:9], start
+        self.taken, self.arguments = 0, ""
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+
+    @property
+    def is_complete(self) -> bool:
+        return self.taken > 0 and self._depth == 0
+
+    def take(self, text: str) -> str:
+        """Take the arguments from the call's text; return their new part."""
+        more = ""
+        for letter in text[self.start + self.taken :]:
+            if self.is_complete:
+                break
+            self.taken += 1
+            # models write line breaks into strings, which JSON forbids
+            more += json.dumps(letter)[1:-1] if self._in_string and letter < " " else letter
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._in_string:
+                self._is_escaped, self._in_string = letter == "\\", letter != '"'
+            else:
+                self._in_string = letter == '"'
+                self._depth += {"{": 1, "}": -1}.get(letter, 0)
+        self.arguments += more
+        return more
+
+
+class AnswerParser:
+    """Separates the text of one streamed answer from its tool calls; may need control tokens in the text.
+
+    A call is invalid if it was cut off, or if it is malformed after its arguments have begun.
+    """
+
+    def __init__(
+        self,
+        regions: AnswerRegions,
+        tools: Sequence[Mapping[str, Any]],
+        forced: Sequence[str],
+        control_tokens: Collection[int] = (),
+    ) -> None:
+        self.control_tokens = control_tokens
+        self._regions, self._forced = regions, forced
+        self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+        self._num_calls = 0
+        self._raw = self._text = ""  # of the open region, as generated and as JSON
+        self._open: _OpenCall | None = None  # pieces of it were sent
+        self._pieces: dict[int, CallPiece] = {}  # by call
+        self._valid: list[ToolCall] = []
+        self._invalid: list[InvalidCall] = []
+
+    def parse(self, delta: Delta) -> Delta:
+        """Return the delta with its calls and with the text that cannot be part of a call."""
+        text = "".join(map(self._outside, self._regions.feed(delta.text)))
+        if delta.finish_reason is not None:
+            is_cut = delta.finish_reason == "length"
+            text += "".join(self._outside(event, is_cut) for event in self._regions.end())
+            if self._num_calls:
+                text = text.rstrip()
+            elif self._forced:
+                text = ""  # the beginning of a call
+                self._fail("")
+        pieces, valid, invalid = tuple(self._pieces.values()), tuple(self._valid), tuple(self._invalid)
+        self._pieces, self._valid, self._invalid = {}, [], []
+        return replace(delta, text=text, call_pieces=pieces, tool_calls=valid, invalid_calls=invalid)
+
+    def _outside(self, event: Mapping[str, Any], is_cut: bool = False) -> str:
+        """Process an event; return its text outside calls. `is_cut`: the answer was cut off before it."""
+        kind, field = event["type"], event["field"]
+        if field not in _CALLS:
+            return str(event["text"]) if kind == "region_chunk" else ""
+        if kind == "region_open":
+            self._raw = self._text = ""
+        elif kind == "region_chunk":
+            self._raw += event["text"]
+            self._stream(field, "")
+        else:
+            return self._close(field, event["value"], is_cut, event["ended_by"])
+        return ""
+
+    def _stream(self, field: str, end: str) -> None:
+        """Send the new part of a call's arguments, once the text before them is complete."""
+        self._text = translate(field, self._raw, end, self._schemas)
+        if self._open is None:
+            head = _HEAD.match(self._text) or (_MISTRAL_HEAD.match(self._text) if field == "bare" else None)
+            if head is None or (field in _AT_START and head["name"] not in self._schemas):
+                return
+            self._open = self._begin(head["name"], head.end())
+        self._send(self._open, self._open.take(self._text))
+
+    def _close(self, field: str, value: Any, is_cut: bool, ended_by: str) -> str:
+        """End a region with its calls, or with an invalid one; return its text if it has none."""
+        opening = ""
+        if field == "tool_calls":
+            calls = [] if is_cut else _calls_in(value)  # transformers would complete the call
+            ended_by = ""
+        else:
+            self._stream(field, "cut" if is_cut and not ended_by else "complete")
+            calls, opening = _calls(self._text), value
+        if field in _AT_START and any(call.name not in self._schemas for call in calls):
+            calls = []
+        if calls:
+            self._end(calls)
+        elif self._open or (is_cut and (field not in _AT_START or opening.strip())):
+            self._fail(self._text)
+        else:
+            return opening + self._raw + ended_by
+        return ""
+
+    def _end(self, calls: Sequence[ToolCall]) -> None:
+        """End these calls. The first is the streamed one, if there is one."""
+        for call in calls:
+            if self._open is None:
+                self._open = self._begin(call.name)
+                self._send(self._open, json.dumps(call.arguments, ensure_ascii=False))
+            self._valid.append(replace(call, id=self._open.id))
+            self._open = None
+
+    def _fail(self, text: str) -> None:
+        """End an invalid call with this text."""
+        opened = self._open or self._begin(self._forced[0] if len(self._forced) == 1 else "", len(text))
+        self._open, rest = opened, text[opened.start + opened.taken :]
+        arguments = arguments_of(opened.arguments) if opened.is_complete and not rest.strip("}] \n") else None
+        if arguments is not None:  # only closing marks are missing
+            self._end([ToolCall(opened.name, arguments, opened.id)])
+            return
+        self._send(opened, rest)
+        self._invalid.append(InvalidCall(opened.name, opened.arguments + rest, opened.id))
+        self._open = None
+
+    def _begin(self, name: str, start: int = 0) -> _OpenCall:
+        call = _OpenCall(self._num_calls, name, start)
+        self._pieces[call.index] = CallPiece(call.index, "", name, call.id)
+        self._num_calls += 1
+        return call
+
+    def _send(self, call: _OpenCall, arguments: str) -> None:
+        if arguments:
+            piece = self._pieces.get(call.index, CallPiece(call.index, ""))
+            self._pieces[call.index] = replace(piece, arguments=piece.arguments + arguments)
+
+
+def _calls(text: str) -> list[ToolCall]:
+    """Return the calls that the text consists of; none if it contains anything else."""
+    calls: list[ToolCall] = []
+    rest = text.strip()
+    try:
+        while rest:
+            head = _MISTRAL_HEAD.match(rest)
+            value, end = _JSON.raw_decode(rest, head.end() if head else 0)
+            found = _calls_in({"name": head["name"], "arguments": value} if head else value)
+            if not found:
+                return []
+            calls += found
+            rest = rest[end:].lstrip(" \n;")
+    except (ValueError, RecursionError):
+        return []
+    return calls
+
+
+def _calls_in(value: Any) -> list[ToolCall]:
+    """Return the calls in a value of JSON, without ids; none if it contains anything else."""
+    calls = []
+    for item in value if isinstance(value, list) else [value]:
+        function = item.get("function", item) if isinstance(item, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str):
+            return []
+        arguments = arguments_of(function.get("arguments", function.get("parameters")))
+        if arguments is None:
+            return []
+        calls.append(ToolCall(name, arguments, ""))
+    return calls
+
+
+def arguments_of(value: Any) -> dict[str, Any] | None:
+    """Return arguments, given as a dict or JSON, as a dict of plain JSON types; None if they are neither.
+
+    Lone surrogates, which models may write as escapes and tokenizers reject, become U+FFFD.
+    """
+    try:
+        if isinstance(value, str):
+            value = json.loads(value, strict=False) if value.strip() else {}
+        if value is not None and not isinstance(value, Mapping):
+            return None
+        text = json.dumps(dict(value or {}), ensure_ascii=False)
+        return dict(json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")))
+    except (TypeError, ValueError, RecursionError):
+        return None

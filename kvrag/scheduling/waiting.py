@@ -1,0 +1,227 @@
+"""Who waits for the model: a fair lock, shared decode steps, and the byte budget of answers in progress.
+
+An answer begins when its KV fits into the budget (`Admission`). Prefills and decode steps take turns (`FairLock`), and
+answers share their steps (`SharedSteps`), which `kvrag.generate.decode` computes.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from kvrag.config import check_bytes
+from kvrag.errors import AbandonedError
+from kvrag.process import OfProcess, release_team
+
+is_left: ContextVar[Callable[[], bool]] = ContextVar("is_left", default=lambda: False)
+"""Function that returns whether the consumer of this context has left: work on its answer ends then."""
+
+POLL_S = 0.1  # between two calls of `check_left`, since leaving wakes nobody
+_SHARE = 2.0  # of all other threads together, relative to those in `FairLock.first`
+
+
+def check_left() -> None:
+    """Raise AbandonedError if the consumer of this context has left."""
+    if is_left.get()():
+        raise AbandonedError("the work was abandoned, because its consumer has left")
+
+
+class FairLock(OfProcess):
+    """A mutex that serves waiting threads in order of arrival, with a share for those that enter by `first`.
+
+    A forked process can use it, unless it was held at that time.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._waiting: deque[threading.Event] = deque()
+        self._first: deque[threading.Event] = deque()
+        self._first_at = 0.0
+        self._held = False
+        self._of_thread = threading.local()
+
+    def _after_fork(self) -> None:
+        super()._after_fork() if self._held else self.__init__()  # type: ignore[misc]
+
+    @property
+    def waits(self) -> int:
+        """Number of waits of the calling thread: durations measured meanwhile include other threads' work."""
+        return getattr(self._of_thread, "waits", 0)
+
+    @property
+    def held(self) -> bool:
+        """True if the calling thread holds the lock."""
+        return getattr(self._of_thread, "held", False)
+
+    @property
+    def is_wanted_first(self) -> bool:
+        """True if it is the turn of a thread that waits in `first`."""
+        return bool(self._first) and time.perf_counter() >= self._first_at
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Hold the lock; takes precedence once the others had it for `_SHARE` times as long as it was last held so."""
+        self._acquire(self._first)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            now = time.perf_counter()
+            self._first_at = now + _SHARE * (now - started)
+            self.__exit__()
+
+    @contextmanager
+    def released(self, at_front: bool = False) -> Iterator[None]:
+        """Let other threads run while this one holds the lock; `at_front`: all but those in `first` wait longer."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self._acquire(self._waiting, at_front)
+
+    def __enter__(self) -> None:
+        self._acquire(self._waiting, may_leave=True)  # not within a pass, nor for a step of several answers
+
+    def __exit__(self, *_: object) -> None:
+        if self.held:  # not held after an interrupt within `released`
+            self._of_thread.held = False
+            self._release()
+
+    def _acquire(self, queue: deque[threading.Event], at_front: bool = False, may_leave: bool = False) -> None:
+        turn = threading.Event()
+        with self._mutex:
+            is_free, self._held = not self._held, True
+            if not is_free:
+                queue.insert(0 if at_front else len(queue), turn)
+        if not is_free:
+            self._of_thread.waits = self.waits + 1
+            self._wait(turn, queue, may_leave)
+        self._of_thread.held = True
+
+    def _wait(self, turn: threading.Event, queue: deque[threading.Event], may_leave: bool) -> None:
+        try:
+            while not turn.wait(POLL_S if may_leave else None):
+                check_left()
+        except BaseException:  # or Ctrl-C: otherwise the lock would be handed to a thread that no longer waits
+            with self._mutex:
+                if not turn.is_set():
+                    queue.remove(turn)
+                    raise
+            self._release()
+            raise
+
+    def _release(self) -> None:
+        with self._mutex:
+            if queue := self._first if self.is_wanted_first else self._waiting or self._first:
+                release_team()
+                queue.popleft().set()  # handed over: stays held
+            else:
+                self._held = False
+
+
+class SharedSteps(OfProcess):
+    """Steps that advance the answers of several consumers at once. Thread-safe.
+
+    There is no thread for them. A consumer that needs a step runs it for all, unless another one is doing so already.
+    Nothing is computed while no consumer waits.
+    """
+
+    def __init__(self) -> None:
+        self._is_led = False
+        self._changed = threading.Condition()
+
+    def run_until(self, is_ready: Callable[[], bool], step: Callable[[], None]) -> None:
+        """Return when the consumer's answer is ready; run steps until it is, while no other consumer does."""
+        while not is_ready():
+            leads = False
+            try:
+                with self._changed:
+                    self._changed.wait_for(lambda: is_ready() or not self._is_led)
+                    if not is_ready():
+                        leads = self._is_led = True
+                if leads:
+                    step()
+            finally:
+                if leads:
+                    with self._changed:
+                        self._is_led = False
+                        self._changed.notify_all()
+
+
+held: ContextVar[frozenset[Admitted]] = ContextVar("held", default=frozenset())
+"""Answers of which this context, or the one that it is a copy of, has taken a delta."""
+
+
+class Admitted:
+    """An admitted answer. Its generator sets `is_working` to False while its consumer has a delta."""
+
+    def __init__(self, num_bytes: int, changed: threading.Condition) -> None:
+        self.num_bytes, self._changed = num_bytes, changed
+        self._is_working, self.is_over = True, False
+
+    @property
+    def is_working(self) -> bool:
+        """Whether it goes on without its consumer, at least to its next delta."""
+        return self._is_working
+
+    @is_working.setter
+    def is_working(self, is_working: bool) -> None:
+        self._is_working = is_working
+        if not is_working:
+            held.set(frozenset(other for other in held.get() if not other.is_over) | {self})
+            with self._changed:
+                self._changed.notify_all()
+
+
+class Admission(OfProcess):
+    """Admits answers in order of arrival while their KV fits into `max_bytes`, and always one. Thread-safe.
+
+    A consumer that asks for an answer while it reads another one would wait for itself. For such a consumer, only the
+    answers that are working count, and it does not wait in line.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = check_bytes("batch_bytes", max_bytes)
+        self._admitted: dict[Admitted, None] = {}  # garbage collection may close an answer anywhere, even in here
+        self._waiting: deque[Admitted] = deque()
+        self._changed = threading.Condition()
+
+    def is_busy(self) -> bool:
+        """Return whether answers are in progress or wait."""
+        return bool(self._admitted or self._waiting)
+
+    @contextmanager
+    def admit(self, num_bytes: int) -> Iterator[Admitted]:
+        """Hold a place for an answer with KV of this size at full length. Raises AbandonedError, see `check_left`."""
+        answer = Admitted(num_bytes, self._changed)
+        with self._changed:
+            self._waiting.append(answer)
+            try:
+                while not self._may_begin(answer):
+                    check_left()
+                    self._changed.wait(POLL_S)
+                self._admitted[answer] = None
+            finally:
+                self._waiting.remove(answer)
+                self._changed.notify_all()
+        try:
+            yield answer
+        finally:
+            answer.is_over = True
+            if not sys.is_finalizing():  # a thread that has ended may hold the lock
+                with self._changed:
+                    self._admitted.pop(answer)
+                    self._changed.notify_all()
+
+    def _may_begin(self, answer: Admitted) -> bool:
+        others = tuple(self._admitted)
+        if any(not (other.is_working or other.is_over) for other in held.get()):
+            others = tuple(other for other in others if other.is_working)
+        elif self._waiting[0] is not answer:
+            return False
+        return not others or sum(other.num_bytes for other in others) + answer.num_bytes <= self._max_bytes

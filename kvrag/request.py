@@ -19,8 +19,7 @@ from kvrag.backend.protocol import Backend
 from kvrag.control.tuning import Plan, Tuning
 from kvrag.index.catalog import Lookup, Match
 from kvrag.memory.tier import MemoryTier
-from kvrag.reuse.blend import blend, blended_rows, stitch
-from kvrag.reuse.completion import Completion
+from kvrag.reuse.blend import Completion, blend, blended_rows, stitch
 from kvrag.reuse.load import LayerLoader, Recovery
 from kvrag.reuse.request_state import RequestState, Trace
 from kvrag.reuse.select import select

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrag.backend.protocol import PREFILL_BLOCK
-from kvrag.reuse.completion import MOST
+from kvrag.reuse.blend import MOST
 from kvrag.reuse.select import NO_PASSES, Passes
 
 FILE = "speed.json"

@@ -1,7 +1,7 @@
 """A measured prompt as numbers only, and the simulation of adaptive recompute on it.
 
 Adaptive recompute begins like a fixed ratio, and continues like full prefill: so the records of fixed ratios tell the
-outcome for every start and margin, without another prefill. See `kvrag.reuse.completion`.
+outcome for every start and margin, without another prefill. See `kvrag.reuse.blend`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 from kvrag.control.agreement import DECIDED, Record, is_kept
 from kvrag.control.cost import Workload
-from kvrag.reuse.completion import FIRST
+from kvrag.reuse.blend import FIRST
 from kvrag.reuse.select import Passes
 
 _LARGEST = 99.0  # margin in nats that is stored, also for infinite ones

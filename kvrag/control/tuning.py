@@ -56,7 +56,7 @@ class Plan:
 
     Attributes:
         config: The settings that were asked for, with the ratio and, for full prefill, the policy filled in.
-        margin: Of a token that is emitted, see `kvrag.reuse.completion`; 0 = any.
+        margin: Of a token that is emitted, see `kvrag.reuse.blend`; 0 = any.
         reason: The controller's choice and its reason; "" if it made none.
         notes: Notes for the report.
     """

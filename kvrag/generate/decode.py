@@ -23,7 +23,7 @@ from kvrag.generate.parse import Thoughts
 from kvrag.generate.prompt import Prepared
 from kvrag.generate.row import Row
 from kvrag.process import per_process, release_team
-from kvrag.reuse.completion import Completion
+from kvrag.reuse.blend import Completion
 from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.waiting import SharedSteps
 from kvrag.types import Delta

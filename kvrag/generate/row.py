@@ -20,7 +20,7 @@ from kvrag.errors import ModelError, SettingError
 from kvrag.generate.grammar import Constraint
 from kvrag.generate.logits import bias, logprob, penalize
 from kvrag.generate.parse import Thoughts
-from kvrag.reuse.completion import Completion
+from kvrag.reuse.blend import Completion
 from kvrag.scheduling.waiting import is_left
 from kvrag.types import Delta, FinishReason
 

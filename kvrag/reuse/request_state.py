@@ -27,7 +27,7 @@ from kvrag.store import ChunkReader
 from kvrag.types import BlendReport, Run
 
 if TYPE_CHECKING:
-    from kvrag.reuse.completion import Completion
+    from kvrag.reuse.blend import Completion
 
 logger = logging.getLogger("kvrag")
 

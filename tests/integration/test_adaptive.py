@@ -13,7 +13,7 @@ from blending import CHUNKS, messages
 from families import FAMILIES, build
 
 from kvrag import BlendConfig, BlendEngine, Grammar, Model, SettingError
-from kvrag.reuse.completion import FIRST, MOST, Completion
+from kvrag.reuse.blend import FIRST, MOST, Completion
 
 PROMPT = messages(*(CHUNKS[number] for number in (2, 0, 3, 1)))
 UNSURE = {"margin": 1e8, "controller": "off"}  # of everything

@@ -26,6 +26,7 @@ from kvrag.config import (
     check_type,
     named_texts,
 )
+from kvrag.control.check import Checker
 from kvrag.errors import SettingError, StoreError
 from kvrag.fingerprint import text_key
 from kvrag.generate.history import History, Watch
@@ -40,6 +41,7 @@ from kvrag.options import ANSWER_DEFAULTS, AnswerOptions, fill_options
 from kvrag.request import Pipeline
 from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.admission import Admission
+from kvrag.scheduling.idle import Idle
 from kvrag.types import Delta, Messages, TokenIds
 
 
@@ -89,9 +91,12 @@ class Answering:
         self._warming = threading.Lock()
         self._watch, self.history = Watch(), History()
         memory, decode = (pipeline.memory, self._conversations), model.tokenizer.decode
-        self.forgetting = Forgetting(pipeline.store, pipeline.lookup, *memory, decode, self.history.drop_forgotten)
+        self.forgetting = Forgetting(pipeline.store, pipeline.lookup, *memory, decode, self._drop_forgotten)
         is_busy, notice = self._admission.is_busy, self.forgetting.notice
         self.learner = Learner(ingestion, pipeline.lookup, is_busy, notice) if options.learn else None
+        self.idle, self._completes = Idle(is_busy, notice), options.complete == "idle"
+        check = model, pipeline.tuning, options.check, self.prefill, self.idle
+        self.checker = Checker(*check) if options.check else None
 
     def stream(self, question: Question) -> Generator[Delta, None, None]:
         """See `BlendEngine.stream`."""
@@ -113,8 +118,13 @@ class Answering:
                         self._keep(request)  # for prompts that arrive meanwhile; now, to delay no first token
                 is_complete = True
                 self._finish(request)
+                if self.checker and question.prepared.grammar is None:
+                    is_ended = delta.finish_reason == "stop" and not delta.token_ids
+                    self.checker.observe(request, question.sampling, reply.tokens, is_ended)
             # of an abandoned answer, a shared step may still be computing the last token's KV: it is left out
             self._keep(request, reply.tokens if is_complete else reply.tokens[:-1], reply.generation_prompt)
+            if self._completes and is_complete and not request.is_exact:
+                self._complete(request, [*request.token_ids, *reply.tokens])
 
     def _render(self, question: Question) -> RequestState:
         """Return the request that a question makes."""
@@ -157,12 +167,24 @@ class Answering:
                 f"{self._conversations.max_bytes}: raise it"
             )
         if ids:
-            request = RequestState(ids, replace(question.config, ratio=1.0), question.namespace)
-            with self._admission.admit(size), request.kv_freed_at_end():
-                self.begin(request)
-                self.prefill(request)
-                self._keep(request)
+            with self._admission.admit(size):
+                self._keep_exact(ids, question.config, question.namespace)
         return len(ids)
+
+    def _complete(self, request: RequestState, ids: Sequence[int]) -> None:
+        """Keep full prefill's KV of an answered prompt later, if it can be kept and continued."""
+        model, config = self._model, request.config
+        can_be_kept = len(ids) * model.bytes_per_token <= self._conversations.max_bytes
+        if config.reuses_prompts and can_be_kept and len(ids) < min(model.stable_length, model.context_window):
+            self.idle.add(request, partial(self._keep_exact, ids, config, request.namespace))
+
+    def _keep_exact(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> None:
+        """Keep full prefill's KV of these tokens, from the first that is not kept so on."""
+        request = RequestState(ids, replace(config, ratio=1.0), namespace)
+        with request.kv_freed_at_end():
+            self.begin(request)
+            self.prefill(request)
+            self._keep(request)
 
     def try_out(self, question: Question) -> RequestState:
         """Prefill a prompt without answering it, and without conversations."""
@@ -180,7 +202,7 @@ class Answering:
     def prefill(self, request: RequestState) -> None:
         """See `BlendEngine.prefill`. Conversations are used for a request that has begun."""
         pipeline, config = self._pipeline, request.config
-        plan = pipeline.tuning.plan(config)
+        plan = pipeline.tuning.plan(config, self.checker.factor(request) if self.checker else 1.0)
         is_reference = config.policy == "full"  # no chunk is looked up for it
         with self.forgetting.reading(pipeline.store.removals() if is_reference else pipeline.lookup.update()):
             if request.conversations is not None and config.reuses_prompts:
@@ -188,10 +210,15 @@ class Answering:
             pipeline.prefill(request, plan, matches=() if is_reference else None)
 
     def close(self) -> None:
-        """Drop the conversations and stop learning. Answers in progress complete with their KV."""
+        """Drop the conversations and stop all other work. Answers in progress complete with their KV."""
         if self.learner:
             self.learner.close()
+        self.idle.close()
         self._conversations.close()
+
+    def _drop_forgotten(self) -> None:
+        self.history.drop_forgotten()
+        self.idle.drop_forgotten()
 
     def forget(self, document: str, namespace: str) -> int:
         """See `BlendEngine.forget`."""

@@ -62,6 +62,8 @@ class EngineKeywords(TypedDict, total=False):
     store_cache: str | Path | None
     device_bytes: int
     learn: bool
+    check: float
+    complete: str
 
 
 class LoadOptions(TypedDict, total=False):

@@ -39,6 +39,9 @@ START = DEFAULT_RATIO
 MARGIN = calibrate.MARGIN
 """Default of `BlendConfig.margin`."""
 
+MARGINS = (0.5, 8.0)
+"""Bounds of a margin that follows checked answers, see `kvrag.control.check`."""
+
 NOTICEABLE_S = 0.01
 """Minimum advantage of full prefill in seconds: smaller differences should not make answers depend on timing."""
 STEP = 0.05
@@ -137,8 +140,8 @@ class Tuning:
         self._speed_kept = time.monotonic()
         self._recall_speed()
 
-    def plan(self, config: BlendConfig) -> Plan:
-        """Return what settings mean before the chunks of the prompt are known."""
+    def plan(self, config: BlendConfig, factor: float = 1.0) -> Plan:
+        """Return what settings mean before the chunks of the prompt are known; `factor` is of a margin not given."""
         if config.ratio is not None:
             return Plan(config)
         if config.policy in ("none", "full"):
@@ -148,6 +151,8 @@ class Tuning:
         margin = next(value for value in (config.margin, margin, MARGIN) if value is not None)
         if calibration and calibration.ratio is not None and not margin:  # nothing will be deepened
             start = calibration.ratio
+        if config.margin is None and margin and factor != 1:
+            margin = min(max(margin * factor, MARGINS[0]), MARGINS[1])
         ratio = START if start is None else start
         return Plan(replace(config, ratio=ratio), margin=margin, notes=(note,) if note else ())
 

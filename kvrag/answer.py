@@ -118,13 +118,10 @@ class Answering:
                         self._keep(request)  # for prompts that arrive meanwhile; now, to delay no first token
                 is_complete = True
                 self._finish(request)
-                if self.checker and question.prepared.grammar is None:
-                    is_ended = delta.finish_reason == "stop" and not delta.token_ids
-                    self.checker.observe(request, question.sampling, reply.tokens, is_ended)
             # of an abandoned answer, a shared step may still be computing the last token's KV: it is left out
             self._keep(request, reply.tokens if is_complete else reply.tokens[:-1], reply.generation_prompt)
-            if self._completes and is_complete and not request.is_exact:
-                self._complete(request, [*request.token_ids, *reply.tokens])
+            if is_complete:
+                self._work_when_idle(question, request, reply.tokens, is_ended=not delta.token_ids)
 
     def _render(self, question: Question) -> RequestState:
         """Return the request that a question makes."""
@@ -171,12 +168,15 @@ class Answering:
                 self._keep_exact(ids, question.config, question.namespace)
         return len(ids)
 
-    def _complete(self, request: RequestState, ids: Sequence[int]) -> None:
-        """Keep full prefill's KV of an answered prompt later, if it can be kept and continued."""
-        model, config = self._model, request.config
+    def _work_when_idle(self, question: Question, request: RequestState, answer: Sequence[int], is_ended: bool) -> None:
+        """Complete a conversation later, if it is to be and can be continued, and perhaps check its last answer."""
+        model, ids, is_exact = self._model, [*request.token_ids, *answer], request.is_exact
         can_be_kept = len(ids) * model.bytes_per_token <= self._conversations.max_bytes
-        if config.reuses_prompts and can_be_kept and len(ids) < min(model.stable_length, model.context_window):
-            self.idle.add(request, partial(self._keep_exact, ids, config, request.namespace))
+        can_go_on = request.config.reuses_prompts and len(ids) < min(model.stable_length, model.context_window)
+        if self._completes and can_be_kept and can_go_on and not is_exact:
+            self.idle.add(request, partial(self._keep_exact, ids, request.config, request.namespace))
+        if self.checker and question.prepared.grammar is None:
+            self.checker.observe(request, question.sampling, answer, is_ended)
 
     def _keep_exact(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> None:
         """Keep full prefill's KV of these tokens, from the first that is not kept so on."""

@@ -101,7 +101,7 @@ class BlendEngine(OfProcess):
         chosen = EngineOptions(**options)
         codec = chosen.codec
         if config and config.deterministic and (chosen.check or chosen.complete != "off"):
-            raise SettingError("deterministic=True answers independently of earlier prompts: leave out check and complete")
+            raise SettingError("deterministic=True lets no answer depend on earlier ones: leave out check and complete")
         self.model, self.config, self.codec = model, config or BlendConfig(), codec
         self.fingerprint = model.fingerprint.stored_as(codec)
         self.store: KVStore = open_store(default_store(model, codec) if store is None else store, chosen.store_cache)

@@ -17,6 +17,7 @@ from kvrag.backend.transformers import Model, Tokenizer
 from kvrag.backend.transformers.tokenizer import common_prefix
 from kvrag.config import (
     ANSWER_SETTINGS,
+    DEFAULT_POLICY,
     BlendConfig,
     EngineOptions,
     Grammar,
@@ -180,7 +181,7 @@ class Answering:
 
     def _keep_exact(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> None:
         """Keep full prefill's KV of these tokens, from the first that is not kept so on."""
-        request = RequestState(ids, replace(config, ratio=1.0), namespace)
+        request = RequestState(ids, replace(config, ratio=1.0, policy=DEFAULT_POLICY), namespace)
         with request.kv_freed_at_end():
             self.begin(request)
             self.prefill(request)

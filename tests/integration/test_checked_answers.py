@@ -87,9 +87,10 @@ def _ask(engine: BlendEngine, messages: list[dict[str, str]], **settings: Any) -
     return answer
 
 
-def test_the_next_turn_begins_with_full_prefills_kv(engine: BlendEngine) -> None:
+@pytest.mark.parametrize("settings", [{}, {"policy": "none"}, {"ratio": 0.3}], ids=str)
+def test_the_next_turn_begins_with_full_prefills_kv(engine: BlendEngine, settings: dict[str, Any]) -> None:
     messages = _messages(QUESTIONS[0])
-    first = _ask(engine, messages)
+    first = _ask(engine, messages, **settings)
     assert not first.report.exact
     once = (first.report.prompt_tokens + len(first.token_ids)) * engine.model.bytes_per_token
     assert engine._answering._conversations.num_bytes == once, "the blended KV is gone"

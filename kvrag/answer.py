@@ -96,8 +96,9 @@ class Answering:
         is_busy, notice = self._admission.is_busy, self.forgetting.notice
         self.learner = Learner(ingestion, pipeline.lookup, is_busy, notice) if options.learn else None
         self.idle, self._completes = Idle(is_busy, notice), options.complete == "idle"
-        check = model, pipeline.tuning, options.check, self.prefill, self.idle
-        self.checker = Checker(*check) if options.check else None
+        self.checker: Checker | None = None
+        if options.check:
+            self.checker = Checker(model, pipeline.tuning, options.check, self.prefill, self.idle)
 
     def stream(self, question: Question) -> Generator[Delta, None, None]:
         """See `BlendEngine.stream`."""

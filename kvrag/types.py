@@ -95,7 +95,7 @@ class CheckStats(_Report):
     failed: int = 0
 
     def __str__(self) -> str:
-        return f"of the last {self.last} checked answers {self.last_kept} were kept"
+        return f"of the last {self.last} checked answers {self.last_kept} were kept" if self.last else "none is checked"
 
 
 @dataclass(frozen=True, slots=True)

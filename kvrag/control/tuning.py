@@ -39,7 +39,7 @@ START = DEFAULT_RATIO
 MARGIN = calibrate.MARGIN
 """Default of `BlendConfig.margin`."""
 
-MARGINS = (0.5, 8.0)
+BOUNDS = (0.5, 8.0)
 """Bounds of a margin that follows checked answers, see `kvrag.control.check`."""
 
 NOTICEABLE_S = 0.01
@@ -152,7 +152,7 @@ class Tuning:
         if calibration and calibration.ratio is not None and not margin:  # nothing will be deepened
             start = calibration.ratio
         if config.margin is None and margin and factor != 1:
-            margin = min(max(margin * factor, MARGINS[0]), MARGINS[1])
+            margin = min(max(margin * factor, BOUNDS[0]), BOUNDS[1])
         ratio = START if start is None else start
         return Plan(replace(config, ratio=ratio), margin=margin, notes=(note,) if note else ())
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvrag import BlendEngine, FileStore, Model
+from kvrag import BlendEngine, BlendReport, FileStore, Model
 from kvrag.control.prompts import search_by_words
 from kvrag.retrieval import documents
 
@@ -18,7 +18,7 @@ _FOLLOW_UP = "Quote the sentence of the documents that says so."
 
 
 def main() -> None:
-    """Ask every question, wait, and ask a second one; print the second turn's times and whether it is full prefill's.
+    """Ask every question, wait, and ask a second one; print what the second turn computes, and if it is exact.
 
     All ways alternate, question by question: a machine that is busy delays all of them.
     """
@@ -52,20 +52,27 @@ def main() -> None:
                 turns = [first, {"role": "assistant", "content": said.text}, {"role": "user", "content": _FOLLOW_UP}]
                 answer = engine.generate(turns, **settings)
                 full = engine.generate(turns, policy="full", **settings)
-                rows[name].append((answer.report, answer.token_ids == full.token_ids, waited, said.report.ttft_s))
-            rows["full"].append((full.report, True, 0.0, full.report.ttft_s))
-            print(question, *(f"{name} {done[-1][0].ttft_s:.2f} s" for name, done in rows.items()), flush=True)
+                rows[name].append((answer.report, answer.token_ids == full.token_ids, waited))
+            rows["full"].append((full.report, True, 0.0))
+            print(question, *(f"{name} {_rows(done[-1][0])} rows" for name, done in rows.items()), flush=True)
         for engine in engines.values():
             engine.close()
     for name, done in rows.items():
-        times = [other[0].ttft_s / one[0].ttft_s for one, other in zip(done, rows["full"], strict=True)]
-        exact, same = sum(report.exact for report, *_ in done), sum(is_same for _, is_same, *_ in done)
-        waited = statistics.median(one[2] / other[0].ttft_s for one, other in zip(done, rows["full"], strict=True))
+        reports = [report for report, *_ in done]
+        times = statistics.median(full[0].ttft_s / one.ttft_s for one, full in zip(reports, rows["full"], strict=True))
+        computed = [_rows(report) / report.prompt_tokens for report in reports]
+        exact, same = sum(report.exact for report in reports), sum(is_same for _, is_same, *_ in done)
+        idle = statistics.median(one[2] / full[0].ttft_s for one, full in zip(done, rows["full"], strict=True))
         print(
-            f"{name:5} {statistics.median(times):.2f}x as fast as full prefill (median; {min(times):.2f} to "
-            f"{max(times):.2f}), exact {exact} of {len(done)}, the same {args.tokens} tokens {same} of {len(done)}; "
-            f"idle work {waited:.2f} of a full prefill"
+            f"{name:5} second turn: exact {exact} of {len(done)}, full prefill's {args.tokens} tokens {same}, rows "
+            f"{statistics.mean(computed):.2f} of full prefill's in the mean, {max(computed):.2f} at most, "
+            f"{times:.1f}x in the median; idle work {idle:.2f} of a full prefill"
         )
+
+
+def _rows(report: BlendReport) -> int:
+    """Return how many tokens were computed for an answer's prompt, those computed again included."""
+    return report.fresh_tokens + sum(stage.rows for stage in report.stages)
 
 
 if __name__ == "__main__":

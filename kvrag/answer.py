@@ -18,6 +18,7 @@ from kvrag.backend.transformers.tokenizer import common_prefix
 from kvrag.config import (
     ANSWER_DEFAULTS,
     ANSWER_SETTINGS,
+    DEFAULT_POLICY,
     AnswerOptions,
     BlendConfig,
     EngineOptions,
@@ -29,6 +30,7 @@ from kvrag.config import (
     fill_options,
     named_texts,
 )
+from kvrag.control.check import Checker
 from kvrag.errors import SettingError, StoreError
 from kvrag.generate.decode import Reply
 from kvrag.generate.prompt import Prepared, prepare
@@ -39,6 +41,7 @@ from kvrag.memory.conversation import Blended, Conversations, Turn
 from kvrag.memory.forgetting import Forgetting
 from kvrag.request import Pipeline
 from kvrag.reuse.request_state import History, RequestState, Watch
+from kvrag.scheduling.idle import Idle
 from kvrag.scheduling.waiting import Admission
 from kvrag.store.values import text_key
 from kvrag.types import Delta, Messages, TokenIds
@@ -90,9 +93,13 @@ class Answering:
         self._warming = threading.Lock()
         self._watch, self.history = Watch(), History()
         memory, decode = (pipeline.memory, self._conversations), model.tokenizer.decode
-        self.forgetting = Forgetting(pipeline.store, pipeline.lookup, *memory, decode, self.history.drop_forgotten)
+        self.forgetting = Forgetting(pipeline.store, pipeline.lookup, *memory, decode, self._drop_forgotten)
         is_busy, notice = self._admission.is_busy, self.forgetting.notice
         self.learner = Learner(ingestion, pipeline.lookup, is_busy, notice) if options.learn else None
+        self.idle, self._completes = Idle(is_busy, notice), options.complete == "idle"
+        self.checker: Checker | None = None
+        if options.check:
+            self.checker = Checker(model, pipeline.tuning, options.check, self.prefill, self.idle)
 
     def stream(self, question: Question) -> Generator[Delta, None, None]:
         """See `BlendEngine.stream`."""
@@ -116,6 +123,8 @@ class Answering:
                 self._finish(request)
             # of an abandoned answer, a shared step may still be computing the last token's KV: it is left out
             self._keep(request, reply.tokens if is_complete else reply.tokens[:-1], reply.generation_prompt)
+            if is_complete:
+                self._work_when_idle(question, request, reply.tokens, is_ended=not delta.token_ids)
 
     def _render(self, question: Question) -> RequestState:
         """Return the request that a question makes."""
@@ -158,12 +167,27 @@ class Answering:
                 f"{self._conversations.max_bytes}: raise it"
             )
         if ids:
-            request = RequestState(ids, replace(question.config, ratio=1.0), question.namespace)
-            with self._admission.admit(size), request.kv_freed_at_end():
-                self.begin(request)
-                self.prefill(request)
-                self._keep(request)
+            with self._admission.admit(size):
+                self._keep_exact(ids, question.config, question.namespace)
         return len(ids)
+
+    def _work_when_idle(self, question: Question, request: RequestState, answer: Sequence[int], is_ended: bool) -> None:
+        """Complete a conversation later, if it is to be and can be continued, and perhaps check its last answer."""
+        model, ids, is_exact = self._model, [*request.token_ids, *answer], request.is_exact
+        can_be_kept = len(ids) * model.bytes_per_token <= self._conversations.max_bytes
+        can_go_on = request.config.reuses_prompts and len(ids) < min(model.stable_length, model.context_window)
+        if self._completes and can_be_kept and can_go_on and not is_exact:
+            self.idle.add(request, partial(self._keep_exact, ids, request.config, request.namespace))
+        if self.checker and question.prepared.grammar is None:
+            self.checker.observe(request, question.sampling, answer, is_ended)
+
+    def _keep_exact(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> None:
+        """Keep full prefill's KV of these tokens, from the first that is not kept so on."""
+        request = RequestState(ids, replace(config, ratio=1.0, policy=DEFAULT_POLICY), namespace)
+        with request.kv_freed_at_end():
+            self.begin(request)
+            self.prefill(request)
+            self._keep(request)
 
     def try_out(self, question: Question) -> RequestState:
         """Prefill a prompt without answering it, and without conversations."""
@@ -181,7 +205,7 @@ class Answering:
     def prefill(self, request: RequestState) -> None:
         """See `BlendEngine.prefill`. Conversations are used for a request that has begun."""
         pipeline, config = self._pipeline, request.config
-        plan = pipeline.tuning.plan(config)
+        plan = pipeline.tuning.plan(config, self.checker.factor(request) if self.checker else 1.0)
         is_reference = config.policy == "full"  # no chunk is looked up for it
         with self.forgetting.reading(pipeline.store.removals() if is_reference else pipeline.lookup.update()):
             if request.conversations is not None and config.reuses_prompts:
@@ -189,10 +213,15 @@ class Answering:
             pipeline.prefill(request, plan, matches=() if is_reference else None)
 
     def close(self) -> None:
-        """Drop the conversations and stop learning. Answers in progress complete with their KV."""
+        """Drop the conversations and stop all other work. Answers in progress complete with their KV."""
         if self.learner:
             self.learner.close()
+        self.idle.close()
         self._conversations.close()
+
+    def _drop_forgotten(self) -> None:
+        self.history.drop_forgotten()
+        self.idle.drop_forgotten()
 
     def forget(self, document: str, namespace: str) -> int:
         """See `BlendEngine.forget`."""

@@ -44,6 +44,7 @@ DEFAULT_RATIO = 0.15  # CacheBlend's; see `BlendConfig.ratio`
 DEFAULT_CONTEXT = 256  # tokens that a chunk is encoded with
 CONTROLLERS = ("auto", "off")
 HISTORIES = ("exact", "blend")
+COMPLETIONS = ("off", "idle")
 
 ANSWER_SETTINGS = ("ratio", "margin", "policy", "controller", "history", "deterministic")
 """Names of the settings that every answer can override."""
@@ -328,6 +329,10 @@ class EngineOptions:
             used repeatedly; 0 = none. Of use on a GPU, if it holds most chunks in frequent use.
         learn: Encode texts that two prompts of a namespace contain, while no answer is in progress: paragraphs, and
             messages of tools, of at least 64 tokens. See `BlendEngine.forget_learned`.
+        check: Compare this share of the adaptive, greedy answers with full prefill while no answer is in progress; the
+            margin follows slowly, where none is given. See `BlendEngine.checked`.
+        complete: "idle" = prefill conversations whose KV is not exact in full while no answer is in progress, so that
+            the next turn begins with full prefill's KV.
     """
 
     ram_bytes: int = number(2 << 30, "stored KV kept in RAM", whole=True)
@@ -339,6 +344,8 @@ class EngineOptions:
     )
     device_bytes: int = number(0, "stored KV kept on the GPU", whole=True)
     learn: bool = switch("encode texts that two prompts of a namespace contain, while no answer is in progress")
+    check: float = number(0.0, "share of the adaptive answers to compare with full prefill when idle", most=1)
+    complete: str = choice("off", COMPLETIONS, "'idle' = prefill conversations in full when idle, for their next turns")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -481,6 +488,8 @@ class EngineKeywords(TypedDict, total=False):
     store_cache: str | Path | None
     device_bytes: int
     learn: bool
+    check: float
+    complete: str
 
 
 class LoadOptions(TypedDict, total=False):

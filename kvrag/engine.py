@@ -53,7 +53,7 @@ from kvrag.scheduling.waiting import is_left
 from kvrag.store import KVStore, open_store
 from kvrag.store.values import text_key
 from kvrag.tracing import traced
-from kvrag.types import Answer, BlendReport, Delta, LearnStats, Messages, TokenIds, WarmReport, join
+from kvrag.types import Answer, BlendReport, CheckStats, Delta, LearnStats, Messages, TokenIds, WarmReport, join
 
 _shared: Shared[BlendEngine] = Shared()
 
@@ -96,6 +96,8 @@ class BlendEngine(OfProcess):
         check_type("config", config, BlendConfig | None, "a BlendConfig")
         chosen = EngineOptions(**options)
         codec = chosen.codec
+        if config and config.deterministic and (chosen.check or chosen.complete != "off"):
+            raise SettingError("deterministic=True lets no answer depend on earlier ones: leave out check and complete")
         self.model, self.config, self.codec = model, config or BlendConfig(), codec
         self.fingerprint = model.fingerprint.stored_as(codec)
         self.store: KVStore = open_store(default_store(model, codec) if store is None else store, chosen.store_cache)
@@ -245,6 +247,15 @@ class BlendEngine(OfProcess):
     def learned_in(self, namespace: str | None) -> LearnStats | None:
         """Return the counters of learning in a namespace, None = in all; None if it is off."""
         return self._answering.learner.stats(namespace) if self._answering.learner else None
+
+    @property
+    def checked(self) -> CheckStats | None:
+        """Counts of the answers that were compared with full prefill; None = `check` is 0."""
+        return self.checked_in(None)
+
+    def checked_in(self, namespace: str | None) -> CheckStats | None:
+        """Return the counts of the checked answers of a namespace, None = of all; None if `check` is 0."""
+        return self._answering.checker.stats(namespace) if self._answering.checker else None
 
     def documents(self, prefix: str = "", *, namespace: str = "") -> list[str]:
         """Return the names of the namespace's documents that start with `prefix` and have chunks, sorted."""

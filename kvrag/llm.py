@@ -108,6 +108,7 @@ class EngineSettings:
     compile_decode: bool = _of("compile_decode")
     adapter: str | None = _of("adapter")
     learn: bool = _of("learn")
+    check: float = _of("check")
     base_url: str | None = _row(None, "URL of `kvrag serve`, or of vLLM with kvrag's KV connector, instead of a store")
 
 

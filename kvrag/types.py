@@ -82,6 +82,24 @@ class LearnStats(_Report):
 
 
 @dataclass(frozen=True, slots=True)
+class CheckStats(_Report):
+    """Answers that were compared with full prefill's: of the `last` ones (up to 200 per namespace), `last_kept` had no
+    decided token that full prefill would not have chosen. All `chosen` for a check, `kept`, `lost` and `failed` in it
+    (the others wait or were dropped), and the factor of the margin that follows from them."""
+
+    last: int = 0
+    last_kept: int = 0
+    margin_factor: float = 1.0
+    chosen: int = 0
+    kept: int = 0
+    lost: int = 0
+    failed: int = 0
+
+    def __str__(self) -> str:
+        return f"of the last {self.last} checked answers {self.last_kept} were kept" if self.last else "none is checked"
+
+
+@dataclass(frozen=True, slots=True)
 class Completed:
     """The recompute of the rest of a prompt, because the model was unsure of a token.
 

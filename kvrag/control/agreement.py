@@ -94,7 +94,7 @@ def compare(
         if reference is None:
             answer, full_text = _answer(model, prefilled, sampling)
             prefilled.cache.set_length(len(ids))
-        tokens, margins = _likeliest(model, prefilled, answer, sampling)
+        tokens, margins = likeliest(model, prefilled, answer, sampling)
         if reference is None:
             reference, tokens = prefilled.logits, answer
         same = next((at for at, token in enumerate(tokens) if token != answer[at]), len(answer))
@@ -118,7 +118,7 @@ def _answer(model: Model, prefilled: RequestState, sampling: Sampling) -> tuple[
     return tokens, "".join(delta.text for delta in deltas)
 
 
-def _likeliest(
+def likeliest(
     model: Model, prefilled: RequestState, answer: Sequence[int], sampling: Sampling
 ) -> tuple[list[int], list[float]]:
     """Return the likeliest token at each position of the answer, with the answer as input, and its margin."""

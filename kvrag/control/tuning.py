@@ -38,6 +38,9 @@ START = DEFAULT_RATIO
 MARGIN = calibrate.MARGIN
 """Default of `BlendConfig.margin`."""
 
+BOUNDS = (0.5, 8.0)
+"""Bounds of a margin that follows checked answers, see `kvrag.control.check`."""
+
 NOTICEABLE_S = 0.01
 """Minimum advantage of full prefill in seconds: smaller differences should not make answers depend on timing."""
 STEP = 0.05
@@ -141,8 +144,8 @@ class Tuning:
         self._speed_kept = time.monotonic()
         self._recall_speed()
 
-    def plan(self, config: BlendConfig) -> Plan:
-        """Return what settings mean before the chunks of the prompt are known."""
+    def plan(self, config: BlendConfig, factor: float = 1.0) -> Plan:
+        """Return what settings mean before the chunks of the prompt are known; `factor` is of a margin not given."""
         if config.ratio is not None:
             return Plan(config)
         if config.policy in ("none", "full"):
@@ -154,6 +157,8 @@ class Tuning:
             start = START if calibration is None or calibration.ratio is None else calibration.ratio
         elif start is None:
             start = 0.0 if config.controller == "auto" else START
+        if config.margin is None and margin and factor != 1:
+            margin = min(max(margin * factor, BOUNDS[0]), BOUNDS[1])
         return Plan(_beginning(config, start), margin=margin, notes=(note,) if note else ())
 
     def decide(self, plan: Plan, request: RequestState) -> Plan:

@@ -306,6 +306,8 @@ class Conversations:
                 self._add(last, tail)
                 if continued is not None:
                     self._remove(continued)
+            else:
+                self._remove_covered(ids, namespace)
             while self._num_bytes > self.max_bytes:
                 self._remove(next(iter(self._kept)))
 
@@ -397,6 +399,13 @@ class Conversations:
             self._add(last, new)
             return new
         return last
+
+    def _remove_covered(self, ids: NDArray[np.int64], namespace: str) -> None:
+        """Remove blended KV of tokens that have full prefill's now, too."""
+        path = self._walk(ids, namespace)
+        for stretch in [child for parent, _ in path for child in chain.from_iterable(parent.children.values())]:
+            if stretch.blended and np.array_equal(stretch.ids, ids[stretch.start : stretch.stop]):
+                self._remove(stretch)
 
     def _add(self, parent: KeptStretch, child: KeptStretch) -> None:
         parent.add(child)

@@ -47,7 +47,7 @@ from kvrag.server.schemas import (
 )
 from kvrag.server.settings import ServerSettings
 from kvrag.server.state import State, Tenant
-from kvrag.types import WarmReport
+from kvrag.types import CheckStats, WarmReport
 
 _OFFICE = {".docx": "wordprocessingml.document", ".xlsx": "spreadsheetml.sheet", ".pptx": "presentationml.presentation"}
 for _suffix, _kind in _OFFICE.items():
@@ -311,6 +311,13 @@ async def forget_chunks(document: str, request: Request, state: Server, tenant: 
     work = partial(state.engine.forget, document, namespace=tenant.namespace)
     removed = await result(request, state.working, work)
     return json_response({"document": document, "removed": removed})
+
+
+@router.get("/v1/checks")
+async def checks(state: Server, tenant: Caller) -> Response:
+    """Return how many answers of the caller's namespace agreed with full prefill, of those that were checked."""
+    stats = state.engine.checked_in(tenant.namespace) or CheckStats()
+    return json_response({**stats.to_dict(), "text": str(stats)})
 
 
 @router.post("/tokenize")

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvrag.types import BlendReport, LearnStats
+from kvrag.types import BlendReport, CheckStats, LearnStats
 
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 _BETWEEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -47,6 +47,10 @@ class Metrics:
     def watch_learning(self, stats: Callable[[], LearnStats | None]) -> None:
         """Add the counters of learning, which are read at every scrape."""
         self._registry.register(_Learning(stats))
+
+    def watch_checks(self, stats: Callable[[], CheckStats | None]) -> None:
+        """Add the counts of checked answers, which are read at every scrape."""
+        self._registry.register(_Checks(stats))
 
     def token(self, seconds: float, count: int, is_first: bool) -> None:
         """Count tokens with the time since the request (first token) or since the previous tokens."""
@@ -89,3 +93,28 @@ class _Learning(Collector):
             ("ignored", "Prompts that were not looked at because too many waited", stats.ignored),
         ):
             yield CounterMetricFamily(f"kvrag_learn_{name}", about, value)
+
+
+class _Checks(Collector):
+    """Counts of checked answers; none where no answer is checked."""
+
+    def __init__(self, stats: Callable[[], CheckStats | None]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        if stats is None:
+            return
+        for name, about, value in (
+            ("recent_answers", "Checked answers that the next number is about", stats.last),
+            ("recent_kept", "Of these, those that full prefill confirms", stats.last_kept),
+            ("margin_factor", "Factor of the margin that follows", stats.margin_factor),
+        ):
+            yield GaugeMetricFamily(f"kvrag_check_{name}", about, value)
+        for name, about, value in (
+            ("chosen", "Answers chosen for a check", stats.chosen),
+            ("kept", "Answers that full prefill confirms", stats.kept),
+            ("lost", "Answers with a token that full prefill would not have chosen", stats.lost),
+            ("failure", "Checks with an error", stats.failed),
+        ):
+            yield CounterMetricFamily(f"kvrag_check_{name}", about, value)

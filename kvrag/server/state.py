@@ -32,6 +32,7 @@ class Tenant:
         self.metrics.watch("num_requests_running", "Admitted requests", lambda: queue.running(namespace))
         self.metrics.watch("num_requests_waiting", "Waiting requests", lambda: queue.waiting(namespace))
         self.metrics.watch_learning(lambda: state.engine.learned_in(namespace))
+        self.metrics.watch_checks(lambda: state.engine.checked_in(namespace))
         if corpus is not None:
             self.metrics.watch("corpus_pending", "Documents waiting to be encoded or dropped", corpus.count_pending)
 

@@ -99,7 +99,8 @@ def _forget_in_flight(folder: Path, rng: random.Random) -> None:
     """Forget documents, in this engine or in another one, while threads answer prompts with their texts."""
     numbers = list(range(rng.randint(2, 5)))
     learns = rng.random() < 0.5
-    with tiny.engine(folder, learn=learns) as engine, tiny.engine(folder) as other:
+    idle: Any = {"check": rng.choice([0.0, 1.0]), "complete": rng.choice(["off", "idle"])}
+    with tiny.engine(folder, learn=learns, **idle) as engine, tiny.engine(folder) as other:
         if rng.random() < 0.5:
             engine.warm(map(tiny.text, numbers), document="a")
         stops, errors = threading.Event(), list[Exception]()
@@ -111,6 +112,7 @@ def _forget_in_flight(folder: Path, rng: random.Random) -> None:
                     asked = own.sample(numbers, own.randint(1, len(numbers)))
                     options: dict[str, Any] = {"documents": list(map(tiny.text, asked))} if own.random() < 0.2 else {}
                     options |= {"history": own.choice(["exact", "blend"]), "max_new_tokens": tiny.TOKENS}
+                    options |= {"margin": own.choice([None, 0.0])}  # with 0, KV is not exact: there is idle work
                     stream = engine.stream(tiny.prompt(asked, own.randrange(3)), **options)
                     for _ in zip(range(own.randint(1, 9)), stream, strict=False):
                         pass
@@ -133,6 +135,7 @@ def _forget_in_flight(folder: Path, rng: random.Random) -> None:
                 thread.join()
         assert not errors, errors
         engine._prefetcher.wait()
+        engine._answering.idle.wait()
         if engine._answering.learner:
             engine._answering.learner.wait()
         engine.warm(map(tiny.text, numbers), document="a")  # prompts after the last forget have brought texts again

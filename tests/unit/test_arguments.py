@@ -75,7 +75,11 @@ def test_of_a_config(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["ram_bytes", "conversation_bytes", "batch_bytes", "device_bytes", "codec", "learn", "config", "store"]
+    "name",
+    [
+        *("ram_bytes", "conversation_bytes", "batch_bytes", "device_bytes", "codec", "learn", "check", "complete"),
+        *("config", "store"),
+    ],
 )
 def test_of_an_engine(name: str, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -130,7 +130,8 @@ def test_serve_passes_all_options_of_blending_on() -> None:
 
 def test_sizes_that_serve_offers_are_the_engines() -> None:
     args = _parse(serve)
-    for name in ("ram_bytes", "device_bytes", "conversation_bytes", "batch_bytes", "learn", "codec", "store_cache"):
+    sizes = "ram_bytes", "device_bytes", "conversation_bytes", "batch_bytes"
+    for name in (*sizes, "learn", "codec", "store_cache", "complete"):
         assert getattr(args, name) == DECLARED[name].default, name
 
 

@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "memory": BASE | {"backend", "store", "index"},
     "reuse": BASE | {"backend", "store", "index", "memory"},
     "generate": BASE | {"backend", "scheduling", "reuse"},
-    "control": BASE | {"backend", "store", "reuse", "generate"},
+    "control": BASE | {"backend", "store", "scheduling", "reuse", "generate"},
     "ingest": BASE | {"backend", "store", "index", "memory", "scheduling", "reuse", "control"},
     "inspect": BASE | {"backend", "store", "index", "reuse", "ingest", "generate"},
     "request": BASE | {"backend", "store", "index", "memory", "reuse", "control", "tracing"},

@@ -26,7 +26,7 @@ PROMPT = messages(*CHUNKS[:2])
 
 
 def _opened(model: Model, folder: Path) -> BlendEngine:
-    return BlendEngine(model, FileStore(folder, min_free_bytes=0), ram_bytes=0, learn=True)
+    return BlendEngine(model, FileStore(folder, min_free_bytes=0), ram_bytes=0, learn=True, check=1.0)
 
 
 def _refusal(work: Callable[[], object]) -> str:

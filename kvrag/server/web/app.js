@@ -1,4 +1,5 @@
-// The chat page of `kvrag serve`. It calls the server's public API only: /v1/models, /v1/corpus, /v1/chat/completions.
+// The chat page of `kvrag serve`. It calls the server's public API only: /v1/models, /v1/corpus, /v1/checks,
+// /v1/chat/completions.
 
 import { markdown } from "./markdown.js";
 
@@ -253,7 +254,14 @@ async function ask(question) {
     $("question").value ||= question;
   } finally {
     setBusy(null);
+    showChecks();
   }
+}
+
+/** Show how many of the latest checked answers full prefill confirms. */
+async function showChecks() {
+  const checks = await call("v1/checks").then((response) => response.json()).catch(() => ({}));
+  $("checks").textContent = checks.last ? checks.text : "";
 }
 
 function addLane(turn, name, kind = "kvrag") {
@@ -450,6 +458,7 @@ async function start() {
     const names = (await (await call("v1/models")).json()).data.map((model) => model.id);
     $("model").textContent = model = names[0];
     restoreTurns();
+    showChecks();
     hasCorpus = names.includes(`${model}-rag`);
     if (!hasCorpus) {
       $("sidebar").hidden = true;

@@ -279,6 +279,7 @@ async def test_no_body_is_read_and_no_work_done_on_the_event_loop_or_in_shared_t
         ("GET", "/v1/chunks"),
         ("DELETE", "/v1/chunks/d"),
         ("GET", "/samples.json"),
+        ("GET", "/v1/checks"),
         ("GET", "/metrics"),
         ("GET", "/docs"),
     ):

@@ -1,0 +1,124 @@
+"""Idle time: work on answered requests while no answer is in progress."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, thread
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvrag.errors import AbandonedError
+from kvrag.process import own_team
+from kvrag.scheduling.waiting import POLL_S, is_left
+
+logger = logging.getLogger("kvrag")
+
+_WAITING = 8  # the oldest work is dropped for more
+_ATTEMPTS = 3  # of work that answers interrupt
+
+
+class Answered(Protocol):
+    """An answered request."""
+
+    is_forgotten: bool  # a text in it was deleted
+
+
+@dataclass
+class _Task:
+    request: Answered
+    work: Callable[[], object]
+    attempts: int = _ATTEMPTS
+
+
+class Idle:
+    """Works on answered requests, one after the other, while no answer is in progress. Thread-safe.
+
+    Work ends at its next `check_left` once an answer begins, and is tried again later; or once a text of its request is
+    deleted, or at the end.
+    """
+
+    def __init__(self, is_busy: Callable[[], bool], notice: Callable[[], None]) -> None:
+        """Start without work.
+
+        Args:
+            is_busy: Returns whether answers are in progress.
+            notice: Marks requests of which texts were removed from the store.
+        """
+        self._is_busy, self._notice = is_busy, notice
+        self._waiting: deque[_Task] = deque(maxlen=_WAITING)
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(1, "kvrag-idle")
+        self._closed = threading.Event()
+        self._is_working = False
+
+    def add(self, request: Answered, work: Callable[[], object]) -> None:
+        """Do this later. Where too much waits, the oldest is dropped."""
+        with self._lock:
+            if self._is_over or request.is_forgotten:
+                return
+            self._waiting.append(_Task(request, work))
+            if not self._is_working:
+                with suppress(RuntimeError):  # the program ends
+                    self._pool.submit(self._work_off)
+                    self._is_working = True
+
+    def drop_forgotten(self) -> None:
+        """Drop the work on requests with a text that has been deleted."""
+        with self._lock:
+            left = [task for task in self._waiting if not task.request.is_forgotten]
+            self._waiting = deque(left, _WAITING)
+
+    def wait(self) -> None:
+        """Wait until all is done; for tests and benchmarks."""
+        self._pool.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """End, also within what is being computed."""
+        self._closed.set()
+        with self._lock:
+            self._waiting.clear()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def _is_over(self) -> bool:
+        # at its end, the interpreter sets `_shutdown` and waits for this thread; an open stream is never closed then
+        return self._closed.is_set() or thread._shutdown
+
+    def _work_off(self) -> None:
+        while task := self._next():
+            self._do(task)
+            del task  # the loop waits
+
+    def _next(self) -> _Task | None:
+        """Wait until no answer is in progress; return the next task, None without any."""
+        while True:
+            with self._lock:
+                if self._is_over or not self._waiting:
+                    self._is_working = False
+                    return None
+                if not self._is_busy():
+                    return self._waiting.popleft()
+            self._closed.wait(POLL_S)
+
+    def _do(self, task: _Task) -> None:
+        request = task.request
+        is_left.set(lambda: self._is_over or request.is_forgotten or self._is_busy())
+        try:
+            self._notice()
+            if not request.is_forgotten:
+                with own_team():
+                    task.work()
+        except AbandonedError:
+            task.attempts -= 1
+            with self._lock:
+                if task.attempts and not (self._is_over or request.is_forgotten):
+                    self._waiting.appendleft(task)
+        except Exception as error:  # no answer depends on it
+            if not self._is_over:
+                logger.info("work in idle time failed: %s", error)
+        finally:
+            is_left.set(lambda: False)  # it holds the request

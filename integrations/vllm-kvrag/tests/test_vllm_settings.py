@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm_engines import CHUNKS, checkpoint, distance, lines, prompt_of, reference, started
 from vllm_kvrag import backend, compat
 from vllm_kvrag.connector import KvragConnector
+from vllm_kvrag.params import ConnectorSettings
 from vllm_kvrag.scheduler import RequestTracker
 
 from kvrag import FileStore
@@ -141,6 +143,21 @@ class WeightConverter:
 
 
 # ---------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(("ratio", "said"), [(None, "as calibrated in the store or 0.15"), (0.3, "0.3")])
+def test_the_log_says_at_start_up_that_the_ratio_is_fixed(
+    ratio: float | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(logging.getLogger("vllm.kvrag"), "info", lambda text, *args: logged.append(text % args))
+    settings = ConnectorSettings.of({"store": str(tmp_path), "ratio": ratio})
+    vllm_config = SimpleNamespace(model_config=None, scheduler_config=SimpleNamespace(max_num_batched_tokens=512))
+    for refusal in ("no pages", ""):
+        logged.clear()
+        RequestTracker(None, settings, vllm_config).decide(refusal, untested="")
+        fixed = [text for text in logged if f"the ratio of an answer is fixed, {said} unless" in text]
+        assert len(fixed) == (not refusal), logged
 
 
 def test_a_cache_in_fp8_is_served_as_usual(folder: Path, store: Path, warnings: list[str]) -> None:

@@ -91,6 +91,12 @@ class RequestTracker:
                 logger.warning("%s; blending is on, because the check at start-up passed", untested)
             else:
                 logger.info("blending is exact on this model and attention backend")
+            ratio = self._settings.config.ratio
+            logger.info(
+                "the ratio of an answer is fixed, %s unless the request has one: vLLM draws the tokens, so no more is "
+                "recomputed where the model is unsure",
+                f"as calibrated in the store or {DEFAULT_RATIO:g}" if ratio is None else f"{ratio:g}",
+            )
 
     def add(self, request: Any) -> None:
         """Register a new request, and match its prompt if it is to be blended."""

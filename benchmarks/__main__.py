@@ -38,7 +38,6 @@ _COMMANDS: dict[str, tuple[str, str]] = {
         "benchmarks.quality.command",
         "measure answer quality on the readers' worlds, or as `answers`, with more settings",
     ),
-    "edits": ("benchmarks.quality.edits", "measure answers behind an edit of the history"),
     "simulate": ("benchmarks.simulate", "predict where reuse wins and where it loses, with a cost model"),
 }
 

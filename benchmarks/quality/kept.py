@@ -30,8 +30,8 @@ from benchmarks.quality.arms import ARMS, FULL, INSTRUCTION, Measured, measure
 from benchmarks.quality.grid import Journal
 from benchmarks.quality.questions import (
     CORPUS,
-    HANDBOOK,
     QUESTIONS,
+    TUNING,
     chosen,
     has_answer,
     passage_rows,
@@ -220,7 +220,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
         f"answer, and have {result['prompt_tokens']:.0f} tokens in the median; full prefill answers {right} right",
         "intervals of 95 %; times as ratios to full prefill's for the same prompt",
     ]
-    if Path(settings["file"]).name == HANDBOOK.name:
+    if Path(settings["file"]).name == TUNING.name:
         lines.append("These questions are for choosing settings: report none of these numbers.")
     heads = f"{'ties':>5}{'same':>5}   {'TTFT median':>11}{'mean':>7}{'worst':>7}{'of sums':>9}{'end':>7}"
     lines += ["", f"{'':10}{'right stays':35}{'kept':35}{'forced':35}{heads}   rows median, mean, in all"]

@@ -19,8 +19,8 @@ from kvrag.retrieval.index import ChunkIndex
 HERE = Path(__file__).parent
 QUESTIONS, CORPUS = HERE / "questions.jsonl", HERE / "corpus"
 """For numbers that are reported."""
-HANDBOOK = HERE / "handbook.jsonl"
-"""About `examples/handbook`, for choosing settings; numbers on these are never reported."""
+TUNING, TUNING_CORPUS = HERE / "tuning.jsonl", HERE / "tuning"
+"""For choosing settings; numbers on these are never reported."""
 
 
 def is_right(text: str, answers: Sequence[str]) -> bool:

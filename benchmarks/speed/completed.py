@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--docs", required=True, type=Path)
-    parser.add_argument("--questions", default="benchmarks/quality/handbook.jsonl", type=Path)
+    parser.add_argument("--questions", default="benchmarks/quality/tuning.jsonl", type=Path)
     parser.add_argument("--count", default=8, type=int)
     parser.add_argument("--tokens", default=16, type=int, help="of an answer")
     args = parser.parse_args()

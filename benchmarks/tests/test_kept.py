@@ -14,8 +14,9 @@ from benchmarks.quality.arms import DECIDED, Measured, margin_of
 from benchmarks.quality.kept import summarise
 from benchmarks.quality.questions import (
     CORPUS,
-    HANDBOOK,
     QUESTIONS,
+    TUNING,
+    TUNING_CORPUS,
     has_answer,
     is_right,
     read_corpus,
@@ -172,7 +173,7 @@ def _about_tokens(text: str) -> int:
 
 @pytest.mark.parametrize(
     ("path", "folder", "count"),
-    [(QUESTIONS, CORPUS, 100), (HANDBOOK, Path("examples/handbook"), 30)],
+    [(QUESTIONS, CORPUS, 100), (TUNING, TUNING_CORPUS, 110)],
     ids=["own", "tuning"],
 )
 def test_answers_are_in_their_documents_and_are_retrieved(path: Path, folder: Path, count: int) -> None:

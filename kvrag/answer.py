@@ -93,10 +93,12 @@ class Answering:
         self._warming = threading.Lock()
         self._watch, self.history = Watch(), History()
         memory, decode = (pipeline.memory, self._conversations), model.tokenizer.decode
-        self.forgetting = Forgetting(pipeline.store, pipeline.lookup, *memory, decode, self._drop_forgotten)
+        self.forgetting = Forgetting(pipeline.store, pipeline.lookup, *memory, decode)
         is_busy, notice = self._admission.is_busy, self.forgetting.notice
-        self.learner = Learner(ingestion, pipeline.lookup, is_busy, notice) if options.learn else None
         self.idle, self._completes = Idle(is_busy, notice), options.complete == "idle"
+        # no method of `self`: the model is to be freed without garbage collection
+        self.forgetting.then += [self.history.drop_forgotten, self.idle.drop_forgotten]
+        self.learner = Learner(ingestion, pipeline.lookup, is_busy, notice) if options.learn else None
         self.checker: Checker | None = None
         if options.check:
             self.checker = Checker(model, pipeline.tuning, options.check, self.prefill, self.idle)
@@ -218,10 +220,6 @@ class Answering:
             self.learner.close()
         self.idle.close()
         self._conversations.close()
-
-    def _drop_forgotten(self) -> None:
-        self.history.drop_forgotten()
-        self.idle.drop_forgotten()
 
     def forget(self, document: str, namespace: str) -> int:
         """See `BlendEngine.forget`."""

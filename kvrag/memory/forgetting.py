@@ -58,7 +58,11 @@ def forget(
 
 
 class Forgetting:
-    """Drops what an engine has in memory of deleted texts. Thread-safe."""
+    """Drops what an engine has in memory of deleted texts. Thread-safe.
+
+    Attributes:
+        then: Called after requests were marked as forgotten.
+    """
 
     def __init__(
         self,
@@ -67,11 +71,9 @@ class Forgetting:
         tier: MemoryTier,
         conversations: Conversations,
         decode: Decode,
-        dropped: Callable[[], None],
     ) -> None:
-        """Begin. `dropped` is called after requests were marked as forgotten."""
         self._store, self._lookup, self._tier, self._conversations = store, lookup, tier, conversations
-        self._decode, self._dropped = decode, dropped
+        self._decode, self.then = decode, list[Callable[[], None]]()
         self._removals = store.removals()  # the store's counter, as last noticed
         self._dropping = threading.Lock()  # held while the KV of removed texts is dropped
 
@@ -88,7 +90,7 @@ class Forgetting:
         """Free the KV of these chunks and of the conversations that contain it."""
         self._tier.drop(keys)
         self._conversations.drop(keys)
-        self._dropped()
+        self._drop_records()
 
     def notice(self, removals: int | None = None) -> None:
         """Free KV that was removed from the store, possibly by another process, if its counter has changed."""
@@ -100,7 +102,11 @@ class Forgetting:
         with self._dropping:
             if texts := self._lookup.take_removed():
                 self._conversations.drop_texts(DeletedTexts(texts, self._decode))
-                self._dropped()
+                self._drop_records()
+
+    def _drop_records(self) -> None:
+        for drop in self.then:
+            drop()
 
     @contextmanager
     def reading(self, removals: int) -> Iterator[None]:

@@ -151,7 +151,7 @@ def choose(
 ) -> Tensor:
     """Return the (S,) positions that the policy of `config` recomputes in a prompt."""
     with torch.inference_mode():
-        return select(model, stitched(ids, lesson, written, where, model), config).selected.clone()
+        return select(model, stitched(ids, lesson, written, where, model), config).clone()
 
 
 def answer_over(

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from kvrag.backend.transformers.loading import load_config, reader_path
 from kvrag.fingerprint import hash_weights
 from kvrag.llm import LLMSettings
 from kvrag.scheduling.waiting import FairLock
+from kvrag.store.values import chunk_key
 
 BOS_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}\n{% endfor %}"
@@ -242,7 +244,7 @@ def test_hash_weights_sees_every_tensor() -> None:
 
 
 def test_chunk_keys(model: Model) -> None:
-    key = model.fingerprint.chunk_key
+    key = partial(chunk_key, model.fingerprint.digest)
     assert key([1, 2, 3]) == key((1, 2, 3))
     assert len({key(ids) for ids in ([1, 2, 3], [1, 2], [3, 2, 1], [1, 2, 3, 0], [0x10001], [1, 1])}) == 6
 

@@ -106,7 +106,7 @@ def test_no_mask_over_all_rows_and_keys_is_built(family: str, tokenizer: Any, mo
     reference = model.forward(ids, model.new_cache(100))
     cache = model.new_cache(100)
     logits = model.forward(ids, cache, rows)
-    received, _ = model.attention_received(ids, cache, rows, 30, range(1, 2))
+    received = model.attention_received(ids, cache, rows, 30, range(1, 2))
     torch.testing.assert_close(logits, reference, atol=1e-4, rtol=1e-4)
     assert len(received) == 100
     assert 0 < max(built) <= 8

@@ -16,6 +16,7 @@ from forks import forked
 from kvrag import BlendConfig, BlendEngine, FileStore, Grammar, Model, SettingError
 from kvrag.control import check
 from kvrag.control.agreement import END
+from kvrag.control.calibrate import MARGIN
 from kvrag.errors import AbandonedError
 from kvrag.reuse.request_state import RequestState
 from kvrag.types import CheckStats
@@ -143,7 +144,7 @@ def careful(engine: BlendEngine, full: dict[str, Any], monkeypatch: pytest.Monke
 def _margin(engine: BlendEngine, namespace: str = "", **settings: Any) -> float:
     request = RequestState(engine.tokenize(PROMPT), BlendConfig(controller="off", **settings), namespace)
     engine._answering.prefill(request)
-    return request.deepening.margin if request.deepening else 0.0
+    return request.completion._margin if request.completion else 0.0
 
 
 def _count(engine: BlendEngine, *kept: bool, namespace: str = "", **settings: Any) -> None:
@@ -156,8 +157,8 @@ def _count(engine: BlendEngine, *kept: bool, namespace: str = "", **settings: An
 def test_the_margin_rises_with_lost_answers(careful: BlendEngine) -> None:
     _count(careful, False, True, False, namespace="one")
     assert _stats(careful, "one").margin_factor == pytest.approx(1.1**2)
-    assert _margin(careful, "one") == pytest.approx(1.5 * 1.1**2)
-    assert _margin(careful, "two") == 1.5
+    assert _margin(careful, "one") == pytest.approx(MARGIN * 1.1**2)
+    assert _margin(careful, "two") == MARGIN
     _count(careful, *[False] * 30, namespace="one")
     assert _margin(careful, "one") == 8.0
     _count(careful, *[True] * 200, False, namespace="one")
@@ -166,9 +167,9 @@ def test_the_margin_rises_with_lost_answers(careful: BlendEngine) -> None:
 
 def test_the_margin_falls_once_enough_are_kept(careful: BlendEngine) -> None:
     _count(careful, *[True] * 49)
-    assert _margin(careful) == 1.5
+    assert _margin(careful) == MARGIN
     _count(careful, True, True)
-    assert _margin(careful) == pytest.approx(1.5 / 1.02**2)
+    assert _margin(careful) == pytest.approx(MARGIN / 1.02**2)
     _count(careful, *[True] * 100)
     assert _margin(careful) == 0.5
     _count(careful, *[False] * 5)
@@ -184,11 +185,11 @@ def test_only_the_latest_answers_count(careful: BlendEngine) -> None:
 
 
 def test_a_given_margin_and_deterministic_answers_stay_as_they_are(careful: BlendEngine) -> None:
-    _count(careful, *[False] * 5, margin=3.0)
-    assert _margin(careful) == 1.5, "an answer with a given margin says nothing about another one"
+    _count(careful, *[False] * 5, margin=2.5)
+    assert _margin(careful) == MARGIN, "an answer with a given margin says nothing about another one"
     _count(careful, *[False] * 5)
     assert _margin(careful, margin=2.0) == 2.0
-    assert _margin(careful, deterministic=True) == 1.5
+    assert _margin(careful, deterministic=True) == MARGIN
     assert _margin(careful) > 2.0
 
 

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--target", 0.98, "share of full prefill's answers that must be kept", most=1)
     sure = "require the lower end of the confidence interval to reach the target; takes two hundred prompts"
     parser.add_argument("--sure", action="store_true", help=sure)
-    ratios = "ratios to begin with that are tried (default: 0.05 0.15 0.3 0.5)"
+    ratios = "ratios to begin with that are tried (default: 0 0.05 0.15 0.3 0.5)"
     parser.add_argument("--ratios", type=at_least(0, float, 1), nargs="+", metavar="R", help=ratios)
     add_number(parser, "--prompts", 40, "maximum number of prompts; at least 40 make a default", least=1)
     minutes = "measure no further prompt after N minutes; run again to go on (default: 10, on a GPU 2)"

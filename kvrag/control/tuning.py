@@ -99,7 +99,7 @@ def decide(speed: Speed | None, request: Workload, ratio: float) -> Decision:
     """
     if speed is None:
         why = "no measurements on this machine yet (none are taken while it is busy)"
-        return Decision(False, ratio, f"blend at {ratio:g}: {why}")
+        return Decision(False, ratio, f"{_name(ratio)}: {why}")
     full_s, load_s = full_seconds(speed, request.prompt, request.kept), request.bytes / speed.load
     blend_s = blend_seconds(speed, request, ratio)
     if full_s + NOTICEABLE_S <= blend_s:
@@ -108,7 +108,7 @@ def decide(speed: Speed | None, request: Workload, ratio: float) -> Decision:
         reason = f"full prefill: predicted {_seconds(full_s)}, blending {_seconds(blend_s)}; {cause}"
         return Decision(True, 1.0, reason)
     hidden = _hidden(speed, request, ratio, blend_s) if ratio else 0.0  # plain reuse has no policy
-    reason = f"blend at {hidden:g}: predicted {_seconds(blend_s)}, full prefill {_seconds(full_s)}"
+    reason = f"{_name(hidden)}: predicted {_seconds(blend_s)}, full prefill {_seconds(full_s)}"
     if hidden > ratio:
         reason += f"; {hidden:g} instead of {ratio:g} because loading takes as long"
     return Decision(False, hidden, reason)
@@ -124,6 +124,10 @@ def _hidden(speed: Speed, request: Workload, ratio: float, blend_s: float) -> fl
 def _beginning(config: BlendConfig, ratio: float) -> BlendConfig:
     """Return the settings that adaptive recompute begins with."""
     return replace(config, policy=config.policy if ratio else "none", ratio=ratio)
+
+
+def _name(ratio: float) -> str:
+    return f"blend at {ratio:g}" if ratio else "plain reuse"
 
 
 def _seconds(value: float) -> str:

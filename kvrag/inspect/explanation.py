@@ -158,6 +158,10 @@ def summary_of(report: BlendReport) -> Iterator[str]:
     seconds = {"matching": report.match_s, "waiting for chunks": report.load_stall_s, "stitching": report.stitch_s}
     seconds |= {"selecting": report.select_s, "computing": report.blend_s}
     yield "milliseconds: " + ", ".join(f"{name} {value * 1000:.0f}" for name, value in seconds.items())
+    if done := report.completed:
+        place = f"after {done.token} tokens of the answer" if done.token else "of the first token"
+        rest = f"{done.rows} tokens were computed in {done.seconds * 1000:.0f} ms, and from there on it is full prefill's"
+        yield f"the model was unsure {place}: {rest}"
     if report.policy == "full":
         yield "full prefill was used: nothing but a conversation is reused, whatever is stored"
     yield from filter(None, [report.decision, *report.notes])

@@ -34,6 +34,7 @@ class Metrics:
         self._between = self._histogram("inter_token_latency", "Time between tokens", _BETWEEN)
         self._whole = self._histogram("e2e_request_latency", "Time from the request to the end of the answer", _WHOLE)
         self._prefill = self._histogram("request_prefill_time", "Time to first token within the engine", _FIRST_TOKEN)
+        self._completed = self._histogram("completion_time", "Time to recompute the rest of an unsure answer", _WHOLE)
         for source in ("cached", "recomputed", "computed"):
             self._prompt.labels(source)  # zero from the start instead of missing
 
@@ -68,6 +69,8 @@ class Metrics:
         self._finished.labels(finish_reason).inc()
         self._whole.observe(seconds)
         self._prefill.observe(report.ttft_s)
+        if report.completed:
+            self._completed.observe(report.completed.seconds)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -15,6 +16,7 @@ from kvrag.cli import serve
 from kvrag.server.app import create_app
 from kvrag.server.settings import ApiKey, ServerSettings
 from kvrag.server.state import State
+from kvrag.types import BlendReport, Completed
 
 PAGE = " ".join(CHUNKS[:3])
 
@@ -45,6 +47,15 @@ def test_a_namespaces_metrics_count_what_it_has_learned(model: Model, tmp_path: 
 def test_without_learning_and_checks_there_are_no_such_metrics(engine: BlendEngine) -> None:
     state = State(engine, ServerSettings(name="tiny"), ())
     assert not _metrics(state, "") | _metrics(state, "", "kvrag_check")
+
+
+def test_completed_answers_are_counted(engine: BlendEngine) -> None:
+    state = State(engine, ServerSettings(name="tiny"), ())
+    metrics, report = state.tenants[""].metrics, BlendReport.unblended(100, 80)
+    for completed in (None, Completed(3, 90, 0.25)):
+        metrics.answered(replace(report, completed=completed), "stop", 1.0)
+    found = _metrics(state, "", "kvrag_completion_time_seconds_")
+    assert (found["kvrag_completion_time_seconds_count"], found["kvrag_completion_time_seconds_sum"]) == (1, 0.25)
 
 
 async def test_a_namespaces_checks_are_in_its_metrics_and_at_its_endpoint(endless: Model, tmp_path: Path) -> None:

@@ -73,7 +73,8 @@ def measure(
     engine: BlendEngine, row: QuestionRow, arms: Sequence[str], tokens: int, rng: random.Random
 ) -> list[Measured]:
     """Answer a row's prompt with all arms in random order, of which full prefill is the first of the result."""
-    prompt = engine.as_prompt("\n\n".join([INSTRUCTION, *row.passages, f"Question: {row.question}"]))
+    instruction = [] if row.kind else [INSTRUCTION]  # readers were trained without one
+    prompt = engine.as_prompt("\n\n".join([*instruction, *row.passages, f"Question: {row.question}"]))
     ids = engine.tokenize(prompt)
     for name, chunks in row.all_documents().items():
         engine.warm(chunks, document=name)
@@ -131,7 +132,7 @@ def _measured(arm: str, answer: Answer, total_s: float, accepted: Sequence[str])
         prompt_tokens=report.prompt_tokens,
         rows=rows + (done.rows if done and done.token == 0 else 0),
         all_rows=rows + (done.rows if done else 0),
-        completed=done and asdict(done),
+        completed=asdict(done) if done else None,
         notes=list(report.notes),
     )
 

@@ -40,12 +40,13 @@ from benchmarks.quality.questions import (
     retrieve,
 )
 from benchmarks.quality.rows import QuestionRow
+from benchmarks.quality.worlds import WORLDS, world_rows
 from benchmarks.settings import run_settings
 from kvrag.backend.hub import check_model
 from kvrag.backend.transformers import Model
 from kvrag.cli.common import DTYPES, at_least, existing_path, progress, require_extra, say
 from kvrag.cli.demo import busy_note, cpu
-from kvrag.config import BlendConfig, check_option
+from kvrag.config import DEFAULT_CONTEXT, BlendConfig, check_option
 from kvrag.control.agreement import wilson
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError, SettingError
@@ -67,6 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk-tokens", **number, default=128, help="maximum tokens per chunk (default: 128)")
     passages = "JSON lines with passages, question and answers, in place of --questions; each passage is a chunk"
     parser.add_argument("--musique", type=existing_path, metavar="FILE", help=passages)
+    world = "questions about a reader's world, in place of --questions, see `benchmarks.quality.worlds`"
+    parser.add_argument("--world", type=int, choices=WORLDS, help=world)
+    context = "tokens that chunks are encoded with; 0 = alone (default: 256)"
+    parser.add_argument("--context-tokens", type=at_least(0), default=DEFAULT_CONTEXT, metavar="N", help=context)
     parser.add_argument("--tokens", **number, default=32, help="maximum length of an answer (default: 32)")
     parser.add_argument("--n", **number, help="number of questions (default: all; with --musique 50)")
     parser.add_argument("--seed", type=at_least(0), default=0, help="of the choice and order of questions, and of arms")
@@ -95,18 +100,21 @@ def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     arms = tuple(dict.fromkeys((FULL, *args.arms)))
     model = Model.from_pretrained(args.model, dtype=args.dtype)
-    if args.musique:
+    if args.world:
+        rows: Sequence[QuestionRow] = world_rows(args.n or 100, args.seed, args.world)
+    elif args.musique:
         rows = chosen(passage_rows(args.musique), args.seed, args.n or 50)
     else:
         corpus = read_corpus(args.docs, lambda text: len(model.tokenizer.encode(text)), args.chunk_tokens)
         rows = retrieve(chosen(read_questions(args.questions), args.seed, args.n), corpus, args.k)
-    config = BlendConfig(deterministic=True)
+    config = BlendConfig(deterministic=True, context_tokens=args.context_tokens)
     sources = sorted(Path(kvrag.__file__).parent.rglob("*.py"))
     settings = {
         "fingerprint": model.fingerprint.digest,
         "device": str(model.device),
         "threads": args.threads,
         "tokens": args.tokens,
+        "context_tokens": args.context_tokens,
         "arms": arms,
         "config": asdict(config),
         "instruction": INSTRUCTION,
@@ -124,7 +132,12 @@ def run(args: argparse.Namespace) -> int:
     if not done:
         raise KvragError("no question was finished")
     result = {
-        "settings": {**settings, "seed": args.seed, "samples": len(done), "file": str(args.musique or args.questions)},
+        "settings": {
+            **settings,
+            "seed": args.seed,
+            "samples": len(done),
+            "file": str(WORLDS.get(args.world) or args.musique or args.questions),
+        },
         "environment": {
             **run_settings(model),
             "kvrag": version("kvrag"),
@@ -156,7 +169,7 @@ def _measure_rows(
             update(number, len(rows))
             rng = random.Random(f"{args.seed} {row.key}")
             journal.add(row.key, measure(engine, row, arms, args.tokens, rng))
-            for name in row.all_documents() if args.musique else ():
+            for name in row.all_documents() if args.musique or args.world else ():
                 engine.forget(name)
 
 

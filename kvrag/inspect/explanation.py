@@ -160,8 +160,8 @@ def summary_of(report: BlendReport) -> Iterator[str]:
     yield "milliseconds: " + ", ".join(f"{name} {value * 1000:.0f}" for name, value in seconds.items())
     if done := report.completed:
         place = f"after {done.token} tokens of the answer" if done.token else "of the first token"
-        rest = f"{done.rows} tokens were computed in {done.seconds * 1000:.0f} ms, and from there on it is full prefill's"
-        yield f"the model was unsure {place}: {rest}"
+        rest = f"{done.rows} tokens were computed in {done.seconds * 1000:.0f} ms"
+        yield f"the model was unsure {place}: {rest}, and from there on it is full prefill's"
     if report.policy == "full":
         yield "full prefill was used: nothing but a conversation is reused, whatever is stored"
     yield from filter(None, [report.decision, *report.notes])

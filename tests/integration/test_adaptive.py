@@ -80,7 +80,8 @@ def test_a_completed_answer_is_full_prefills(
             assert report.exact == (number == 0)
             assert report.recomputed_tokens > 80
             place = "of the first token" if number == 0 else "after 3 tokens of the answer"
-            assert f"the model was unsure {place}: {report.completed.rows} tokens were computed" in str(engine.explain())
+            told = f"the model was unsure {place}: {report.completed.rows} tokens were computed"
+            assert told in str(engine.explain())
             said = list(answer.token_ids)
             assert said == _by_full_prefill(model, ids, said[:number], 12)
 

@@ -137,7 +137,7 @@ def test_a_share_is_checked(endless: Model, tmp_path: Path, full: dict[str, Any]
 
 @pytest.fixture
 def careful(engine: BlendEngine, full: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> BlendEngine:
-    monkeypatch.setattr("kvrag.control.tuning.MARGIN", 1.5)
+    monkeypatch.setattr("kvrag.control.tuning.MARGIN", MARGIN)
     return engine
 
 

@@ -22,7 +22,12 @@ GREEDY = Sampling(temperature=0.0)
 def engine(tmp_path: Path) -> Iterator[BlendEngine]:
     """Plain reuse of sentences encoded alone, of which the reader is never unsure: often wrong."""
     with BlendEngine.from_pretrained(
-        "reader", dtype="float32", store=tmp_path, config=BlendConfig(context_tokens=0), check=1.0, complete="idle"
+        "reader",
+        dtype="float32",
+        store=tmp_path,
+        config=BlendConfig(context_tokens=0, controller="off"),
+        check=1.0,
+        complete="idle",
     ) as engine:
         engine.warm(_chunks(), document=[f"{number}" for number in range(5)])
         yield engine

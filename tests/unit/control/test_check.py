@@ -27,7 +27,9 @@ Compare = Callable[..., tuple[list[int], list[float]]]
 
 @pytest.fixture
 def engine(endless: Model, tmp_path: Path) -> Iterator[BlendEngine]:
-    with BlendEngine(endless, FileStore(tmp_path, min_free_bytes=0), check=1.0) as engine:
+    with BlendEngine(
+        endless, FileStore(tmp_path, min_free_bytes=0), BlendConfig(controller="off"), check=1.0
+    ) as engine:
         engine.warm(CHUNKS, document="a")
         for namespace in ("one", "two"):
             engine.warm(CHUNKS, namespace=namespace)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from blending import CHUNKS, messages
 
-from kvrag import BlendEngine, FileStore, Model
+from kvrag import BlendConfig, BlendEngine, FileStore, Model
 from kvrag.cli import serve
 from kvrag.server.app import create_app
 from kvrag.server.settings import ApiKey, ServerSettings
@@ -60,7 +60,9 @@ def test_completed_answers_are_counted(engine: BlendEngine) -> None:
 
 async def test_a_namespaces_checks_are_in_its_metrics_and_at_its_endpoint(endless: Model, tmp_path: Path) -> None:
     keys = (ApiKey("secret-1", "one"), ApiKey("secret-2", "two"))
-    with BlendEngine(endless, FileStore(tmp_path, min_free_bytes=0), check=1.0) as engine:
+    with BlendEngine(
+        endless, FileStore(tmp_path, min_free_bytes=0), BlendConfig(controller="off"), check=1.0
+    ) as engine:
         app = create_app(engine, ServerSettings(name="tiny", api_keys=keys))
         for namespace, questions in (("one", 2), ("two", 1)):
             engine.warm(CHUNKS, namespace=namespace)

@@ -101,7 +101,7 @@ def _ask(
             question = int((fresh > int(done.reused.nonzero()[-1])).sum())
             again = engine.prefill(ids, BlendConfig(policy="none", ratio=0.0)).cache
             layers = range(model.num_layers)
-            attention, _ = model.attention_received(done.ids[fresh][None], again, fresh, question, layers)
+            attention = model.attention_received(done.ids[fresh][None], again, fresh, question, layers)
             full = engine.prefill(ids, BlendConfig(policy="full")).logits
             answers.append((done.logits, attention, full))
     return warmed.bytes / warmed.tokens, answers

@@ -1,4 +1,4 @@
-"""What `complete="idle"` brings to second turns: `python -m benchmarks.speed.completed --model NAME --docs FOLDER`."""
+"""Second turns with and without `complete="idle"`: `python -m benchmarks.speed.completed --model NAME --docs DIR`."""
 
 from __future__ import annotations
 

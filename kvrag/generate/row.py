@@ -106,6 +106,7 @@ class Row:
         """Recompute the rest of the prompt, and take the next token. Waits for the model."""
         assert self._completion is not None
         logits = self._completion.complete(self._ids[0], self._num_tokens)
+        self._completion = None  # from here on no margin has to be computed
         self.advance(logits, self.draw(logits).tolist())
 
     def advance(self, logits: Tensor, drawn: Sequence[float]) -> None:

@@ -70,11 +70,16 @@ def margin_of(full: Sequence[int], ours: Sequence[int], margins: Sequence[float]
 
 
 def measure(
-    engine: BlendEngine, row: QuestionRow, arms: Sequence[str], tokens: int, rng: random.Random
+    engine: BlendEngine,
+    row: QuestionRow,
+    arms: Sequence[str],
+    tokens: int,
+    rng: random.Random,
+    instruction: str = INSTRUCTION,
 ) -> list[Measured]:
     """Answer a row's prompt with all arms in random order, of which full prefill is the first of the result."""
-    instruction = [] if row.kind else [INSTRUCTION]  # readers were trained without one
-    prompt = engine.as_prompt("\n\n".join([*instruction, *row.passages, f"Question: {row.question}"]))
+    before = [] if row.kind else [instruction]  # readers were trained without one
+    prompt = engine.as_prompt("\n\n".join([*before, *row.passages, f"Question: {row.question}"]))
     ids = engine.tokenize(prompt)
     for name, chunks in row.all_documents().items():
         engine.warm(chunks, document=name)

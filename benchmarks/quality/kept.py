@@ -72,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=int, choices=WORLDS, help=world)
     context = "tokens that chunks are encoded with; 0 = alone (default: 256)"
     parser.add_argument("--context-tokens", type=at_least(0), default=DEFAULT_CONTEXT, metavar="N", help=context)
+    adapter = "adapter that chunks are encoded with"
+    parser.add_argument("--adapter", type=existing_path, metavar="FOLDER", help=adapter)
+    parser.add_argument("--instruction", default=INSTRUCTION, metavar="TEXT", help=f"default: {INSTRUCTION}")
     parser.add_argument("--tokens", **number, default=32, help="maximum length of an answer (default: 32)")
     parser.add_argument("--n", **number, help="number of questions (default: all; with --musique 50)")
     parser.add_argument("--seed", type=at_least(0), default=0, help="of the choice and order of questions, and of arms")
@@ -99,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     check_model(args.model)
     torch.set_num_threads(args.threads)
     arms = tuple(dict.fromkeys((FULL, *args.arms)))
-    model = Model.from_pretrained(args.model, dtype=args.dtype)
+    model = Model.from_pretrained(args.model, dtype=args.dtype, adapter=args.adapter)
     if args.world:
         rows: Sequence[QuestionRow] = world_rows(args.n or 100, args.seed, args.world)
     elif args.musique:
@@ -117,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         "context_tokens": args.context_tokens,
         "arms": arms,
         "config": asdict(config),
-        "instruction": INSTRUCTION,
+        "instruction": args.instruction,
         "source": blake2b(b"".join(path.read_bytes() for path in sources), digest_size=8).hexdigest(),
     }
     journal, load, busy = Journal(args.out, settings, Measured), os.getloadavg()[0], cpu()
@@ -163,12 +166,13 @@ def _measure_rows(
 ) -> None:
     left = [row for row in rows if row.key not in journal.rows]
     if left:  # the first prompt of a process includes start-up costs
-        measure(engine, replace(left[0], question=f"{left[0].question} Why?"), arms, 2, random.Random(args.seed))
+        warm_up = replace(left[0], question=f"{left[0].question} Why?")
+        measure(engine, warm_up, arms, 2, random.Random(args.seed), args.instruction)
     with progress("measuring", args.json) as update:
         for number, row in enumerate(left, len(rows) - len(left)):
             update(number, len(rows))
             rng = random.Random(f"{args.seed} {row.key}")
-            journal.add(row.key, measure(engine, row, arms, args.tokens, rng))
+            journal.add(row.key, measure(engine, row, arms, args.tokens, rng, args.instruction))
             for name in row.all_documents() if args.musique or args.world else ():
                 engine.forget(name)
 

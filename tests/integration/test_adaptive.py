@@ -192,7 +192,7 @@ def test_an_exact_answer_computes_no_margins(model: Model, tmp_path: Path, monke
         return topk(logits, k)
 
     monkeypatch.setattr(torch.Tensor, "topk", counting)
-    with BlendEngine(model, tmp_path) as engine:
+    with BlendEngine(model, tmp_path, conversation_bytes=0) as engine:
         engine.warm(CHUNKS)
         settings: dict[str, Any] = {"max_new_tokens": 5, "temperature": 0, "controller": "off"}
 

@@ -116,6 +116,7 @@ class Answering:
                 for number, delta in enumerate(reply.decode(started)):
                     if number == 0:
                         self.history.add(request)
+                        self._pipeline.tuning.observe_first_token(request)
                     admitted.is_working = False
                     yield delta
                     admitted.is_working = True

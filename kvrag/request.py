@@ -79,7 +79,8 @@ class Pipeline:
             self.tuning.observe(request, len(blended_rows(backend, request)), trace)
             request.recomputed = request.selected  # grows if it is completed
             request.report = _report(request, plan, trace, recovery.notes)
-        request.completion = Completion(backend, request, plan.margin) if plan.margin else None
+        is_open = plan.margin and not request.report.exact
+        request.completion = Completion(backend, request, plan.margin) if is_open else None
         record_steps(trace.times)
 
 

@@ -352,7 +352,7 @@ class _Measured:
         if self._is_changed:
             kept = {prompt: trial and asdict(trial) for prompt, trial in self._kept.items()}
             with contextlib.suppress(StoreError):  # only to be able to go on later
-                self._store.change_text(TRIALS, lambda text: cost.write(text, self._setup, kept, _SETUPS))
+                self._store.change_text(TRIALS, lambda text: cost.write(text, {self._setup: kept}, _SETUPS))
             self._is_changed, self._written = False, time.monotonic()
 
     def notes(self, is_interrupted: bool) -> tuple[str, ...]:

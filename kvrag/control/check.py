@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from kvrag.backend.transformers import Model
 from kvrag.config import BlendConfig, Sampling
 from kvrag.control.agreement import END, TARGET, TOKENS, is_kept, likeliest
+from kvrag.control.counts import Counts
 from kvrag.control.tuning import Tuning
 from kvrag.errors import AbandonedError
 from kvrag.reuse.request_state import RequestState
@@ -32,25 +31,6 @@ UP, DOWN = 1.1, 1 / 1.02
 _FULL = BlendConfig(policy="full", controller="off")
 
 
-@dataclass
-class _Counts:
-    """Counts of one namespace."""
-
-    last: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))  # whether they were kept
-    chosen: int = 0
-    kept: int = 0
-    lost: int = 0
-    failed: int = 0
-    factor: float = 1.0
-
-    @property
-    def step(self) -> float:
-        """Factor by which the margin changes after the last answer."""
-        if sum(self.last) >= TARGET * len(self.last):
-            return DOWN if len(self.last) >= ENOUGH else 1.0
-        return 1.0 if self.last[-1] else UP
-
-
 class Checker:
     """Checks answers, and keeps a factor of the margin for every namespace. Thread-safe."""
 
@@ -65,8 +45,7 @@ class Checker:
         """
         self._model, self._tuning, self._share, self._prefill, self._idle = model, tuning, share, prefill, idle
         self._random = random.Random(0)
-        self._counts: defaultdict[str, _Counts] = defaultdict(_Counts)
-        self._counting = threading.Lock()
+        self._counts, self._counting = tuning.counts, threading.Lock()
 
     def observe(self, request: RequestState, sampling: Sampling, answer: Sequence[int], is_ended: bool) -> None:
         """Perhaps check a complete answer later, unless it is sampled, exact or at a given ratio.
@@ -90,17 +69,16 @@ class Checker:
 
     def factor(self, request: RequestState) -> float:
         """Return the factor of the margin for a request."""
-        counts = None if request.config.deterministic else self._counts.get(request.namespace)
-        return counts.factor if counts else 1.0
+        return 1.0 if request.config.deterministic else self._counts[request.namespace].factor
 
     def stats(self, namespace: str | None = None) -> CheckStats:
         """Return the counts of a namespace; None = of all, with the largest factor."""
         with self._counting:
-            found = [counts for name, counts in self._counts.items() if namespace in (None, name)]
+            found = tuple(self._counts.values()) if namespace is None else (self._counts[namespace],)
             names = ("chosen", "kept", "lost", "failed")
             return CheckStats(
                 last=sum(len(counts.last) for counts in found),
-                last_kept=sum(sum(counts.last) for counts in found),
+                last_kept=sum(counts.last.count("1") for counts in found),
                 margin_factor=max((counts.factor for counts in found), default=1.0),
                 **{name: sum(getattr(counts, name) for counts in found) for name in names},
             )
@@ -122,8 +100,15 @@ class Checker:
         planned = self._tuning.plan(request.config).margin
         with self._counting:
             counts = self._counts[request.namespace]
-            counts.last.append(is_kept)
+            counts.last = f"{counts.last}{is_kept:d}"[-WINDOW:]
             counts.kept += is_kept
             counts.lost += not is_kept
             if planned and request.config.margin is None:
-                counts.factor = self._tuning.plan(request.config, counts.factor * counts.step).margin / planned
+                counts.factor = self._tuning.plan(request.config, counts.factor * _step(counts)).margin / planned
+
+
+def _step(counts: Counts) -> float:
+    """Return the factor by which the margin changes after the last answer."""
+    if counts.last.count("1") >= TARGET * len(counts.last):
+        return DOWN if len(counts.last) >= ENOUGH else 1.0
+    return 1.0 if counts.last.endswith("1") else UP

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import threading
 import time
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrag.backend.protocol import PREFILL_BLOCK
+from kvrag.errors import StoreError
 from kvrag.reuse.blend import MOST
 from kvrag.reuse.select import NO_PASSES, Passes
+from kvrag.store import KVStore
+
+logger = logging.getLogger("kvrag")
 
 FILE = "speed.json"
 _KEPT = 16  # observations of each kind: enough to average out noise, few enough to follow changes in load
@@ -187,14 +193,11 @@ class CostModel:
             return {"passes": passes, **self._sums, "made": time.time()}
 
     def take(self, kept: dict[str, Any]) -> None:
-        """Restore the state of `to_dict`; raises ValueError and changes nothing if it is invalid."""
-        try:
-            if time.time() - _positive(kept["made"]) > _STALE_S:
-                return
-            passes = {str(kind): deque(map(_observed, rows), maxlen=_KEPT) for kind, rows in kept["passes"].items()}
-            sums = {name: (_positive(kept[name][0]), _positive(kept[name][1])) for name in _SUMS}
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{type(error).__name__}: {error}") from error
+        """Restore the state of `to_dict`; if it is invalid, change nothing and raise what `recalling` logs."""
+        if time.time() - positive(kept["made"]) > _STALE_S:
+            return
+        passes = {str(kind): deque(map(_observed, rows), maxlen=_KEPT) for kind, rows in kept["passes"].items()}
+        sums = {name: (positive(kept[name][0]), positive(kept[name][1])) for name in _SUMS}
         with self._lock:
             self._passes, self._sums, self._speed = passes, sums, None
 
@@ -233,12 +236,21 @@ def read(text: str | None) -> dict[str, Any]:
     return machines
 
 
-def write(text: str | None, machine: str, entry: dict[str, Any], most: int = _MACHINES) -> str:
-    """Return the text with this machine's entry replaced; entries of other machines are kept, `most` in all."""
+def write(text: str | None, entries: dict[str, Any], most: int = _MACHINES) -> str:
+    """Return the text with these machines' entries replaced; entries of other machines are kept, `most` in all."""
     others: list[Any] = []
     with suppress(ValueError):  # damaged: measured again within a few answers
-        others = [item for item in read(text).items() if item[0] != machine]
-    return json.dumps(dict([*others[-(most - 1) :], (machine, entry)]))
+        others = [item for item in read(text).items() if item[0] not in entries]
+    return json.dumps(dict([*others, *entries.items()][-most:]))
+
+
+@contextmanager
+def recalling(store: KVStore, name: str) -> Iterator[None]:
+    """Log what is wrong with a text that this block reads: it will be measured again."""
+    try:
+        yield
+    except (StoreError, ValueError, LookupError, TypeError, AttributeError) as error:
+        logger.warning("%s/%s is damaged or unreadable, and measured again: %r", store.name, name, error)
 
 
 def _quotient(sums: tuple[float, float], default: float) -> float:
@@ -246,13 +258,14 @@ def _quotient(sums: tuple[float, float], default: float) -> float:
 
 
 def _observed(values: Any) -> tuple[float, ...]:
-    passes, rows, pairs, seconds = map(_positive, values)
+    passes, rows, pairs, seconds = map(positive, values)
     if not (passes and rows and seconds):
         raise ValueError(f"{values!r} is not a pass")
     return passes, rows, pairs, seconds
 
 
-def _positive(value: Any) -> float:
+def positive(value: Any) -> float:
+    """Return a number of a text; raises ValueError and TypeError if it is no measurement."""
     number = float(value)
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"{value!r} is not a measurement")

@@ -8,7 +8,6 @@ machines.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import platform
 import time
@@ -21,13 +20,12 @@ from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO, BlendConfig
 from kvrag.control import calibrate, cost
 from kvrag.control.calibrate import Calibration
 from kvrag.control.cost import CostModel, Speed, Workload, blend_seconds, full_seconds
+from kvrag.control.counts import FIRST_TOKENS, AnswerCounts
 from kvrag.errors import StoreError
 from kvrag.reuse.request_state import RequestState, Trace
 from kvrag.reuse.select import selecting
 from kvrag.store import ChunkReader, KVStore
 from kvrag.store.values import tokens_of
-
-logger = logging.getLogger("kvrag")
 
 LEAST = 0.05
 """Ratio below which adaptive recompute does not begin."""
@@ -49,6 +47,7 @@ STEP = 0.05
 CPU_SHARE = 2 / 3
 """Timings of a thread that had a processor for a smaller share of the time are not used: the machine was busy."""
 
+_ROWS = Speed(0.0, 1.0, 0.0, 0.0, math.inf)  # counts rows, as long as no speed is known
 _KEEP_S = 60.0  # seconds between writes of the measurements, and between probes of a slow disk
 _PROBE_BYTES = 1 << 20
 
@@ -90,23 +89,29 @@ class Decision:
     reason: str
 
 
-def decide(speed: Speed | None, request: Workload, ratio: float) -> Decision:
+def decide(speed: Speed | None, request: Workload, ratio: float, doubt: float = 0.0) -> Decision:
     """Choose between full prefill and blending, and the ratio.
 
     Args:
         speed: None = no measurements yet: blend, which gives some.
         ratio: Lowest allowed ratio.
+        doubt: Expected share of such prompts that are completed before the first token.
     """
-    if speed is None:
-        why = "no measurements on this machine yet (none are taken while it is busy)"
-        return Decision(False, ratio, f"{_name(ratio)}: {why}")
-    full_s, load_s = full_seconds(speed, request.prompt, request.kept), request.bytes / speed.load
-    blend_s = blend_seconds(speed, request, ratio)
-    if full_s + NOTICEABLE_S <= blend_s:
+    known = speed or _ROWS
+    full_s, blend_s = full_seconds(known, request.prompt, request.kept), blend_seconds(known, request, ratio)
+    if speed and full_s + NOTICEABLE_S <= blend_s:
+        load_s = request.bytes / speed.load
         slow_load = f"loading alone takes {_seconds(load_s)} at {speed.load / 1e9:.3g} GB/s"
         cause = slow_load if load_s > full_s else "the context is short"
         reason = f"full prefill: predicted {_seconds(full_s)}, blending {_seconds(blend_s)}; {cause}"
         return Decision(True, 1.0, reason)
+    completion_s = full_seconds(known, request.prompt, request.kept + request.reused - request.inexact)
+    if doubt and full_s + NOTICEABLE_S <= blend_s + doubt * completion_s:
+        reason = f"full prefill: the model was unsure of the first token of {doubt:.0%} of the last answers"
+        return Decision(True, 1.0, reason)
+    if speed is None:
+        why = "no measurements on this machine yet (none are taken while it is busy)"
+        return Decision(False, ratio, f"{_name(ratio)}: {why}")
     hidden = _hidden(speed, request, ratio, blend_s) if ratio else 0.0  # plain reuse has no policy
     reason = f"{_name(hidden)}: predicted {_seconds(blend_s)}, full prefill {_seconds(full_s)}"
     if hidden > ratio:
@@ -144,9 +149,11 @@ class Tuning:
         device = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else backend.device.type
         # with the machine's name: machines that share a store read it at different speeds
         self._machine = f"{backend.fingerprint.digest} {platform.node()} {device} {torch.get_num_threads()} threads"
-        self._costs = CostModel(backend.hidden_size)
+        self._costs, self.counts = CostModel(backend.hidden_size), AnswerCounts(store, backend.fingerprint.digest)
         self._speed_kept = time.monotonic()
-        self._recall_speed()
+        with cost.recalling(store, cost.FILE):
+            if (measured := cost.read(store.read_text(cost.FILE)).get(self._machine)) is not None:
+                self._costs.take(measured)
 
     def plan(self, config: BlendConfig, factor: float = 1.0) -> Plan:
         """Return what settings mean before the chunks of the prompt are known; `factor` is of a margin not given."""
@@ -212,20 +219,23 @@ class Tuning:
     def _decide(self, plan: Plan, request: RequestState) -> Plan:
         """Let the controller decide. If only the disk speed is unknown and counts, a small read measures it first."""
         costs, cold = self._costs, request.cold
+        # after a blended beginning, nothing would be exact without a completion
+        may_doubt = plan.margin and (not request.prefix or request.prefix.exact >= request.kept)
+        doubt = self.counts[request.namespace].expect_doubt() if may_doubt else 0.0
         if cold and costs.speed() is not None and not costs.knows_load():
             self._probe(cold[0])
-        decision = decide(costs.speed(), self._workload(plan.config, request), plan.ratio)
+        decision = decide(costs.speed(), self._workload(plan.config, request), plan.ratio, doubt)
         if decision.full and cold and costs.load_age > _KEEP_S:  # full prefill loads nothing
             self._probe(cold[0])
-            decision = decide(costs.speed(), self._workload(plan.config, request), plan.ratio)
+            decision = decide(costs.speed(), self._workload(plan.config, request), plan.ratio, doubt)
         policy, margin = ("full", 0.0) if decision.full else (plan.config.policy, plan.margin)
         config = replace(plan.config, policy=policy, ratio=decision.ratio)
         return replace(plan, config=config, margin=margin, reason=decision.reason)
 
     def _workload(self, config: BlendConfig, request: RequestState) -> Workload:
-        first = request.runs[0]
+        first, encoded_alone = request.runs[0], not request.matches[0].context_tokens
         after_preamble = first.offset == 0 and first.start == len(self._backend.preamble)
-        after_preamble = after_preamble and not self._backend.fingerprint.adapter
+        after_preamble = after_preamble and encoded_alone and not self._backend.fingerprint.adapter
         reused = sum(map(len, request.runs))
         return Workload(
             prompt=len(request.ids),
@@ -280,6 +290,12 @@ class Tuning:
         if not request.kept:  # copying a cached prefix involves no rotation
             self._costs.observe_stitch(reused, trace.seconds["stitch"])
 
+    def observe_first_token(self, request: RequestState) -> None:
+        """Observe whether the model was unsure of an answer's first token, if the controller has let it begin so."""
+        if request.completion and request.report.decision:
+            counts = self.counts[request.namespace]
+            counts.doubts = f"{counts.doubts}{request.report.completed is not None:d}"[-FIRST_TOKENS:]
+
     def keep_speed_now_and_then(self) -> None:
         """Store the measurements if the last write was more than a minute ago."""
         if time.monotonic() - self._speed_kept > _KEEP_S:
@@ -301,19 +317,11 @@ class Tuning:
             self._texts.change_text(name, lambda _: "")
         self._calibration = None, ""
 
-    def _recall_speed(self) -> None:
-        try:
-            if (measured := cost.read(self._texts.read_text(cost.FILE)).get(self._machine)) is not None:
-                self._costs.take(measured)
-        except StoreError as error:
-            logger.warning("measured speeds are ignored: %s", error)
-        except ValueError as error:
-            logger.warning("%s/%s is damaged and will be measured again: %s", self._path, cost.FILE, error)
-
     def keep_speed(self) -> None:
-        """Store the measurements, if there are any."""
+        """Store the measurements and the counts of answers, if there are any."""
         self._speed_kept = time.monotonic()
+        self.counts.keep()
         if self._costs.changed:
             measured = self._costs.to_dict()
             with contextlib.suppress(StoreError):  # neither answers nor ingestion depend on it
-                self._texts.change_text(cost.FILE, lambda text: cost.write(text, self._machine, measured))
+                self._texts.change_text(cost.FILE, lambda text: cost.write(text, {self._machine: measured}))

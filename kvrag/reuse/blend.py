@@ -114,14 +114,9 @@ class Completion:
         self._length = len(request.ids)
         self._first = request.num_exact(request.selected)  # all positions before it equal full prefill's
 
-    @property
-    def is_complete(self) -> bool:
-        """True once all KV is full prefill's."""
-        return self.completed is not None or self._first == self._length
-
     def is_unsure(self, token: int, margin: float) -> bool:
-        """Return whether more is to be recomputed before this token of the answer is emitted; 0 is the first one."""
-        return not self.is_complete and margin < self._margin * (FIRST if token == 0 else 1)
+        """Return whether the rest is to be recomputed before this token of the answer is emitted; 0 is the first."""
+        return margin < self._margin * (FIRST if token == 0 else 1)
 
     def complete(self, ids: Tensor, token: int) -> Tensor:
         """Recompute the rest; return (1, V) logits after the last token.

@@ -212,7 +212,7 @@ class RequestState:
     @property
     def is_exact(self) -> bool:
         """True once all KV is full prefill's."""
-        return self.report.exact or (self.completion is not None and self.completion.is_complete)
+        return self.report.exact or (self.completion is not None and self.completion.completed is not None)
 
     def note_first_token(self, ttft_s: float) -> None:
         """Complete the report with the seconds from the call to the first token."""

@@ -56,7 +56,7 @@ def unsure_at(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     tokens: set[int] = set()
 
     def is_unsure(completion: Completion, token: int, margin: float) -> bool:
-        return not completion.is_complete and token in tokens
+        return token in tokens
 
     monkeypatch.setattr(Completion, "is_unsure", is_unsure)
     return tokens
@@ -180,6 +180,31 @@ def test_a_completed_answer_is_kept_as_exact(
         report = engine.generate(following, max_new_tokens=1, temperature=0, ratio=1.0).report
         assert report.exact
         assert report.conversation_tokens > report.prompt_tokens / 2
+
+
+def test_an_exact_answer_computes_no_margins(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
+    margins = list[int]()
+    topk = torch.Tensor.topk
+
+    def counting(logits: torch.Tensor, k: int) -> Any:
+        margins.append(k)
+        return topk(logits, k)
+
+    monkeypatch.setattr(torch.Tensor, "topk", counting)
+    with BlendEngine(model, tmp_path, conversation_bytes=0) as engine:
+        engine.warm(CHUNKS)
+        settings: dict[str, Any] = {"max_new_tokens": 5, "temperature": 0, "controller": "off"}
+
+        def num_margins(prompt: Any, **options: Any) -> int:
+            margins.clear()
+            engine.generate(prompt, **settings, **options)
+            return margins.count(2)
+
+        assert num_margins("no chunk is in it", margin=1e8) == 0
+        assert num_margins(PROMPT, policy="full") == 0
+        assert num_margins(PROMPT, margin=1e8) == 1, "completed before the first token"
+        assert num_margins(PROMPT, margin=1e-9) == 5
 
 
 @pytest.mark.parametrize("margin", [float("nan"), -1, "much", 1e300, True])

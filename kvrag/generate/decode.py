@@ -196,6 +196,7 @@ class Reply:
 
     Attributes:
         tokens: Those decoded so far.
+        is_ended: An end token came after them.
         generation_prompt: Number of tokens at the end of the prompt that the next turn may not have.
     """
 
@@ -215,6 +216,7 @@ class Reply:
         # computed now, since a stream may be closed at any point; the answer may change a plain prompt's last token
         self.generation_prompt = 1 if prepared.is_plain else tokenizer.generation_prompt_length(**prepared.template)
         self.tokens: list[int] = []
+        self.is_ended = False
         self._num_thought, self._has_begun = 0, False
 
     @property
@@ -243,9 +245,10 @@ class Reply:
             self._num_thought += delta.reasoning_tokens
             delta = self._parser.parse(delta) if self._parser else delta
             if delta.finish_reason:
+                self.is_ended = not delta.token_ids
                 request.note_completed()
-                notes = (*request.report.notes, *self._notes(delta))
-                delta = replace(delta, report=replace(request.report, notes=notes))
+                request.report = replace(request.report, notes=(*request.report.notes, *self._notes(delta)))
+                delta = replace(delta, report=request.report)
             yield delta
 
     def _notes(self, delta: Delta) -> Iterator[str]:

@@ -206,10 +206,6 @@ class Answering:
         self.idle.close()
         self._conversations.close()
 
-    def forget(self, document: str, namespace: str) -> int:
-        """See `BlendEngine.forget`."""
-        return self.forgetting.forget(partial(self._ingestion.forget, document, namespace), namespace)
-
     def forget_learned(self, namespace: str) -> int:
         """See `BlendEngine.forget_learned`."""
         if self.learner:

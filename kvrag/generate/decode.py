@@ -72,8 +72,7 @@ def decode(
     """
     if unknown := [token for token in sampling.logit_bias or () if token >= logits.shape[-1]]:
         raise SettingError(f"logit_bias: unknown token {unknown[0]}: this model has tokens 0 to {logits.shape[-1] - 1}")
-    row = Row(model, ids, cache, sampling, constraint, control_tokens, thoughts, logits.device, alone, completion)
-    row.begin(logits)
+    row = Row(model, ids, cache, logits, sampling, constraint, control_tokens, thoughts, alone, completion)
     batch = _batch_of(model)
     try:
         delta: Delta | None = None
@@ -212,15 +211,15 @@ class Row:
         model: Model,
         ids: Tensor,
         cache: KVCache,
+        logits: Tensor,
         sampling: Sampling,
         constraint: Constraint | None,
         control_tokens: Collection[int],
         thoughts: Thoughts | None,
-        device: torch.device,
         alone: bool,
         completion: Completion | None,
     ) -> None:
-        """Begin an answer to (T,) token ids with logits on this device; see `decode`."""
+        """Begin an answer, and draw its first token; see `decode`."""
         self.model, self.cache, self._alone, self._has_left = model, cache, alone, is_left.get()
         self.deltas: deque[Delta] = deque()
         self._completion, self._num_tokens = completion, 0
@@ -234,12 +233,13 @@ class Row:
             self._penalize, _ = model.logits_processor(replace(sampling, temperature=0.0), len(ids))
         self._num_prompt = self._length = len(ids)
         self._left = min(sampling.max_new_tokens, model.context_window - len(ids))
-        self._buffer = torch.empty(1, len(ids) + self._left, dtype=ids.dtype, device=device)
+        self._buffer = torch.empty(1, len(ids) + self._left, dtype=ids.dtype, device=logits.device)
         self._buffer[0, : len(ids)] = ids
         self.token = int(ids[-1])
         self._state: Tensor | None = None  # of the generator, before the last draw
-        self._generator = None if sampling.seed is None else torch.Generator(device).manual_seed(sampling.seed)
-        self._text = _Text(model.tokenizer.stream(control_tokens), sampling.stop, thoughts)
+        self._generator = None if sampling.seed is None else torch.Generator(logits.device).manual_seed(sampling.seed)
+        self._text = _Text(TextStream(model.tokenizer.hf, control_tokens), sampling.stop, thoughts)
+        self.advance(logits, self.draw(logits).tolist())
 
     @property
     def is_recomputed(self) -> bool:
@@ -268,10 +268,6 @@ class Row:
         self.cache = cache
         self._completion = None  # it would change the old cache
         return logits
-
-    def begin(self, logits: Tensor) -> None:
-        """Take the (1, V) logits after the prompt."""
-        self.advance(logits, self.draw(logits).tolist())
 
     def complete(self) -> None:
         """Recompute the rest of the prompt, and take the next token. Waits for the model."""

@@ -205,10 +205,6 @@ class Tokenizer:
             return text, bytes.fromhex(byte[1])
         return text, bytes(_BYTES[letter] for letter in name if letter in _BYTES)
 
-    def stream(self, control_tokens: Collection[int] = ()) -> TextStream:
-        """Return an incremental `decode`, for the tokens of one answer, with these control tokens in the text."""
-        return TextStream(self.hf, control_tokens)
-
     def control_tokens(self, fields: Mapping[str, Any] | None = None) -> frozenset[int]:
         """Return the ids of all control tokens, or of those in these fields of a response template."""
         text = None if fields is None else json.dumps(fields, ensure_ascii=False).replace("\\", "")

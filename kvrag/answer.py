@@ -131,9 +131,7 @@ class Answering:
 
     def _prefill_with_documents(self, request: RequestState, question: Question) -> None:
         """Prefill the request of a question, with its documents."""
-        notes = [*request.notes]
-        created = self._warm(question.documents, question.namespace, notes) if question.documents else {}
-        request.notes = notes
+        created = self._warm(question.documents, request) if question.documents else {}
         self.prefill(request)
         if created and request.is_forgotten:
             self.forgetting.free(self._ingestion.forget_requests({*created.values()}, question.namespace))
@@ -212,11 +210,12 @@ class Answering:
             self.learner.forget(namespace)
         return self.forgetting.forget(partial(self._pipeline.store.forget_requests, namespace), namespace)
 
-    def _warm(self, documents: Sequence[str], namespace: str, notes: list[str]) -> dict[str, str]:
-        """Encode the documents that are not stored. Adds to `notes` if they cannot be stored.
+    def _warm(self, documents: Sequence[str], request: RequestState) -> dict[str, str]:
+        """Encode the documents of a request that are not stored; it gets a note if they cannot be stored.
 
         Returns their text keys by chunk key, also of those that could not be stored.
         """
+        namespace = request.namespace
         tokenized = self._ingestion.tokenize(named_texts(documents), namespace)
         text_keys = [text_key(namespace, ids) for ids, _ in tokenized]
 
@@ -234,8 +233,8 @@ class Answering:
                         texts = [text for _, text in missing.values()]
                         self._ingestion.warm(texts, "", None, namespace, mode="on request")
                         self._pipeline.lookup.refresh()
-        except StoreError as error:
-            notes.append(f"documents could not be stored: {error}")  # the answer does not depend on it
+        except StoreError as error:  # the answer does not depend on it
+            request.notes = [*request.notes, f"documents could not be stored: {error}"]
         return {key: name for key, (name, _) in missing.items()}
 
     def _finish(self, question: Question, request: RequestState, reply: Reply) -> None:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
-from kvrag.config import check_bytes
 from kvrag.errors import AbandonedError
 from kvrag.process import OfProcess, release_team
 
@@ -194,7 +193,7 @@ class Admission(OfProcess):
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = check_bytes("batch_bytes", max_bytes)
+        self._max_bytes = max_bytes
         self._admitted: dict[Admitted, None] = {}  # garbage collection may close an answer anywhere, even in here
         self._waiting: deque[Admitted] = deque()
         self._changed = threading.Condition()

@@ -316,16 +316,13 @@ class AnswerRegions(ResponseParser):  # type: ignore[misc]
             self._accumulate(events, self._delimiter)
             return
         before = len(events)
-        self._close_region(events)
-        for event in events[before:]:
-            event["ended_by"] = self._delimiter
-
-    def _close_region(self, events: list[dict[str, Any]]) -> None:
         try:
             super()._close_current(events)
         except Exception:  # for example a call whose arguments are not JSON
             events.append({"type": "region_close", "field": self._current, "value": None})
             self._reset_to_implicit()
+        for event in events[before:]:
+            event["ended_by"] = self._delimiter
 
 
 def _ends_in_string(text: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
@@ -111,23 +110,20 @@ class Answering:
         with self._admission.admit(reply.most_bytes) as admitted, request.kv_freed_at_end():
             self.begin(request)
             self._prefill_with_documents(request, question)
-            is_complete = False
-            with contextlib.suppress(GeneratorExit):  # a consumer may leave a stream and continue the conversation
-                for number, delta in enumerate(reply.decode(started)):
-                    if number == 0:
-                        self.history.add(request)
-                        self._pipeline.tuning.observe_first_token(request)
-                    admitted.is_working = False
-                    yield delta
-                    admitted.is_working = True
-                    if number == 0:
-                        self._keep(request)  # for prompts that arrive meanwhile; now, to delay no first token
-                is_complete = True
-                self._finish(request)
-            # of an abandoned answer, a shared step may still be computing the last token's KV: it is left out
-            self._keep(request, reply.tokens if is_complete else reply.tokens[:-1], reply.generation_prompt)
-            if is_complete:
-                self._work_when_idle(question, request, reply.tokens, is_ended=not delta.token_ids)
+            self.history.add(request)
+            deltas = admitted.pausing(reply.decode(started))
+            try:
+                first = next(deltas)
+                self._pipeline.tuning.observe_first_token(request)
+                yield first
+                self._keep(request)  # for prompts that arrive meanwhile; now, to delay no first token
+                yield from deltas
+            except GeneratorExit:  # a consumer may leave a stream and continue the conversation
+                # a shared step may still be computing the last token's KV: it is left out
+                self._keep(request, reply.tokens[:-1], reply.generation_prompt)
+                raise
+            self._keep(request, reply.tokens, reply.generation_prompt)
+            self._finish(question, request, reply)
 
     def _render(self, question: Question) -> RequestState:
         """Return the request that a question makes."""
@@ -137,9 +133,7 @@ class Answering:
 
     def _prefill_with_documents(self, request: RequestState, question: Question) -> None:
         """Prefill the request of a question, with its documents."""
-        notes = [*request.notes]
-        created = self._warm(question.documents, question.namespace, notes) if question.documents else {}
-        request.notes = notes
+        created = self._warm(question.documents, request) if question.documents else {}
         self.prefill(request)
         if created and request.is_forgotten:
             self.forgetting.free(self._ingestion.forget_requests({*created.values()}, question.namespace))
@@ -173,16 +167,6 @@ class Answering:
             with self._admission.admit(size):
                 self._keep_exact(ids, question.config, question.namespace)
         return len(ids)
-
-    def _work_when_idle(self, question: Question, request: RequestState, answer: Sequence[int], is_ended: bool) -> None:
-        """Complete a conversation later, if it is to be and can be continued, and perhaps check its last answer."""
-        model, ids, is_exact = self._model, [*request.token_ids, *answer], request.is_exact
-        can_be_kept = len(ids) * model.bytes_per_token <= self._conversations.max_bytes
-        can_go_on = request.config.reuses_prompts and len(ids) < min(model.stable_length, model.context_window)
-        if self._completes and can_be_kept and can_go_on and not is_exact:
-            self.idle.add(request, partial(self._keep_exact, ids, request.config, request.namespace))
-        if self.checker and question.prepared.grammar is None:
-            self.checker.observe(request, question.sampling, answer, is_ended)
 
     def _keep_exact(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> None:
         """Keep full prefill's KV of these tokens, from the first that is not kept so on."""
@@ -222,21 +206,18 @@ class Answering:
         self.idle.close()
         self._conversations.close()
 
-    def forget(self, document: str, namespace: str) -> int:
-        """See `BlendEngine.forget`."""
-        return self.forgetting.forget(partial(self._ingestion.forget, document, namespace), namespace)
-
     def forget_learned(self, namespace: str) -> int:
         """See `BlendEngine.forget_learned`."""
         if self.learner:
             self.learner.forget(namespace)
         return self.forgetting.forget(partial(self._pipeline.store.forget_requests, namespace), namespace)
 
-    def _warm(self, documents: Sequence[str], namespace: str, notes: list[str]) -> dict[str, str]:
-        """Encode the documents that are not stored. Adds to `notes` if they cannot be stored.
+    def _warm(self, documents: Sequence[str], request: RequestState) -> dict[str, str]:
+        """Encode the documents of a request that are not stored; it gets a note if they cannot be stored.
 
         Returns their text keys by chunk key, also of those that could not be stored.
         """
+        namespace = request.namespace
         tokenized = self._ingestion.tokenize(named_texts(documents), namespace)
         text_keys = [text_key(namespace, ids) for ids, _ in tokenized]
 
@@ -254,21 +235,28 @@ class Answering:
                         texts = [text for _, text in missing.values()]
                         self._ingestion.warm(texts, "", None, namespace, mode="on request")
                         self._pipeline.lookup.refresh()
-        except StoreError as error:
-            notes.append(f"documents could not be stored: {error}")  # the answer does not depend on it
+        except StoreError as error:  # the answer does not depend on it
+            request.notes = [*request.notes, f"documents could not be stored: {error}"]
         return {key: name for key, (name, _) in missing.items()}
 
-    def _finish(self, request: RequestState) -> None:
-        """Do deferred work after a complete answer.
+    def _finish(self, question: Question, request: RequestState, reply: Reply) -> None:
+        """Do deferred work after a complete answer, some of it when no answer is in progress.
 
         Skipped for abandoned streams: garbage collection may end them in a thread that holds the locks taken here.
         """
+        model, config = self._model, request.config
         self._pipeline.tuning.keep_speed_now_and_then()
-        if request.config.history == "exact":  # where edited histories are blended, unwarmed text is normal
-            tokenizer, store, lookup = self._model.tokenizer, self._pipeline.store, self._pipeline.lookup
-            find = partial(lookup.find_chunks, namespace=request.namespace)
-            explain = partial(why_little, tokenizer, store, find, request, request.config.min_run)
+        if config.history == "exact":  # where edited histories are blended, unwarmed text is normal
+            find = partial(self._pipeline.lookup.find_chunks, namespace=request.namespace)
+            explain = partial(why_little, model.tokenizer, self._pipeline.store, find, request, config.min_run)
             self._watch.look(request, explain)
+        ids = [*request.token_ids, *reply.tokens]
+        can_be_kept = len(ids) * model.bytes_per_token <= self._conversations.max_bytes
+        can_go_on = config.reuses_prompts and len(ids) < min(model.stable_length, model.context_window)
+        if self._completes and can_be_kept and can_go_on and not request.is_exact:
+            self.idle.add(request, partial(self._keep_exact, ids, config, request.namespace))
+        if self.checker and question.prepared.grammar is None:
+            self.checker.observe(request, question.sampling, reply.tokens, reply.is_ended)
 
     def _keep(self, request: RequestState, answer: Sequence[int] = (), generation_prompt: int = 0) -> None:
         """Keep an answered prompt for the next turn, which contains it without the generation prompt.

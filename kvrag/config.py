@@ -6,6 +6,7 @@ second time, and a test compares them with the declarations.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import sys
@@ -16,21 +17,13 @@ from importlib import import_module
 from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
 from urllib.parse import urlsplit
 
 from kvrag.errors import PromptError, SettingError
 
 if TYPE_CHECKING:
     import torch
-
-
-import inspect
-from typing import TYPE_CHECKING, TypedDict
-
-if TYPE_CHECKING:
-    import torch
-
 
 CODECS = ("native", "int8", "int4")  # of stored KV: as the model computes it, or in 8 or 4 bits
 

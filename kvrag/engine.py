@@ -230,7 +230,8 @@ class BlendEngine(OfProcess):
         Their files, their KV in RAM and the conversations that contain it are deleted when this returns. Answers in
         progress complete with the KV that they have read, which is not kept.
         """
-        return self._answering.forget(document, check_namespace(namespace))
+        remove = partial(self._ingestion.forget, document, check_namespace(namespace))
+        return self._answering.forgetting.forget(remove, namespace)
 
     def forget_learned(self, *, namespace: str = "") -> int:
         """Delete the chunks that prompts brought, learned or from `documents=`; return how many were deleted.

@@ -37,12 +37,6 @@ def refuse(what: str) -> SettingError:
     )
 
 
-def check_process(process: int, what: str) -> None:
-    """Raise SettingError if this is not the process with that id."""
-    if process != os.getpid():
-        raise refuse(what)
-
-
 def per_process(create: Callable[[], T]) -> Callable[[], T]:
     """Return a function that returns what `create` has returned, which is called again in every forked process."""
     value = create()

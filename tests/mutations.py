@@ -41,8 +41,8 @@ LANGCHAIN, LLAMA = "../../integrations/langchain-kvrag/tests", "../../integratio
 MUTATIONS = [
     Mutation("ratio rounded down", "reuse/select.py", "budget = round((", "budget = int((", "reuse/test_select.py"),
     Mutation(
-        "lowest scores first", "reuse/select.py", "scores.topk(min(num, len(scores)))",
-        "scores.topk(min(num, len(scores)), largest=False)", "reuse/test_select.py",
+        "lowest scores first", "reuse/select.py", "scores.topk(budget)", "scores.topk(budget, largest=False)",
+        "reuse/test_select.py",
     ),
     Mutation(
         "deviation of values ignored", "reuse/policies/hkvd.py", " + _distances(fresh_values, values[:, :, at])",
@@ -90,9 +90,9 @@ MUTATIONS = [
              "            path.unlink(missing_ok=True)\n            os.close", "            os.close",
              "store/test_store.py"),
     Mutation("no flush to disk", "store/durable.py", "os.fsync(descriptor)", "file.flush()", "store/test_store.py"),
-    Mutation("stop strings", "generate/row.py", "text[: min(starts)] if starts", "text[: max(starts)] if starts",
+    Mutation("stop strings", "generate/decode.py", "text[: min(starts)] if starts", "text[: max(starts)] if starts",
              "generate/test_decode.py"),
-    Mutation("beginning of a stop string", "generate/row.py", "n in range(1, len(stop))", "n in range(2, len(stop))",
+    Mutation("beginning of a stop string", "generate/decode.py", "n in range(1, len(stop))", "n in range(2, len(stop))",
              "generate/test_decode.py"),
     Mutation("context window", "backend/transformers/model.py", "over = num_tokens + 1 -", "over = num_tokens -",
              "backend/test_model.py test_engine.py"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -130,7 +130,7 @@ def prepare(
     variables = {**switch(tokenizer, reasoning, is_plain), **(template or {})}
     listed = check_type("tools", tools, list | tuple | None, "a list of dicts") or ()
     known = tuple(_checked_tool(tool) for tool in listed)
-    forced = _forced(choice, _names(known))
+    forced = _forced(choice, tuple(tool["function"]["name"] for tool in known))
     if choice == "none":
         known = ()
     if is_plain:
@@ -160,10 +160,6 @@ def _template_form(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> 
     source = tokenizer.template_text(tools or None)
     form = next((form for form in DIALECTS if form.has in source and form.lacks not in source), None)
     return form, (form is not None or tokenizer.response_template is not None) and tokenizer.renders_tools()
-
-
-def _names(tools: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    return tuple(tool["function"]["name"] for tool in tools)
 
 
 def _checked_tool(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A request: one prompt, from its tokens to the KV that its answer continues, and the duration of its steps.
+"""A request: one prompt, from its tokens to its answer, and the duration of its steps.
 
 The most recent requests are kept for explanations (`History`). `Watch` warns when prompts reuse little.
 """
@@ -40,16 +40,16 @@ _LITTLE = 0.1  # reused share that is suspiciously low
 
 @dataclass(eq=False)
 class RequestState:
-    """State of one request. It is filled in step by step; `kvrag.request` has the steps.
+    """One request, from the question to its explanations. The steps of `kvrag.answer` and `kvrag.request` fill it in.
 
-    Asked: `token_ids`, `config`, `namespace`, `notes`; `conversations` if earlier prompts may be reused. Looked up:
-    `prefix`, `matches`, `readers`, `chunks`. Planned: `applied`. Stitched: `reused`, `exact`, `cache`. Selected:
-    `selected`. Blended: `logits`, `report`, `completion`, and `cache` is complete: it can be decoded. After the answer,
-    its KV is freed; explanations read the rest.
+    Its states are asked, begun, looked up, planned, stitched, selected and blended: `cache` is then complete, and can
+    be decoded. While it is decoded, `note_first_token` and `note_completed` update the report. Once it is answered or
+    abandoned, its KV is freed (`kv_freed_at_end`); explanations read the rest.
 
     Attributes:
         config: Settings as they were asked for.
         notes: For the report.
+        conversations: Those that may be continued; None = earlier prompts are not reused.
         prefix: First positions, from a conversation.
         matches: Runs of stored chunks after the cached prefix, ascending and disjoint.
         readers: By the runs' chunk keys; the request closes them.
@@ -66,26 +66,32 @@ class RequestState:
         is_forgotten: A chunk or a text in it was deleted: its KV is not kept, and it is not explained.
     """
 
+    # asked
     token_ids: Sequence[int]
     config: BlendConfig = field(default_factory=BlendConfig)
     namespace: str = ""
     notes: Sequence[str] = ()
+    # begun
     conversations: Conversations | None = None
-
+    # looked up
     prefix: CachedPrefix | None = None
     matches: Sequence[Match] = ()
     readers: Mapping[str, ChunkReader] = field(default_factory=dict)
     chunks: tuple[Placed, ...] = ()
-
+    # planned
     planned: BlendConfig = field(init=False)
+    # stitched
     reused: Tensor = field(init=False)
     exact: Tensor = field(init=False)
     cache: KVCache = field(init=False)
+    # selected
     selected: Tensor = field(init=False)
+    # blended
     logits: Tensor = field(init=False)
     recomputed: Tensor = field(init=False)
     report: BlendReport = field(init=False)
     completion: Completion | None = None
+    # in any state
     is_forgotten: bool = False
 
     def __post_init__(self) -> None:

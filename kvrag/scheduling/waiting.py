@@ -10,13 +10,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
-from kvrag.config import check_bytes
 from kvrag.errors import AbandonedError
 from kvrag.process import OfProcess, release_team
+
+T = TypeVar("T")
 
 is_left: ContextVar[Callable[[], bool]] = ContextVar("is_left", default=lambda: False)
 """Function that returns whether the consumer of this context has left: work on its answer ends then."""
@@ -158,24 +160,29 @@ held: ContextVar[frozenset[Admitted]] = ContextVar("held", default=frozenset())
 
 
 class Admitted:
-    """An admitted answer. Its generator sets `is_working` to False while its consumer has a delta."""
+    """An admitted answer.
+
+    Attributes:
+        is_working: Whether it goes on without its consumer, at least to its next delta.
+    """
 
     def __init__(self, num_bytes: int, changed: threading.Condition) -> None:
         self.num_bytes, self._changed = num_bytes, changed
-        self._is_working, self.is_over = True, False
+        self.is_working, self.is_over = True, False
 
-    @property
-    def is_working(self) -> bool:
-        """Whether it goes on without its consumer, at least to its next delta."""
-        return self._is_working
+    def pausing(self, deltas: Iterable[T]) -> Iterator[T]:
+        """Yield its deltas; it pauses while its consumer has one."""
+        for delta in deltas:
+            self.pause()
+            yield delta
+            self.is_working = True
 
-    @is_working.setter
-    def is_working(self, is_working: bool) -> None:
-        self._is_working = is_working
-        if not is_working:
-            held.set(frozenset(other for other in held.get() if not other.is_over) | {self})
-            with self._changed:
-                self._changed.notify_all()
+    def pause(self) -> None:
+        """Note that it waits for its consumer, in whose context this is called."""
+        self.is_working = False
+        held.set(frozenset(other for other in held.get() if not other.is_over) | {self})
+        with self._changed:
+            self._changed.notify_all()
 
 
 class Admission(OfProcess):
@@ -186,7 +193,7 @@ class Admission(OfProcess):
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = check_bytes("batch_bytes", max_bytes)
+        self._max_bytes = max_bytes
         self._admitted: dict[Admitted, None] = {}  # garbage collection may close an answer anywhere, even in here
         self._waiting: deque[Admitted] = deque()
         self._changed = threading.Condition()

@@ -414,6 +414,8 @@ class Model(Backend):
             "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
         }
+        if sampling.logit_bias:
+            settings["sequence_bias"] = {(token,): float(value) for token, value in sampling.logit_bias.items()}
         changed = {name: value for name, value in settings.items() if value is not None}
         config, _ = self.hf._prepare_generation_config(None, **changed)
         self.hf._prepare_special_tokens(config, True, device=self.device)

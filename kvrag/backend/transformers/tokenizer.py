@@ -205,10 +205,6 @@ class Tokenizer:
             return text, bytes.fromhex(byte[1])
         return text, bytes(_BYTES[letter] for letter in name if letter in _BYTES)
 
-    def stream(self, control_tokens: Collection[int] = ()) -> TextStream:
-        """Return an incremental `decode`, for the tokens of one answer, with these control tokens in the text."""
-        return TextStream(self.hf, control_tokens)
-
     def control_tokens(self, fields: Mapping[str, Any] | None = None) -> frozenset[int]:
         """Return the ids of all control tokens, or of those in these fields of a response template."""
         text = None if fields is None else json.dumps(fields, ensure_ascii=False).replace("\\", "")
@@ -320,16 +316,13 @@ class AnswerRegions(ResponseParser):  # type: ignore[misc]
             self._accumulate(events, self._delimiter)
             return
         before = len(events)
-        self._close_region(events)
-        for event in events[before:]:
-            event["ended_by"] = self._delimiter
-
-    def _close_region(self, events: list[dict[str, Any]]) -> None:
         try:
             super()._close_current(events)
         except Exception:  # for example a call whose arguments are not JSON
             events.append({"type": "region_close", "field": self._current, "value": None})
             self._reset_to_implicit()
+        for event in events[before:]:
+            event["ended_by"] = self._delimiter
 
 
 def _ends_in_string(text: str) -> bool:

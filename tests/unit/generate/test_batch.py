@@ -16,8 +16,7 @@ from blending import CHUNKS, messages
 import kvrag.scheduling.waiting
 from kvrag import BlendEngine, Delta, KvragError, Model, ModelError, Sampling, SettingError
 from kvrag.errors import OutOfMemoryError
-from kvrag.generate.decode import AHEAD, _batch_of, decode
-from kvrag.generate.row import Row
+from kvrag.generate.decode import AHEAD, Row, _batch_of, decode
 
 PROMPTS = [messages(*CHUNKS), messages(CHUNKS[1]), messages(*CHUNKS[:2]), [{"role": "user", "content": "Hello"}]]
 LENGTHS = (5, 90, 40)

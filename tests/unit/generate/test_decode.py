@@ -175,6 +175,7 @@ def test_an_answer_that_the_window_cuts_off_is_noted(engine: BlendEngine, endles
     answer = engine.generate(ids, max_new_tokens=10**6, temperature=0)
     assert (len(answer.token_ids), answer.finish_reason) == (3, "length")
     assert "the answer has 3 of 1000000 tokens: the window" in answer.report.notes[-1]
+    assert engine.explain(answer.report).report == answer.report
     assert not any("window" in note for note in engine.generate(ids, max_new_tokens=3).report.notes)
 
 

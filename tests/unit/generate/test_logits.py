@@ -10,7 +10,7 @@ import torch
 from blending import messages, plain_logits
 
 from kvrag import BlendEngine, Model, PromptError, SettingError
-from kvrag.generate.logits import bias, logprob, penalize
+from kvrag.generate.decode import logprob, penalize
 
 PROMPT = messages("Mira Brel was born in Florton.")
 
@@ -22,12 +22,6 @@ def test_penalties_count_the_tokens_of_the_answer() -> None:
     wanted = [float(logits[0, token]) - 0.5 * counts[token] - 0.25 * (token in counts) for token in range(7)]
     torch.testing.assert_close(got, torch.tensor([wanted]))
     torch.testing.assert_close(penalize(logits, torch.tensor([], dtype=torch.long), 2.0, 2.0), logits)
-
-
-def test_biases_are_added_and_the_logits_left_alone() -> None:
-    logits = torch.zeros(1, 4)
-    assert bias(logits, {1: 2.5, 3: -100}).tolist() == [[0, 2.5, 0, -100]]
-    assert not logits.any()
 
 
 def test_the_likeliest_tokens_are_sorted() -> None:

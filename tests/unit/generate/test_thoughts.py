@@ -12,8 +12,8 @@ from templates import TEMPLATES, tokenizer_of
 
 from kvrag import Answer, BlendEngine, FileStore, Grammar, Model, SettingError
 from kvrag.backend.transformers import Tokenizer
+from kvrag.generate.decode import Row
 from kvrag.generate.prompt import prepare
-from kvrag.generate.row import Row
 
 HELLO = [{"role": "user", "content": "Hello."}]
 LOOK = {

@@ -74,12 +74,12 @@ def test_only_the_consumer_of_a_paused_answer_need_not_wait_for_its_kv() -> None
     admission = Admission(10)
     with admission.admit(10) as answer:
         assert has_to_wait(admission, 10, copy_context()), "it goes on by itself"
-        answer.is_working = False
+        answer.pause()
         assert not has_to_wait(admission, 10, copy_context())
         assert has_to_wait(admission, 10, Context())
         answer.is_working = True
         assert has_to_wait(admission, 10, copy_context())
-        answer.is_working = False
+        answer.pause()
     with admission.admit(10):
         assert has_to_wait(admission, 10, copy_context()), "its answer has ended"
 
@@ -87,9 +87,9 @@ def test_only_the_consumer_of_a_paused_answer_need_not_wait_for_its_kv() -> None
 def test_a_consumer_may_hold_an_answer_of_another_engine() -> None:
     one, other = Admission(10), Admission(10)
     with one.admit(10) as answer:
-        answer.is_working = False
+        answer.pause()
         with other.admit(10) as foreign:
-            Context().run(setattr, foreign, "is_working", False)
+            Context().run(foreign.pause)
             assert has_to_wait(other, 10, Context())
             assert not has_to_wait(other, 10, copy_context())
 
@@ -100,7 +100,7 @@ def test_consumers_that_each_hold_an_answer_get_another_one_after_the_other(neve
 
     def consume() -> None:
         with admission.admit(1) as first:
-            first.is_working = False
+            first.pause()
             have_one.wait()
             with admission.admit(2):
                 together.append(sum(answer.is_working for answer in admission._admitted))
@@ -117,12 +117,12 @@ def test_an_answer_that_pauses_lets_the_consumer_of_a_paused_one_go_on(never_pol
             have_one.wait()
             while not admission._waiting:
                 pass
-            answer.is_working = False
+            answer.pause()
             assert is_done.wait(60)
 
     def ask() -> None:
         with admission.admit(1) as answer:
-            answer.is_working = False
+            answer.pause()
             have_one.wait()
             with admission.admit(2):
                 is_done.set()

@@ -12,7 +12,7 @@ from kvrag.scheduling.queue import AdmissionQueue
 from kvrag.server.api_errors import ApiError
 from kvrag.server.corpus import Corpus
 from kvrag.server.guard import UPLOADS, most_requests
-from kvrag.server.metrics import Metrics
+from kvrag.server.metrics import CHECKS, LEARNING, Metrics
 from kvrag.server.settings import ServerSettings
 
 _READERS = 2  # concurrent readers of files
@@ -31,8 +31,8 @@ class Tenant:
         self.metrics = Metrics(with_process=not state.is_shared)
         self.metrics.watch("num_requests_running", "Admitted requests", lambda: queue.running(namespace))
         self.metrics.watch("num_requests_waiting", "Waiting requests", lambda: queue.waiting(namespace))
-        self.metrics.watch_learning(lambda: state.engine.learned_in(namespace))
-        self.metrics.watch_checks(lambda: state.engine.checked_in(namespace))
+        self.metrics.watch_counts(lambda: state.engine.learned_in(namespace), LEARNING)
+        self.metrics.watch_counts(lambda: state.engine.checked_in(namespace), CHECKS)
         if corpus is not None:
             self.metrics.watch("corpus_pending", "Documents waiting to be encoded or dropped", corpus.count_pending)
 

@@ -305,7 +305,7 @@ def read_files(args: argparse.Namespace, title: str, problems: list[Problem]) ->
     paths, skipped = documents.find(args.paths)
     problems += skipped
     num_read = 0
-    with progress(title, args.json) as report, Sandbox() as sandbox:
+    with progress(title, args.json) as report, closing(Sandbox()) as sandbox:
         for number, path in enumerate(paths, 1):
             content = documents.read(path, args.text_field, sandbox.parse)
             problems += content.problems

@@ -29,7 +29,7 @@ from kvrag.cli.common import (
     retrieval_folder,
     say,
 )
-from kvrag.cli.plugin import add_ray_argument, ray_command
+from kvrag.cli.plugin import add_ray_argument, find
 from kvrag.cli.question import template
 from kvrag.config import ANSWER_SETTINGS, COMPLETIONS, DECLARED, ENGINE_DEFAULTS, BlendConfig
 from kvrag.errors import SettingError
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
     require_extra("server")
     if args.ray is not None:
-        return int(ray_command("serve")(args))
+        return int(find("ray", "serve", "--ray")(args))
     if args.replicas != (1, 1):
         raise SettingError("--replicas needs --ray")
     settings, config = read_settings(args), read_config(args)  # report mistakes before the slow imports

@@ -25,7 +25,7 @@ from kvrag.cli.common import (
     require_extra,
     say,
 )
-from kvrag.cli.plugin import add_ray_argument, ray_command
+from kvrag.cli.plugin import add_ray_argument, find
 from kvrag.client.connection import KEY_VARIABLE
 from kvrag.errors import ContextWindowError, KvragError, SettingError
 from kvrag.retrieval import documents
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             result = warm_on_server(args)
         else:
             args.model = args.model or "reader"
-            result = (warm_here if args.ray is None else ray_command("warm"))(args)
+            result = (warm_here if args.ray is None else find("ray", "warm", "--ray"))(args)
     except KeyboardInterrupt as error:
         kept = str(error) or "encoded chunks are kept"
         raise KeyboardInterrupt(f"interrupted; {kept}: run the command again to resume") from None

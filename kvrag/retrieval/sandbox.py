@@ -31,12 +31,6 @@ class Sandbox:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Sandbox:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """End the child."""
         process, self._process = self._process, None

@@ -98,7 +98,7 @@ def _calls(state: State, tenant: Tenant, request: AnswerFields) -> list[dict[str
     """Return the engine's arguments for each answer to a prompt, with consecutive seeds if one is set."""
     state.check_model(request.model)
     call = request.options(state.settings) | {"namespace": tenant.namespace}
-    seeds = [None if request.seed is None else (request.seed + i) % (1 << 64) for i in range(request.num_choices())]
+    seeds = [None if request.seed is None else (request.seed + i) % (1 << 64) for i in range(request.n)]
     return [call | {"seed": seed} for seed in seeds]
 
 

@@ -359,10 +359,3 @@ def human_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-def summary(report: BlendReport) -> str:
-    """Return what was reused for an answer, how long it took, and its notes, in a line each."""
-    from kvrag.inspect.explanation import summary_of
-
-    return "\n".join(summary_of(report))

@@ -37,9 +37,8 @@ def retrieve(
     def message(hits: Sequence[Hit]) -> dict[str, str]:
         return {"role": "user", "content": fill(template(engine), [hit.text for hit in hits], question)}
 
-    found, tokenizer = index.search(question, args.top_k, args.around), engine.model.tokenizer
-    used = len(tokenizer.render(as_prompt(engine, [message([])])))
-    hits = fitting(found, engine.context_window, used, tokenizer.lengths)
+    found = index.search(question, args.top_k, args.around)
+    hits = fitting(found, engine.model, as_prompt(engine, [message([])]))
     if len(hits) < len(found):
         say(f"{len(hits)} of {len(found)} chunks fit into the window of {engine.context_window} tokens")
     return hits, message(hits)

@@ -15,9 +15,8 @@ from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvrag.engine import BlendEngine
 from kvrag.errors import PromptError
-from kvrag.retrieval.index import Hit, fitting
+from kvrag.retrieval.index import fitting
 from kvrag.scheduling.bridge import off_loop, once
 from kvrag.scheduling.queue import AdmissionQueue
 from kvrag.server.api_errors import ApiError, ClientDisconnected, describe, json_response, log
@@ -50,16 +49,15 @@ def chat_work(state: State, tenant: Tenant, request: ChatRequest) -> Work:
         if retrieves:
             wanted = (request.retrieval or Retrieval()).model_dump(exclude_none=True)
             wanted = {"top_k": settings.top_k, "around": settings.around} | wanted
-            hits = tenant.require_corpus().search(_question(messages)[1], **wanted)
-            hits = _fitting(engine, settings, messages, hits)
+            found = tenant.require_corpus().search(_question(messages)[1], **wanted)
+            hits = fitting(found, engine.model, _with_context(messages, settings, []))
             yield hits
             texts = [hit.text for hit in hits]
         else:
             texts = [row.text if isinstance(row, Document) else row for row in request.documents or ()]
-        if texts:
-            place_context(messages, settings, texts)
+        prompt = _with_context(messages, settings, texts) if texts else messages
         texts += request.chunks or []
-        answers = engine.stream_batch([messages] * len(calls), calls, documents=None if retrieves else texts)
+        answers = engine.stream_batch([prompt] * len(calls), calls, documents=None if retrieves else texts)
         yield from _limited(answers, request, settings.token_limit)
 
     return work
@@ -102,16 +100,11 @@ def _calls(state: State, tenant: Tenant, request: AnswerFields) -> list[dict[str
     return [call | {"seed": seed} for seed in seeds]
 
 
-def _fitting(engine: BlendEngine, settings: ServerSettings, messages: Messages, hits: list[Hit]) -> list[Hit]:
-    tokenizer, bare = engine.model.tokenizer, list(messages)
-    place_context(bare, settings, [])
-    return fitting(hits, engine.context_window, len(tokenizer.render(bare)), tokenizer.lengths)
-
-
-def place_context(messages: Messages, settings: ServerSettings, texts: list[str]) -> None:
-    """Insert texts into the last user message with the template. Changes `messages`."""
+def _with_context(messages: Messages, settings: ServerSettings, texts: list[str]) -> Messages:
+    """Return the messages with these texts in the last user message, by the template."""
     number, question = _question(messages)
-    messages[number] = {**messages[number], "content": fill(settings.template, texts, question)}
+    filled = {**messages[number], "content": fill(settings.template, texts, question)}
+    return [*messages[:number], filled, *messages[number + 1 :]]
 
 
 def _question(messages: Messages) -> tuple[int, str]:

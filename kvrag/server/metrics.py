@@ -68,7 +68,7 @@ class Metrics:
 
     def watch_counts(self, counts: Callable[[], object | None], rows: Sequence[Row]) -> None:
         """Add metrics of counts that are read at every scrape; there are none while the counts are None."""
-        self._registry.register(_Counts(counts, rows))
+        self._registry.register(_Watched(counts, rows))
 
     def token(self, seconds: float, count: int, is_first: bool) -> None:
         """Count tokens with the time since the request (first token) or since the previous tokens."""
@@ -94,7 +94,7 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _Counts(Collector):
+class _Watched(Collector):
     def __init__(self, counts: Callable[[], object | None], rows: Sequence[Row]) -> None:
         self._counts, self._rows = counts, rows
 

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.question.strip():
         raise PromptError("the question is empty: pass one in quotes")
     require_extra()
-    with open_engine(args, is_warmed=True) as engine, open_index(engine, args.namespace) as index:
+    with open_engine(args, is_warmed=True) as engine, open_index(engine.store, args.namespace) as index:
         require_chunks(index)
         hits, message = retrieve(engine, index, args.question, args)
         text, report = stream(engine, as_prompt(engine, [message]), args)

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     history: Messages = []  # questions and answers, without the retrieved chunks
     last: BlendReport | None = None
     require_extra()
-    with open_engine(args, is_warmed=True) as engine, open_index(engine, args.namespace) as index:
+    with open_engine(args, is_warmed=True) as engine, open_index(engine.store, args.namespace) as index:
         require_chunks(index)
         say("/report shows the report of the last answer, /quit ends the chat")
         for question in _questions():

@@ -175,7 +175,7 @@ def build(
         settings = replace(settings, template=template(engine))
     corpora = []
     for namespace in () if args.no_corpus else settings.namespaces:
-        index = stack.enter_context(open_index(engine, namespace, args.embedder))
+        index = stack.enter_context(open_index(engine.store, namespace, args.embedder))
         index.embed(["loads the embedder"])
         corpora.append(_corpus(args, engine, index, namespace, is_replica))
     return create_app(engine, settings, corpora)
@@ -235,7 +235,7 @@ def _corpus(
 
     encode = engine.model.tokenizer.encode
     split = documents.splitter(lambda text: len(encode(text)), args.chunk_tokens, args.chunk_overlap)
-    tasks = retrieval_folder(engine, namespace) / "corpus"
+    tasks = retrieval_folder(engine.store, namespace) / "corpus"
     for number in count(1):
         try:
             return Corpus(engine, index, tasks, split, namespace)

@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 def warm_here(args: argparse.Namespace) -> dict[str, Any]:
     """Encode the files' chunks in this process, and add them to the chunk index."""
-    with open_engine(args) as engine, open_index(engine, args.namespace, args.embedder) as index:
+    with open_engine(args) as engine, open_index(engine.store, args.namespace, args.embedder) as index:
         store, place = engine.store, engine.store.stats().path
         gone = find_gone(args.paths, lambda prefix: [*index.documents(), *store.documents(prefix, args.namespace)])
         # first: otherwise a chunk moved to another file would temporarily belong to two documents

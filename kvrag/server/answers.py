@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -19,7 +20,7 @@ from kvrag.errors import PromptError
 from kvrag.retrieval.index import fitting
 from kvrag.scheduling.bridge import off_loop, once
 from kvrag.scheduling.queue import AdmissionQueue
-from kvrag.server.api_errors import ApiError, ClientDisconnected, describe, json_response, log
+from kvrag.server.api_errors import ApiError, describe, json_response, log
 from kvrag.server.response import Builder, Event, Piece
 from kvrag.server.schemas import AnswerFields, ChatRequest, CompletionRequest, Document, Retrieval
 from kvrag.server.settings import ServerSettings, fill
@@ -232,7 +233,7 @@ class EventStream(StreamingResponse):
         """Send the events."""
         try:
             # the work has its own limit, but a client that never reads would keep the connection open
-            with suppress(ClientDisconnected, TimeoutError):
+            with suppress(ClientDisconnect, TimeoutError):
                 async with asyncio.timeout(2 * self._limit):
                     await while_connected(receive, self.stream_response(send))
         finally:
@@ -248,13 +249,13 @@ async def result(request: Request, queue: AdmissionQueue, work: Callable[[], T])
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Return the result of work. If the client disconnects, cancel the work and raise ClientDisconnected."""
+    """Return the result of work. If the client disconnects, cancel the work and raise ClientDisconnect."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientDisconnected
+            raise ClientDisconnect
         return working.result()
     finally:
         for task in (working, leaving):

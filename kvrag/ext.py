@@ -10,9 +10,8 @@ in any release: the packages of one release belong together.
 from __future__ import annotations
 
 import ast
-import inspect
-import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # fmt: off
@@ -85,10 +84,9 @@ if TYPE_CHECKING:
     from kvrag.store.durable import TEMPORARY, delete_left, write_file
 # fmt: on
 
-# the list above is the only one: where a name is imported from is read from this file
-_NODES = ast.walk(ast.parse(inspect.getsource(sys.modules[__name__])))
-_IMPORTS = [(node.module or "", node.names) for node in _NODES if isinstance(node, ast.ImportFrom)]
-_MODULES = {alias.name: module for module, names in _IMPORTS if module.startswith("kvrag.") for alias in names}
+_IMPORTS = (node for node in ast.walk(ast.parse(Path(__file__).read_text("utf-8"))) if isinstance(node, ast.ImportFrom))
+_MODULES = {row.name: str(node.module) for node in _IMPORTS if "kvrag." in str(node.module) for row in node.names}
+"""The module of each name, read from the imports above, which only type checkers run."""
 
 
 def __getattr__(name: str) -> Any:

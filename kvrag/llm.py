@@ -24,6 +24,7 @@ from kvrag.config import (
     Grammar,
     check_namespace,
     check_option,
+    check_type,
     option,
     without_password,
 )
@@ -206,8 +207,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
         if unknown := [name for name in call if name not in (*_ANSWER, *_ONLY_PER_CALL)]:
             known = ", ".join((*_ANSWER, *_ONLY_PER_CALL))
             raise SettingError(f"unknown setting {', '.join(unknown)}: a call accepts {known}")
-        if not isinstance(call.get("stop"), list | tuple | None):
-            raise SettingError(f"stop must be a list of strings, got {call['stop']!r}")
+        check_type("stop", call.get("stop"), list | tuple | None, "a list of strings")
         request = {name: getattr(self, name) for name in _ANSWER}
         request |= {name: value for name, value in call.items() if value is not None}
         request["stop"] = tuple(dict.fromkeys([*(self.stop or ()), *(call.get("stop") or ())]))

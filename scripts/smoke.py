@@ -28,7 +28,7 @@ from llama_index.vector_stores.kvrag import KVWarmVectorStore
 import kvrag
 from kvrag import BlendConfig, BlendEngine
 from kvrag.cli.demo import WAYS
-from kvrag.cli.plugin import find, ray_command
+from kvrag.cli.plugin import find
 from kvrag.server.app import create_app
 from kvrag.server.settings import ServerSettings
 
@@ -118,7 +118,10 @@ def server(chunks: list[str]) -> None:
 def plugins() -> None:
     """Check that the command line finds the commands of other packages."""
     assert find("adapt", "command", "kvrag adapt").__name__ == "adapt_kvrag.command"
-    assert [ray_command(name).__module__ for name in ("warm", "serve")] == ["ray_kvrag.warm", "ray_kvrag.serve"]
+    assert [find("ray", name, "--ray").__module__ for name in ("warm", "serve")] == [
+        "ray_kvrag.warm",
+        "ray_kvrag.serve",
+    ]
 
 
 if __name__ == "__main__":

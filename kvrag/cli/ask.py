@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict
 
 from kvrag.cli.common import (
     add_answer_arguments,
@@ -13,11 +11,9 @@ from kvrag.cli.common import (
     open_index,
     require_chunks,
     require_extra,
-    say,
     stream,
-    summary,
 )
-from kvrag.cli.question import as_prompt, retrieve
+from kvrag.cli.question import as_prompt, print_answer, retrieve
 from kvrag.errors import PromptError
 
 
@@ -33,14 +29,9 @@ def run(args: argparse.Namespace) -> int:
     if not args.question.strip():
         raise PromptError("the question is empty: pass one in quotes")
     require_extra()
-    with open_engine(args, is_warmed=True) as engine, open_index(engine, args.namespace) as index:
+    with open_engine(args, is_warmed=True) as engine, open_index(engine.store, args.namespace) as index:
         require_chunks(index)
         hits, message = retrieve(engine, index, args.question, args)
         text, report = stream(engine, as_prompt(engine, [message]), args)
-    if args.json:
-        context = [asdict(hit) for hit in hits]
-        print(json.dumps({"answer": text, "context": context, "report": report.to_dict()}))
-    else:
-        say(f"sources: {', '.join(dict.fromkeys(hit.source for hit in hits))}")
-        say(summary(report))
+    print_answer(hits, text, report, args)
     return 0

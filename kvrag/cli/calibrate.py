@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.reset:
         return _reset(args)
     ratios = tuple(dict.fromkeys(args.ratios or GRID))
-    with open_engine(args, is_warmed=True) as engine, open_index(engine, args.namespace) as index:
+    with open_engine(args, is_warmed=True) as engine, open_index(engine.store, args.namespace) as index:
         prompts = _retrieve(engine, index, args) if args.questions else None
         if prompts is None and not args.json:
             if not len(index):

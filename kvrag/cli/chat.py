@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvrag.cli import serve
@@ -20,9 +19,8 @@ from kvrag.cli.common import (
     require_extra,
     say,
     stream,
-    summary,
 )
-from kvrag.cli.question import as_prompt, retrieve
+from kvrag.cli.question import as_prompt, print_answer, retrieve
 from kvrag.errors import ContextWindowError, PromptError, SettingError
 from kvrag.reader import samples
 from kvrag.types import BlendReport, Messages
@@ -57,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     history: Messages = []  # questions and answers, without the retrieved chunks
     last: BlendReport | None = None
     require_extra()
-    with open_engine(args, is_warmed=True) as engine, open_index(engine, args.namespace) as index:
+    with open_engine(args, is_warmed=True) as engine, open_index(engine.store, args.namespace) as index:
         require_chunks(index)
         say("/report shows the report of the last answer, /quit ends the chat")
         for question in _questions():
@@ -71,12 +69,7 @@ def run(args: argparse.Namespace) -> int:
                 say(f"kvrag: {error}")
                 continue
             history += [{"role": "user", "content": f"Question: {question}"}, {"role": "assistant", "content": text}]
-            if args.json:
-                turn = {"question": question, "answer": text, "context": [asdict(hit) for hit in hits]}
-                print(json.dumps(turn | {"report": last.to_dict()}), flush=True)
-            else:
-                say(f"sources: {', '.join(dict.fromkeys(hit.source for hit in hits))}")
-                say(summary(last))
+            print_answer(hits, text, last, args, question=question)
     return 0
 
 

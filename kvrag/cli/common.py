@@ -13,7 +13,7 @@ from functools import partial
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvrag.backend.hub import BUNDLED, READER, check_model
 from kvrag.config import DEFAULT_CONTEXT, DEFAULT_POLICY, ENGINE_DEFAULTS, POLICIES, BlendConfig, choices_of
@@ -232,15 +232,9 @@ def _check_owner(store: str, model: str) -> None:
         raise FingerprintMismatchError(message)
 
 
-class HasStore(Protocol):
-    """An engine, or another object with a store."""
-
-    store: KVStore
-
-
-def retrieval_folder(engine: HasStore, namespace: str) -> Path:
+def retrieval_folder(store: KVStore, namespace: str) -> Path:
     """Return the folder of a namespace's chunk index and tasks; the store's own folder for the namespace ""."""
-    path = engine.store.path
+    path = store.path
     if not namespace:
         return path
     # a namespace can be longer than a file name and contain any character
@@ -249,11 +243,11 @@ def retrieval_folder(engine: HasStore, namespace: str) -> Path:
     return path
 
 
-def open_index(engine: HasStore, namespace: str, embedder: str | None = None) -> ChunkIndex:
+def open_index(store: KVStore, namespace: str, embedder: str | None = None) -> ChunkIndex:
     """Open this machine's chunk index of a namespace."""
     from kvrag.retrieval.index import ChunkIndex
 
-    return ChunkIndex(retrieval_folder(engine, namespace) / "index.sqlite", embedder)
+    return ChunkIndex(retrieval_folder(store, namespace) / "index.sqlite", embedder)
 
 
 def require_chunks(index: ChunkIndex) -> None:
@@ -305,7 +299,7 @@ def read_files(args: argparse.Namespace, title: str, problems: list[Problem]) ->
     paths, skipped = documents.find(args.paths)
     problems += skipped
     num_read = 0
-    with progress(title, args.json) as report, Sandbox() as sandbox:
+    with progress(title, args.json) as report, closing(Sandbox()) as sandbox:
         for number, path in enumerate(paths, 1):
             content = documents.read(path, args.text_field, sandbox.parse)
             problems += content.problems
@@ -359,10 +353,3 @@ def human_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-def summary(report: BlendReport) -> str:
-    """Return what was reused for an answer, how long it took, and its notes, in a line each."""
-    from kvrag.inspect.explanation import summary_of
-
-    return "\n".join(summary_of(report))

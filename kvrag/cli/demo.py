@@ -92,7 +92,7 @@ def _ask_all(sample: Sample, store: str, quiet: bool) -> tuple[dict[str, Any], l
     args = parser.parse_args([str(sample.path), "--model", READER, "--store", store, *chunks])
     args.json = quiet
     warmed, answers = warm.warm_here(args), []
-    with open_engine(args) as engine, open_index(engine, "") as index:
+    with open_engine(args) as engine, open_index(engine.store, "") as index:
 
         def ask(way: str, question: str) -> Answer:
             texts = [hit.text for hit in index.search(question, sample.top_k, sample.around)]

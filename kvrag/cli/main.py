@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from kvrag import __version__
+from kvrag.cli.plugin import find
 from kvrag.errors import KvragError, out_of_memory
 
 _COMMANDS = {  # modules of kvrag.cli, with their help
@@ -77,7 +78,12 @@ def add_command(subparsers: Any, name: str, module: str, help_text: str, is_want
     leaf.set_defaults(module=module, parser=leaf)
     if is_wanted:
         leaf.add_argument("--json", action="store_true", help="print only JSON on stdout: the result")
-        import_module(module).add_arguments(leaf)
+        _load(module).add_arguments(leaf)
+
+
+def _load(module: str) -> Any:
+    """Return the module of a command; that of `kvrag adapt` is in a package of its own."""
+    return find("adapt", "command", "kvrag adapt") if module == "kvrag.cli.adapt" else import_module(module)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,7 +136,7 @@ def _execute(make_parser: Callable[[Sequence[str]], Parser], argv: Sequence[str]
             args.parser.unknown(unknown)
         args.program = parser.prog
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # bars of transformers, too: they would disturb ours
-        return int(import_module(args.module).run(args))
+        return int(_load(args.module).run(args))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # closed pipe, for example by `head`
         return 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -46,9 +45,3 @@ def _address(text: str) -> str:
             f"must be an address HOST:PORT or ray://HOST:PORT, got {text!r}: put --ray at the end if it has none"
         )
     return text
-
-
-def ray_command(name: str) -> Callable[[argparse.Namespace], Any]:
-    """Return the function that runs a command on a Ray cluster; raises KvragError if ray-kvrag is not installed."""
-    command: Callable[[argparse.Namespace], Any] = find("ray", name, "--ray")
-    return command

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvrag.backend.hub import READER
 from kvrag.cli.common import say
+from kvrag.inspect.explanation import summary_of
 from kvrag.server.settings import TEMPLATE, fill
-from kvrag.types import Messages
+from kvrag.types import BlendReport, Messages
 
 if TYPE_CHECKING:
     from kvrag.control.prompts import Search
@@ -34,9 +37,8 @@ def retrieve(
     def message(hits: Sequence[Hit]) -> dict[str, str]:
         return {"role": "user", "content": fill(template(engine), [hit.text for hit in hits], question)}
 
-    found, tokenizer = index.search(question, args.top_k, args.around), engine.model.tokenizer
-    used = len(tokenizer.render(as_prompt(engine, [message([])])))
-    hits = fitting(found, engine.context_window, used, tokenizer.lengths)
+    found = index.search(question, args.top_k, args.around)
+    hits = fitting(found, engine.model, as_prompt(engine, [message([])]))
     if len(hits) < len(found):
         say(f"{len(hits)} of {len(found)} chunks fit into the window of {engine.context_window} tokens")
     return hits, message(hits)
@@ -47,6 +49,16 @@ def as_prompt(engine: BlendEngine, messages: Messages) -> str | Messages:
     if engine.model.tokenizer.hf.chat_template is not None:
         return messages
     return "\n\n".join(message["content"] for message in messages) + "\nAnswer:"
+
+
+def print_answer(hits: Sequence[Hit], text: str, report: BlendReport, args: argparse.Namespace, **about: str) -> None:
+    """Print an answer as JSON with what it is `about`, or, after its text was streamed, its sources and report."""
+    if args.json:
+        context = [asdict(hit) for hit in hits]
+        print(json.dumps({**about, "answer": text, "context": context, "report": report.to_dict()}), flush=True)
+    else:
+        say(f"sources: {', '.join(dict.fromkeys(hit.source for hit in hits))}")
+        say("\n".join(summary_of(report)))
 
 
 def text_search(index: ChunkIndex) -> Search:

@@ -29,7 +29,7 @@ from kvrag.cli.common import (
     retrieval_folder,
     say,
 )
-from kvrag.cli.plugin import add_ray_argument, ray_command
+from kvrag.cli.plugin import add_ray_argument, find
 from kvrag.cli.question import template
 from kvrag.config import ANSWER_SETTINGS, COMPLETIONS, DECLARED, ENGINE_DEFAULTS, BlendConfig
 from kvrag.errors import SettingError
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
     require_extra("server")
     if args.ray is not None:
-        return int(ray_command("serve")(args))
+        return int(find("ray", "serve", "--ray")(args))
     if args.replicas != (1, 1):
         raise SettingError("--replicas needs --ray")
     settings, config = read_settings(args), read_config(args)  # report mistakes before the slow imports
@@ -175,7 +175,7 @@ def build(
         settings = replace(settings, template=template(engine))
     corpora = []
     for namespace in () if args.no_corpus else settings.namespaces:
-        index = stack.enter_context(open_index(engine, namespace, args.embedder))
+        index = stack.enter_context(open_index(engine.store, namespace, args.embedder))
         index.embed(["loads the embedder"])
         corpora.append(_corpus(args, engine, index, namespace, is_replica))
     return create_app(engine, settings, corpora)
@@ -235,7 +235,7 @@ def _corpus(
 
     encode = engine.model.tokenizer.encode
     split = documents.splitter(lambda text: len(encode(text)), args.chunk_tokens, args.chunk_overlap)
-    tasks = retrieval_folder(engine, namespace) / "corpus"
+    tasks = retrieval_folder(engine.store, namespace) / "corpus"
     for number in count(1):
         try:
             return Corpus(engine, index, tasks, split, namespace)

@@ -25,7 +25,7 @@ from kvrag.cli.common import (
     require_extra,
     say,
 )
-from kvrag.cli.plugin import add_ray_argument, ray_command
+from kvrag.cli.plugin import add_ray_argument, find
 from kvrag.client.connection import KEY_VARIABLE
 from kvrag.errors import ContextWindowError, KvragError, SettingError
 from kvrag.retrieval import documents
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             result = warm_on_server(args)
         else:
             args.model = args.model or "reader"
-            result = (warm_here if args.ray is None else ray_command("warm"))(args)
+            result = (warm_here if args.ray is None else find("ray", "warm", "--ray"))(args)
     except KeyboardInterrupt as error:
         kept = str(error) or "encoded chunks are kept"
         raise KeyboardInterrupt(f"interrupted; {kept}: run the command again to resume") from None
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 def warm_here(args: argparse.Namespace) -> dict[str, Any]:
     """Encode the files' chunks in this process, and add them to the chunk index."""
-    with open_engine(args) as engine, open_index(engine, args.namespace, args.embedder) as index:
+    with open_engine(args) as engine, open_index(engine.store, args.namespace, args.embedder) as index:
         store, place = engine.store, engine.store.stats().path
         gone = find_gone(args.paths, lambda prefix: [*index.documents(), *store.documents(prefix, args.namespace)])
         # first: otherwise a chunk moved to another file would temporarily belong to two documents

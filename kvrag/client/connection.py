@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvrag.blocking import value_of
-from kvrag.config import check_timeout
+from kvrag.config import check_number, check_timeout
 from kvrag.errors import (
     ContextWindowError,
     KvragError,
@@ -68,8 +68,8 @@ class Connection(OfProcess):
         self._renew()
         self.root = root_of(base_url)  # without /v1
         check_timeout(timeout)
-        if max_retries is not None and not (isinstance(max_retries, int) and max_retries >= 0):
-            raise SettingError(f"max_retries must be an integer of at least 0, got {max_retries!r}")
+        if max_retries is not None:
+            check_number("max_retries", max_retries, whole=True)
         with needing("kvrag[client]"):
             import openai
         self._openai = openai

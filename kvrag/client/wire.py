@@ -16,10 +16,11 @@ from kvrag.config import (
     Sampling,
     check_namespace,
     check_timeout,
+    check_type,
     fill_options,
     named_texts,
 )
-from kvrag.errors import PromptError, ServerError, SettingError
+from kvrag.errors import PromptError, ServerError
 from kvrag.types import BlendReport, CallPiece, Delta, InvalidCall, Messages, ToolCall
 
 _SAMPLING = [field.name for field in fields(Sampling) if field.name != "logprobs"]
@@ -34,10 +35,8 @@ def checked(options: Mapping[str, Any]) -> Body:
     check_timeout(given["timeout"])
     check_namespace(given["namespace"])
     BlendConfig(**blend_of(given))
-    if not isinstance(given["tools"] or (), (list, tuple)):
-        raise SettingError(f"tools must be a list of dicts, got {given['tools']!r:.80}")
-    if not (given["reasoning"] is None or isinstance(given["reasoning"], bool)):
-        raise SettingError(f"reasoning must be True, False or None, got {given['reasoning']!r:.80}")
+    check_type("tools", given["tools"] or (), list | tuple, "a list of dicts")
+    check_type("reasoning", given["reasoning"], bool | None, "True, False or None")
     documents = named_texts(given["documents"] or ())
     sampling = Sampling(**{name: given[name] for name in _SAMPLING})
     return {**given, **{name: getattr(sampling, name) for name in _SAMPLING}, "documents": documents}

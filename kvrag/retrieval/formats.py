@@ -233,9 +233,6 @@ class _Lines:
             self._end_line()
             self._line.append(line)
 
-    def comment(self, text: str) -> None:
-        """Leave out a comment."""
-
     def close(self) -> str:
         """Return all lines."""
         self._end_line()

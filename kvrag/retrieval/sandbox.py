@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -30,12 +31,6 @@ class Sandbox:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Sandbox:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the child."""
@@ -82,7 +77,7 @@ class Sandbox:
                 raise KvragError(answer["error"])
             problems = [Problem(**problem) for problem in answer.pop("problems")]
             return Content(**answer, problems=problems)
-        if is_late.is_set() or (hasattr(signal, "SIGXCPU") and status == -signal.SIGXCPU):
+        if is_late.is_set() or status == -signal.SIGXCPU:
             why = f"reading it takes longer than {seconds} s: split it"
         elif status == 1:  # an exception of Python, printed above
             raise KvragError("the process that reads files failed: see the error above, and reinstall kvrag")
@@ -111,11 +106,7 @@ def _ask(process: subprocess.Popen[bytes], *question: bytes) -> dict[str, Any] |
 
 
 def _limit(seconds: int, memory: int) -> None:
-    """Set this process's limits, where the system has them. Those of time hold if the parent dies first."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
+    """Set this process's limits. Those of time hold if the parent dies first."""
     limits = {resource.RLIMIT_AS: memory, resource.RLIMIT_CPU: int(time.process_time()) + seconds + 1}
     for kind, limit in limits.items():
         most = resource.getrlimit(kind)[1]

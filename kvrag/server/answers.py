@@ -12,15 +12,15 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvrag.engine import BlendEngine
 from kvrag.errors import PromptError
-from kvrag.retrieval.index import Hit, fitting
+from kvrag.retrieval.index import fitting
 from kvrag.scheduling.bridge import off_loop, once
 from kvrag.scheduling.queue import AdmissionQueue
-from kvrag.server.api_errors import ApiError, ClientDisconnected, describe, json_response, log
+from kvrag.server.api_errors import ApiError, describe, json_response, log
 from kvrag.server.response import Builder, Event, Piece
 from kvrag.server.schemas import AnswerFields, ChatRequest, CompletionRequest, Document, Retrieval
 from kvrag.server.settings import ServerSettings, fill
@@ -50,16 +50,15 @@ def chat_work(state: State, tenant: Tenant, request: ChatRequest) -> Work:
         if retrieves:
             wanted = (request.retrieval or Retrieval()).model_dump(exclude_none=True)
             wanted = {"top_k": settings.top_k, "around": settings.around} | wanted
-            hits = tenant.require_corpus().search(_question(messages)[1], **wanted)
-            hits = _fitting(engine, settings, messages, hits)
+            found = tenant.require_corpus().search(_question(messages)[1], **wanted)
+            hits = fitting(found, engine.model, _with_context(messages, settings, []))
             yield hits
             texts = [hit.text for hit in hits]
         else:
             texts = [row.text if isinstance(row, Document) else row for row in request.documents or ()]
-        if texts:
-            place_context(messages, settings, texts)
+        prompt = _with_context(messages, settings, texts) if texts else messages
         texts += request.chunks or []
-        answers = engine.stream_batch([messages] * len(calls), calls, documents=None if retrieves else texts)
+        answers = engine.stream_batch([prompt] * len(calls), calls, documents=None if retrieves else texts)
         yield from _limited(answers, request, settings.token_limit)
 
     return work
@@ -98,20 +97,15 @@ def _calls(state: State, tenant: Tenant, request: AnswerFields) -> list[dict[str
     """Return the engine's arguments for each answer to a prompt, with consecutive seeds if one is set."""
     state.check_model(request.model)
     call = request.options(state.settings) | {"namespace": tenant.namespace}
-    seeds = [None if request.seed is None else (request.seed + i) % (1 << 64) for i in range(request.num_choices())]
+    seeds = [None if request.seed is None else (request.seed + i) % (1 << 64) for i in range(request.n)]
     return [call | {"seed": seed} for seed in seeds]
 
 
-def _fitting(engine: BlendEngine, settings: ServerSettings, messages: Messages, hits: list[Hit]) -> list[Hit]:
-    tokenizer, bare = engine.model.tokenizer, list(messages)
-    place_context(bare, settings, [])
-    return fitting(hits, engine.context_window, len(tokenizer.render(bare)), tokenizer.lengths)
-
-
-def place_context(messages: Messages, settings: ServerSettings, texts: list[str]) -> None:
-    """Insert texts into the last user message with the template. Changes `messages`."""
+def _with_context(messages: Messages, settings: ServerSettings, texts: list[str]) -> Messages:
+    """Return the messages with these texts in the last user message, by the template."""
     number, question = _question(messages)
-    messages[number] = {**messages[number], "content": fill(settings.template, texts, question)}
+    filled = {**messages[number], "content": fill(settings.template, texts, question)}
+    return [*messages[:number], filled, *messages[number + 1 :]]
 
 
 def _question(messages: Messages) -> tuple[int, str]:
@@ -239,7 +233,7 @@ class EventStream(StreamingResponse):
         """Send the events."""
         try:
             # the work has its own limit, but a client that never reads would keep the connection open
-            with suppress(ClientDisconnected, TimeoutError):
+            with suppress(ClientDisconnect, TimeoutError):
                 async with asyncio.timeout(2 * self._limit):
                     await while_connected(receive, self.stream_response(send))
         finally:
@@ -255,13 +249,13 @@ async def result(request: Request, queue: AdmissionQueue, work: Callable[[], T])
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Return the result of work. If the client disconnects, cancel the work and raise ClientDisconnected."""
+    """Return the result of work. If the client disconnects, cancel the work and raise ClientDisconnect."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientDisconnected
+            raise ClientDisconnect
         return working.result()
     finally:
         for task in (working, leaving):

@@ -38,10 +38,6 @@ class ApiError(KvragError):
         self.status, self.code, self.param = status, code, param
 
 
-class ClientDisconnected(Exception):
-    """The client disconnected before the response."""
-
-
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return a JSON response in ASCII, so that it can quote a lone surrogate from the client."""
     return Response(json.dumps(content), status, dict(headers or {}), "application/json")
@@ -159,8 +155,7 @@ def handle_errors(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    @app.exception_handler(ClientDisconnected)
-    @app.exception_handler(ClientDisconnect)  # Starlette's, while the body is read
+    @app.exception_handler(ClientDisconnect)
     async def disconnected(_: Request, __: Exception) -> Response:
         return Response(status_code=499)  # nginx's status for disconnected clients; never sent
 

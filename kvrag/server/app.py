@@ -7,7 +7,7 @@ import base64
 import mimetypes
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from importlib.metadata import version
 from pathlib import PurePosixPath
@@ -226,7 +226,7 @@ async def _read(request: Request, document: str, content: bytes, media_type: str
 
     def work() -> Content:
         try:
-            with Sandbox() as sandbox:  # one each, so that a hostile file delays no other
+            with closing(Sandbox()) as sandbox:  # one each, so that a hostile file delays no other
                 parsed = sandbox.parse(document, kind, content)
         except KvragError as error:
             raise ApiError(400, f"{document} cannot be read: {error}", "unreadable_document") from error

@@ -6,7 +6,6 @@ id is a name in a database, never a path.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import threading
@@ -14,7 +13,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
+
+from filelock import FileLock, Timeout
 
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError, StoreError, StoreFullError, StoreReadOnlyError
@@ -93,9 +94,10 @@ class Corpus:
         self._engine, self._folder, self._split = engine, folder, split
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock_file = _locked(folder)  # until `stop`
+            self._serving = _lock_of(folder)
+            self._serving.acquire()  # until `stop`
             self._tasks = _tasks_in(folder)
-        except BlockingIOError:
+        except Timeout:
             message = f"another server uses the corpus in {folder}: use another --store, or --no-corpus"
             raise CorpusInUseError(message) from None
         except OSError as error:
@@ -166,14 +168,14 @@ class Corpus:
         if self._thread.is_alive():
             self._thread.join(patience)
         if not self._thread.is_alive():
-            self._lock_file.close()  # releases the lock
+            self._serving.release()
 
     def adopt(self) -> None:
         """Queue unfinished tasks of stopped servers in sibling folders; this server's tasks take precedence."""
         for folder in self._folder.parent.glob("corpus*/"):
             if folder == self._folder or not any(folder.glob("*.json")):
                 continue
-            with suppress(BlockingIOError), _locked(folder):
+            with suppress(Timeout), _lock_of(folder):
                 for number in _tasks_in(folder):
                     task = _read_task(path := folder / f"{number:012}.json")
                     with self._changed:
@@ -285,15 +287,9 @@ def check_id(document: str) -> None:
         raise ApiError(400, f"a document id needs {allowed}, got {document!r:.80}", "invalid_value", "id")
 
 
-def _locked(folder: Path) -> BinaryIO:
-    """Lock a folder of tasks; return the file whose end releases it. Raise BlockingIOError if it is locked."""
-    file = open(folder.with_suffix(".lock"), "ab")  # noqa: SIM115
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
-        file.close()
-        raise
-    return file
+def _lock_of(folder: Path) -> FileLock:
+    """Return the lock of a folder of tasks, not acquired yet; acquiring raises Timeout if another server has it."""
+    return FileLock(folder.with_suffix(".lock"), blocking=False, thread_local=False)  # released by another thread
 
 
 def _tasks_in(folder: Path) -> dict[int, CorpusTask]:

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvrag.types import BlendReport, CheckStats, LearnStats
+from kvrag.types import BlendReport
 
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 _BETWEEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 _WHOLE = (0.1, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 240, 600)
+
+Row = tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, str]
+"""Kind, name and description of a metric, and the attribute of the counts that it shows."""
+
+LEARNING: Sequence[Row] = (
+    (GaugeMetricFamily, "learn_remembered_texts", "Texts seen once", "seen"),
+    (CounterMetricFamily, "learn_chunks", "Chunks learned", "learned"),
+    (CounterMetricFamily, "learn_tokens", "Tokens of the chunks learned", "tokens"),
+    (CounterMetricFamily, "learn_reused_tokens", "Prompt tokens that learned chunks brought since the start", "reused"),
+    (CounterMetricFamily, "learn_failure", "Prompts with an error in learning", "failed"),
+    (CounterMetricFamily, "learn_ignored", "Prompts that were not looked at because too many waited", "ignored"),
+)
+CHECKS: Sequence[Row] = (
+    (GaugeMetricFamily, "check_recent_answers", "Checked answers that the next number is about", "last"),
+    (GaugeMetricFamily, "check_recent_kept", "Of these, those that full prefill confirms", "last_kept"),
+    (GaugeMetricFamily, "check_margin_factor", "Factor of the margin that follows", "margin_factor"),
+    (CounterMetricFamily, "check_chosen", "Answers chosen for a check", "chosen"),
+    (CounterMetricFamily, "check_kept", "Answers that full prefill confirms", "kept"),
+    (CounterMetricFamily, "check_lost", "Answers with a token that full prefill would not have chosen", "lost"),
+    (CounterMetricFamily, "check_failure", "Checks with an error", "failed"),
+)
 
 
 class Metrics:
@@ -45,13 +66,9 @@ class Metrics:
         """Add a gauge whose value is read at every scrape."""
         Gauge(f"kvrag_{name}", about, registry=self._registry).set_function(value)
 
-    def watch_learning(self, stats: Callable[[], LearnStats | None]) -> None:
-        """Add the counters of learning, which are read at every scrape."""
-        self._registry.register(_Learning(stats))
-
-    def watch_checks(self, stats: Callable[[], CheckStats | None]) -> None:
-        """Add the counts of checked answers, which are read at every scrape."""
-        self._registry.register(_Checks(stats))
+    def watch_counts(self, counts: Callable[[], object | None], rows: Sequence[Row]) -> None:
+        """Add metrics of counts that are read at every scrape; there are none while the counts are None."""
+        self._registry.register(_Watched(counts, rows))
 
     def token(self, seconds: float, count: int, is_first: bool) -> None:
         """Count tokens with the time since the request (first token) or since the previous tokens."""
@@ -77,47 +94,11 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _Learning(Collector):
-    """Counters of learning; none where it is off."""
-
-    def __init__(self, stats: Callable[[], LearnStats | None]) -> None:
-        self._stats = stats
+class _Watched(Collector):
+    def __init__(self, counts: Callable[[], object | None], rows: Sequence[Row]) -> None:
+        self._counts, self._rows = counts, rows
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        if stats is None:
-            return
-        yield GaugeMetricFamily("kvrag_learn_remembered_texts", "Texts seen once", stats.seen)
-        for name, about, value in (
-            ("chunks", "Chunks learned", stats.learned),
-            ("tokens", "Tokens of the chunks learned", stats.tokens),
-            ("reused_tokens", "Prompt tokens that learned chunks brought, since the start", stats.reused),
-            ("failure", "Prompts with an error in learning", stats.failed),
-            ("ignored", "Prompts that were not looked at because too many waited", stats.ignored),
-        ):
-            yield CounterMetricFamily(f"kvrag_learn_{name}", about, value)
-
-
-class _Checks(Collector):
-    """Counts of checked answers; none where no answer is checked."""
-
-    def __init__(self, stats: Callable[[], CheckStats | None]) -> None:
-        self._stats = stats
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        if stats is None:
-            return
-        for name, about, value in (
-            ("recent_answers", "Checked answers that the next number is about", stats.last),
-            ("recent_kept", "Of these, those that full prefill confirms", stats.last_kept),
-            ("margin_factor", "Factor of the margin that follows", stats.margin_factor),
-        ):
-            yield GaugeMetricFamily(f"kvrag_check_{name}", about, value)
-        for name, about, value in (
-            ("chosen", "Answers chosen for a check", stats.chosen),
-            ("kept", "Answers that full prefill confirms", stats.kept),
-            ("lost", "Answers with a token that full prefill would not have chosen", stats.lost),
-            ("failure", "Checks with an error", stats.failed),
-        ):
-            yield CounterMetricFamily(f"kvrag_check_{name}", about, value)
+        if (counts := self._counts()) is not None:
+            for family, name, about, attribute in self._rows:
+                yield family(f"kvrag_{name}", about, getattr(counts, attribute))

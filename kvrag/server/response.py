@@ -174,7 +174,7 @@ class ResponseBuilder(Builder):
     def _usage(self) -> dict[str, Any]:
         # the choices of one prompt follow each other, and the report of its first answer has the cached tokens
         answers = [choice.answer for _, choice in sorted(self._choices.items())]
-        return openai_usage(answers, self._request.num_choices())
+        return openai_usage(answers, self._request.n)
 
     def _chunk(
         self, number: int, content: Any, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None

@@ -172,14 +172,10 @@ class AnswerFields(Sampled):
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     logit_bias: dict[TokenId, Annotated[Number, Field(ge=-100, le=100)]] | None = None
-    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] = 1  # answers per prompt
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stop | Annotated[Many[Stop], Field(max_length=16)] | None = None
     response_format: dict[str, Any] | None = None
-
-    def num_choices(self) -> int:
-        """Return the number of answers per prompt."""
-        return self.n or 1
 
     def wanted_tokens(self) -> int:
         """Return the requested limit of the answer's length; 0 = none."""
@@ -280,7 +276,7 @@ class CompletionRequest(AnswerFields):
 
     @model_validator(mode="after")
     def _check_best_of(self) -> Self:
-        if self.best_of not in (None, self.num_choices()):
+        if self.best_of not in (None, self.n):
             raise ApiError(400, "best_of must be equal to n: choose among the answers yourself", "unsupported_value")
         return self
 
@@ -293,8 +289,8 @@ class CompletionRequest(AnswerFields):
         prompts = _as_list(self.prompt)
         if not prompts or not all(prompts):
             raise ApiError(400, "the prompt is empty: send a text or token ids", "invalid_value", "prompt")
-        if len(prompts) * self.num_choices() > _MOST_CHOICES:
-            message = f"{len(prompts)} prompts with n={self.num_choices()} exceed {_MOST_CHOICES} answers per request"
+        if len(prompts) * self.n > _MOST_CHOICES:
+            message = f"{len(prompts)} prompts with n={self.n} exceed {_MOST_CHOICES} answers per request"
             raise ApiError(400, f"{message}: send several requests", "invalid_value", "prompt")
         return prompts
 

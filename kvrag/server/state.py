@@ -12,7 +12,7 @@ from kvrag.scheduling.queue import AdmissionQueue
 from kvrag.server.api_errors import ApiError
 from kvrag.server.corpus import Corpus
 from kvrag.server.guard import UPLOADS, most_requests
-from kvrag.server.metrics import Metrics
+from kvrag.server.metrics import CHECKS, LEARNING, Metrics
 from kvrag.server.settings import ServerSettings
 
 _READERS = 2  # concurrent readers of files
@@ -31,8 +31,8 @@ class Tenant:
         self.metrics = Metrics(with_process=not state.is_shared)
         self.metrics.watch("num_requests_running", "Admitted requests", lambda: queue.running(namespace))
         self.metrics.watch("num_requests_waiting", "Waiting requests", lambda: queue.waiting(namespace))
-        self.metrics.watch_learning(lambda: state.engine.learned_in(namespace))
-        self.metrics.watch_checks(lambda: state.engine.checked_in(namespace))
+        self.metrics.watch_counts(lambda: state.engine.learned_in(namespace), LEARNING)
+        self.metrics.watch_counts(lambda: state.engine.checked_in(namespace), CHECKS)
         if corpus is not None:
             self.metrics.watch("corpus_pending", "Documents waiting to be encoded or dropped", corpus.count_pending)
 
@@ -65,21 +65,9 @@ class State:
             raise SettingError(f"the corpora must match the namespaces {', '.join(map(repr, names))}")
         self.is_shared = len(names) > 1
         self.tenants = {name: Tenant(name, found.get(name), self) for name in names}
-
-    @property
-    def corpora(self) -> list[Corpus]:
-        """Corpora of all namespaces; empty without a corpus."""
-        return [tenant.corpus for tenant in self.tenants.values() if tenant.corpus is not None]
-
-    @property
-    def embedder(self) -> str | None:
-        """Name of the shared embedder; None without corpora."""
-        return next((corpus.index.embedder for corpus in self.corpora), None)
-
-    @property
-    def answering_models(self) -> list[str]:
-        """Names of the models that answer prompts."""
-        return [self.settings.name, self.settings.rag_name] if self.corpora else [self.settings.name]
+        self.corpora = [found[name] for name in names if found]  # of all namespaces, or none
+        self.embedder = self.corpora[0].index.embedder if found else None  # which they share
+        self.answering_models = [settings.name, settings.rag_name] if found else [settings.name]
 
     def models(self) -> dict[str, dict[str, Any]]:
         """Return the entries of `/v1/models` by name."""

@@ -1,31 +1,9 @@
 """Storage of chunk KV: the base class, the embedded store, shared stores."""
 
+# mypy: implicit-reexport
+# ruff: noqa: F401
 from kvrag.store.base import KVStore, StoreCheck
 from kvrag.store.files import FileStore
 from kvrag.store.shared import SharedStore, open_store
 from kvrag.store.urls import is_shared
-from kvrag.store.values import (
-    ON_REQUEST,
-    ChunkReader,
-    ChunkRecord,
-    Entry,
-    Holding,
-    TextState,
-    visible_variant,
-)
-
-__all__ = [
-    "ON_REQUEST",
-    "ChunkReader",
-    "ChunkRecord",
-    "Entry",
-    "FileStore",
-    "Holding",
-    "KVStore",
-    "SharedStore",
-    "StoreCheck",
-    "TextState",
-    "is_shared",
-    "open_store",
-    "visible_variant",
-]
+from kvrag.store.values import ON_REQUEST, ChunkReader, ChunkRecord, Entry, Holding, TextState, visible_variant

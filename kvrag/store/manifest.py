@@ -350,14 +350,10 @@ class Manifest(Database):
             if chunks or name in documents or name in budgets
         ]
 
-    def held(self, keys: Sequence[str]) -> set[str]:
-        """Return the chunks, out of these, that documents rely on, stored or not."""
-        return {key for (key,) in self._all(f"SELECT key FROM holders WHERE key IN {_LISTED}", json.dumps(keys))}
-
-    def held_by_requests(self, keys: Sequence[str]) -> list[str]:
-        """Return the chunks, out of these, that texts of requests rely on."""
-        query = f"SELECT DISTINCT key FROM holders WHERE document = ?2 AND key IN {_LISTED}"
-        return [key for (key,) in self._all(query, json.dumps(keys), ON_REQUEST)]
+    def held(self, keys: Sequence[str], document: str | None = None) -> set[str]:
+        """Return the chunks, out of these, that a document (None = any) relies on, stored or not."""
+        query = f"SELECT key FROM holders WHERE key IN {_LISTED} AND (?2 IS NULL OR document = ?2)"
+        return {key for (key,) in self._all(query, json.dumps(keys), document)}
 
     def contents(self) -> Iterator[tuple[str, list[Any]]]:
         """Yield everything from one snapshot, in pages of a kind: counters first; rows have ManifestRow's fields."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import obstore
@@ -145,13 +146,20 @@ class ObjectStore(Remote):
         try:
             with self._translated():
                 answer = obstore.get(self._reader, _path(name), options={"range": (0, _BEGINNING)})
-                return _Object(self, _path(name), answer.meta["size"], bytes(answer.bytes()))
+                return Blob(answer.meta["size"], bytes(answer.bytes()), partial(self._read_range, _path(name)))
         except FileNotFoundError:
             return None
         except StoreError as error:
             if re.search("InvalidRange|status code: 416", str(error.__cause__)):  # it is empty
-                return _Object(self, _path(name), 0, b"")
+                return Blob(0, b"", partial(self._read_range, _path(name)))
             raise
+
+    def _read_range(self, path: str, start: int, stop: int) -> memoryview:
+        try:
+            with self._translated():
+                return memoryview(obstore.get_range(self._reader, path, start=start, end=stop))
+        except FileNotFoundError as error:
+            raise DeletedError("it has been deleted") from error
 
     def list_chunks(self) -> Iterator[tuple[str, float]]:
         with self._translated(writing=True):
@@ -198,18 +206,6 @@ class ObjectStore(Remote):
             raise StoreError(f"cannot use {self.url} ({reason}): check the URL and the network") from error
         except (ValueError, OverflowError) as error:  # the answer has an invalid time
             raise StoreError(f"cannot use {self.url} (damaged metadata: {error}): check the objects there") from error
-
-
-class _Object:
-    def __init__(self, store: ObjectStore, path: str, size: int, beginning: bytes) -> None:
-        self._store, self._path, self.size, self.beginning = store, path, size, beginning
-
-    def read(self, start: int, stop: int) -> memoryview:
-        try:
-            with self._store._translated():
-                return memoryview(obstore.get_range(self._store._reader, self._path, start=start, end=stop))
-        except FileNotFoundError as error:
-            raise DeletedError("it has been deleted") from error
 
 
 def _path(name: str) -> str:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitTimeoutError
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -29,14 +30,17 @@ class DeletedError(StoreError):
     """A chunk has been deleted while it was read."""
 
 
-class Blob(Protocol):
-    """The bytes of a chunk in a remote; `beginning` has the first of its `size` bytes, including the header."""
+@dataclass(slots=True)
+class Blob:
+    """The bytes of a chunk in a remote.
+
+    `beginning` has the first of its `size` bytes, including the header. `read(start, stop)` reads a range of bytes; it
+    raises StoreError, DamagedChunkError if they differ from what was written.
+    """
 
     size: int
     beginning: bytes
-
-    def read(self, start: int, stop: int) -> bytes | memoryview:
-        """Read a range of bytes; raises StoreError, DamagedChunkError if they differ from what was written."""
+    read: Callable[[int, int], bytes | memoryview]
 
 
 class Remote(Protocol):

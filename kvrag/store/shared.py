@@ -45,7 +45,7 @@ from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.owner import OWNER, check_owner, owner_file, parse_owner
 from kvrag.store.remote import TIMEOUT_S, RemoteChunk
 from kvrag.store.urls import connect, is_shared
-from kvrag.store.values import ChunkRecord, StoreStats, TextState
+from kvrag.store.values import ON_REQUEST, ChunkRecord, StoreStats, TextState
 
 logger = logging.getLogger("kvrag")
 
@@ -364,7 +364,7 @@ class SharedStore(KVStore):
 
     def _counted(self, keys: Sequence[str]) -> Collection[str]:
         # without budgets, only texts of requests are removed when they are not used
-        return self._manifest.known(keys) if self._manifest.budgets() else self._manifest.held_by_requests(keys)
+        return self._manifest.known(keys) if self._manifest.budgets() else self._manifest.held(keys, ON_REQUEST)
 
     # ---------------------------------------------------------------- small texts
 

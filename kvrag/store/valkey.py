@@ -6,6 +6,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from math import inf
 from typing import Any
@@ -128,7 +129,21 @@ class ValkeyStore(Remote):
             size, starts, beginning = reading.execute()[0]
             if size is None or starts is None or beginning is None:
                 return None
-            return _Hash(self, key, _number(size), list(map(_number, starts.split(b","))), beginning)
+            fields = list(map(_number, starts.split(b",")))
+            return Blob(_number(size), beginning, partial(self._read_range, key, fields))
+
+    def _read_range(self, key: str, starts: Sequence[int], start: int, stop: int) -> bytes | memoryview:
+        """Read a range of a chunk whose fields begin at `starts`."""
+        first = bisect_right(starts, start) - 1
+        last = bisect_right(starts, stop - 1)
+        with self._noticing_damage(key):
+            parts = self._client.hmget(key, list(map(str, starts[first:last])))
+            if None in parts:
+                if self._client.exists(key):
+                    raise ValueError("it lacks layers")
+                raise DeletedError("it has been deleted")
+        content = parts[0] if len(parts) == 1 else b"".join(parts)
+        return memoryview(content)[start - starts[first] : stop - starts[first]]
 
     def list_chunks(self) -> Iterator[tuple[str, float]]:
         with self._translated():
@@ -186,25 +201,6 @@ class ValkeyStore(Remote):
         except (redis.RedisError, OSError) as error:
             reason = str(error).strip().split("\n")[0][:120]
             raise StoreError(f"cannot use {self.url} ({reason}): check the URL, the server and the network") from error
-
-
-class _Hash:
-    def __init__(self, store: ValkeyStore, key: str, size: int, starts: list[int], beginning: bytes) -> None:
-        self._store, self._key, self.size, self._starts, self.beginning = store, key, size, starts, beginning
-
-    def read(self, start: int, stop: int) -> bytes | memoryview:
-        first = bisect_right(self._starts, start) - 1
-        last = bisect_right(self._starts, stop - 1)
-        fields = [str(start) for start in self._starts[first:last]]
-        with self._store._noticing_damage(self._key):
-            parts = self._store._client.hmget(self._key, fields)
-            if None in parts:
-                if self._store._client.exists(self._key):
-                    raise ValueError("it lacks layers")
-                raise DeletedError("it has been deleted")
-        content = parts[0] if len(parts) == 1 else b"".join(parts)
-        offset = self._starts[first]
-        return memoryview(content)[start - offset : stop - offset]
 
 
 def _path(name: str) -> str:

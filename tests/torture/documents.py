@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import closing
 
 import psutil
 from hostile import FILES
@@ -22,7 +23,7 @@ def run(campaign: Campaign) -> None:
     """Read the files in a sandbox."""
     sandbox._SECONDS, sandbox._SECONDS_PER_MIB = _LIMIT_S, 0
     slowest, files = 0.0, [*FILES.items()]
-    with sandbox.Sandbox() as child:
+    with closing(sandbox.Sandbox()) as child:
         for number in campaign.numbers():
             (suffix, name), made = files[number % len(files)]
             content = made()

@@ -114,13 +114,6 @@ class _ModelOutline:
         """Do nothing: the workers reject chunks that are too long."""
 
 
-@dataclass
-class _OpenStore:
-    """Stand-in for an engine where only its store is used."""
-
-    store: KVStore
-
-
 class DocumentQueue:
     """Documents to encode, in order.
 
@@ -316,11 +309,10 @@ def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
         size = args.workers or (cluster.gpus if cluster.uses_gpus(args.device) else len(cluster.cpus)) or 1
         pool = stack.enter_context(_worker_pool(cluster, options, size))
         facts = pool.start()
-        here = _OpenStore(open_store(facts.store, options["store_cache"]))
-        stack.enter_context(closing(here.store))
-        here.store.bind(facts.fingerprint)
-        index = stack.enter_context(open_index(here, args.namespace, args.embedder))
-        store, namespace = here.store, args.namespace
+        store, namespace = open_store(facts.store, options["store_cache"]), args.namespace
+        stack.enter_context(closing(store))
+        store.bind(facts.fingerprint)
+        index = stack.enter_context(open_index(store, namespace, args.embedder))
         gone = find_gone(args.paths, lambda prefix: [*index.documents(), *store.documents(prefix, namespace)])
         tokenizer = _load_tokenizer(args, facts)
         dropped = _prune(store, index, gone, namespace, tokenizer) if args.prune and gone else 0
@@ -329,12 +321,12 @@ def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
         new = sum(sum(texts.values()) for name, texts in plan.texts.items() if name not in plan.warm)
         say(
             f"{len(plan.chunks)} documents, {len(plan.warm)} of them warm, {tokens} tokens, at most {new} of them new: "
-            f"needs {human_bytes(new * facts.bytes_per_token)} in {here.store.stats().path}"
+            f"needs {human_bytes(new * facts.bytes_per_token)} in {store.stats().path}"
         )
-        here.store.check_room(new * facts.bytes_per_token)
+        store.check_room(new * facts.bytes_per_token)
         result = _warm(pool, plan, index, args.json)
         result |= {"gone": gone, "dropped": dropped, "problems": plan.problems}
-        return result | {"store": str(here.store.stats().path), "model": facts.model}
+        return result | {"store": str(store.stats().path), "model": facts.model}
 
 
 def _load_tokenizer(args: argparse.Namespace, facts: Facts) -> Tokenizer:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import hostile
@@ -20,7 +21,7 @@ from kvrag.retrieval.sandbox import Sandbox
 
 @pytest.fixture
 def child() -> Iterator[Sandbox]:
-    with Sandbox() as child:
+    with closing(Sandbox()) as child:
         yield child
 
 
@@ -100,7 +101,7 @@ def test_a_package_that_is_missing_is_an_error(child: Sandbox, tmp_path: Path, m
 def test_a_child_that_cannot_start_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "csv.py").write_text("raise ImportError('broken')")
     monkeypatch.syspath_prepend(tmp_path)
-    with Sandbox() as child, pytest.raises(KvragError, match="the process that reads files failed"):
+    with closing(Sandbox()) as child, pytest.raises(KvragError, match="the process that reads files failed"):
         child.parse("a.txt", ".txt", b"text")
 
 

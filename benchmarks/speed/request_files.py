@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -26,14 +27,16 @@ def main() -> None:
     def trace(frame: FrameType, *_: object) -> None:
         executed.add(frame.f_code.co_filename)
 
-    prompt = [{"role": "user", "content": "\n\n".join([*CHUNKS, "How many rooms?"])}]
+    def prompt(chunks: Sequence[str]) -> list[dict[str, str]]:
+        return [{"role": "user", "content": "\n\n".join([*chunks, "How many rooms?"])}]
+
     model = Model.from_pretrained(str(ROOT / "reader"))
     with tempfile.TemporaryDirectory() as folder, BlendEngine(model, FileStore(folder, min_free_bytes=0)) as engine:
         engine.warm(CHUNKS, document="a")
-        engine.generate(prompt, max_new_tokens=4)
+        engine.generate(prompt(CHUNKS[::-1]), max_new_tokens=4)  # in another order, so that no prefix is reused
         threading.settrace(trace)
         sys.settrace(trace)
-        report = engine.generate(prompt, max_new_tokens=4).report
+        report = engine.generate(prompt(CHUNKS), max_new_tokens=4).report
         sys.settrace(None)
     files = sorted(path for path in map(Path, executed) if path.is_relative_to(ROOT))
     lines = [len(path.read_text().splitlines()) for path in files]

@@ -261,8 +261,8 @@ class Answering:
     def _keep(self, request: RequestState, answer: Sequence[int] = (), generation_prompt: int = 0) -> None:
         """Keep an answered prompt for the next turn, which contains it without the generation prompt.
 
-        Without an answer, keep only what equals full prefill's. Other prompts share exact KV, and which tokens are
-        recomputed depends on the question. So partly recomputed KV never counts as exact.
+        Without an answer, keep only what equals full prefill's: other prompts may share that. Blended KV depends on the
+        question, so only this conversation may continue from it.
         """
         if not request.config.reuses_prompts or sys.is_finalizing():  # torch would abort the process
             return

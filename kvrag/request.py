@@ -45,7 +45,8 @@ class Pipeline:
         """Prefill a request from stored chunks. Chunks that cannot be read are computed like fresh text.
 
         Args:
-            plan: From `Tuning.plan`. Once the chunks are known, `Tuning.decide` completes it.
+            plan: From `Tuning.plan`, before the chunks are known: it decides which kept prefix can be used. With the
+                chunks, `Tuning.decide` sets the final policy and ratio.
             matches: Chunks to use; None = look them up.
         """
         recovery = Recovery(self.backend, self.store, self.memory)

@@ -318,14 +318,19 @@ class StepCache(NoCache):
         """Take the rows' states for a step."""
         for cache in self._caches:
             cache.begin_states(cache.get_seq_length(), cache.get_seq_length() + 1)
-        first = self._caches[0].held
-        self.held = {key: torch.cat([cache.held[key] for cache in self._caches]) for key in first}
+        first, *others = (cache.held for cache in self._caches)
+        self.held = {
+            key: torch.cat([state, *(each[key] for each in others)]) if others else state
+            for key, state in first.items()
+        }
 
     def end_states(self) -> None:
         """Give the rows their states after the step."""
+        if len(self._caches) == 1:
+            self._caches[0].end_states(self.held)
+            return
         for row, cache in enumerate(self._caches):
-            own = {key: state[row : row + 1].clone() for key, state in self.held.items()}
-            cache.end_states(own)
+            cache.end_states({key: state[row : row + 1].clone() for key, state in self.held.items()})
 
 
 _NAME = "kvrag"

@@ -87,7 +87,8 @@ class Answering:
         options: EngineOptions,
     ) -> None:
         self._model, self._pipeline, self._ingestion = model, pipeline, ingestion
-        self._conversations = Conversations(options.conversation_bytes, model.stable_length, model.num_layers)
+        kept = options.conversation_bytes, model.stable_length, model.num_layers, model.keeps_states
+        self._conversations = Conversations(*kept)
         self._admission = Admission(options.batch_bytes)
         self._warming = threading.Lock()
         self._watch, self.history = Watch(), History()
@@ -107,6 +108,7 @@ class Answering:
         started = time.perf_counter()  # the consumer has asked for the first token
         request = self._render(question)
         reply = Reply(self._model, question.prepared, question.sampling, request)
+        request.asked = len(request.ids) - reply.generation_prompt
         with self._admission.admit(reply.most_bytes) as admitted, request.kv_freed_at_end():
             self.begin(request)
             self._prefill_with_documents(request, question)
@@ -278,7 +280,7 @@ class Answering:
             {**request.with_context, **(prefix.with_context if prefix else {})},
         )
         replaced = prefix.continued if prefix else None
-        ids = ids if answer else ids[:exact]
+        ids = ids if answer and not self._model.keeps_states else ids[:exact]
         self._conversations.keep(request, ids, exact, request.cache, request.chunks, blended, replaced)
 
 

@@ -144,7 +144,7 @@ def keep_and_find(num_layers: int, count: int) -> tuple[float, float]:
     keeping, finding, config = list[float](), list[float](), BlendConfig(ratio=1.0)
     for number in range(count + 9):
         ids = [rng.randrange(30_000) for _ in range(tokens)]
-        cache = BlendCache(num_layers, tokens)
+        cache = BlendCache(range(num_layers), tokens)
         for layer in range(num_layers):
             cache.update(torch.zeros(1, 1, tokens, 2), torch.zeros(1, 1, tokens, 2), layer)
         started = time.thread_time()

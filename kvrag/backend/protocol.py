@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,10 @@ class CachedKV(Protocol):
     def length(self) -> int:
         """Number of positions."""
 
+    @property
+    def states(self) -> Any:
+        """What layers that keep a state know of them; None without such layers."""
+
     def layer(self, number: int) -> Iterable[tuple[Tensor, Tensor]]:
         """Return keys and values of one layer in parts, each (1, H, t, D), in order. Do not change them."""
 
@@ -57,6 +61,11 @@ class KVCache(Protocol):
 
     def get_seq_length(self) -> int:
         """Return the number of positions before the next token."""
+
+    @property
+    def checkpoints(self) -> Mapping[int, Any]:
+        """Position -> what layers that keep a state know of the tokens before it, where that is kept."""
+        return {}
 
     def set_length(self, length: int) -> None:
         """Declare the positions before `length` complete: from now on the cache grows by appending."""
@@ -103,6 +112,8 @@ class Backend(Outline, Protocol):
         rope_follows_length: RoPE frequencies depend on the prompt length (dynamic NTK, longrope).
         rows_per_pass: Maximum number of rows per forward pass; None = the backend has no limit of its own.
         passes_may_wait: A pass may wait for a disk, see `waiting`. False: all KV is loaded before the first pass.
+        keeps_states: Some layers keep a state of the tokens so far in place of KV. They see the rows of a pass only,
+            and those of the pass before if this one begins where it ended.
         leaves_tail: The engine around the backend computes all positions after the last that keeps its stitched KV.
         num_processes: Number of processes that share the model by tensor parallelism. All of them run the same
             requests, in the same order.
@@ -119,6 +130,7 @@ class Backend(Outline, Protocol):
     rope_follows_length: bool
     rows_per_pass: int | None = None
     passes_may_wait: bool = True
+    keeps_states: bool = False
     leaves_tail: bool = False
     num_processes: int = 1
     heads: slice = slice(None)
@@ -206,8 +218,14 @@ class Backend(Outline, Protocol):
         return tensor
 
 
-def prefill_blocks(backend: Backend, rows: Tensor) -> Iterator[Tensor]:
-    """Split (S,) rows into blocks of one forward pass each."""
+def prefill_blocks(backend: Backend, rows: Tensor, end: int = 0) -> Iterator[Tensor]:
+    """Split (S,) rows into blocks of one forward pass each; where states are kept, a block ends at position `end`."""
     # where RoPE depends on the length, every pass must include the last position
     most = max(len(rows), 1) if backend.rope_follows_length else backend.rows_per_pass or PREFILL_BLOCK
-    yield from torch.split(rows, most)
+    if not backend.keeps_states:
+        yield from torch.split(rows, most)
+        return
+    # the last stretch of rows begins without states, which those of rows with gaps before it would mislead
+    last = (rows.diff() > 1).nonzero().flatten()[-1:] + 1
+    for part in rows.tensor_split(sorted([*last.tolist(), int((rows < end).sum())])):
+        yield from (block for block in torch.split(part, most) if len(block))

@@ -21,7 +21,7 @@ from kvrag.control import calibrate, cost
 from kvrag.control.calibrate import Calibration
 from kvrag.control.cost import CostModel, Speed, Workload, blend_seconds, full_seconds
 from kvrag.control.counts import FIRST_TOKENS, AnswerCounts
-from kvrag.errors import StoreError
+from kvrag.errors import SettingError, StoreError
 from kvrag.reuse.request_state import RequestState, Trace
 from kvrag.reuse.select import selecting
 from kvrag.store import ChunkReader, KVStore
@@ -157,20 +157,32 @@ class Tuning:
 
     def plan(self, config: BlendConfig, factor: float = 1.0) -> Plan:
         """Return what settings mean before the chunks of the prompt are known; `factor` is of a margin not given."""
+        asked, config = config, self._suited(config)
         if config.ratio is not None:
             return Plan(config)
         if config.policy in ("none", "full"):
             return Plan(replace(config, ratio=1.0 if config.policy == "full" else 0.0))
-        calibration, note = self._calibrated(config)
+        calibration, note = self._calibrated(asked)
         start, margin = (calibration.start, calibration.margin) if calibration else (None, None)
         margin = next(value for value in (config.margin, margin, MARGIN) if value is not None)
         if not margin:  # nothing will be completed
             start = START if calibration is None or calibration.ratio is None else calibration.ratio
         elif start is None:
-            start = 0.0 if config.controller == "auto" else START
+            start = 0.0 if config.controller == "auto" and not self._backend.keeps_states else START
         if config.margin is None and margin and factor != 1:
             margin = min(max(margin * factor, BOUNDS[0]), BOUNDS[1])
         return Plan(_beginning(config, start), margin=margin, notes=(note,) if note else ())
+
+    def _suited(self, config: BlendConfig) -> BlendConfig:
+        """Return the settings with a policy that the model can follow; raise SettingError if it is another one."""
+        if not self._backend.keeps_states or config.policy in ("none", "full", "tail"):
+            return config
+        if config.policy != DEFAULT_POLICY:
+            raise SettingError(
+                f"policy {config.policy} recomputes scattered tokens, which layers that keep a state cannot: "
+                "leave policy out, or use 'tail'"
+            )
+        return replace(config, policy="tail")
 
     def decide(self, plan: Plan, request: RequestState) -> Plan:
         """Let the controller choose between full prefill and blending, and the ratio, unless they were asked for.
@@ -188,12 +200,12 @@ class Tuning:
         if plan.margin:
             calibration = self.calibration(config)
             if (calibration is None or calibration.start is None) and request.is_encoded_alone:
-                plan = replace(plan, config=_beginning(config, START))
+                plan = replace(plan, config=_beginning(self._suited(config), START))
             most = self._workload(plan.config, request).most_to_begin_with
             if most < min(plan.ratio, LEAST):
                 reason = "full prefill: too little of the prompt is stored to gain, should the model be unsure"
                 return replace(plan, config=replace(plan.config, policy="full", ratio=1.0), margin=0.0, reason=reason)
-            plan = replace(plan, config=_beginning(config, min(plan.ratio, most)))
+            plan = replace(plan, config=_beginning(self._suited(config), min(plan.ratio, most)))
         return self._decide(plan, request) if config.policy == DEFAULT_POLICY and not config.deterministic else plan
 
     def calibration(self, config: BlendConfig) -> Calibration | None:
@@ -235,7 +247,8 @@ class Tuning:
     def _workload(self, config: BlendConfig, request: RequestState) -> Workload:
         first, encoded_alone = request.runs[0], not request.matches[0].context_tokens
         after_preamble = first.offset == 0 and first.start == len(self._backend.preamble)
-        after_preamble = after_preamble and encoded_alone and not self._backend.fingerprint.adapter
+        after_preamble = after_preamble and encoded_alone
+        after_preamble = after_preamble and not (self._backend.fingerprint.adapter or self._backend.keeps_states)
         reused = sum(map(len, request.runs))
         return Workload(
             prompt=len(request.ids),

@@ -37,6 +37,7 @@ AHEAD = 16
 """Tokens that an answer may be ahead of its consumer: a slow consumer delays no others, and work ahead is bounded."""
 
 _MAX_ROWS = 64  # per pass
+_STATES = 4  # of an answer: before and after the generation prompt, and the last step
 _WAITS, _WAIT_S = 20, 0.05  # until an answer without memory is given up, although other answers may still free some
 
 
@@ -441,12 +442,12 @@ class Reply:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of its KV at full length."""
+        """Bytes of its KV at full length, and of states."""
         num_tokens, threshold = len(self._request.ids), self._model.recompute_threshold
         longest = num_tokens + self._room
         if threshold is not None and num_tokens <= threshold < longest:
             longest += threshold  # two caches, see `Row.recompute`
-        return longest * self._model.bytes_per_token
+        return longest * self._model.bytes_per_token + _STATES * self._model.state_bytes
 
     def decode(self, started: float) -> Iterator[Delta]:
         """Yield the deltas of a request whose cache is complete; the last one has the report.

@@ -104,7 +104,7 @@ def trees(
             row = rows[number]
             shared = _common(tree.ids, row)
             own = row[shared:]
-            if own and (2 * shared < len(row) or tree.num_tokens + len(own) > BATCH_TOKENS):
+            if own and (model.keeps_states or 2 * shared < len(row) or tree.num_tokens + len(own) > BATCH_TOKENS):
                 left.append(number)
             else:
                 tree.branches.append(Branch(number, len(row) - len(chunks[number]), shared, own))

@@ -69,7 +69,9 @@ def verify(
             progress("ratio 1.0")
             plain = prefill(ids, _PLAIN)
             checks = list[Check]()
-            if not model.fingerprint.adapter:  # it changes what is stored: only recomputed tokens equal full prefill's
+            # else only recomputed tokens equal full prefill's: an adapter changes what is stored, and states are not
+            is_exact = not (model.fingerprint.adapter or model.keeps_states)
+            if is_exact:
                 reused = plain.reused.nonzero().squeeze(1)
                 keys, expected = (layer[:, :, reused] for layer in (plain.cache.layer(0)[0], _layer0_keys(model, ids)))
                 limit = tolerance + _KEYS[engine.codec]
@@ -83,12 +85,20 @@ def verify(
             gap = float(reference.max() - reference[0, blended.logits.argmax()]) / float(reference.abs().max())
             checks.append(_check_tokens(model, tokens, answer, is_tie=gap <= tolerance))
 
-            if not model.fingerprint.adapter:
+            if is_exact:
                 progress("one chunk after its preamble")
                 alone = _after_preamble(model, chunks[0] + " So the")
                 name, logits = "plain reuse after the preamble = full prefill", prefill(alone, _PLAIN).logits
                 limit = tolerance + _LOGITS[engine.codec]
                 checks.append(_check_logits(model, alone, name, logits, _reference(model, alone), limit))
+
+            if model.keeps_states:
+                progress("two passes")
+                cache = model.new_cache(len(ids))
+                for part in torch.tensor([ids]).tensor_split([len(ids) // 3], dim=1):
+                    logits = model.forward(part, cache)
+                name = "a pass that goes on from states = full prefill (logits)"
+                checks.append(_check_logits(model, ids, name, logits, reference, tolerance))
 
             progress("two answers in one step")
             name = "a decode step of two answers = full prefill (logits)"

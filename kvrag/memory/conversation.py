@@ -41,6 +41,8 @@ _SEARCHED = 64  # stretches used last, in which the text of an edited history is
 _QUESTION = 32  # tokens at the end of a prompt that are not reused from elsewhere: they select what is recomputed
 
 Layer = tuple[Tensor, Tensor]
+States = Mapping[Any, Tensor]
+"""What layers that keep a state know of the tokens before a position."""
 Placed = tuple[int, str]
 """Position and key of a stored chunk."""
 
@@ -81,6 +83,7 @@ class KeptStretch:
     layers: Sequence[Layer]  # keys and values of each layer, each (1, H, T, D), rotated
     chunks: tuple[Placed, ...] = ()  # that begin in it, ascending
     blended: Blended | None = None  # None: equals full prefill's
+    states: Mapping[int, States] = field(default_factory=dict)  # by position, in it or at its end
     parent: Callable[[], KeptStretch | None] = lambda: None  # weak: without a cycle, dropped KV is freed at once
     children: dict[int, list[KeptStretch]] = field(default_factory=dict)  # by first token, at most one exact for each
 
@@ -92,7 +95,8 @@ class KeptStretch:
     @property
     def num_bytes(self) -> int:
         """Bytes of its KV."""
-        return sum(keys.nbytes + values.nbytes for keys, values in self.layers)
+        states = (state.nbytes for states in self.states.values() for state in states.values())
+        return sum(keys.nbytes + values.nbytes for keys, values in self.layers) + sum(states)
 
     @cached_property
     def segment(self) -> Segment:
@@ -103,6 +107,7 @@ class KeptStretch:
         """Drop all but the first tokens."""
         self.ids, self.layers = self.ids[:length], [_copied(layer, 0, length) for layer in self.layers]
         self.chunks = tuple(placed for placed in self.chunks if placed[0] < self.stop)
+        self.states = {position: states for position, states in self.states.items() if position <= self.stop}
         self.__dict__.pop("segment", None)
 
     def split(self, length: int) -> KeptStretch:
@@ -112,11 +117,12 @@ class KeptStretch:
         )
         parent, start = self.parent(), self.start + length
         above, below = (tuple(x for x in self.chunks if (x[0] < start) == is_above) for is_above in (True, False))
-        upper = replace(self, ids=self.ids[:length], layers=first, chunks=above, children={})
+        over, under = ({x: y for x, y in self.states.items() if (x <= start) == is_over} for is_over in (True, False))
+        upper = replace(self, ids=self.ids[:length], layers=first, chunks=above, states=over, children={})
         if parent is not None:
             parent.remove(self)
             parent.add(upper)
-        self.start, self.ids, self.layers, self.chunks = start, self.ids[length:], rest, below
+        self.start, self.ids, self.layers, self.chunks, self.states = start, self.ids[length:], rest, below, under
         self.__dict__.pop("segment", None)
         upper.add(self)
         return upper
@@ -161,6 +167,7 @@ class CachedPrefix:
     chunks: tuple[Placed, ...] = ()
     turns: tuple[Turn, ...] = ()  # of the blended positions
     with_context: Mapping[str, str] = field(default_factory=dict)
+    states: States | None = None  # after the last position, of layers that keep some
     continued: KeptStretch | None = None  # blended, and the prompt has no further tokens in common with it
 
     def layer(self, number: int) -> Iterator[Layer]:
@@ -189,8 +196,9 @@ class Conversations:
     even their first tokens, because KV computed at another length cannot be reused.
     """
 
-    def __init__(self, max_bytes: int, longest: int, num_layers: int) -> None:
+    def __init__(self, max_bytes: int, longest: int, num_layers: int, keeps_states: bool = False) -> None:
         self.max_bytes, self._longest, self._num_layers = max_bytes, longest, num_layers
+        self._keeps_states = keeps_states  # then a prompt continues where states are kept, and only exact KV
         self._roots: dict[str, KeptStretch] = {}  # by namespace; a root has no tokens
         self._kept = OrderedDict[KeptStretch, None]()  # by their last use, children before their parents
         self._num_bytes = 0  # of their KV
@@ -224,6 +232,9 @@ class Conversations:
         prompt = np.asarray(ids)
         with self._changing():
             path = self._walk(prompt[:-1], namespace)  # the last token is always computed: its logits are needed
+            states = None
+            if self._keeps_states:
+                path, states = _to_states(path)
             exact = sum(length for _, length in path)
             whole = [stretch for stretch, length in path if length == len(stretch.ids)]
             below = [child for stretch in whole for child in stretch.children.get(int(prompt[stretch.stop]), ())]
@@ -238,7 +249,7 @@ class Conversations:
             self._touch(path[-1][0])
             parts = tuple((stretch.layers, part) for stretch, part in path if part)
             chunks = {placed for stretch, _ in path for placed in stretch.chunks if placed[0] < length}
-            prefix = CachedPrefix(length, exact, parts, tuple(sorted(chunks)))
+            prefix = CachedPrefix(length, exact, parts, tuple(sorted(chunks)), states=states)
             if continued is None or (blended := continued.stretch.blended) is None:
                 return prefix
             turns, replaced = blended.turns[: continued.number], continued.stretch if continued.is_all else None
@@ -296,11 +307,14 @@ class Conversations:
         if max(len(request.ids), len(ids)) > self._longest or cache.num_bytes > self.max_bytes:
             return
 
+        states = cache.checkpoints  # now: it goes on changing
+
         def keep() -> None:
             namespace = request.namespace
             if request.is_forgotten or not len(ids):
                 return
             last = self._grow(namespace, ids[:exact], cache, chunks)
+            self._note(last, states)
             if exact < len(ids):
                 tail = self._copy(namespace, ids, exact, cache, chunks, blended)  # first: there may be no memory
                 self._add(last, tail)
@@ -309,7 +323,11 @@ class Conversations:
             else:
                 self._remove_covered(ids, namespace)
             while self._num_bytes > self.max_bytes:
-                self._remove(next(iter(self._kept)))
+                inner = next((each for each in self._kept if each.states and len(each.children) == 1), None)
+                if inner is not None:  # a conversation goes on where it ended
+                    self._replace_states(inner, {})
+                else:
+                    self._remove(next(iter(self._kept)))
 
         self._pending.append(keep)
         if self._lock.acquire(blocking=False):
@@ -399,6 +417,18 @@ class Conversations:
             self._add(last, new)
             return new
         return last
+
+    def _note(self, last: KeptStretch, states: Mapping[int, States]) -> None:
+        """Add states to a stretch and its parents, which have the KV before them."""
+        for stretch in (last, *last.parents()):
+            own = {at: each for at, each in states.items() if stretch.start < at <= stretch.stop}
+            if own:
+                self._replace_states(stretch, {**own, **stretch.states})
+
+    def _replace_states(self, stretch: KeptStretch, states: Mapping[int, States]) -> None:
+        before = stretch.num_bytes
+        stretch.states = states
+        self._num_bytes += stretch.num_bytes - before
 
     def _remove_covered(self, ids: NDArray[np.int64], namespace: str) -> None:
         """Remove blended KV of tokens that have full prefill's now, too."""
@@ -491,6 +521,15 @@ class _PartReader:
 def _copied(layer: Layer, start: int, stop: int) -> Layer:
     keys, values = layer
     return keys[:, :, start:stop].clone(), values[:, :, start:stop].clone()
+
+
+def _to_states(path: list[tuple[KeptStretch, int]]) -> tuple[list[tuple[KeptStretch, int]], States | None]:
+    """Return a path up to the last position whose states are kept, and these."""
+    while path:
+        stretch, length = path.pop()
+        if known := [position for position in stretch.states if position <= stretch.start + length]:
+            return [*path, (stretch, max(known) - stretch.start)], stretch.states[max(known)]
+    return path, None
 
 
 class _Continued(NamedTuple):

@@ -72,7 +72,7 @@ def stitch(backend: Backend, request: RequestState, loader: LayerLoader) -> None
 
 def _is_exact(backend: Backend, ids: Sequence[int], run: Run, reader: ChunkReader) -> bool:
     """Return whether a run is where its chunk was encoded: alone, right after the preamble."""
-    if backend.fingerprint.adapter:
+    if backend.fingerprint.adapter or backend.keeps_states:  # it is exact, but the states after it are not stored
         return False
     after_preamble = run.offset == 0 and tuple(ids[: run.start]) == backend.preamble
     # where RoPE depends on the length, the chunk may have been encoded in a pass longer than the prompt
@@ -87,8 +87,11 @@ def blend(backend: Backend, request: RequestState) -> Tensor:
     engine otherwise gets no rows of it, which can be none at all. Returns (1, V) float32 logits after the last token.
     """
     if not request.reused.any():
-        return backend.forward(request.ids[None], request.cache)
-    for rows in prefill_blocks(backend, blended_rows(backend, request)):
+        for ids in request.ids.tensor_split([request.asked] if backend.keeps_states else []):
+            if len(ids):
+                logits = backend.forward(ids[None], request.cache)
+        return logits
+    for rows in prefill_blocks(backend, blended_rows(backend, request), request.asked):
         logits = backend.forward(request.ids[rows][None], request.cache, rows)
     request.cache.set_length(len(request.ids))
     return logits
@@ -111,8 +114,10 @@ class Completion:
         """Begin with what is blended. For `margin`, see `BlendConfig`."""
         self.completed: Completed | None = None
         self._margin, self._backend, self._cache = margin, backend, request.cache
-        self._length = len(request.ids)
+        self._length, self._asked = len(request.ids), request.asked
         self._first = request.num_exact(request.selected)  # all positions before it equal full prefill's
+        if backend.keeps_states and self._first < self._length:
+            self._first = request.kept  # the states there are known
 
     def is_unsure(self, token: int, margin: float) -> bool:
         """Return whether the rest is to be recomputed before this token of the answer is emitted; 0 is the first."""
@@ -138,7 +143,7 @@ class Completion:
             prompt, answer = rows[rows < self._length], rows[rows >= self._length]
             parts: Sequence[Tensor] = [*prefill_blocks(backend, prompt), *answer[:, None]]
         else:
-            parts = list(prefill_blocks(backend, rows))
+            parts = list(prefill_blocks(backend, rows, self._asked))
         for part in parts:
             logits = backend.forward(ids[part][None], cache, part)
         cache.set_length(len(ids))

@@ -50,6 +50,7 @@ class RequestState:
         config: Settings as they were asked for.
         notes: For the report.
         conversations: Those that may be continued; None = earlier prompts are not reused.
+        asked: Position where the chat template's generation prompt begins, which the next turn may lack; 0 = unknown.
         prefix: First positions, from a conversation.
         matches: Runs of stored chunks after the cached prefix, ascending and disjoint.
         readers: By the runs' chunk keys; the request closes them.
@@ -73,6 +74,7 @@ class RequestState:
     notes: Sequence[str] = ()
     # begun
     conversations: Conversations | None = None
+    asked: int = 0
     # looked up
     prefix: CachedPrefix | None = None
     matches: Sequence[Match] = ()

@@ -132,8 +132,29 @@ _PLAIN = (
 # fmt: on
 FAMILIES |= {model_type: (model_type, {}) for model_type in _PLAIN}
 
-SINCE = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe"), "5.19")
-"""transformers before which a family is refused: its rotary module took no positions of text."""
+_LINEAR = ["linear_attention", "full_attention"] * 2
+_DELTA = {
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "layer_types": _LINEAR},
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2}
+_NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1}
+
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {"layer_types": ["conv", "full_attention"] * 2}) for name in ("lfm2", "lfm2_moe")},
+    **{name: (name, _DELTA) for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")},
+    "lfm3": ("lfm3", {}),
+    "bamba": ("bamba", _MAMBA | {"attn_layer_indices": [1, 3]}),
+    "granitemoehybrid": ("granitemoehybrid", _MAMBA | {"layer_types": _LINEAR}),
+    "falcon_h1": ("falcon_h1", _MAMBA | {"mamba_d_ssm": 128}),
+    "nemotron_h": ("nemotron_h", _NEMOTRON),
+    "kimi_linear": ("kimi_linear", {"linear_head_dim": 16, "linear_num_heads": 4, "layer_types": _LINEAR}),
+    "lara_mini": ("lara_mini", {key: size for key, size in _DELTA.items() if key != "layer_types"}),
+}
+"""Families with layers that keep a state in place of KV, or beside it."""
+
+SINCE = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe"), "5.19") | dict.fromkeys(HYBRIDS, "5.24")
+"""transformers before which a family is refused: rotary modules took no positions of text, caches kept no states."""
 
 
 def tiny(model_type: str, **changes: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from blending import CHUNKS, messages, plain_logits, prepare, relative
-from families import FAMILIES, build
+from families import FAMILIES, HYBRIDS, build
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
@@ -47,7 +47,7 @@ def figures() -> Iterator[str]:
     yield "| model | gate: error at ratio 1.0 | reused | bytes per token | KL of plain reuse | of `query` at 15 % |"
     yield "|---|---|---|---|---|---|"
     tokenizer = AutoTokenizer.from_pretrained(loading.reader_path())
-    for name, (model_type, changes) in FAMILIES.items():
+    for name, (model_type, changes) in (FAMILIES | HYBRIDS).items():
         hf = build(model_type, **changes)
         with TemporaryDirectory() as folder, BlendEngine(Model(hf, tokenizer, name), folder) as engine:
             engine.warm(CHUNKS)

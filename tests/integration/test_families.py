@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from blending import CHUNKS, messages, plain_logits, prepare, relative
-from families import FAMILIES, SINCE, SMALL, build
+from families import FAMILIES, HYBRIDS, SINCE, SMALL, build
 from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -28,7 +28,7 @@ TOLERANCE = 1e-5
 
 
 def test_the_families_claimed_are_the_families_tested() -> None:
-    families = {model_type for model_type, _ in FAMILIES.values()}
+    families = {model_type for model_type, _ in (FAMILIES | HYBRIDS).values()}
     known = families.intersection(CONFIG_MAPPING.keys())  # the oldest transformers that is supported has fewer
     configs = [AutoConfig.for_model(model_type) for model_type in known]
     assert {config.get_text_config().model_type for config in configs} | (families - known) == loading.FAMILIES
@@ -72,6 +72,61 @@ def test_gate(family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.M
         _layer_0_keys_are_the_models_own(engine, hf, ids)
         _single_chunk_behind_its_preamble_is_exact(engine, hf)
         _a_decode_step_of_unequal_rows_is_exact(engine, hf, ids)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_gate_of_families_with_states(
+    family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type, changes = HYBRIDS[family]
+    if Version(transformers.__version__) < Version(SINCE[family]):
+        pytest.skip(f"transformers {transformers.__version__} keeps no states in its caches")
+    hf = build(model_type, **changes)
+    model = Model(hf, tokenizer, family)
+    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
+    assert model.bytes_per_token == loading.bytes_per_token(hf.config, torch.float32)
+    with BlendEngine(model, tmp_path) as engine:
+        engine.warm(CHUNKS)
+        prompt = messages(*(CHUNKS[number] for number in (2, 0, 3, 1)))
+        ids = model.tokenizer.render(prompt)
+        full = plain_logits(hf, ids)[-1]
+        with torch.inference_mode():
+            generated = hf.generate(
+                torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=2
+            )
+
+        done = prepare(engine, ids, 1.0)
+        assert done.report.exact
+        assert len(done.report.runs) == 4
+        assert done.report.recomputed_tokens == len(done.inexact) > 80
+        assert relative(done.logits[0], full) <= TOLERANCE
+        _states_equal(engine, done, ids)
+        assert not engine.generate(prompt, margin=1e-9, max_new_tokens=20, temperature=0).report.exact
+        in_doubt = engine.generate(prompt, margin=1e6, max_new_tokens=20, temperature=0)
+        assert in_doubt.report.completed.rows == len(ids)
+        assert in_doubt.report.policy == "tail"
+        answer = engine.generate(prompt, ratio=1.0, max_new_tokens=20, temperature=0)
+        assert answer.report.conversation_tokens > 100
+        assert list(answer.token_ids) == list(in_doubt.token_ids) == generated[0, len(ids) :].tolist()
+        _the_next_turn_of_the_conversation_is_exact(engine, hf, prompt, answer.text)
+
+        plain, tail = prepare(engine, ids, 0.0, "none"), prepare(engine, ids, 0.4)
+        assert relative(plain.logits[0], full) > 1e-3, "reuse alone cannot be exact"
+        assert not plain.report.exact
+        last = torch.arange(int(tail.selected[0]), len(ids))
+        assert set(tail.selected.tolist()) == set(last.tolist()) & set(tail.inexact.tolist())
+        _a_decode_step_of_unequal_rows_is_exact(engine, hf, ids)
+
+
+def _states_equal(engine: BlendEngine, done: Any, ids: list[int]) -> None:
+    """After a recompute of everything over stitched KV, states are those of a prefill with nothing reused."""
+    own = engine.model.new_cache(len(ids))
+    engine.model.forward(torch.tensor([ids]), own)
+    assert list(done.cache.checkpoints)[-1] == list(own.checkpoints)[-1] == len(ids)
+    states, expected = (cache.checkpoints[len(ids)] for cache in (done.cache, own))
+    assert states.keys() == expected.keys()
+    for key, state in states.items():
+        torch.testing.assert_close(state, expected[key], atol=1e-4, rtol=1e-4)
 
 
 def _the_next_turn_of_the_conversation_is_exact(engine: BlendEngine, hf: Any, prompt: Messages, said: str) -> None:
@@ -126,13 +181,13 @@ def _single_chunk_behind_its_preamble_is_exact(engine: BlendEngine, hf: Any) -> 
     assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= TOLERANCE
 
 
-@pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "kimi_k25", "llama4", "mistral3", "qwen2_5_vl"])
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "kimi_k25", "llama4", "mistral3", "qwen2_5_vl", "qwen3_5"])
 def test_the_text_part_of_a_checkpoint_that_also_reads_images_loads(
     model_type: str, tokenizer: Any, tmp_path: Path
 ) -> None:
     if Version(transformers.__version__) < Version(SINCE.get(model_type, "5")):
         pytest.skip(f"transformers {transformers.__version__} reads no positions of text for {model_type}")
-    hf = build(model_type, images=True, **FAMILIES.get(model_type, (model_type, {}))[1])
+    hf = build(model_type, images=True, **(FAMILIES | HYBRIDS).get(model_type, (model_type, {}))[1])
     hf.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     model = Model.from_pretrained(tmp_path / "model")
@@ -286,8 +341,6 @@ def test_half_precision_stays_near_full_prefill(
 
 # ---------------------------------------------------------------- what cannot work
 
-_STATE = "layers keep a state that is not KV per token: see docs/decisions/0030-hybrids.md"
-
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}, "not by a rotary table"),
     "gpt2": ("gpt2", {}, "not by a rotary table"),
@@ -295,9 +348,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "mpt": ("mpt", {}, "no layer applies rotary"),
     "gptj": ("gptj", {"rotary_dim": 8}, "not by a rotary table|position-free keys"),
     "rwkv": ("rwkv", {}, "does not write its keys into the cache"),
-    "mamba": ("mamba", {"state_size": 4, "time_step_rank": 4}, f"its linear_attention {_STATE}"),
-    "jamba": ("jamba", {"use_mamba_kernels": False}, f"its linear_attention {_STATE}"),
-    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, f"its conv {_STATE}"),
+    "mamba": ("mamba", {"state_size": 4, "time_step_rank": 4}, "none of its layers has attention"),
+    "jamba": ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}, "do not go on from their state"),
+    "minimax": ("minimax", {"head_dim": 16}, "a trial forward pass with a cache and a mask failed"),
     "deepseek_v32": ("deepseek_v32", {}, "attention layers are neither full, sliding nor chunked attention"),
     "doge": ("doge", {}, "a trial forward pass with a cache and a mask failed"),
     "jetmoe": ("jetmoe", {}, "it attends to other keys than those in its cache"),
@@ -310,13 +363,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "encoder-decoder",
     ),
 }
-
-# fmt: off
-HYBRIDS = [
-    "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe",
-    "qwen3_5_text", "qwen3_next", "recurrent_gemma", "zamba2",
-]
-# fmt: on
 
 
 def _random(model_type: str, changes: dict[str, Any]) -> Any:
@@ -336,13 +382,10 @@ def test_unsupported_models_are_refused_with_the_reason(name: str, tokenizer: An
         Model(hf, tokenizer, name, allow_unverified=True)
 
 
-@pytest.mark.parametrize("model_type", HYBRIDS)
-def test_hybrids_are_refused_from_the_configuration(model_type: str) -> None:
-    # the oldest transformers that is supported does not have the first, and sees the second only in its layers
-    if model_type in ("kimi_linear", "recurrent_gemma") and Version(transformers.__version__) < Version("5.24"):
-        pytest.skip(f"transformers {transformers.__version__} does not tell from the configuration")
-    with pytest.raises(UnsupportedModelError, match=rf"{model_type} models cannot be blended: .*{_STATE}"):
-        loading.refuse_unsupported(AutoConfig.for_model(model_type), allow_unverified=True)
+@pytest.mark.parametrize("model_type", ["minimax", "recurrent_gemma", "zamba2", "zaya"])
+def test_other_families_with_states_are_refused_from_the_configuration(model_type: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{model_type} models cannot be blended: "):
+        loading.refuse_unsupported(AutoConfig.for_model(model_type))
 
 
 def test_alibi_is_refused_from_the_configuration(tokenizer: Any) -> None:
@@ -410,7 +453,6 @@ def test_device_map_spreads_a_model_but_does_not_offload_it(
         ("qwen3", "llama", r"LlamaForCausalLM.*does not use model.layers.0.self_attn.k_norm.weight.*another model's"),
         ("qwen2", "llama", r"does not use model.layers.0.self_attn.k_proj.bias"),
         ("deepseek_v3", "llama", "config.json gives other sizes than the weights have"),
-        ("qwen3_next", "qwen3_next", f"linear_attention {_STATE}"),
     ],
 )
 def test_weights_of_another_family_than_the_configuration_says_are_refused(

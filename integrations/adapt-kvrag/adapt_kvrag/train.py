@@ -194,3 +194,5 @@ def _check(model: Model) -> None:
         raise SettingError(f"{model.name} cannot be adapted: its RoPE frequencies depend on the prompt length")
     if model.is_latent or any(isinstance(window, Chunked) for window in model.windows):
         raise SettingError(f"{model.name} cannot be adapted: it has latents (MLA) or chunked attention")
+    if model.keeps_states:
+        raise SettingError(f"{model.name} cannot be adapted: some of its layers keep a state in place of KV")

@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
 )
+from transformers.cache_utils import Cache
 
 from kvrag.backend.hub import READER, check_model, is_offline
 from kvrag.backend.positions import Chunked
@@ -45,13 +46,21 @@ FAMILIES = frozenset(
         "mistral4", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe",
         "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text",
         "qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
+        # with layers that keep a state
+        "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm3",
+        "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
     )
 )
 # fmt: on
 """Model types whose blending is tested to equal full prefill (tests/integration/test_families.py)."""
 
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-"""Layer types that can be blended."""
+"""Layer types whose KV can be blended."""
+
+STATE_KINDS = ("linear_attention", "conv", "hybrid")
+"""Layer types that keep a state of all tokens so far, or a window of a convolution: in place of KV, or beside it."""
+
+_NEITHER = ("mlp", "moe")
 
 
 def default_device() -> str:
@@ -173,7 +182,19 @@ def head_dim(config: Any) -> int:
 def _layers(config: Any) -> list[Any]:
     """Return the configurations of the layers that have KV of their own."""
     text = config.get_text_config()
-    return list(text.per_layer_config)[: text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", None) or 0)]
+    layers, own = list(text.per_layer_config), attending_layers(text)
+    return [layers[number] for number in own[: len(own) - (getattr(text, "num_kv_shared_layers", None) or 0)]]
+
+
+def attending_layers(config: Any) -> list[int]:
+    """Return the numbers of the layers with attention."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [number for number, kind in enumerate(kinds) if kind in (*ATTENTION_KINDS, "hybrid")]
+
+
+def keeps_states(config: Any) -> bool:
+    """Return whether layers keep states."""
+    return not set(STATE_KINDS).isdisjoint(getattr(config, "layer_types", None) or ())
 
 
 def _numbers_per_token(layer: Any) -> int:
@@ -241,11 +262,12 @@ def refuse_unsupported(config: Any, allow_unverified: bool = False) -> None:
     reason = ""
     if config.is_encoder_decoder:
         reason = "it is an encoder-decoder model; only causal language models are supported"
-    elif other := kinds - set(ATTENTION_KINDS):
-        has_state = other & {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-        dropped = "keep a state that is not KV per token: see docs/decisions/0030-hybrids.md"
-        what = dropped if has_state else "are neither full, sliding nor chunked attention"
-        reason = f"its {', '.join(sorted(has_state or other))} layers {what}"
+    elif other := kinds - {*ATTENTION_KINDS, *STATE_KINDS, *_NEITHER}:
+        reason = f"its {', '.join(sorted(other))} layers are neither full, sliding nor chunked attention"
+    elif kinds.isdisjoint((*ATTENTION_KINDS, "hybrid")):
+        reason = "none of its layers has attention"
+    elif keeps_states(text) and not hasattr(Cache, "get_recurrent_state"):
+        reason = "its layers keep a state of the tokens so far, which needs transformers 5.24 or newer"
     elif getattr(text, "alibi", False) or getattr(text, "position_embedding_type", "") == "alibi":
         reason = "it uses ALiBi instead of RoPE"
     elif getattr(text, "use_bidirectional_attention", None) in (True, "all"):  # "vision": for images only

@@ -67,6 +67,7 @@ class Model(Backend):
     Forward passes are serialised: threads alternate, one pass each. Decode steps run between the layers of prefills.
 
     Attributes:
+        state_bytes: Bytes of the states of layers that keep some.
         recompute_threshold: Length at which `model.generate` recomputes all KV; None = never.
         lock: Held during a forward pass.
         is_latent: See `BlendCache`.
@@ -97,17 +98,21 @@ class Model(Backend):
         rope = loading.rope_parameters(self.config)
         self.rope_follows_length = any(part.get("rope_type") in ("dynamic", "longrope") for part in rope)
         self.windows = loading.layer_windows(self.config)
+        self.keeps_states = loading.keeps_states(self.config)
         loading.refuse_attention(self.config._attn_implementation)
         self.stable_length = loading.stable_length(rope, self.context_window)
         self.recompute_threshold = loading.recompute_threshold(self.config, self.stable_length)
         self._calls: Calls = {}
         self._compiled: CompiledForward | None = None
         with loading.refuse_failures(hf.config):
-            found = probe(hf, self.config.num_hidden_layers, shift=min(37, self.stable_length // 4))
+            attending = loading.attending_layers(self.config)
+            found = probe(hf, attending, self.keeps_states, shift=min(37, self.stable_length // 4))
             self._rotary, self._devices, self.bytes_per_token, self.is_latent = found
             self.num_layers = len(self._rotary)
-            self._layer_bytes = sum(weights.nbytes for weights in hf.parameters()) // self.num_layers
+            self._attending, self._places = attending, attending[: self.num_layers]
+            self._layer_bytes = sum(weights.nbytes for weights in hf.parameters()) // self.config.num_hidden_layers
             self._check_attention()
+            self.state_bytes = self._check_states() if self.keeps_states else 0
             self.tables(torch.arange(_TRIAL_TOKENS))
         self.hidden_size: int = self.config.hidden_size
         self.adapter = adapter if isinstance(adapter, Adapter | None) else load_adapter(adapter, hf, self.name)
@@ -150,21 +155,43 @@ class Model(Backend):
     def _check_attention(self) -> None:
         """Raise UnsupportedModelError unless all layers use transformers' attention interface."""
         ids, seen = torch.arange(_TRIAL_TOKENS) % self.vocab_size, set[int]()
-        layers = range(self.config.num_hidden_layers)  # also those that use the KV of earlier ones
+        layers = range(self.config.num_hidden_layers)
         observer = AttentionObserver(1, layers, lambda number, received: seen.add(number))
         self._forward(ids[None], self.new_cache(len(ids)), torch.arange(len(ids)), observer)
         self._step(ids[:2, None], [self.new_cache(1), self.new_cache(1)])
-        if len(seen) < len(layers):
+        if len(seen) < len(self._attending):  # also those that use the KV of earlier ones
             raise UnsupportedModelError(
                 f"{self.config.model_type} models cannot be blended: their layers do not use transformers' attention "
                 "interface, so rows cannot be masked by their true positions"
             )
 
+    def _check_states(self) -> int:
+        """Raise UnsupportedModelError unless a pass of several tokens goes on from the states of the one before.
+
+        Returns their bytes.
+        """
+        ids = torch.arange(2 * _TRIAL_TOKENS)[None] % self.vocab_size
+        whole, parts = self.new_cache(ids.shape[1]), self.new_cache(ids.shape[1])
+        self._forward(ids, whole, None)
+        for part in torch.split(ids, _TRIAL_TOKENS + 5, dim=1):
+            self._forward(part, parts, None)
+        expected, states = (cache.checkpoints[ids.shape[1]] for cache in (whole, parts))
+        first = min(expected)[0]  # in the first such layer, rounding hardly differs
+        for key in (key for key in expected if key[0] == first):
+            error = (states[key] - expected[key]).abs().max() / expected[key].abs().max().clamp_min(1e-12)
+            if error > (1e-3 if self.dtype == torch.float32 else 3e-2):
+                raise UnsupportedModelError(
+                    f"{self.config.model_type} models cannot be blended: their layers do not go on from their state in "
+                    "a pass of several tokens"
+                )
+        return sum(state.nbytes for state in expected.values())
+
     def _compile(self) -> None:
         """Compile the decode steps of one row and of several; raise UnsupportedModelError if that is impossible."""
-        if self.is_latent:
+        if self.is_latent or self.keeps_states:
+            why = "MLA" if self.is_latent else "layers that keep a state"
             raise UnsupportedModelError(
-                f"the decode steps of {self.name} cannot be compiled (MLA): load it without compile_decode"
+                f"the decode steps of {self.name} cannot be compiled ({why}): load it without compile_decode"
             )
         self._compiled = CompiledForward(self.hf, self.device)
         try:
@@ -241,7 +268,7 @@ class Model(Backend):
         prefix: CachedKV | None = None,
     ) -> BlendCache:
         """See `Backend.new_cache`."""
-        return BlendCache(self.num_layers, capacity, source, prefix, self.is_latent)
+        return BlendCache(self._places, capacity, source, prefix, self.is_latent)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -296,6 +323,8 @@ class Model(Backend):
         try:
             with suppress(StopForward):
                 self._forward(ids, cache, rows, branches=branches)
+            if self.keeps_states:  # the layers after the last one with KV have none
+                cache.end_states()
         finally:
             cache.observer = cache.last = None
 
@@ -340,6 +369,8 @@ class Model(Backend):
                     cache.rows = torch.arange(int(rows[0]), cache.stop, device=self.device)
                 attention = attention_at(self.config, rows, positions, self.windows, observer, branches)
                 end = cache.stop
+            if self.keeps_states:
+                cache.begin_states(int(positions[0]), end)
             with attention, self._interruptible(ids.numel(), end), reporting_memory():
                 output = self.hf(
                     input_ids=ids.to(self.device),
@@ -349,6 +380,8 @@ class Model(Backend):
                     use_cache=True,
                     **({} if all_logits else self._last_logits_only),
                 )
+            if self.keeps_states:
+                cache.end_states()
             return (output.logits if all_logits else output.logits[:, -1]).float()
 
     @torch.inference_mode()
@@ -357,6 +390,8 @@ class Model(Backend):
         self._reset_rotary()
         step = StepCache([cast(BlendCache, cache) for cache in caches])
         positions = torch.tensor([[cache.get_seq_length()] for cache in caches]).to(self.device)
+        if self.keeps_states:
+            step.begin_states()
         arguments = {
             "input_ids": ids.to(self.device),
             "position_ids": positions,
@@ -369,6 +404,8 @@ class Model(Backend):
                 logits = self._compiled(**arguments)
             else:
                 logits = self.hf(**arguments, **as_argument(self.hf, step)).logits
+            if self.keeps_states:
+                step.end_states()
         return logits[:, -1].float()
 
     def _interruptible(self, num_rows: int, num_keys: int) -> AbstractContextManager[Any]:
@@ -391,7 +428,7 @@ class Model(Backend):
         """Return a placeholder mask, so that transformers makes none; `attention_at` masks by true positions."""
         mask = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
         kinds = set(getattr(self.config, "layer_types", None) or [])
-        return dict.fromkeys(kinds, mask) if len(kinds) > 1 else mask
+        return dict.fromkeys(kinds, mask) if len(kinds) > 1 and not self.keeps_states else mask
 
     @functools.cached_property
     def _last_logits_only(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ passes, otherwise the model is rejected. This also works for unlisted families.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, get_args
 
@@ -21,8 +22,10 @@ from kvrag.errors import UnsupportedModelError
 _TOKENS = 16
 
 
-def probe(hf: Any, num_layers: int, shift: int) -> tuple[list[LayerRotary | None], list[torch.device], int, bool]:
-    """Observe a model of `num_layers` layers, the last of which may use the KV of earlier ones.
+def probe(
+    hf: Any, places: Sequence[int], has_states: bool, shift: int
+) -> tuple[list[LayerRotary | None], list[torch.device], int, bool]:
+    """Observe a model with attention in the layers `places`, the last of which may use the KV of earlier ones.
 
     Returns:
         For each layer that has KV of its own, the rotation of its keys (None = not rotated) and its device; their KV
@@ -31,7 +34,7 @@ def probe(hf: Any, num_layers: int, shift: int) -> tuple[list[LayerRotary | None
     Raises:
         UnsupportedModelError: A layer has no KV, or its keys are rotated in an unknown way.
     """
-    passes = [_observe(hf, num_layers, start) for start in (0, shift)]
+    passes = [_observe(hf, places, start) for start in (0, shift)]
     pairs = list(zip(*passes, strict=True))
     keys_rotate = any(_rotated(a.keys, b.keys) for a, b in pairs)
     is_latent = not keys_rotate and any(_rotated(a.values, b.values) for a, b in pairs)
@@ -39,7 +42,7 @@ def probe(hf: Any, num_layers: int, shift: int) -> tuple[list[LayerRotary | None
         for layer in itertools.chain(*passes):
             layer.keys, layer.values = layer.values, layer.keys
     rotary = [_detect(number, *pair) for number, pair in enumerate(pairs)]
-    if not any(rotary):
+    if not any(rotary) and not has_states:  # states tell positions apart
         _refuse("no layer applies rotary position embedding (learned or absolute positions, or none)")
     kv = [part for layer in passes[0] for part in (layer.keys, layer.values)]
     return rotary, [keys.device for keys in kv[::2]], sum(part.nbytes for part in kv) // _TOKENS, is_latent
@@ -60,7 +63,7 @@ def _refuse(reason: str) -> NoReturn:
 
 
 @torch.inference_mode()
-def _observe(hf: Any, num_layers: int, start: int) -> list[_Observation]:
+def _observe(hf: Any, places: Sequence[int], start: int) -> list[_Observation]:
     received: dict[int, Any] = {}
     outputs: list[tuple[Any, nn.Module, tuple[Any, ...]]] = []  # tables and the modules that returned them
 
@@ -76,7 +79,7 @@ def _observe(hf: Any, num_layers: int, start: int) -> list[_Observation]:
 
     hooks = [module.register_forward_hook(after, with_kwargs=True) for module in hf.modules()]
     hooks += [module.register_forward_pre_hook(before, with_kwargs=True) for module in hf.modules()]
-    cache = BlendCache(num_layers, _TOKENS)
+    cache = BlendCache(places, _TOKENS)
     device = hf.get_input_embeddings().weight.device
     ids = torch.arange(_TOKENS, device=device) * 7 + 3
     try:
@@ -89,13 +92,13 @@ def _observe(hf: Any, num_layers: int, start: int) -> list[_Observation]:
     finally:
         for hook in hooks:
             hook.remove()
-    filled = [layer for layer in cache.layers if layer.is_initialized]
-    for number, layer in enumerate(cache.layers[: max(len(filled), 1)]):
-        if not layer.is_initialized:
+    filled = [place for place in places if cache.layers[place].is_initialized]
+    for number in places[: max(len(filled), 1)]:
+        if number not in filled:
             _refuse(f"layer {number} does not write its keys into the cache")
     layers = []
-    for number, layer in enumerate(filled):
-        tables = cos_sin(received.get(number))
+    for number in filled:
+        layer, tables = cache.layers[number], cos_sin(received.get(number))
         sources = [output[1:] for output in outputs if _equal(cos_sin(output[0]), tables)]
         layers.append(_Observation(layer.keys, layer.values, sources[-1] if sources else None, tables))
     return layers

@@ -111,7 +111,61 @@ def _resized(tensor: Tensor, used: int, capacity: int) -> Tensor:
     return resized
 
 
-class BlendCache(Cache):  # type: ignore[misc]
+StateKey = tuple[int, str, int]
+"""The model's layer, "conv" or "recurrent", and which of the layer's states."""
+
+
+States = dict[StateKey, Tensor]
+"""What layers keep of the tokens before a position in place of KV, each (B, ...). Neither it nor its tensors change."""
+
+
+class StatefulCache(Cache):  # type: ignore[misc]
+    """A cache that also has what layers keep of the tokens so far in place of KV: states and windows of convolutions.
+
+    Attributes:
+        held: States of the pass in progress, each (B, ...). Its tensors are replaced, never changed.
+    """
+
+    held: dict[StateKey, Tensor]
+
+    def _own(self, key: StateKey) -> Tensor | None:
+        if (state := self.held.get(key)) is not None:
+            state = self.held[key] = state.clone()  # kernels of single tokens change it in place
+        return state
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the window of a convolution, which the caller may change; None = no tokens yet."""
+        return self._own((layer_idx, "conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return a state, which the caller may change; None = no tokens yet."""
+        return self._own((layer_idx, "recurrent", state_idx))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """Append (B, C, S) inputs of a convolution to its window; return both."""
+        key = (layer_idx, "conv", state_idx)
+        before = self.held.get(key)
+        size = conv_kernel_size or (conv_states if before is None else before).shape[-1]
+        if before is None:
+            inputs = nn.functional.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
+        else:
+            inputs = torch.cat([before, conv_states], dim=-1)
+        self.held[key] = inputs[..., -size:].clone()
+        return inputs
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Replace a state."""
+        self.held[layer_idx, "recurrent", state_idx] = recurrent_states.clone()
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return False."""
+        return False
+
+
+class BlendCache(StatefulCache):
     """A cache whose `update` can write at given positions of full-length tensors that are already filled.
 
     Attributes:
@@ -125,13 +179,23 @@ class BlendCache(Cache):  # type: ignore[misc]
 
     def __init__(
         self,
-        num_layers: int,
+        places: Sequence[int],
         capacity: int,
         source: LayerSource | None = None,
         prefix: CachedKV | None = None,
         is_latent: bool = False,
     ) -> None:
-        super().__init__(layers=[BlendLayer(number, capacity, source, prefix) for number in range(num_layers)])
+        """Create a cache for the model's layers with KV, which are at `places` among all of its layers, ascending."""
+        own = {place: BlendLayer(number, capacity, source, prefix) for number, place in enumerate(places)}
+        first = own[places[0]]  # stands for the others, of which transformers asks the length only
+        super().__init__(layers=[own.get(place, first) for place in range(places[-1] + 1)])
+        self._own_layers, self._numbers = list(own.values()), {place: number for number, place in enumerate(places)}
+        self._first: dict[int, States] = {0: {}}
+        if prefix and prefix.states:
+            self._first[prefix.length] = prefix.states
+        self._ends: tuple[tuple[int, States], ...] = ()  # after the last passes
+        self._before = self._now = (0, States())  # of the last pass or step, and after it
+        self.held = {}
         self.is_latent = is_latent
         self.rows: Tensor | None = None
         self.stop = 0
@@ -148,8 +212,8 @@ class BlendCache(Cache):  # type: ignore[misc]
         if self.pause is not None:
             self.pause()
         if self.observer is not None:
-            self.observer(layer_idx, key_states, value_states)
-        if layer_idx == self.last:
+            self.observer(self._numbers[layer_idx], key_states, value_states)
+        if self._numbers[layer_idx] == self.last:
             raise StopForward
         layer: BlendLayer = self.layers[layer_idx]
         if self.rows is None:
@@ -160,32 +224,58 @@ class BlendCache(Cache):  # type: ignore[misc]
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of one layer at full capacity; stitch them if no pass has reached the layer yet."""
-        layer: BlendLayer = self.layers[number]
+        layer = self._own_layers[number]
         if not layer.is_initialized:
             layer.lazy_initialization(None, None)
         return layer.keys, layer.values
 
     def write(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values, each (1, H, S, D), of (S,) positions of one layer."""
-        self.layers[number].write(keys, values, rows, 0)
+        self._own_layers[number].write(keys, values, rows, 0)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the layers reached so far, including their room to grow."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
+        own = [layer for layer in self._own_layers if layer.is_initialized]
+        states = sum(state.nbytes for state in self._now[1].values())
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in own) + states
 
     def set_length(self, length: int) -> None:
         """Declare the positions before `length` complete: from now on the cache grows like a DynamicCache."""
         self.rows = None
-        for layer in self.layers:
+        for layer in self._own_layers:
             layer.length = length
 
+    def begin_states(self, start: int, stop: int) -> None:
+        """Prepare the states for a pass from `start` to `stop`: those before it, or none if a gap precedes it.
 
-class NoCache(Cache):  # type: ignore[misc]
+        Raises ValueError if they are not kept any more.
+        """
+        known = {**dict((*self._ends, self._before, self._now)), **self._first}
+        if start not in known and start < self._now[0]:
+            raise ValueError(f"the states before position {start} are not kept")
+        self._ends = tuple(end for end in self._ends if end[0] <= start)  # the others are being replaced
+        self._before, self._stop = (start, known.get(start, {})), stop
+        self.held = dict(self._before[1])
+
+    def end_states(self, states: States | None = None) -> None:
+        """Take over the states after a pass; those after a decode step are given."""
+        self._now = self._stop, self.held if states is None else states
+        if states is None:
+            self._ends = (*self._ends[-1:], self._now)
+
+    @property
+    def checkpoints(self) -> dict[int, States]:
+        """See `KVCache.checkpoints`: of the prefix, of the last passes of the prefill, and of the last step."""
+        return {position: states for position, states in (*self._first.items(), *self._ends, self._now) if states}
+
+
+class NoCache(StatefulCache):
     """The cache of a decode step, of which the model sees only the new keys and values, and whose positions it gets."""
 
     def __init__(self, layers: Sequence[BlendLayer] = ()) -> None:
         super().__init__(layers=list(layers))
+        self.held = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -223,6 +313,24 @@ class StepCache(NoCache):
         self.states[layer_idx] = [cache.update(key[None], value[None], layer_idx) for cache, key, value in rows]
         self.fresh[layer_idx] = key_states
         return key_states, value_states
+
+    def begin_states(self) -> None:
+        """Take the rows' states for a step."""
+        for cache in self._caches:
+            cache.begin_states(cache.get_seq_length(), cache.get_seq_length() + 1)
+        first, *others = (cache.held for cache in self._caches)
+        self.held = {
+            key: torch.cat([state, *(each[key] for each in others)]) if others else state
+            for key, state in first.items()
+        }
+
+    def end_states(self) -> None:
+        """Give the rows their states after the step."""
+        if len(self._caches) == 1:
+            self._caches[0].end_states(self.held)
+            return
+        for row, cache in enumerate(self._caches):
+            cache.end_states({key: state[row : row + 1].clone() for key, state in self.held.items()})
 
 
 _NAME = "kvrag"

@@ -438,7 +438,7 @@ def test_a_turn_keeps_no_memory_of_earlier_turns(talk: Talk) -> None:
 
 def _keep(conversations: Conversations, ids: Sequence[int], exact: int = 0, of: int = 0, **chunks: int) -> None:
     """Keep an answer with four bytes of KV per token, to a prompt of `of` tokens; `chunks` are positions by key."""
-    cache = BlendCache(1, len(ids))
+    cache = BlendCache(range(1), len(ids))
     cache.update(torch.zeros(1, 1, len(ids), 1), torch.zeros(1, 1, len(ids), 0), 0)
     request = RequestState([*ids, *range(len(ids), of)])
     conversations.begin(request)

@@ -1,0 +1,225 @@
+"""Hybrids: layers that keep a state of the tokens so far in place of KV."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from blending import CHUNKS, messages, plain_logits, prepare, relative
+from families import HYBRIDS, SINCE, build
+from packaging.version import Version
+from transformers import DynamicCache
+
+from kvrag import BlendConfig, BlendEngine, FileStore, Model, OutOfMemoryError, SettingError, UnsupportedModelError
+from kvrag.backend.transformers import BlendCache
+from kvrag.backend.transformers.rows import as_argument
+from kvrag.ingest.encode import encode
+
+TOLERANCE = 1e-5
+PROMPT = messages(*(CHUNKS[number] for number in (2, 0, 3, 1)))
+
+pytestmark = pytest.mark.skipif(
+    Version(transformers.__version__) < Version(SINCE["lfm2"]), reason="caches of this transformers keep no states"
+)
+
+
+@pytest.fixture(params=["lfm2", "qwen3_next", "falcon_h1"])
+def hybrid(request: pytest.FixtureRequest, tokenizer: Any) -> Model:
+    """A tiny one: with short convolutions, a gated delta net, Mamba beside attention."""
+    model_type, changes = HYBRIDS[request.param]
+    model = Model(build(model_type, **changes), tokenizer, request.param)
+    model.__dict__["eos_ids"] = frozenset()
+    return model
+
+
+@pytest.fixture
+def hybrid_engine(hybrid: Model, tmp_path: Path) -> Iterator[BlendEngine]:
+    with BlendEngine(hybrid, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        engine.warm(CHUNKS)
+        yield engine
+
+
+def _greedy(model: Model, ids: list[int], count: int) -> list[int]:
+    with torch.inference_mode():
+        prompt = torch.tensor([ids])
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 2}
+        return model.hf.generate(prompt, max_new_tokens=count, **options)[0, len(ids) :].tolist()
+
+
+def test_a_tail_is_transformers_own_pass_over_stitched_kv_without_states(hybrid_engine: BlendEngine) -> None:
+    model = hybrid_engine.model
+    ids = model.tokenizer.render(PROMPT)
+    done = prepare(hybrid_engine, ids, 0.3)
+    assert done.report.policy == "tail"
+    assert len(done.selected) == done.report.recomputed_tokens == round(0.3 * len(done.inexact))
+    start = int(done.selected[0])
+    cache = DynamicCache(config=model.config)
+    kinds = model.config.layer_types
+    own = [layer for layer, kind in zip(cache.layers, kinds, strict=True) if kind in ("full_attention", "hybrid")]
+    assert len(own) == model.num_layers
+    for number, layer in enumerate(own):
+        keys, values = (part[:, :, :start].clone() for part in done.cache.layer(number))
+        layer.keys, layer.values, layer.is_initialized = keys, values, True
+        layer.dtype, layer.device = keys.dtype, keys.device
+    with torch.inference_mode():
+        tail = torch.tensor([ids[start:]])
+        positions = torch.arange(start, len(ids))[None]
+        logits = model.hf(tail, position_ids=positions, use_cache=True, **as_argument(model.hf, cache)).logits[0, -1]
+    assert relative(done.logits[0], logits) <= TOLERANCE
+    assert relative(done.logits[0], plain_logits(model.hf, ids)[-1]) > 1e-3
+
+
+def test_encoded_in_one_batch_or_alone_a_chunk_has_the_models_own_kv(hybrid: Model) -> None:
+    chunks = [hybrid.tokenizer.encode(chunk) for chunk in CHUNKS]
+    chunks.append([*chunks[0][:-3], *chunks[1]])  # shares a beginning, but not the states after it
+    contexts: list[list[int]] = [[], chunks[3], [], chunks[3], [], []][: len(chunks)]
+    for number, layers in encode(hybrid, chunks, contexts):
+        row = [*hybrid.preamble, *contexts[number], *chunks[number]]
+        cache = hybrid.new_cache(len(row))
+        hybrid.forward(torch.tensor([row]), cache)
+        tables = hybrid.tables(torch.arange(len(row)))
+        first = len(row) - len(chunks[number])
+        assert len(layers) == hybrid.num_layers
+        for layer, (keys, values) in enumerate(layers):
+            own_keys, own_values = cache.layer(layer)
+            own_keys = hybrid.unrotate(layer, own_keys[:, :, : len(row)], tables[layer])
+            torch.testing.assert_close(keys, own_keys[0, :, first : len(row)], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(values, own_values[0, :, first : len(row)], atol=1e-5, rtol=1e-4)
+
+
+def test_a_step_that_is_taken_back_or_fails_is_computed_again(hybrid: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = hybrid.tokenizer.render(PROMPT)
+    caches = [hybrid.new_cache(len(ids)) for _ in range(2)]
+    for cache, length in zip(caches, (len(ids), 40), strict=True):
+        hybrid.forward(torch.tensor([ids[:length]]), cache)
+    first = hybrid.forward_each([7, 8], caches)
+    for cache, length in zip(caches, (len(ids), 40), strict=True):
+        cache.set_length(length)
+    assert torch.equal(hybrid.forward_each([7, 8], caches), first)
+
+    update, calls = BlendCache.update, []
+
+    def failing(self: BlendCache, *args: Any) -> Any:
+        calls.append(0)
+        if len(calls) == 4:  # in the second layer with KV
+            raise OutOfMemoryError("no memory")
+        return update(self, *args)
+
+    monkeypatch.setattr(BlendCache, "update", failing)
+    with pytest.raises(OutOfMemoryError):
+        hybrid.forward_each([9, 9], caches)
+    for cache, length in zip(caches, (len(ids), 40), strict=True):
+        cache.set_length(length + 1)
+    logits = hybrid.forward_each([9, 9], caches)
+    for number, (length, token) in enumerate(((len(ids), 7), (40, 8))):
+        own = plain_logits(hybrid.hf, [*ids[:length], token, 9])[-1]
+        assert relative(logits[number], own) <= 10 * TOLERANCE
+
+
+def test_states_that_are_not_kept_are_an_error_not_a_wrong_answer(hybrid: Model) -> None:
+    ids = hybrid.tokenizer.render(PROMPT)
+    cache = hybrid.new_cache(len(ids))
+    hybrid.forward(torch.tensor([ids]), cache)
+    cache.set_length(20)
+    with pytest.raises(ValueError, match="the states before position 20 are not kept"):
+        hybrid.forward(torch.tensor([ids[20:]]), cache)
+
+
+def test_answers_that_share_steps_equal_generate(hybrid_engine: BlendEngine) -> None:
+    model = hybrid_engine.model
+    prompts = [messages(*CHUNKS[number:], question=f"Who is {number}?") for number in range(4)]
+    answers = hybrid_engine.generate_batch(prompts, ratio=1.0, max_new_tokens=8, temperature=0)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert list(answer.token_ids) == _greedy(model, model.tokenizer.render(prompt), 8)
+    alone = hybrid_engine.generate(prompts[0], ratio=1.0, max_new_tokens=8, temperature=0, deterministic=True)
+    assert alone.token_ids == answers[0].token_ids
+    assert alone.report.conversation_tokens == 0
+
+
+def test_a_prompt_begins_with_the_states_of_a_warmed_prefix_or_of_an_exact_turn(hybrid_engine: BlendEngine) -> None:
+    model = hybrid_engine.model
+    system = {"role": "system", "content": CHUNKS[3]}
+    prompts = [[system, *messages(CHUNKS[number], question="Who?")] for number in range(3)]
+    shared = hybrid_engine.warm_prefix([system])
+    for prompt in prompts[:2]:
+        ids = model.tokenizer.render(prompt)
+        answer = hybrid_engine.generate(prompt, ratio=1.0, max_new_tokens=5, temperature=0)
+        assert answer.report.conversation_tokens == shared
+        assert list(answer.token_ids) == _greedy(model, ids, 5)
+        again = hybrid_engine.generate(prompt, ratio=0.2, max_new_tokens=5, temperature=0)
+        assert shared < again.report.conversation_tokens < len(ids), "up to the generation prompt"
+        assert again.report.exact
+        assert again.token_ids == answer.token_ids
+    blended = hybrid_engine.generate(prompts[2], ratio=0.2, max_new_tokens=5, temperature=0)
+    assert blended.report.conversation_tokens == shared
+    assert not blended.report.exact
+    told = [*prompts[2], {"role": "assistant", "content": blended.text}, *messages(question="More?")[1:]]
+    ids = model.tokenizer.render(told)
+    answer = hybrid_engine.generate(told, ratio=1.0, max_new_tokens=5, temperature=0)
+    assert answer.report.conversation_tokens == shared, "what is not exact is not continued"
+    assert list(answer.token_ids) == _greedy(model, ids, 5)
+
+
+def test_forgetting_a_chunk_drops_the_states_that_have_seen_it(hybrid_engine: BlendEngine) -> None:
+    model = hybrid_engine.model
+    hybrid_engine.warm([CHUNKS[0] + " It rains."], document="a")
+    prompt = messages(CHUNKS[1], CHUNKS[0] + " It rains.", question="Who?")
+    hybrid_engine.generate(prompt, ratio=1.0, max_new_tokens=3, temperature=0)
+    ids = model.tokenizer.render(prompt)
+    kept = hybrid_engine.prefill(ids, goes_on=True).report.conversation_tokens
+    assert kept > 50
+    hybrid_engine.forget("a")
+    done = hybrid_engine.prefill(ids, replace(hybrid_engine.config, ratio=1.0), goes_on=True)
+    assert done.report.conversation_tokens < 50
+    assert relative(done.logits[0], plain_logits(model.hf, ids)[-1]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 300_000])
+def test_conversations_with_edits_equal_full_prefill(limit: int, hybrid: Model, tmp_path: Path) -> None:
+    rng, history, continued = random.Random(1), list[dict[str, str]](), 0
+    with BlendEngine(hybrid, FileStore(tmp_path, min_free_bytes=0), conversation_bytes=limit) as engine:
+        engine.warm(CHUNKS)
+        kept = engine._answering._conversations
+        for _ in range(14):
+            if not history or rng.random() < 0.2:
+                system = {"role": "system", "content": rng.choice(CHUNKS[:2])}
+                history = [system, *messages(*rng.sample(CHUNKS, 2), question=f"Who is {rng.randrange(3)}?")]
+            elif rng.random() < 0.3:
+                history = [*history[: rng.randrange(1, len(history))], *messages(rng.choice(CHUNKS))]
+            else:
+                history = [*history, *messages(question=f"And {rng.randrange(3)}?")[1:]]
+            ids = hybrid.tokenizer.render(history)
+            if len(ids) > 800:
+                history = []
+                continue
+            config = replace(engine.config, ratio=1.0, history=rng.choice(["exact", "blend"]))
+            done = engine.prefill(ids, config, goes_on=True)
+            assert done.report.exact
+            assert relative(done.logits[0], plain_logits(hybrid.hf, ids)[-1]) <= 2 * TOLERANCE
+            continued += done.report.conversation_tokens > 0
+            options: dict[str, Any] = rng.choice([{"ratio": 1.0}, {"ratio": 0.3}, {}])
+            stream = engine.stream(history, max_new_tokens=6, temperature=0, history=config.history, **options)
+            said = "".join(delta.text for delta, _ in zip(stream, range(rng.choice([1, 3, 6])), strict=False))
+            stream.close()
+            history = [*history, {"role": "assistant", "content": said}]
+            each = [stretch.num_bytes for stretch in kept._kept]
+            assert kept.num_bytes == sum(each) <= limit
+    assert continued >= 2 or limit < 1 << 30
+
+
+def test_what_hybrids_cannot_do_is_refused_in_one_line(hybrid_engine: BlendEngine, tokenizer: Any) -> None:
+    model = hybrid_engine.model
+    for policy in ("hkvd", "first_k", "random", "query:first_tokens=4"):
+        with pytest.raises(SettingError, match=r"^policy \S+ recomputes scattered tokens, .*leave policy out"):
+            hybrid_engine.generate(PROMPT, policy=policy, ratio=0.3)
+        hybrid_engine.generate(PROMPT, policy="none", max_new_tokens=1)
+    with pytest.raises(UnsupportedModelError, match=r"layers that keep a state\): load it without compile_decode"):
+        Model(model.hf, tokenizer, compile_decode=True)
+    assert prepare(hybrid_engine, model.tokenizer.render(PROMPT), 0.0).report.recomputed_tokens == 0
+    assert BlendConfig().policy == "query"

@@ -73,7 +73,7 @@ class _Pass:
 
 
 @dataclass
-class PagedCache:
+class PagedCache(KVCache):
     """KV of one request in its pages. Layers are stitched when a pass first reaches them.
 
     Attributes:

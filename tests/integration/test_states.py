@@ -102,6 +102,11 @@ def test_a_step_that_is_taken_back_or_fails_is_computed_again(hybrid: Model, mon
     for cache, length in zip(caches, (len(ids), 40), strict=True):
         cache.set_length(length)
     assert torch.equal(hybrid.forward_each([7, 8], caches), first)
+    alone = hybrid.new_cache(40)  # copies nothing
+    hybrid.forward(torch.tensor([ids[:40]]), alone)
+    logits = hybrid.forward_each([8], [alone])
+    alone.set_length(40)
+    assert torch.equal(hybrid.forward_each([8], [alone]), logits)
 
     update, calls = BlendCache.update, []
 

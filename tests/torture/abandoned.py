@@ -1,4 +1,6 @@
-"""Streams abandoned while other answers decode them ahead, with every type of RoPE, and documents forgotten meanwhile.
+"""Streams abandoned while other answers decode them ahead, and documents forgotten meanwhile.
+
+The models have every type of RoPE, and layers that keep a state.
 
 Every next turn is compared with the model's own logits: some prompts begin like another one, before or beyond the
 length at which the frequencies of RoPE change, some contain stored chunks that are blended, and some next turns have an
@@ -17,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from families import FAMILIES, build
+from families import FAMILIES, HYBRIDS, build
 from transformers import AutoTokenizer
 
 import kvrag
@@ -29,7 +31,8 @@ from torture import tiny
 from torture.campaign import Campaign
 
 _ROPES = ["llama", "llama-llama3", "llama-yarn", "llama-linear", "llama-dynamic", "llama-longrope", "phi3-longrope"]
-_EXACT = BlendConfig(ratio=1.0, policy="first_k", controller="off")
+_WITH_STATES = ["lfm2", "qwen3_next"]
+_EXACT = BlendConfig(ratio=1.0, controller="off")
 _TOLERANCE = 1e-4
 
 
@@ -48,7 +51,7 @@ def run(campaign: Campaign) -> None:
 @functools.cache
 def _model(family: str) -> Model:
     torch.set_num_threads(1)
-    model_type, changes = FAMILIES[family]
+    model_type, changes = (FAMILIES | HYBRIDS)[family]
     tokenizer = AutoTokenizer.from_pretrained(Path(kvrag.__file__).parent / "reader")
     model = Model(build(model_type, **changes), tokenizer, family)
     model.__dict__["eos_ids"] = frozenset()
@@ -57,7 +60,7 @@ def _model(family: str) -> Model:
 
 def _abandon(folder: Path, rng: random.Random) -> str:
     """Read some tokens of two to four streams in turn, close them, and check the next turn of each."""
-    family = rng.choice(_ROPES)
+    family = rng.choice([*_ROPES, *_WITH_STATES])
     model, told = _model(family), list[list[int]]()
     config = replace(_EXACT, history=rng.choice(["exact", "blend"]))
     with BlendEngine(model, FileStore(folder, min_free_bytes=0), config) as engine:

@@ -483,9 +483,13 @@ def test_an_interrupted_ingestion_continues_where_it_stopped(
     as_json: Json,
     fails: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     command = ("warm", folder, "--store", tmp_path / "kv", *CUT)
-    warm, calls, handler = BlendEngine.warm, [], signal.getsignal(number)
+    warm, calls, before = BlendEngine.warm, [], signal.getsignal(number)
+    handler = signal.default_int_handler if number == signal.SIGINT else before  # jobs in the background ignore it
+    signal.signal(number, handler)
+    request.addfinalizer(lambda: signal.signal(number, before))
 
     def interrupted(self: BlendEngine, *args: Any, **kwargs: Any) -> Any:
         calls.append(kwargs["document"])

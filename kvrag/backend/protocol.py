@@ -44,7 +44,7 @@ class CachedKV(Protocol):
 
     @property
     def states(self) -> Any:
-        """What layers that keep a state know of them; None without such layers."""
+        """States, after them, of the layers that keep one; None without such layers."""
 
     def layer(self, number: int) -> Iterable[tuple[Tensor, Tensor]]:
         """Return keys and values of one layer in parts, each (1, H, t, D), in order. Do not change them."""
@@ -64,7 +64,7 @@ class KVCache(Protocol):
 
     @property
     def checkpoints(self) -> Mapping[int, Any]:
-        """Position -> what layers that keep a state know of the tokens before it, where that is kept."""
+        """Position -> states, after the tokens before it, of the layers that keep one; only where they are kept."""
         return {}
 
     def set_length(self, length: int) -> None:

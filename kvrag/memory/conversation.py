@@ -42,7 +42,7 @@ _QUESTION = 32  # tokens at the end of a prompt that are not reused from elsewhe
 
 Layer = tuple[Tensor, Tensor]
 States = Mapping[Any, Tensor]
-"""What layers that keep a state know of the tokens before a position."""
+"""States of layers after the tokens before a position."""
 Placed = tuple[int, str]
 """Position and key of a stored chunk."""
 

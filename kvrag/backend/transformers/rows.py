@@ -116,7 +116,7 @@ StateKey = tuple[int, str, int]
 
 
 States = dict[StateKey, Tensor]
-"""What layers keep of the tokens before a position in place of KV, each (B, ...). Neither it nor its tensors change."""
+"""States of layers after the tokens before a position, each (B, ...). Neither it nor its tensors change."""
 
 
 class StatefulCache(Cache):  # type: ignore[misc]

@@ -34,6 +34,25 @@ def test_the_families_claimed_are_the_families_tested() -> None:
     assert {config.get_text_config().model_type for config in configs} | (families - known) == loading.FAMILIES
 
 
+PROMPT = messages(*(CHUNKS[number] for number in (2, 0, 3, 1)))
+
+
+def _without_end(model: Model, monkeypatch: pytest.MonkeyPatch) -> Model:
+    """Return the model, whose answers do not end; its KV has the size that its configuration says."""
+    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
+    assert model.bytes_per_token == loading.bytes_per_token(model.hf.config, torch.float32)
+    return model
+
+
+def _by_transformers(model: Model) -> tuple[list[int], torch.Tensor, list[int]]:
+    """Return the prompt's ids, transformers' logits after them, and the 20 tokens that it generates."""
+    ids = model.tokenizer.render(PROMPT)
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 2}
+    with torch.inference_mode():
+        generated = model.hf.generate(torch.tensor([ids]), max_new_tokens=20, **options)
+    return ids, plain_logits(model.hf, ids)[-1], generated[0, len(ids) :].tolist()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gate(family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_type, changes = FAMILIES[family]
@@ -44,19 +63,10 @@ def test_gate(family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(UnsupportedModelError):
             Model(hf, tokenizer, family)
         return
-    model = Model(hf, tokenizer, family)
-    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
-    assert model.bytes_per_token == loading.bytes_per_token(hf.config, torch.float32)
+    model = _without_end(Model(hf, tokenizer, family), monkeypatch)
     with BlendEngine(model, tmp_path) as engine:
         engine.warm(CHUNKS)
-        prompt = messages(*(CHUNKS[number] for number in (2, 0, 3, 1)))
-        ids = model.tokenizer.render(prompt)
-        full = plain_logits(hf, ids)[-1]
-        with torch.inference_mode():
-            generated = hf.generate(
-                torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=2
-            )
-
+        ids, full, generated = _by_transformers(model)
         for policy in ("hkvd", "random", "query"):
             done = prepare(engine, ids, 1.0, policy)
             report = done.report
@@ -64,9 +74,9 @@ def test_gate(family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.M
             assert len(report.runs) == 4
             assert report.recomputed_tokens == len(done.inexact) > 80
             assert relative(done.logits[0], full) <= TOLERANCE
-        answer = engine.generate(prompt, ratio=1.0, max_new_tokens=20, temperature=0)
-        assert list(answer.token_ids) == generated[0, len(ids) :].tolist()
-        _the_next_turn_of_the_conversation_is_exact(engine, hf, prompt, answer.text)
+        answer = engine.generate(PROMPT, ratio=1.0, max_new_tokens=20, temperature=0)
+        assert list(answer.token_ids) == generated
+        _the_next_turn_of_the_conversation_is_exact(engine, hf, PROMPT, answer.text)
 
         assert relative(prepare(engine, ids, 0.0, "none").logits[0], full) > 1e-3, "reuse alone cannot be exact"
         _layer_0_keys_are_the_models_own(engine, hf, ids)
@@ -82,33 +92,24 @@ def test_gate_of_families_with_states(
     if Version(transformers.__version__) < Version(SINCE[family]):
         pytest.skip(f"transformers {transformers.__version__} keeps no states in its caches")
     hf = build(model_type, **changes)
-    model = Model(hf, tokenizer, family)
-    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
-    assert model.bytes_per_token == loading.bytes_per_token(hf.config, torch.float32)
+    model = _without_end(Model(hf, tokenizer, family), monkeypatch)
     with BlendEngine(model, tmp_path) as engine:
         engine.warm(CHUNKS)
-        prompt = messages(*(CHUNKS[number] for number in (2, 0, 3, 1)))
-        ids = model.tokenizer.render(prompt)
-        full = plain_logits(hf, ids)[-1]
-        with torch.inference_mode():
-            generated = hf.generate(
-                torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=2
-            )
-
+        ids, full, generated = _by_transformers(model)
         done = prepare(engine, ids, 1.0)
         assert done.report.exact
         assert len(done.report.runs) == 4
         assert done.report.recomputed_tokens == len(done.inexact) > 80
         assert relative(done.logits[0], full) <= TOLERANCE
         _states_equal(engine, done, ids)
-        assert not engine.generate(prompt, margin=1e-9, max_new_tokens=20, temperature=0).report.exact
-        in_doubt = engine.generate(prompt, margin=1e6, max_new_tokens=20, temperature=0)
+        assert not engine.generate(PROMPT, margin=1e-9, max_new_tokens=20, temperature=0).report.exact
+        in_doubt = engine.generate(PROMPT, margin=1e6, max_new_tokens=20, temperature=0)
         assert in_doubt.report.completed.rows == len(ids)
         assert in_doubt.report.policy == "tail"
-        answer = engine.generate(prompt, ratio=1.0, max_new_tokens=20, temperature=0)
+        answer = engine.generate(PROMPT, ratio=1.0, max_new_tokens=20, temperature=0)
         assert answer.report.conversation_tokens > 100
-        assert list(answer.token_ids) == list(in_doubt.token_ids) == generated[0, len(ids) :].tolist()
-        _the_next_turn_of_the_conversation_is_exact(engine, hf, prompt, answer.text)
+        assert list(answer.token_ids) == list(in_doubt.token_ids) == generated
+        _the_next_turn_of_the_conversation_is_exact(engine, hf, PROMPT, answer.text)
 
         plain, tail = prepare(engine, ids, 0.0, "none"), prepare(engine, ids, 0.4)
         assert relative(plain.logits[0], full) > 1e-3, "reuse alone cannot be exact"

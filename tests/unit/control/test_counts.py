@@ -32,7 +32,7 @@ def _by_the_clock(not_by_the_clock: None, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def is_unsure(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """Whether the model is unsure of first tokens."""
+    """A switch: `first` = the model is unsure of every first token."""
     doubts = {"first": True}
     monkeypatch.setattr(Completion, "is_unsure", lambda self, token, margin: doubts["first"] and token == 0)
     return doubts

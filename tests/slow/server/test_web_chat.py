@@ -405,7 +405,7 @@ def _chat(page: Any, server: Any, tmp_path: Path) -> None:
     page.set_input_files("#files", [tmp_path / "choir.pdf"])
     page.locator("#summary", has_text="19").wait_for()
     page.locator("#documents li", has_text="choir.pdf").get_by_text("1 chunk").wait_for()
-    ask(page, "Where does the choir meet?", 1)
+    ask(page, "Where does the choir meet?", 3)
     page.locator(".sources").last.locator("> summary").click()
     page.locator(".sources li summary", has_text="choir.pdf (pages 1-2)").wait_for()
     assert [len(body["messages"]) for body in asked[-3:]] == [3, 5, 5], "with the turns from before the reload"

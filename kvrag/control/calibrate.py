@@ -1,7 +1,8 @@
 """Calibration: tune adaptive recompute for this model and corpus.
 
 Fixed ratios are measured, see `kvrag.control.agreement`. What adaptive recompute would have done on the same prompts
-follows from these records, see `kvrag.control.trial`. Chosen is the fastest start and margin that keeps enough answers.
+follows from these records, see `kvrag.control.trial`. Chosen is the fastest setting that keeps enough answers: a start
+and a margin, or a fixed ratio.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ class Calibration:
         ratio: The smallest fixed ratio that reaches the target, for those who complete nothing; None = none does.
         notes: Caveats.
         longest: Tokens of the longest prompt; 0 = not recorded.
-        start, margin: Of adaptive recompute; None = the defaults.
-        adaptive: Simulated: with the default start and margin, if they were among those measured, and with the chosen.
+        start, margin: Of adaptive recompute, margin 0 = the start is a fixed ratio; None = the defaults.
+        adaptive: Simulated: with the default start and margin, if they were among those measured; and the chosen.
         tokens, near_ties: Number of full prefill's tokens, and of those that are not decided.
     """
 
@@ -142,7 +143,8 @@ class Calibration:
         target = f"{self.target:g}{' with 95 % confidence' if self.sure else ''}"
         setting = f"start {chosen.ratio:g}, margin {chosen.margin:g}"
         if share >= self.target:
-            return f"adaptive recompute ({setting}) {kept}, and reaches the target of {target}"
+            name = f"adaptive recompute ({setting})" if chosen.margin else f"a fixed ratio of {chosen.ratio:g}"
+            return f"{name} {kept}, and reaches the target of {target}"
         command = f"kvrag calibrate --target {math.floor(share * 1000) / 1000:g}{' --sure' if self.sure else ''}"
         accepted = f"; `{command}` accepts the fastest that keeps as many" if chosen.kept else ""
         return f"no setting reaches the target of {target}: the most careful one ({setting}) {kept}{accepted}"
@@ -153,18 +155,21 @@ class Calibration:
             return self.verdict
         ties = f"{self.near_ties} of {self.tokens} are near ties"
         heads = f"  {'':<18}{'kept':>11}   {'95 % interval':<15}{'identical':>9}{'KL':>8}{'rows':>7}"
-        default = (0.0, MARGIN)
-        adaptive = [
-            point.line("  <-" * (at == len(self.adaptive) - 1) + "  default" * ((point.ratio, point.margin) == default))
-            for at, point in enumerate(self.adaptive)
-        ]
+        chosen, default = (self.adaptive[-1].ratio, self.adaptive[-1].margin or None), (0.0, MARGIN)
+        fixed, adaptive = (
+            [point.line("  <-" * (setting == chosen) + "  default" * (setting == default)) for setting, point in points]
+            for points in (
+                [((point.ratio, point.margin), point) for point in self.curve],
+                [((point.ratio, point.margin), point) for point in self.adaptive if point.margin],
+            )
+        )
         lines = [
             f"{self.curve[0].prompts} prompts, policy {self.policy}",
             f"kept: no token of which full prefill is sure changed ({ties})",
             "rows: computed before the first token, relative to full prefill",
             "",
             heads,
-            *("fixed ratio", *(point.line() for point in self.curve)),
+            *("fixed ratio", *fixed),
             *("adaptive, simulated", *adaptive, ""),
             *self.notes,
             self.verdict,
@@ -262,7 +267,8 @@ def calibrate(
         for start in starts
         for margin in MARGINS
     ]
-    chosen = choose_setting(settings, target, sure)
+    fixed = [replace(point, margin=0.0, kl=None) for point in curve if point.ratio in starts]
+    chosen = choose_setting([*settings, *fixed], target, sure)
     default = [point for point in settings if (point.ratio, point.margin) == (0.0, MARGIN)]
     shares = [point.low if sure else point.share for point in curve]
     return Calibration(

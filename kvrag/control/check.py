@@ -14,6 +14,7 @@ from functools import partial
 from kvrag.backend.transformers import Model
 from kvrag.config import BlendConfig, Sampling
 from kvrag.control.agreement import END, TARGET, TOKENS, is_kept, likeliest
+from kvrag.control.calibrate import MARGIN
 from kvrag.control.counts import Counts
 from kvrag.control.tuning import Tuning
 from kvrag.errors import AbandonedError
@@ -103,8 +104,11 @@ class Checker:
             counts.last = f"{counts.last}{is_kept:d}"[-WINDOW:]
             counts.kept += is_kept
             counts.lost += not is_kept
-            if planned and request.config.margin is None:
-                counts.factor = self._tuning.plan(request.config, counts.factor * _step(counts)).margin / planned
+            if request.config.margin is None:
+                factor = counts.factor * _step(counts)
+                least = 0.0 if planned else 1.0  # at a fixed ratio, a calibration's, there is no margin to lower
+                margin = self._tuning.plan(request.config, max(factor, least)).margin
+                counts.factor = max(margin / (planned or MARGIN), least)
 
 
 def _step(counts: Counts) -> float:

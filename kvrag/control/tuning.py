@@ -165,7 +165,9 @@ class Tuning:
         calibration, note = self._calibrated(asked)
         start, margin = (calibration.start, calibration.margin) if calibration else (None, None)
         margin = next(value for value in (config.margin, margin, MARGIN) if value is not None)
-        if not margin:  # nothing will be completed
+        if not margin and config.margin is None and factor > 1:  # the calibration's fixed ratio has lost answers
+            margin = MARGIN
+        if not margin and (start is None or config.margin is not None):  # nothing will be completed
             start = START if calibration is None or calibration.ratio is None else calibration.ratio
         elif start is None:
             start = 0.0 if config.controller == "auto" and not self._backend.keeps_states else START

@@ -63,6 +63,9 @@ def test_the_fastest_setting_that_reaches_the_target_is_chosen() -> None:
     assert choose_setting(settings, 0.95) == settings[0]
     assert choose_setting(settings, 0.98, sure=True) == settings[2], "none: of those that keep most, the most careful"
     assert choose_setting([_point(0.05, 39, 0.1, 0.5), _point(0.5, 39, 0.9, 3.0)], 0.98).ratio == 0.5
+    fixed = _point(0.3, 40, 0.25, 0.0)
+    assert choose_setting([*settings, fixed], 0.98) == fixed, "faster than to start lower and to complete many"
+    assert choose_setting([*settings, replace(fixed, rows=0.301)], 0.98) == settings[2], "as fast, and more careful"
 
 
 def _record(tokens: Sequence[int], margins: Sequence[float], recomputed: int) -> Record:
@@ -193,6 +196,20 @@ def test_without_deepening_the_ratio_is_one_that_keeps_the_answers_alone(warmed:
     assert (plan(BlendConfig()).ratio, plan(BlendConfig(margin=0)).ratio) == (0.05, 0.4)
 
 
+def test_a_fixed_ratio_is_the_default_where_it_was_chosen_and_until_a_check_finds_lost_answers(
+    warmed: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _kept(warmed, ratio=0.3, start=0.4, margin=0.0)
+    monkeypatch.setattr("kvrag.control.tuning.MARGIN", 3.0)
+    plan = warmed._tuning.plan
+    assert (plan(BlendConfig()).ratio, plan(BlendConfig()).margin) == (0.4, 0.0)
+    report = warmed.generate(PROMPT, controller="off", max_new_tokens=1).report
+    assert (report.ratio, report.completed) == (0.4, None)
+    assert (plan(BlendConfig(), 1.1).ratio, plan(BlendConfig(), 1.1).margin) == (0.4, pytest.approx(3.3))
+    assert (plan(BlendConfig(margin=0), 1.1).ratio, plan(BlendConfig(margin=0), 1.1).margin) == (0.3, 0.0)
+    assert plan(BlendConfig(margin=2)).margin == 2
+
+
 @pytest.mark.parametrize(("count", "is_saved"), [(2, False), (LEAST - 1, False), (LEAST, True)])
 def test_few_prompts_change_no_default(count: int, is_saved: bool, warmed: BlendEngine) -> None:
     found = warmed.calibrate(MANY[:count], ratios=(0.9,), target=0.01, tokens=2)
@@ -283,7 +300,9 @@ def test_a_readable_result(warmed: BlendEngine) -> None:
     assert lines[1].endswith("of 8 are near ties)")
     marked = [line for line in lines if "<-" in line]
     assert len(marked) == 1
-    assert f"0.15, margin {found.margin:g}" in marked[0]
+    assert (f"0.15, margin {found.margin:g}" if found.margin else "  0.15    ") in marked[0]
+    fixed = str(replace(found, margin=0.0, adaptive=(_point(0.15, 4, 0.3, 0.0, 4),)))
+    assert [line.split()[0] for line in fixed.splitlines() if "<-" in line] == ["0.15"]
     assert lines[-2].startswith("only 4 prompts")
     assert lines[-1] == found.verdict
     assert max(map(len, lines[:-2])) <= 90
@@ -297,6 +316,8 @@ def test_the_verdict() -> None:
         "adaptive recompute (start 0.15, margin 1) keeps 40 of 40 answers (91% to 100%), with 0.21 of full prefill's "
         "rows before the first token, and reaches the target of 0.98"
     )
+    fixed = replace(made, margin=0.0, adaptive=(_point(0.15, 40, 0.21, 0.0),))
+    assert fixed.verdict.startswith("a fixed ratio of 0.15 keeps 40 of 40 answers (91% to 100%), with 0.21 of")
     verdict = replace(found, sure=True).verdict
     assert "reaches the target of 0.98 with 95 % confidence: the most careful one" in verdict
     assert "`kvrag calibrate --target 0.912 --sure` accepts" in verdict

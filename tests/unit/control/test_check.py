@@ -16,7 +16,9 @@ from forks import forked
 from kvrag import BlendConfig, BlendEngine, FileStore, Grammar, Model, SettingError
 from kvrag.control import check
 from kvrag.control.agreement import END
-from kvrag.control.calibrate import MARGIN
+from kvrag.control.calibrate import MARGIN, Calibration
+from kvrag.control.check import ENOUGH
+from kvrag.control.tuning import Tuning
 from kvrag.errors import AbandonedError
 from kvrag.reuse.request_state import RequestState
 from kvrag.types import CheckStats
@@ -154,6 +156,20 @@ def _count(engine: BlendEngine, *kept: bool, namespace: str = "", **settings: An
     assert checker is not None
     for is_kept in kept:
         checker._count(RequestState([1], BlendConfig(**settings), namespace), is_kept)
+
+
+def test_lost_answers_bring_the_margin_back_where_the_calibration_chose_a_fixed_ratio(
+    careful: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibration = Calibration("", "query", {}, 0.99, False, (), 0.3, "", start=0.3, margin=0.0)
+    monkeypatch.setattr(Tuning, "_calibrated", lambda self, config: (calibration, ""))
+    _count(careful, *[True] * ENOUGH)
+    assert (_stats(careful, "").margin_factor, _margin(careful)) == (1.0, 0.0)
+    _count(careful, False, False)
+    assert _stats(careful, "").margin_factor == pytest.approx(1.1)
+    assert _margin(careful) == pytest.approx(MARGIN * 1.1)
+    _count(careful, *[True] * 200)
+    assert (_stats(careful, "").margin_factor, _margin(careful)) == (1.0, 0.0)
 
 
 def test_the_margin_rises_with_lost_answers(careful: BlendEngine) -> None:

@@ -84,8 +84,7 @@ def measure(
     for name, chunks in row.all_documents().items():
         engine.warm(chunks, document=name)
     engine.prefill(ids, overridden(engine.config, policy="none"))  # reads the KV into RAM, for all arms
-    first = min(1.0, _FIRST_TOKENS * len(row.passages) / sum(len(engine.encode(text)) for text in row.passages))
-    settings = {arm: _settings(arm, first) for arm in arms}
+    settings = {arm: settings_of_arm(arm, engine, row) for arm in arms}
     measured, configs = {}, {arm: overridden(engine.config, **settings[arm]) for arm in arms}
     for arm in rng.sample(arms, len(arms)):
         started = time.perf_counter()
@@ -113,12 +112,13 @@ def measure(
     return results
 
 
-def _settings(arm: str, first: float) -> dict[str, Any]:
-    """Return an arm's options of `engine.generate`; `first` is the ratio of `first_k`."""
+def settings_of_arm(arm: str, engine: BlendEngine, row: QuestionRow) -> dict[str, Any]:
+    """Return an arm's options of `engine.generate` for a row's prompt."""
     if arm in (FULL, "none"):
         return {"policy": arm}
     if arm == FIRST:
-        return {"policy": arm, "ratio": first}
+        tokens = sum(len(engine.encode(text)) for text in row.passages)
+        return {"policy": arm, "ratio": min(1.0, _FIRST_TOKENS * len(row.passages) / tokens)}
     return {} if arm == ADAPTIVE else {"ratio": float(arm)}
 
 

@@ -92,7 +92,7 @@ def compare(
         int(_without_nan(prefilled.logits).argmax())  # waits for a GPU
         ttft_s = time.perf_counter() - started
         if reference is None:
-            answer, full_text = _answer(model, prefilled, sampling)
+            answer, full_text = own_answer(model, prefilled, sampling)
             prefilled.cache.set_length(len(ids))
         tokens, margins = likeliest(model, prefilled, answer, sampling)
         if reference is None:
@@ -102,7 +102,7 @@ def compare(
             text = full_text
         elif own_answers:
             prefilled.cache.set_length(len(ids))
-            _, text = _answer(model, prefilled, sampling)
+            _, text = own_answer(model, prefilled, sampling)
         else:
             text = model.tokenizer.decode([token for token in tokens[: same + 1] if token != END])
         report = prefilled.report
@@ -110,7 +110,8 @@ def compare(
         yield Record(tokens, margins, text, divergence(reference, prefilled.logits), *counts, ttft_s)
 
 
-def _answer(model: Model, prefilled: RequestState, sampling: Sampling) -> tuple[list[int], str]:
+def own_answer(model: Model, prefilled: RequestState, sampling: Sampling) -> tuple[list[int], str]:
+    """Return the tokens of the greedy answer, with `END` for an end token, and its text."""
     deltas = list(decode(model, prefilled.ids, prefilled.cache, prefilled.logits, sampling))
     tokens = [token for delta in deltas for token in delta.token_ids]
     if not deltas[-1].token_ids:

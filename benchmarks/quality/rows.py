@@ -61,7 +61,7 @@ def file_rows(path: Path, count: int) -> list[QuestionRow]:
     """Read the first `count` rows of a file of JSON lines.
 
     Each is an object with `passages`, `question`, `answers`, and optionally `id`, `kind`, `documents` and `library`;
-    see `QuestionRow`.
+    see `QuestionRow`. Those of KVShareArena's files (`_id`, `chunks`, `input`, `answers`) are read, too.
 
     Raises:
         KvragError: The file or a row is invalid; the message names the line.
@@ -104,6 +104,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str, Any]] = {  # check, what it
         {},
     ),
 }
+_ARENA = {"_id": "id", "chunks": "passages", "input": "question"}
 
 
 def _file_row(line: str, number: str) -> QuestionRow:
@@ -113,6 +114,7 @@ def _file_row(line: str, number: str) -> QuestionRow:
         raise KvragError(f"not JSON ({error})") from error
     if not isinstance(content, dict):
         raise KvragError("expected a JSON object with passages, question and answers")
+    content = {_ARENA.get(name, name): value for name, value in content.items()}
     fields = {name: content.get(name, default) for name, (_, _, default) in _FIELDS.items()}
     for name, (is_valid, what, _) in _FIELDS.items():
         if not is_valid(fields[name]):

@@ -2,13 +2,14 @@
 
 Full prefill in the model's own dtype is the reference. Beside kvrag's settings stand full prefills of the same model in
 float32, and with the weights of its linear layers quantised (gguf's Q8_0 and Q4_0) and dequantised again. *PGR* is the
-share of full prefill's gain over no context that is left: (right - right without) / (full's right - right without).
+share of full prefill's gain over no context that is left (KVShareArena, arXiv 2609.10266): of right answers, and of F1.
+With `--data`, rows have passages of their own; KVShareArena's files can be read.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from statistics import mean
@@ -19,11 +20,22 @@ from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from benchmarks.quality.arms import DECIDED, FULL, INSTRUCTION, margin_of, settings_of_arm
-from benchmarks.quality.questions import CORPUS, QUESTIONS, chosen, is_right, read_corpus, read_questions, retrieve
+from benchmarks.quality.metrics import token_f1
+from benchmarks.quality.questions import (
+    CORPUS,
+    QUESTIONS,
+    chosen,
+    is_right,
+    passage_rows,
+    read_corpus,
+    read_questions,
+    retrieve,
+)
 from benchmarks.quality.rows import QuestionRow
 from benchmarks.settings import run_settings
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.answer import overridden
+from kvrag.cli.common import existing_path
 from kvrag.config import Sampling
 from kvrag.control.agreement import END, divergence, likeliest, own_answer, wilson
 
@@ -37,14 +49,19 @@ class Answered:
 
     Attributes:
         tokens: With `END` for an end token.
+        f1: Of its words, against the accepted answers.
         first: Logits (1, V) of the first token; None = not kept.
         margins: By how many nats full prefill prefers each token; of full prefill's answer only.
     """
 
     tokens: list[int]
     is_right: bool
+    f1: float
     first: Tensor | None = None
     margins: Sequence[float] = ()
+
+
+_SCORES: tuple[Callable[[Answered], float], ...] = (lambda one: one.is_right, lambda one: one.f1)
 
 
 def main() -> None:
@@ -53,20 +70,27 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--n", type=int, default=30, help="number of questions (default: 30)")
+    what = "JSON lines with passages, question and answers (default: the questions of `kept`)"
+    parser.add_argument("--data", type=existing_path, metavar="FILE", help=what)
     parser.add_argument("--k", type=int, default=8, help="chunks to retrieve (default: 8)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of questions")
     args = parser.parse_args()
     torch.set_num_threads(2)
     model = Model.from_pretrained(args.model, dtype=args.dtype)
-    corpus = read_corpus(CORPUS, lambda text: len(model.tokenizer.encode(text)), 128)
-    rows = retrieve(chosen(read_questions(QUESTIONS), args.seed, args.n), corpus, args.k)
+    if args.data:
+        rows: Sequence[QuestionRow] = chosen(passage_rows(args.data), args.seed, args.n)
+    else:
+        corpus = read_corpus(CORPUS, lambda text: len(model.tokenizer.encode(text)), 128)
+        rows = retrieve(chosen(read_questions(QUESTIONS), args.seed, args.n), corpus, args.k)
     print(run_settings(model), f"{len(rows)} questions, seed {args.seed}", flush=True)
     with _engine(model) as engine:
-        for name, chunks in corpus.items():
+        for name, chunks in {name: chunks for row in rows for name, chunks in row.all_documents().items()}.items():
             engine.warm(chunks, document=name)
         full = [_answer(engine, row) for row in rows]
-        without = sum(_answer(engine, replace(row, passages=())).is_right for row in rows)
-        print(f"full prefill: {sum(one.is_right for one in full)} right, {without} without the context")
+        without = [_answer(engine, replace(row, passages=())) for row in rows]
+        for name, answers in (("full", full), ("no context", without)):
+            numbers = f"right {sum(one.is_right for one in answers)} of {len(rows)}"
+            print(f"{name:10} {numbers}, F1 {mean(one.f1 for one in answers):.3f}", flush=True)
         for arm in ARMS:
             print(_line(arm, full, [_answer(engine, row, arm) for row in rows], without), flush=True)
         for name, kind in QUANTISED.items():
@@ -91,29 +115,31 @@ def _answer(engine: BlendEngine, row: QuestionRow, arm: str = FULL) -> Answered:
     if not settings:  # adaptive: there are no logits before the model is sure
         answer = engine.generate(prompt, **asdict(sampling))
         tokens = [*answer.token_ids, *([END] if answer.finish_reason == "stop" else [])]
-        return Answered(tokens, is_right(answer.text, row.answers))
+        return Answered(tokens, is_right(answer.text, row.answers), token_f1(answer.text, row.answers))
     prefilled = engine.prefill(engine.tokenize(prompt), overridden(engine.config, **settings))
     first = prefilled.logits.clone()
     tokens, text = own_answer(engine.model, prefilled, sampling)
+    scores = is_right(text, row.answers), token_f1(text, row.answers)
     if arm != FULL:
-        return Answered(tokens, is_right(text, row.answers), first)
+        return Answered(tokens, *scores, first)
     prefilled.cache.set_length(len(prefilled.ids))
     _, margins = likeliest(engine.model, prefilled, tokens, sampling)
-    return Answered(tokens, is_right(text, row.answers), first, margins)
+    return Answered(tokens, *scores, first, margins)
 
 
-def _line(name: str, full: Sequence[Answered], answers: Sequence[Answered], without: int) -> str:
+def _line(name: str, full: Sequence[Answered], answers: Sequence[Answered], without: Sequence[Answered]) -> str:
     pairs = list(zip(full, answers, strict=True))
     differs = [margin_of(theirs.tokens, ours.tokens, theirs.margins) for theirs, ours in pairs]
     kept = sum(margin is None or margin < DECIDED for margin in differs)
     right, stays = sum(one.is_right for one in full), sum(theirs.is_right and ours.is_right for theirs, ours in pairs)
     low, high = wilson(kept, len(pairs))
-    gain = sum(ours.is_right for ours in answers) - without
+    gains = (_recovered(*([score(one) for one in each] for each in (full, answers, without))) for score in _SCORES)
     numbers = [
         f"right stays {stays} of {right}",
         f"kept {kept} of {len(pairs)} ({low:.0%} to {high:.0%})",
         f"same {differs.count(None)}",
-        f"PGR {gain / (right - without):.2f}" if right > without else "PGR -",
+        f"F1 {mean(ours.f1 for ours in answers):.3f}",
+        f"PGR {', '.join(gains)}",
     ]
     divergences = [
         divergence(theirs.first, ours.first)
@@ -121,6 +147,11 @@ def _line(name: str, full: Sequence[Answered], answers: Sequence[Answered], with
         if theirs.first is not None and ours.first is not None
     ]
     return f"{name:10}{', '.join(numbers)}" + (f", KL {mean(divergences):.4f}" if divergences else "")
+
+
+def _recovered(full: Sequence[float], ours: Sequence[float], without: Sequence[float]) -> str:
+    gap = sum(full) - sum(without)
+    return f"{(sum(ours) - sum(without)) / gap:.2f}" if gap > 0 else "-"
 
 
 @contextmanager

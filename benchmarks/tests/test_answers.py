@@ -71,6 +71,14 @@ def test_a_bad_row_is_named(line: str, message: str, tmp_path: Path) -> None:
     assert message in str(caught.value)
 
 
+def test_files_of_kvsharearena_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "arena.jsonl"
+    row = {"_id": "x1", "context": "A. B.", "input": "Who?", "answers": ["A"], "chunks": ["A.", "B."]}
+    path.write_text(json.dumps(row))
+    (found,) = file_rows(path, 1)
+    assert (found.id, found.passages, found.question, found.answers) == ("x1", ("A.", "B."), "Who?", ("A",))
+
+
 def test_rows_of_a_file_may_have_a_kind(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(json.dumps({**ROW, "id": n, "kind": "k"}) for n in range(3)) + "\n\n")

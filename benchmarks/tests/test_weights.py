@@ -16,14 +16,17 @@ from kvrag import Model
 
 def test_the_line_of_a_setting() -> None:
     first = torch.tensor([[0.0, 1.0]])
-    full = [Answered([1, 2], True, first, [9.0, 0.5]), Answered([1, 2], True, first, [9.0, 9.0])]
-    ours = [Answered([1, 3], True, first), Answered([1, 3], False, torch.tensor([[1.0, 0.0]]))]
-    assert _line("a", full, full, 1) == (
-        "a         right stays 2 of 2, kept 2 of 2 (34% to 100%), same 2, PGR 1.00, KL 0.0000"
+    full = [Answered([1, 2], True, 0.5, first, [9.0, 0.5]), Answered([1, 2], True, 0.5, first, [9.0, 9.0])]
+    ours = [Answered([1, 3], True, 0.5, first), Answered([1, 3], False, 0.0, torch.tensor([[1.0, 0.0]]))]
+    without = [Answered([1], True, 0.2), Answered([1], False, 0.1)]
+    assert _line("a", full, full, without) == (
+        "a         right stays 2 of 2, kept 2 of 2 (34% to 100%), same 2, F1 0.500, PGR 1.00, 1.00, KL 0.0000"
     )
-    line = _line("a", full, ours, 1)
-    assert line.startswith("a         right stays 1 of 2, kept 1 of 2 (9% to 91%), same 0, PGR 0.00, KL 0.23")
-    assert _line("a", full, [Answered([1, 2], True)] * 2, 2).endswith("PGR -")
+    line = _line("a", full, ours, without)
+    assert line.startswith(
+        "a         right stays 1 of 2, kept 1 of 2 (9% to 91%), same 0, F1 0.250, PGR 0.00, 0.29, KL 0"
+    )
+    assert _line("a", full, without, full).endswith("PGR -, -")
 
 
 @pytest.mark.parametrize(("kind", "error"), [("Q8_0", 0.01), ("Q4_0", 0.15)])

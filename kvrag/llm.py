@@ -107,6 +107,7 @@ class EngineSettings:
     attn_implementation: str | None = _of("attn_implementation")
     trust_remote_code: bool = _of("trust_remote_code")
     compile_decode: bool = _of("compile_decode")
+    quantization: str | None = _of("quantization")
     adapter: str | None = _of("adapter")
     learn: bool = _of("learn")
     check: float = _of("check")

@@ -131,6 +131,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "model", default=READER)
     add_setting(parser, "dtype", choices=DTYPES)
     add_setting(parser, "device")
+    add_setting(parser, "quantization")
     add_setting(parser, "adapter", metavar="FOLDER")
 
 
@@ -209,7 +210,7 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
     from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine, default_store
 
-    settings = {"dtype": args.dtype, "device": args.device, "adapter": args.adapter}
+    settings = {name: getattr(args, name) for name in ("dtype", "device", "quantization", "adapter")}
     model = Model.from_pretrained(args.model, **settings, compile_decode=getattr(args, "compile_decode", False))
     store = default_store(model, args.codec) if args.store is None else args.store
     if is_warmed and args.store is None and not (store / "chunks").is_dir():

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 TOTALS = ("chunks", "new", "reused", "skipped", "tokens", "bytes")
 _NAMED = 3  # documents or files named in a message
 _NEEDED = {"workers": "ray", "api_key": "server", "tokenizer": "server"}
-_LOCAL = ("store", "codec", "dtype", "device", "adapter", "context_tokens", "embedder", "ray")
+_LOCAL = ("store", "codec", "dtype", "device", "quantization", "adapter", "context_tokens", "embedder", "ray")
 _PROBE = "Déjà vu: 3.14 quick brown foxes (or 27) jumped, unbelievably; def f(x):\n\treturn x  # 漢字"
 
 

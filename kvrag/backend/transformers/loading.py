@@ -23,7 +23,9 @@ from transformers.cache_utils import Cache
 
 from kvrag.backend.hub import READER, check_model, is_offline
 from kvrag.backend.positions import Chunked
+from kvrag.backend.transformers.int8 import quantize
 from kvrag.backend.transformers.smollm2 import SMOLLM2, smollm2_path
+from kvrag.config import check_option
 from kvrag.errors import (
     KvragError,
     ModelLoadError,
@@ -88,6 +90,7 @@ def load(
     device_map: str | dict[str, Any] | None = None,
     attn_implementation: str | None = None,
     allow_unverified: bool = False,
+    quantization: str | None = None,
     **where: Any,
 ) -> tuple[Any, Any]:
     """Load model and tokenizer. `where`: `revision` and `trust_remote_code`, as in transformers.
@@ -95,9 +98,11 @@ def load(
     Raises:
         ModelLoadError: Unknown name, no network, damaged or incomplete files, or out of memory.
         UnsupportedModelError: The configuration shows that the model cannot be blended.
-        SettingError: Unknown dtype or device.
+        SettingError: Unknown dtype or device, or see `quantize`.
     """
     _check_settings(dtype, device)
+    if quantization is not None:
+        check_option("quantization", quantization)
     if attn_implementation is not None:
         refuse_attention(attn_implementation)
     config = load_config(name, allow_unverified=allow_unverified, **where)
@@ -114,6 +119,7 @@ def load(
             raise ModelLoadError(f"cannot load model {name!r}: {unused}: it is another model's config.json")
         if device_map is None:
             model = model.to(device or default_device())
+        model = quantize(model, quantization)
     return model, tokenizer
 
 

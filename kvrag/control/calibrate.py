@@ -103,7 +103,8 @@ class Calibration:
         notes: Caveats.
         longest: Tokens of the longest prompt; 0 = not recorded.
         start, margin: Of adaptive recompute, margin 0 = the start is a fixed ratio; None = the defaults.
-        adaptive: Simulated: with the default start and margin, if they were among those measured; and the chosen.
+        adaptive: Simulated: with the default start and margin, if they were among those measured, and with the best;
+            the last one is the chosen.
         tokens, near_ties: Number of full prefill's tokens, and of those that are not decided.
     """
 
@@ -268,7 +269,7 @@ def calibrate(
         for margin in MARGINS
     ]
     fixed = [replace(point, margin=0.0, kl=None) for point in curve if point.ratio in starts]
-    chosen = choose_setting([*settings, *fixed], target, sure)
+    adaptive, chosen = (choose_setting(points, target, sure) for points in (settings, [*settings, *fixed]))
     default = [point for point in settings if (point.ratio, point.margin) == (0.0, MARGIN)]
     shares = [point.low if sure else point.share for point in curve]
     return Calibration(
@@ -285,7 +286,7 @@ def calibrate(
         longest=max(trial.prompt for trial in trials),
         start=chosen.ratio,
         margin=chosen.margin,
-        adaptive=tuple(dict.fromkeys([*default, chosen])),
+        adaptive=tuple(dict.fromkeys([*default, adaptive, chosen])),
         tokens=sum(len(trial.margins) for trial in trials),
         near_ties=sum(trial.near_ties for trial in trials),
     )

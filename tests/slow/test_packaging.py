@@ -181,7 +181,9 @@ def test_the_values_of_langchains_listing_are_the_packages() -> None:
     assert fields["Source repository"] == REPOSITORY.removeprefix("https://github.com/")
     named = {"stream": "_stream", "tool_calling": "bind_tools", "structured_output": "with_structured_output"}
     flags = dict(line.split(": ") for line in fields["Capability flags (optional)"].splitlines())
-    assert flags == {**{flag: str(method in vars(chat)).lower() for flag, method in named.items()}, "multimodal": "false"}
+    assert flags == {"multimodal": "false"} | {
+        name: str(method in vars(chat)).lower() for name, method in named.items()
+    }
 
 
 def test_no_release_says_that_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

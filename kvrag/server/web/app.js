@@ -10,7 +10,7 @@ const UNDO_MS = 5000;
 const MAX_SOURCES = 8; // shown of an answer
 const MARK = "\uE000$&\uE001"; // marks a token, in Markdown
 const FULL = { policy: "full" };
-const BLENDED = { controller: "off", deterministic: true, history: "exact" }; // without the KV of the answer beside it
+const BLENDED = { policy: "query", controller: "off", deterministic: true, history: "exact" }; // no KV of the other lane
 
 let key = sessionStorage.getItem("kvrag-key") ?? "";
 let model = "";
@@ -213,6 +213,7 @@ async function ready(say, signal) {
 
 /** Answer a question; if the race is on, again with full prefill, or blended if full prefill was used. */
 async function ask(question) {
+  await started;
   $("welcome").hidden = true;
   const turn = fill("turn", { asked: question });
   $("turns").append(turn);
@@ -505,4 +506,4 @@ async function start() {
   }
 }
 
-start();
+const started = start();

@@ -253,7 +253,7 @@ def test_what_is_recomputed_can_be_chosen_and_is_kept(page: Any, url: str) -> No
     page.press("#question", "Enter")
     page.locator(".detail", has_text="5 prompt tokens").nth(4).wait_for()
     assert page.locator("#send").inner_text() == "Ask"
-    blended = {"controller": "off", "deterministic": True, "history": "exact"}
+    blended = {"policy": "query", "controller": "off", "deterministic": True, "history": "exact"}
     names = ("ratio", "policy", "controller", "deterministic", "history")
     settings = [{name: body[name] for name in names if name in body} for body in asked]
     assert settings == [{"ratio": 0.3}, {"policy": "full"}, {"policy": "full"}, blended, {}]
@@ -310,6 +310,18 @@ def test_the_token_of_which_the_model_was_unsure_is_marked(
         page.reload()
         page.locator(".turn").wait_for()
     assert page.evaluate("window.hacked") is None
+
+
+def test_the_server_names_the_unsure_token(page: Any, model_folder: Path, tmp_path: Path) -> None:
+    with running(model_folder, tmp_path, "--controller", "off") as server:  # the random model is never sure
+        page.goto(server.url)
+        ask(page, "Who is the cook?", 1)
+        assert page.locator("#recompute option").first.inner_text() == "adaptive (default)"
+        lane = page.locator(".lane").first
+        assert "unsure of token 1, so the rest was recomputed first" in lane.locator(".detail").inner_text()
+        mark = lane.locator("mark").inner_text()
+        assert mark
+        assert lane.locator(".answer").inner_text().startswith(mark)
 
 
 def test_names_and_words_of_any_length_stay_inside(page: Any, url: str) -> None:

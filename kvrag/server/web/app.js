@@ -283,7 +283,8 @@ function addLane(turn, first = null) {
 }
 
 /** Show a complete answer, perhaps one from before a reload. */
-function showAnswer({ part, say }, { text, marked, thought, time, detail }) {
+function showAnswer({ part, say }, { text, marked, thought, time, detail, policy }) {
+  part("answer").parentElement.classList.toggle("full", isFull({ policy }));
   say(text || "(The model gave an empty answer.)");
   const plain = part("answer").textContent;
   if (marked) say(marked);

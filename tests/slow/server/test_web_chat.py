@@ -269,6 +269,7 @@ def test_an_answer_with_full_prefill_is_raced_against_blending(page: Any, url: s
         "5 prompt tokens: all computed; full prefill: the context is short",
         "5 prompt tokens: 2 reused, 1 of them recomputed (50 %)",
     ]
+    assert lanes.evaluate_all("lanes => lanes.map((lane) => lane.classList.contains('full'))") == [True, False]
     verdict = r"(First tokens equally fast|(Full prefill|Blending) was \d+\.\dx faster), the same answer"
     assert re.fullmatch(verdict, page.inner_text(".verdict"))
     before = page.evaluate("document.querySelector('.turn').innerText")
@@ -322,6 +323,10 @@ def test_the_server_names_the_unsure_token(page: Any, model_folder: Path, tmp_pa
         mark = lane.locator("mark").inner_text()
         assert mark
         assert lane.locator(".answer").inner_text().startswith(mark)
+        page.select_option("#recompute", "full")
+        ask(page, "Where does he work?", 2)
+        assert page.locator(".lane .name").all_inner_texts() == ["kvrag", "Full prefill", "kvrag", "Blended"]
+        assert re.match(r"\d+ prompt tokens: [1-9]\d* reused", page.locator(".lane .detail").last.inner_text())
 
 
 def test_names_and_words_of_any_length_stay_inside(page: Any, url: str) -> None:

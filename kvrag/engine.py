@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing
@@ -44,13 +43,14 @@ from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.gate import Check, verify
 from kvrag.memory.tier import MemoryTier, Prefetcher
 from kvrag.process import OfProcess, Shared, own_team
-from kvrag.progress import progress as progress_bar
+from kvrag.progress import watched
 from kvrag.request import Pipeline
 from kvrag.reuse.load import device_tier
 from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.bridge import off_loop, once, together
 from kvrag.scheduling.waiting import is_left
 from kvrag.store import KVStore, open_store
+from kvrag.store.base import no_progress
 from kvrag.store.values import text_key
 from kvrag.tracing import traced
 from kvrag.types import Answer, BlendReport, CheckStats, Delta, LearnStats, Messages, TokenIds, WarmReport, join
@@ -149,7 +149,7 @@ class BlendEngine(OfProcess):
         document: str | Sequence[str] = "",
         sources: str | Sequence[str] | None = None,
         namespace: str = "",
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        progress: Callable[[int, int], None] | None = None,
         skip_invalid: bool = False,
     ) -> WarmReport:
         """Encode every chunk that the store lacks. Pass the texts as prompts will contain them, in reading order.
@@ -163,7 +163,8 @@ class BlendEngine(OfProcess):
                 the preceding text of its source, except texts that several sources have. "" = no source; None =
                 `document`.
             namespace: Namespace of the chunks: prompts of other namespaces never reuse them.
-            progress: Called with (tokens done, tokens to do) after each portion.
+            progress: Called with (tokens done, tokens to do) after each portion; None = show a bar on a terminal and
+                in a notebook.
             skip_invalid: Leave out texts that cannot be encoded, with a warning in the report, instead of encoding
                 none.
 
@@ -175,7 +176,9 @@ class BlendEngine(OfProcess):
         """
         self._check_open()
         check_namespace(namespace)
-        report = self._ingestion.warm(texts, document, sources, namespace, progress, skip_invalid=skip_invalid)
+        with watched(progress, "encoding", "tokens") as update:
+            done = update or no_progress
+            report = self._ingestion.warm(texts, document, sources, namespace, done, skip_invalid=skip_invalid)
         self._lookup.refresh()  # the next prompt finds them, whatever other threads are doing
         self._answering.forgetting.notice()  # of the chunks that these replace
         return report
@@ -482,7 +485,7 @@ class BlendEngine(OfProcess):
             tokens: Number of full prefill's tokens to compare.
             save: False = the default stays as it is.
             limit_s: Seconds after which no further prompt is measured; None = 10 minutes, on a GPU 2.
-            progress: Called with (prefills done, prefills to do); None = show a bar on a terminal.
+            progress: Called with (prefills done, prefills to do); None = as in `warm`.
 
         Returns:
             The result; on a KeyboardInterrupt, that of the prompts done so far.
@@ -502,10 +505,10 @@ class BlendEngine(OfProcess):
         else:
             ids = calibrate.render(self.model, prompts)
         prefill = partial(self.prefill, namespace=namespace)
-        with progress_bar("calibrating", quiet=progress is not None or not sys.stderr.isatty()) as bar:
+        with watched(progress, "calibrating") as update:
             calibration = calibrate.calibrate(
                 *(self.model, prefill, self.store, namespace, ids, config),
-                *(target, sure, ratios, tokens, progress or bar, limit_s),
+                *(target, sure, ratios, tokens, update or no_progress, limit_s),
             )
         return self._tuning.keep_calibration(calibration) if save and calibration.is_usable else calibration
 

@@ -376,14 +376,12 @@ class LLMBase(EngineSettings, AnswerSettings):
             document: Name of the document that holds them.
             sources: Names of their sources; None = those recorded in the documents or nodes.
             namespace: None = this object's namespace.
-            progress: Called with (done, to do) every few seconds.
+            progress: Called with (done, to do) every few seconds; None = show a bar on a terminal and in a notebook.
             skip_invalid: Leave out texts that cannot be encoded, with a warning, instead of encoding none.
         """
         chunks, arguments = self._to_warm(texts, document, sources, namespace, skip_invalid)
-        if progress is not None:
-            arguments["progress"] = progress
         with naming_places(chunks):
-            return self._open().warm(self._texts(chunks), **arguments)
+            return self._open().warm(self._texts(chunks), progress=progress, **arguments)
 
     async def awarm(
         self,

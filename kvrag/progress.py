@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tqdm import tqdm
+from tqdm.auto import tqdm as widget  # in a notebook; without ipywidgets, text
 
 _REDRAW_S, _LINE_S = 0.1, 10.0  # seconds between lines of progress, on a terminal and without one
 _KNOWN = 0.05  # of the work, after which the time left is estimated
@@ -35,6 +36,12 @@ def _columns() -> int:
         return 80
 
 
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")  # a notebook's kernel has imported it
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and "IPKernelApp" in shell.config
+
+
 @contextmanager
 def progress(title: str, quiet: bool = False, unit: str = "") -> Iterator[Callable[[int, int], None]]:
     """Show progress on stderr, updated with (done, total): a bar on a terminal, else a line every ten seconds.
@@ -45,13 +52,13 @@ def progress(title: str, quiet: bool = False, unit: str = "") -> Iterator[Callab
         quiet: Show nothing.
         unit: What is counted: progress is shown from 0 % on, with the number per second.
     """
-    bar: _Bar | None = None  # from the first update on: what precedes it does not count
+    bar: tqdm | None = None  # from the first update on: what precedes it does not count
 
     def update(done: int, total: int) -> None:
         nonlocal bar
         if quiet or not total:
             return
-        is_terminal = sys.stderr.isatty()
+        is_terminal = sys.stderr.isatty() or _in_notebook()
         meter = "{desc}: {percentage:.0f}%" + "|{bar}| {elapsed}" * is_terminal
         if bar is not None:
             new = done - bar.initial
@@ -63,12 +70,26 @@ def progress(title: str, quiet: bool = False, unit: str = "") -> Iterator[Callab
         interval = _REDRAW_S if is_terminal else _LINE_S
         shown = {"mininterval": interval, "delay": 0 if unit or is_terminal else interval, "bar_format": meter}
         options = {"initial": done, "total": total, "unit": f" {unit}", "unit_scale": True, "smoothing": 0}
-        bar = _Bar(
-            desc=title, file=sys.stderr, leave=False, miniters=0, ncols=_columns() - 1, nrows=20, **options, **shown
-        )
+        options |= {"desc": title, "leave": False, "miniters": 0}
+        if _in_notebook():
+            bar = widget(**options, **shown)
+        else:
+            bar = _Bar(file=sys.stderr, ncols=_columns() - 1, nrows=20, **options, **shown)
 
     try:
         yield update
     finally:
         if bar is not None:
             bar.close()
+
+
+@contextmanager
+def watched(
+    given: Callable[[int, int], None] | None, title: str, unit: str = ""
+) -> Iterator[Callable[[int, int], None] | None]:
+    """Yield `given`; without it, `progress` on a terminal and in a notebook, and None elsewhere."""
+    if given is not None or not (sys.stderr.isatty() or _in_notebook()):
+        yield given
+        return
+    with progress(title, unit=unit) as update:
+        yield update

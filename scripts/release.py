@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for wheels and sdists (default: dist/)")
     args = parser.parse_args()
     version = check_versions(args.tag)
+    if args.tag:
+        check_readmes()
     out = args.out.resolve()
     with tempfile.TemporaryDirectory(prefix="kvrag-release-") as temporary:
         build(Path(temporary), out)
@@ -57,6 +59,13 @@ def check_versions(tag: str) -> str:
     if tag and tag != f"v{version}":
         fail(f"the tag {tag} is not v{version}")
     return version
+
+
+def check_readmes() -> None:
+    """Stop if a page, which PyPI would show, still says that there is no release."""
+    pages = [*(package / "README.md" for package in PACKAGES.values()), ROOT / "docs" / "quickstart.md"]
+    if early := [str(page.relative_to(ROOT)) for page in pages if "not on PyPI yet" in page.read_text()]:
+        fail(f"these pages say that the packages are not on PyPI yet: {', '.join(early)}")
 
 
 def build(temporary: Path, out: Path) -> None:

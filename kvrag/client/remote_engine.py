@@ -17,6 +17,7 @@ from kvrag.client.servers import Server, find_server, warm
 from kvrag.client.wire import checked, deltas_of, messages_of
 from kvrag.config import check_names, check_namespace, named_texts
 from kvrag.errors import SettingError
+from kvrag.progress import watched
 from kvrag.types import Answer, Delta, Messages, WarmReport, join
 
 _PARALLEL = 64  # requests of one call
@@ -99,7 +100,8 @@ class RemoteEngine:
         every few seconds (`kvrag serve`). If a request fails, chunks encoded before are kept: call it again.
         """
         named = named_texts(texts, document, sources)
-        return run(warm(named, document, self._served, check_namespace(namespace), progress, skip_invalid))
+        with watched(progress, "encoding", "texts") as update:
+            return run(warm(named, document, self._served, check_namespace(namespace), update, skip_invalid))
 
     async def awarm(
         self,

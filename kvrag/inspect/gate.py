@@ -21,6 +21,7 @@ from kvrag.backend.transformers.rows import implementation
 from kvrag.config import BlendConfig, Sampling
 from kvrag.generate.decode import decode
 from kvrag.store import FileStore, KVStore
+from kvrag.store.base import no_progress
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}  # relative, over many layers
 # added by a codec: for keys, half a step of at most twice the largest, rotated by RoPE; for logits, a tolerance
@@ -61,7 +62,7 @@ def verify(
             windows = [window for window in model.windows if window is not None and window <= 4096]
             chunks = _texts(model, chunk_tokens or max([128, *(window // 3 for window in windows)]))
             tolerance = _TOLERANCE.get(model.dtype, 1e-4)
-            engine.warm(chunks)
+            engine.warm(chunks, progress=no_progress)
             ids = _after_preamble(model, "\n\n".join(reversed(chunks)) + "\n\nWhich of these places is the oldest?")
             progress("full prefill by transformers")
             reference, tokens = _reference(model, ids), _greedy_tokens(model, ids)

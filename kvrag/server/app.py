@@ -343,12 +343,16 @@ async def tokenize(body: TokenizeRequest, request: Request, state: Server) -> Re
 
 @router.get("/samples.json", include_in_schema=False)
 async def samples(request: Request, state: Server) -> Response:
-    """Return the names of the sample documents, questions about them, and whether these may refer to earlier ones."""
+    """Return what the chat page shows: sample documents, questions about them, whether these may refer to earlier ones,
+    and whether recompute is adaptive by default."""
 
     def work() -> Response:
         fitting = samples_of(state.engine.model.name)
         names, questions = list(fitting.documents()), list(fitting.questions)
-        return json_response({"documents": names, "questions": questions, "is_chat": fitting.is_chat})
+        shown = {"documents": names, "questions": questions, "is_chat": fitting.is_chat}
+        config = state.engine.config
+        is_adaptive = config.ratio is None and config.margin != 0 and config.policy not in ("none", "full")
+        return json_response({**shown, "is_adaptive": is_adaptive})
 
     return await result(request, state.working, work)
 

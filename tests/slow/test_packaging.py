@@ -169,6 +169,37 @@ def test_the_langchain_package_has_langchains_layout() -> None:
     assert all((tests / kind / "test_standard.py").exists() for kind in ("unit_tests", "integration_tests"))
 
 
+def test_the_values_of_langchains_listing_are_the_packages() -> None:
+    form = (ROOT / ".github" / "langchain-listing.md").read_text()
+    fields = dict(part.strip().split("\n\n", 1) for part in form.split("### ")[1:])
+    project = tomllib.loads((PACKAGES["langchain-kvrag"][0] / "pyproject.toml").read_text())["project"]
+    chat = getattr(import_module("langchain_kvrag"), fields["Display or class name"])
+    assert issubclass(chat, import_module("langchain_core.language_models").BaseChatModel)
+    assert (fields["Language"], fields["Component type"]) == ("Python", "chat")
+    assert fields["PyPI package name"] == project["name"]
+    assert fields["Docs URL"] == project["urls"]["Documentation"]
+    assert fields["Source repository"] == REPOSITORY.removeprefix("https://github.com/")
+    named = {"stream": "_stream", "tool_calling": "bind_tools", "structured_output": "with_structured_output"}
+    flags = dict(line.split(": ") for line in fields["Capability flags (optional)"].splitlines())
+    assert flags == {"multimodal": "false"} | {
+        name: str(method in vars(chat)).lower() for name, method in named.items()
+    }
+
+
+def test_no_release_says_that_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    check = release["check_readmes"]
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "quickstart.md").write_text("pip install kvrag")
+    page = tmp_path / "README.md"
+    monkeypatch.setitem(check.__globals__, "ROOT", tmp_path)
+    monkeypatch.setitem(check.__globals__, "PACKAGES", {"kvrag": tmp_path})
+    page.write_text("pip install kvrag")
+    check()
+    page.write_text("It is not on PyPI yet.")
+    with pytest.raises(SystemExit, match=r"README\.md"):
+        check()
+
+
 def test_packages_install_from_git(tmp_path: Path) -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("not a checkout")

@@ -143,6 +143,18 @@ def test_an_unknown_option_is_answered_with_the_known_ones(engine: BlendEngine) 
 # ---------------------------------------------------------------- ingestion
 
 
+def test_a_bar_is_shown_on_a_terminal_only(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.warm(CHUNKS[:1])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    engine.warm(CHUNKS[1:2])
+    assert "encoding: 0%|" in capsys.readouterr().err
+    engine.warm(CHUNKS[2:3], progress=lambda done, total: None)
+    assert capsys.readouterr().err == ""
+
+
 def test_warm_report(engine: BlendEngine) -> None:
     tokens = [len(engine.model.tokenizer.encode(chunk)) for chunk in CHUNKS]
     done: list[tuple[int, int]] = []

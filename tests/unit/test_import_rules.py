@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "request": BASE | {"backend", "store", "index", "memory", "reuse", "control", "tracing"},
     "answer": BASE | ROOMS | {"request"},
     "engine": BASE | ROOMS | {"request", "answer", "tracing", "progress"},
-    "client": {"errors", "config", "types", "process", "blocking", "tracing"},
+    "client": {"errors", "config", "types", "process", "blocking", "progress", "tracing"},
     "llm": BASE | {"backend", "control", "engine", "inspect", "client"},
     "llm_fields": {"engine", "llm"},
     "vectorstore": BASE | {"store", "llm", "blocking"},

@@ -8,6 +8,9 @@ const POLL_MS = 500;
 const MAX_TURNS = 4; // earlier turns that are sent with a question
 const UNDO_MS = 5000;
 const MAX_SOURCES = 8; // shown of an answer
+const MARK = "\uE000$&\uE001"; // marks a token, in Markdown
+const FULL = { policy: "full" };
+const BLENDED = { policy: "query", controller: "off", deterministic: true, history: "exact" }; // no KV of the other lane
 
 let key = sessionStorage.getItem("kvrag-key") ?? "";
 let model = "";
@@ -208,13 +211,14 @@ async function ready(say, signal) {
 
 // ---------------------------------------------------------------- questions
 
-/** Answer a question, and again with full prefill if the race is on. */
+/** Answer a question; if the race is on, again with full prefill, or blended if full prefill was used. */
 async function ask(question) {
+  await started;
   $("welcome").hidden = true;
   const turn = fill("turn", { asked: question });
   $("turns").append(turn);
   const said = { question, raced: $("race").checked, lanes: [] };
-  let lane = addLane(turn, "kvrag");
+  let lane = addLane(turn);
   setBusy(new AbortController());
   try {
     const missing = hasCorpus ? await ready(lane.say, busy.signal) : 0;
@@ -224,6 +228,8 @@ async function ask(question) {
       { role: "assistant", content: lanes[0].text },
     ]);
     const body = { model, messages: [...messages, { role: "user", content: question }] };
+    const chosen = $("recompute").value;
+    const recompute = chosen === "full" ? FULL : chosen ? { ratio: Number(chosen) } : {};
     if (hasCorpus && !sessionStorage.isWarm && said.raced) {
       lane.say("Warming up: the first answer of a server takes longer.");
       const first = { model, messages: [{ role: "user", content: "What is this about?" }], max_tokens: 1, policy: "none" };
@@ -234,17 +240,16 @@ async function ask(question) {
       sessionStorage.isWarm = true;
     }
     const onSources = (hits) => showSources(turn, (said.sources = sourcesOf(hits)));
-    const blend = await answer(lane, body, onSources, () => {}, missing);
-    said.lanes.push(blend);
+    const first = await answer(lane, { ...body, ...recompute }, onSources, () => {}, missing);
+    said.lanes.push(first);
     turns.push(said);
     keepTurns();
-    judge(turn, said);
-    if (said.raced && blend.policy !== "full") {
-      lane = addLane(turn, "Full prefill", "full");
-      const onFirst = (seconds) => judge(turn, { ...said, lanes: [blend, { seconds }] });
-      said.lanes.push(await answer(lane, { ...body, policy: "full" }, () => {}, onFirst));
+    if (said.raced) {
+      lane = addLane(turn, first);
+      const onFirst = (seconds) => judge(turn, [first, { seconds }]);
+      said.lanes.push(await answer(lane, { ...body, ...(isFull(first) ? BLENDED : FULL) }, () => {}, onFirst));
       keepTurns();
-      judge(turn, said);
+      judge(turn, said.lanes);
     }
   } catch (error) {
     lane.part("detail").textContent = error.name === "AbortError" ? "Stopped" : error.message;
@@ -264,9 +269,13 @@ async function showChecks() {
   $("checks").textContent = checks.last ? checks.text : "";
 }
 
-function addLane(turn, name, kind = "kvrag") {
+const isFull = ({ policy }) => policy === "full";
+
+/** Add the lane of the first answer to a turn, or the one beside that answer. */
+function addLane(turn, first = null) {
+  const name = !first ? "kvrag" : isFull(first) ? "Blended" : "Full prefill";
   const box = fill("lane", { name });
-  box.classList.add(kind);
+  box.classList.toggle("full", name === "Full prefill");
   turn.querySelector(".lanes").append(box);
   const part = (name) => box.querySelector(`.${name}`);
   const say = (text) => part("answer").replaceChildren(...markdown(text));
@@ -274,8 +283,12 @@ function addLane(turn, name, kind = "kvrag") {
 }
 
 /** Show a complete answer, perhaps one from before a reload. */
-function showAnswer({ part, say }, { text, thought, time, detail }) {
+function showAnswer({ part, say }, { text, marked, thought, time, detail, policy }) {
+  part("answer").parentElement.classList.toggle("full", isFull({ policy }));
   say(text || "(The model gave an empty answer.)");
+  const plain = part("answer").textContent;
+  if (marked) say(marked);
+  if (part("answer").textContent !== plain) say(text); // the mark is in code, or in Markdown's own characters
   part("thought").hidden = !thought;
   part("thought").lastElementChild.textContent = thought;
   part("time").textContent = time;
@@ -290,6 +303,7 @@ async function answer(lane, body, onSources, onFirst, missing = 0) {
   let started = performance.now();
   let text = "";
   let thought = "";
+  const pieces = []; // the text of each token
   let seconds = null; // to the first token
   let report = null;
   let end = null;
@@ -300,6 +314,7 @@ async function answer(lane, body, onSources, onFirst, missing = 0) {
     if (event.citations) onSources(event.citations);
     report = event.kvrag ?? report;
     end = event.choices[0]?.finish_reason ?? end;
+    pieces.push(...(event.choices[0]?.logprobs?.content ?? []).map(({ token }) => token));
     const { content = "", reasoning_content: thinking = "" } = event.choices[0]?.delta ?? {};
     if (!content && !thinking) return;
     if (seconds === null) {
@@ -311,7 +326,7 @@ async function answer(lane, body, onSources, onFirst, missing = 0) {
       lane.part("thought").lastElementChild.append(thinking);
     }
     thought += thinking;
-    text += content;
+    text += content.replace(/[\uE000\uE001]/g, "\uFFFD"); // marks are the page's
     lane.say(text.trimStart());
   };
   lane.say("");
@@ -319,7 +334,7 @@ async function answer(lane, body, onSources, onFirst, missing = 0) {
     for (;;) {
       started = performance.now();
       try {
-        await stream(body, busy.signal, onEvent);
+        await stream({ ...body, logprobs: true }, busy.signal, onEvent);
         break;
       } catch (error) {
         if (error.code !== "context_length_exceeded" || body.messages.length === 1) throw error;
@@ -332,13 +347,19 @@ async function answer(lane, body, onSources, onFirst, missing = 0) {
     showTime();
   }
   const tokens = (name) => report[`${name}_tokens`].toLocaleString("en");
-  const computed = `${tokens("reused")} reused, ${tokens("recomputed")} of them recomputed (ratio ${report.ratio})`;
+  const share = Math.round((100 * report.recomputed_tokens) / Math.max(1, report.reused_tokens));
+  const computed = `${tokens("reused")} reused, ${tokens("recomputed")} of them recomputed (${share} %)`;
   const why = body.policy ? "" : [report.decision, ...report.notes].filter(Boolean).join("; ");
-  const used = `${tokens("prompt")} prompt tokens: ${report.policy === "full" ? "all computed" : computed}`;
+  const used = `${tokens("prompt")} prompt tokens: ${isFull(report) ? "all computed" : computed}`;
   const cut = end === "length" && "stopped at the token limit (--max-tokens)";
   const without = missing && `without ${count(missing, "document")} still to encode`;
-  const detail = [used, without, why, cut].filter(Boolean).join("; ");
-  const result = { text: text.trim(), thought, seconds, time: time(), detail, policy: report.policy, why };
+  const { token } = report.completed ?? {};
+  const doubt = report.completed && `unsure of token ${token + 1}, so the rest was recomputed first`;
+  const [before, piece = ""] = [pieces.slice(0, token).join(""), pieces[token]];
+  const isShown = piece.trim() && text.startsWith(before + piece); // not in a thought
+  const marked = isShown && (before + piece.replace(piece.trim(), MARK) + text.slice((before + piece).length)).trim();
+  const detail = [used, doubt, without, why, cut].filter(Boolean).join("; ");
+  const result = { text: text.trim(), marked, thought, seconds, time: time(), detail, policy: report.policy };
   showAnswer(lane, result);
   return result;
 }
@@ -346,19 +367,16 @@ async function answer(lane, body, onSources, onFirst, missing = 0) {
 const format = (seconds) => (seconds < 1 ? `${Math.round(1000 * seconds)} ms` : `${seconds.toFixed(2)} s`);
 
 /** Compare the answers of a turn: the times once the second one begins, the texts once it is complete. */
-function judge(turn, { raced, lanes: [blend, full] }) {
-  if (raced && blend.policy === "full") {
-    turn.querySelector(".verdict").textContent = `No comparison: ${blend.why || "full prefill was chosen"}`;
-  }
-  if (!full || blend.seconds === null || full.seconds === null) return;
-  const { seconds, text } = full;
-  const slow = Math.max(blend.seconds, seconds);
+function judge(turn, [first, second]) {
+  if (!second || first.seconds === null || second.seconds === null) return;
+  const { seconds, text } = second;
+  const slow = Math.max(first.seconds, seconds);
   const bars = turn.querySelectorAll(".bar");
-  [blend.seconds, seconds].forEach((time, number) => (bars[number].value = time / slow));
-  const times = slow / Math.min(blend.seconds, seconds);
-  const winner = blend.seconds < seconds ? "First token" : "Full prefill was";
+  [first.seconds, seconds].forEach((time, number) => (bars[number].value = time / slow));
+  const times = slow / Math.min(first.seconds, seconds);
+  const winner = first.seconds < seconds === isFull(first) ? "Full prefill was" : isFull(first) ? "Blending was" : "First token";
   const verdict = times < 1.05 ? "First tokens equally fast" : `${winner} ${times.toFixed(1)}x faster`;
-  const same = text === undefined ? "" : blend.text === text ? ", the same answer" : ", the answers differ";
+  const same = text === undefined ? "" : first.text === text ? ", the same answer" : ", the answers differ";
   turn.querySelector(".verdict").textContent = verdict + same;
 }
 
@@ -416,15 +434,24 @@ function restoreTurns() {
   for (const said of turns) {
     const turn = fill("turn", { asked: said.question });
     $("turns").append(turn);
-    const [blend, full] = said.lanes;
-    showAnswer(addLane(turn, "kvrag"), blend);
-    if (full) showAnswer(addLane(turn, "Full prefill", "full"), full);
+    const [first, second] = said.lanes;
+    showAnswer(addLane(turn), first);
+    if (second) showAnswer(addLane(turn, first), second);
     if (said.sources) showSources(turn, said.sources);
-    judge(turn, said);
+    judge(turn, said.lanes);
   }
 }
 
+/** Keep the value of a control for a reload of the tab. */
+function keep(name, property) {
+  const control = $(name);
+  control[property] = JSON.parse(sessionStorage.getItem(`kvrag-${name}`)) ?? control[property];
+  control.addEventListener("change", () => sessionStorage.setItem(`kvrag-${name}`, JSON.stringify(control[property])));
+}
+
 function listen() {
+  keep("race", "checked");
+  keep("recompute", "value");
   $("new").addEventListener("click", () => sessionStorage.removeItem("kvrag-chat"));
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -459,6 +486,8 @@ async function start() {
     $("model").textContent = model = names[0];
     restoreTurns();
     showChecks();
+    samples = await (await call("samples.json")).json();
+    if (!samples.is_adaptive) $("recompute").options[0].text = "as the server is set";
     hasCorpus = names.includes(`${model}-rag`);
     if (!hasCorpus) {
       $("sidebar").hidden = true;
@@ -466,7 +495,6 @@ async function start() {
       return;
     }
     model = `${model}-rag`;
-    samples = await (await call("samples.json")).json();
     $("tiny").hidden = samples.is_chat;
     $("questions").append(...samples.questions.map((question) => {
       const button = fill("question", { suggestion: question });
@@ -479,4 +507,4 @@ async function start() {
   }
 }
 
-start();
+const started = start();

@@ -5,8 +5,8 @@ const TABLE = /^\|?\s{0,9}:?-+:?\s{0,9}(\|\s{0,9}:?-+:?\s{0,9})*\|?$/; // the li
 const RULE = /^\s*([-*_])(\s?\1){2,}\s*$/;
 const QUOTE = /^\s*>\s?/;
 const BEGIN = /^\s*(```|#{1,6}\s|\||>|([-*+]|\d{1,9}[.)])\s)/; // of anything but a paragraph and a rule
-// code, bold, italic, link; bounded, because the end may be missing
-const INLINE = /`(.{1,999}?)`|(?<![\w*])\*\*(?=\S)((?:(?!\*\*).){1,999}?)(?<=\S)\*\*(?![\w*])|(?<![\w*])\*(?![\s*])(.{1,999}?)(?<=\S)\*(?![\w*])|\[([^\][]{1,999})\]\((https?:[^\s()]{1,999})\)/g;
+// code, bold, italic, link, mark; bounded, because the end may be missing
+const INLINE = /`(.{1,999}?)`|(?<![\w*])\*\*(?=\S)((?:(?!\*\*).){1,999}?)(?<=\S)\*\*(?![\w*])|(?<![\w*])\*(?![\s*])(.{1,999}?)(?<=\S)\*(?![\w*])|\[([^\][]{1,999})\]\((https?:[^\s()]{1,999})\)|\uE000(.{1,999}?)\uE001/g;
 const DEEPEST = 8; // nested lists; hostile text could exhaust the stack
 
 function element(tag, ...children) {
@@ -18,10 +18,11 @@ function element(tag, ...children) {
 function inline(text) {
   const nodes = [];
   let end = 0;
-  for (const { 0: all, 1: code, 2: bold, 3: italic, 4: name, 5: href, index } of text.matchAll(INLINE)) {
+  for (const { 0: all, 1: code, 2: bold, 3: italic, 4: name, 5: href, 6: unsure, index } of text.matchAll(INLINE)) {
     nodes.push(text.slice(end, index));
     if (code) nodes.push(element("code", code));
     else if (href) nodes.push(Object.assign(element("a", name), { href, target: "_blank", rel: "noopener noreferrer" }));
+    else if (unsure) nodes.push(Object.assign(element("mark", unsure), { title: "The model was unsure here" }));
     else nodes.push(element(bold ? "strong" : "em", ...inline(bold ?? italic)));
     end = index + all.length;
   }

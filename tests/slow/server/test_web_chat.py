@@ -106,21 +106,28 @@ def ask(page: Any, question: str, turn: int) -> None:
 
 
 def script(
-    page: Any, *deltas: dict[str, str], error: str = "", citations: Sequence[dict[str, Any]] = ()
+    page: Any, *deltas: dict[str, str], error: str = "", citations: Sequence[dict[str, Any]] = (), **changes: Any
 ) -> list[dict[str, Any]]:
-    """Answer the page with these pieces of a stream, and perhaps an error; return the list of its requests."""
+    """Answer the page with these pieces of a stream, one per token, and perhaps an error; return its requests.
+
+    `changes` are of the report, except with full prefill.
+    """
     asked: list[dict[str, Any]] = []
     report = {"prompt_tokens": 5, "reused_tokens": 2, "recomputed_tokens": 1, "policy": "query", "ratio": 0.5}
+    report |= {"notes": [], "completed": None}
     events: list[dict[str, Any]] = [{"choices": [{"delta": {}}], "citations": citations}]
-    events += [{"choices": [{"delta": delta}]} for delta in deltas]
-    end = {"error": {"message": error}} if error else {"choices": [{"delta": {}}], "kvrag": {**report, "notes": []}}
-    events.append(end)
-    body = "".join(f"data: {line}\n\n" for line in [*map(json.dumps, events), "[DONE]"])
+    for delta in deltas:
+        logprobs = {"content": [{"token": "".join(delta.values())}]}
+        events.append({"choices": [{"delta": delta, "logprobs": logprobs}]})
 
     def answer(route: Any) -> None:
-        if "max_tokens" not in route.request.post_data_json:  # else the page warms up
-            asked.append(route.request.post_data_json)
-        route.fulfill(content_type="text/event-stream", body=body)
+        sent = route.request.post_data_json
+        if "max_tokens" not in sent:  # else the page warms up
+            asked.append(sent)
+        changed = {"policy": "full"} if sent.get("policy") == "full" else {} if "controller" in sent else changes
+        end = {"error": {"message": error}} if error else {"choices": [{"delta": {}}], "kvrag": {**report, **changed}}
+        lines = [*map(json.dumps, [*events, end]), "[DONE]"]
+        route.fulfill(content_type="text/event-stream", body="".join(f"data: {line}\n\n" for line in lines))
 
     page.route("**/v1/chat/completions", answer)
     return asked
@@ -175,7 +182,7 @@ def test_an_answer_is_shown_as_markdown(page: Any, url: str) -> None:
     assert answer.locator("hr").count() == 1
     assert answer.locator("pre").inner_text() == 'x = "**not bold**"'
     assert page.locator(".lane .detail").first.inner_text() == (
-        "5 prompt tokens: 2 reused, 1 of them recomputed (ratio 0.5)"
+        "5 prompt tokens: 2 reused, 1 of them recomputed (50 %)"
     )
     page.unroute("**/v1/chat/completions")
     script(page, {"content": "Half"}, error="out of memory")
@@ -225,6 +232,122 @@ def test_a_thought_is_folded_and_not_sent_back(page: Any, url: str) -> None:
     assert lane.locator(".thought p").inner_text() == "Who else? Yusuf."
     ask(page, "Where does he work?", 2)
     assert asked[2]["messages"][1] == {"role": "assistant", "content": "Yusuf Demir"}
+
+
+def test_what_is_recomputed_can_be_chosen_and_is_kept(page: Any, url: str) -> None:
+    asked = script(page, {"content": "Yusuf"})
+    page.goto(url)
+    page.select_option("#recompute", "30 %")
+    ask(page, "Who is the cook?", 1)
+    page.reload()
+    page.locator(".turn").wait_for()
+    assert page.input_value("#recompute") == "0.3"
+    page.select_option("#recompute", "everything (full prefill)")
+    ask(page, "Who is the cook?", 2)
+    page.uncheck("#race")
+    page.reload()
+    page.locator(".turn").nth(1).wait_for()
+    assert not page.is_checked("#race")
+    page.select_option("#recompute", "")
+    page.fill("#question", "Who else?")
+    page.press("#question", "Enter")
+    page.locator(".detail", has_text="5 prompt tokens").nth(4).wait_for()
+    assert page.locator("#send").inner_text() == "Ask"
+    blended = {"policy": "query", "controller": "off", "deterministic": True, "history": "exact"}
+    names = ("ratio", "policy", "controller", "deterministic", "history")
+    settings = [{name: body[name] for name in names if name in body} for body in asked]
+    assert settings == [{"ratio": 0.3}, {"policy": "full"}, {"policy": "full"}, blended, {}]
+
+
+def test_an_answer_with_full_prefill_is_raced_against_blending(page: Any, url: str) -> None:
+    script(page, {"content": "Yusuf"}, policy="full", decision="full prefill: the context is short")
+    page.goto(url)
+    ask(page, "Who is the cook?", 1)
+    lanes = page.locator(".lane")
+    assert lanes.locator(".name").all_inner_texts() == ["kvrag", "Blended"]
+    assert lanes.locator(".detail").all_inner_texts() == [
+        "5 prompt tokens: all computed; full prefill: the context is short",
+        "5 prompt tokens: 2 reused, 1 of them recomputed (50 %)",
+    ]
+    assert lanes.evaluate_all("lanes => lanes.map((lane) => lane.classList.contains('full'))") == [True, False]
+    verdict = r"(First tokens equally fast|(Full prefill|Blending) was \d+\.\dx faster), the same answer"
+    assert re.fullmatch(verdict, page.inner_text(".verdict"))
+    before = page.evaluate("document.querySelector('.turn').innerText")
+    page.reload()
+    page.locator(".turn").wait_for()
+    assert page.evaluate("document.querySelector('.turn').innerText") == before
+
+
+@pytest.mark.parametrize(
+    ("pieces", "token", "marked"),
+    [
+        ([" The", " cook", " is", " *Yus", "uf*"], 1, "cook"),
+        ([" The", " cook", " is", " *Yus", "uf", "*"], 4, "uf"),
+        ([" The", " cook", " is", " **", "Yusuf", "**"], 3, None),  # Markdown's own
+        (["1", ".", " soup"], 0, None),
+        (["```\n", "soup", "\n```"], 1, None),
+        (["\ue000<b>", "soup", "\ue001"], 1, None),  # marks in a text are not the page's
+        (["So", "<img src=x onerror=window.hacked=1>"], 1, "<img src=x onerror=window.hacked=1>"),
+    ],
+)
+def test_the_token_of_which_the_model_was_unsure_is_marked(
+    page: Any, url: str, pieces: list[str], token: int, marked: str | None
+) -> None:
+    completed = {"token": token, "rows": 5, "seconds": 0.1}
+    asked = script(page, *({"content": piece} for piece in pieces), completed=completed, recomputed_tokens=2)
+    page.goto(url)
+    ask(page, "Who is the cook?", 1)
+    assert asked[0]["logprobs"] is True
+    detail = page.locator(".lane .detail").first.inner_text()
+    assert detail == (
+        "5 prompt tokens: 2 reused, 2 of them recomputed (100 %); "
+        f"unsure of token {token + 1}, so the rest was recomputed first"
+    )
+    for _ in range(2):  # also after a reload
+        answers = page.locator(".answer")
+        assert answers.nth(0).locator("mark").all_inner_texts() == ([] if marked is None else [marked])
+        assert answers.nth(1).locator("mark").count() == 0
+        assert answers.nth(0).inner_text() == answers.nth(1).inner_text()
+        page.reload()
+        page.locator(".turn").wait_for()
+    assert page.evaluate("window.hacked") is None
+
+
+def test_the_server_names_the_unsure_token(page: Any, model_folder: Path, tmp_path: Path) -> None:
+    with running(model_folder, tmp_path, "--controller", "off") as server:  # the random model is never sure
+        page.goto(server.url)
+        ask(page, "Who is the cook?", 1)
+        assert page.locator("#recompute option").first.inner_text() == "adaptive (default)"
+        lane = page.locator(".lane").first
+        assert "unsure of token 1, so the rest was recomputed first" in lane.locator(".detail").inner_text()
+        mark = lane.locator("mark").inner_text()
+        assert mark
+        assert lane.locator(".answer").inner_text().startswith(mark)
+        page.select_option("#recompute", "full")
+        ask(page, "Where does he work?", 2)
+        assert page.locator(".lane .name").all_inner_texts() == ["kvrag", "Full prefill", "kvrag", "Blended"]
+        assert re.match(r"\d+ prompt tokens: [1-9]\d* reused", page.locator(".lane .detail").last.inner_text())
+
+
+def test_names_and_words_of_any_length_stay_inside(page: Any, url: str) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    name, word = "<img src=x onerror=window.hacked=1>" * 6 + ".md", "Donaudampfschiff" * 200
+    script(page, {"content": word}, citations=[{"document": name, "text": f"<b>{word}", "pages": None}])
+    serve_documents(page, {"id": name}, {"id": word[:256], "status": "failed", "chunks": 0, "error": word})
+    page.goto(url)
+    ask(page, word, 1)
+    page.click("#sidebar > summary")
+    page.click(".sources > summary")
+    page.click(".sources li summary")
+    assert page.locator(".sources .where").inner_text() == name
+    assert page.locator(".sources p").inner_text() == f"<b>{word}"
+    assert page.locator("#documents .name").first.inner_text() == name
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    overflowing = """[...document.querySelectorAll('body *')].filter((node) => node.clientWidth
+        && node.scrollWidth > node.clientWidth && getComputedStyle(node).overflowX === 'visible')"""
+    assert page.evaluate(f"{overflowing}.map((node) => node.className || node.id || node.tagName)") == []
+    assert page.locator("img").count() == 0
+    assert page.evaluate("window.hacked") is None
 
 
 def serve_documents(page: Any, *documents: dict[str, Any]) -> None:
@@ -342,7 +465,8 @@ def _chat(page: Any, server: Any, tmp_path: Path) -> None:
     lanes = page.locator(".lane")
     assert lanes.locator(".name").all_inner_texts() == ["kvrag", "Full prefill"]
     assert all(re.fullmatch(r"\d+ ms|\d+\.\d\d s", text) for text in lanes.locator(".time").all_inner_texts())
-    assert re.search(r"[1-9]\d* reused, [1-9]\d* of them recomputed \(ratio 0.15\)", lanes.first.inner_text())
+    assert re.search(r"[1-9]\d* reused, [1-9]\d* of them recomputed \(1[45] %\)", lanes.first.inner_text())
+    assert page.locator("#recompute option").first.inner_text() == "as the server is set"
     assert re.fullmatch(r"(First tokens? |Full prefill was ).* (faster|fast), the .*", page.inner_text(".verdict"))
     page.click(".sources > summary")
     page.click(".sources li:first-child summary")

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from kvrag.cli.common import human_bytes, progress
 from kvrag.cli.main import _COMMANDS, _parser, main
 from kvrag.cli.speed import SpeedUp, processor
 from kvrag.config import DEFAULT_POLICY
+from kvrag.progress import watched
 from kvrag.store import FileStore
 
 CORPUS = Path(__file__).parents[3] / "examples" / "corpus"
@@ -361,6 +363,28 @@ def test_progress_is_drawn_on_a_terminal_without_a_width(seconds: list[float], m
             report(1, 10)
             assert os.read(mine, 1000).decode().startswith("\rreading: 10%|")
     os.close(mine)
+
+
+def test_a_notebook_has_a_bar_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    shell = SimpleNamespace(config={"IPKernelApp": {}})
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    made: list[Any] = []
+
+    def widget(**options: Any) -> Any:
+        made.append(SimpleNamespace(n=0, update=lambda more: None, close=lambda: None, **options))
+        return made[0]
+
+    monkeypatch.setattr("kvrag.progress.widget", widget)
+    with watched(None, "encoding", "tokens") as update:
+        assert update is not None
+        update(0, 10)
+        update(5, 10)
+    assert (made[0].desc, made[0].total, made[0].leave) == ("encoding", 10, False)
+    assert made[0].bar_format.startswith("{desc}: {percentage:.0f}%|{bar}| {elapsed}, {rate_noinv_fmt}")
+    assert capsys.readouterr().err == "", "no line besides"
+    shell.config.clear()  # IPython in a pipe
+    with watched(None, "encoding") as update:
+        assert update is None
 
 
 def test_documents_that_cannot_be_seen_are_not_pruned(

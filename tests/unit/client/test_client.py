@@ -271,6 +271,16 @@ def test_chunks_of_vllm(fake: FakeVllm, remote: RemoteEngine) -> None:
     assert asyncio.run(remote.awarm(CHUNKS[:1])).chunks == 1
 
 
+def test_a_bar_is_shown_on_a_terminal_only(
+    fake: FakeVllm, remote: RemoteEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remote.warm(CHUNKS[:1])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    remote.warm(CHUNKS[1:2])
+    assert "encoding: 100%|" in capsys.readouterr().err
+
+
 def test_the_prompt_reserves_pages_for_the_texts(fake: FakeVllm, remote: RemoteEngine) -> None:
     """The texts themselves, or all pages if they are longer than the window."""
     fake.window = 200

@@ -18,7 +18,9 @@ Numbers = NDArray[Any]
 _SCALES = {"Q2_K": (80, 2), "Q3_K": (108, 1), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208, 1), "IQ4_XS": (0, 1)}
 
 
-def write_gguf(path: Path, architecture: str, hf: Any, tokenizer: Any, kind: str = "F32", **metadata: Any) -> Path:
+def write_gguf(
+    path: Path, architecture: str, hf: Any, tokenizer: Any, kind: str = "F32", split: int = 0, **metadata: Any
+) -> Path:
     """Write a float32 model, and give it the weights that the file has after rounding.
 
     Args:
@@ -27,10 +29,11 @@ def write_gguf(path: Path, architecture: str, hf: Any, tokenizer: Any, kind: str
         hf: The model; changed.
         tokenizer: One with a byte-level vocabulary.
         kind: Quantisation of the matrices whose rows are long enough.
+        split: Tensors per shard; 0 = one file.
         metadata: Other settings, "__" for a dot; None = without this one. Those of the architecture begin with "own__".
             An array is a tensor.
     """
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture, split_max_tensors=split)
     for key, value in (_settings(hf.config) | _vocabulary(tokenizer) | _dotted(metadata)).items():
         _add(writer, key.replace("own.", f"{architecture}."), value)
     for name, numbers, number in _tensors(architecture, hf, kind):
@@ -56,7 +59,7 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
     elif isinstance(value, float):
         writer.add_float32(key, value)
     elif isinstance(value, np.ndarray):
-        writer.add_tensor(key, value.astype(np.float32))
+        writer.add_tensor(key, value)
     elif value is not None:
         writer.add_string(key, value)
 

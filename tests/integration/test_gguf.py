@@ -43,7 +43,7 @@ def _llama3_factors() -> Any:
     """As llama.cpp's converter computes them, for 16 dimensions, base 5,000 and factor 8."""
     lengths = 2 * np.pi * 5000.0 ** (np.arange(8) / 8)
     smooth = np.clip((8192 / lengths - 1.0) / (4.0 - 1.0), 0, 1)
-    return 1 / ((1 - smooth) / 8.0 + smooth)
+    return (1 / ((1 - smooth) / 8.0 + smooth)).astype(np.float32)
 
 
 # name -> architecture of the file, type of the model, its settings, quantisation of the file, more metadata
@@ -80,8 +80,8 @@ FILES: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
         "F32",
         {
             "own__rope__scaling__original_context_length": 96,
-            "rope_factors_short__weight": np.array(_FACTORS["short_factor"]),
-            "rope_factors_long__weight": np.array(_FACTORS["long_factor"]),
+            "rope_factors_short__weight": np.array(_FACTORS["short_factor"], np.float32),
+            "rope_factors_long__weight": np.array(_FACTORS["long_factor"], np.float32),
         },
     ),
     "gemma2": (

@@ -249,10 +249,10 @@ def _explain(name: str, path: str, header: Header | None, error: Exception) -> s
         hint = "it does not fit into memory: use a smaller model, or another dtype or device"
     elif header is not None and isinstance(error, ImportError):
         hint = "GGUF files need transformers 5.24: pip install transformers==5.24.0"
-    elif header is not None:
+    elif header is not None and "ignore_mismatched_sizes" not in str(error):
         hint = f"{header.path.name} is damaged or unusual: get it again, or use the model's original files"
     elif "ignore_mismatched_sizes" in str(error):
-        hint = "config.json gives other sizes than the weights have"
+        hint = f"{header.path.name if header else 'config.json'} gives other sizes than the weights have"
     elif "accelerate" in str(error):
         hint = "device_map needs accelerate: pip install accelerate"
     elif "gated repo" in str(error):

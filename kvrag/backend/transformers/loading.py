@@ -224,9 +224,11 @@ def _check_settings(dtype: str | torch.dtype, device: str | None) -> None:
     try:
         kind = torch.device(device).type
     except RuntimeError:
-        raise SettingError(f"unknown device {device!r}: use cuda, cuda:1, cpu, ...") from None
+        raise SettingError(f"unknown device {device!r}: use cuda, cuda:1, mps, cpu, ...") from None
     if kind == "cuda" and not torch.cuda.is_available():
         raise SettingError(f"torch finds no GPU for device {device!r}: leave it out to use the CPU")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise SettingError("torch finds no GPU of Apple's for device 'mps': leave it out to use the CPU")
 
 
 @contextmanager

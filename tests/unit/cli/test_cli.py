@@ -721,6 +721,8 @@ def test_a_missing_device_is_reported_in_one_line(fails: Callable[..., str]) -> 
     assert "unknown device 'gpu'" in fails("warm", CORPUS, "--device", "gpu")
     if not torch.cuda.is_available():
         assert "torch finds no GPU for device 'cuda'" in fails("warm", CORPUS, "--device", "cuda")
+    if not torch.backends.mps.is_available():
+        assert "torch finds no GPU of Apple's for device 'mps'" in fails("warm", CORPUS, "--device", "mps")
 
 
 @pytest.mark.parametrize("command", [["verify"], ["estimate"], ["warm", "pyproject.toml"]], ids=lambda c: c[0])

@@ -20,6 +20,7 @@ from gguf_files import write_gguf
 from kvrag import BlendEngine, KvragError, Model, ModelError, ModelLoadError, UnsupportedModelError
 from kvrag.backend import gguf
 from kvrag.backend.gguf import find, read_header
+from kvrag.cli.main import main
 
 DIGEST = "ab" * 32
 
@@ -259,6 +260,18 @@ def test_quantisations_have_fingerprints_of_their_own(tmp_path: Path, tokenizer:
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", "float32"), ("F16", "float16"), ("Q8_0", "bfloat16")])
 def test_the_dtype_is_the_files(kind: str, dtype: str, write: Any) -> None:
     assert Model.from_pretrained(write(kind=kind)).fingerprint.dtype == dtype
+
+
+def test_estimate_says_how_much_memory_the_weights_need(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    header = read_header(str(path))
+    assert header is not None
+    assert main(["estimate", "--model", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["weights"]
+    assert found == {"kind": "Q8_0", "bytes": header.num_bytes, "memory_bytes": 2 * header.num_weights}
+    assert header.num_weights == build("llama").num_parameters()
+    assert main(["estimate", "--model", str(path), "--dtype", "float32"]) == 0
+    said = "of weights, most of them Q8_0, need 1.2 MiB of memory, dequantised to float32"
+    assert said in capsys.readouterr().out
 
 
 def test_smollm2_answers_in_english(tmp_path: Path) -> None:

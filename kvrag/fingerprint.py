@@ -70,5 +70,5 @@ def hash_weights(state: Iterable[tuple[str, object]]) -> str:
             continue
         sample = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLES)]
         digest.update(f"{name}{tuple(tensor.shape)}{sample.dtype}".encode())
-        digest.update(sample.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        digest.update(sample.contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

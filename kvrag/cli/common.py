@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -227,8 +228,9 @@ def _check_owner(store: str, model: str) -> None:
         raise StoreError(f"cannot create the store folder {store} ({error.strerror}): choose another one") from None
     except (OSError, ValueError, KeyError, TypeError):  # none yet, in a bucket, or damaged
         return
-    # other names may be of the same weights, and a folder may hold those of a bundled model
-    if theirs != model and {theirs, model} & set(BUNDLED) and not os.path.isdir(model) and theirs[:1] not in "./~":
+    # other names may be of the same weights, and a folder or a GGUF file may hold those of a bundled model
+    is_known = all(name in BUNDLED or re.fullmatch(r"\w[^/:]*/[^/:]+", name) for name in (theirs, model))
+    if theirs != model and {theirs, model} & set(BUNDLED) and is_known and not os.path.exists(model):
         message = f"the store {store} holds KV of {theirs}, not of {model}: pass --model {theirs}, or another --store"
         raise FingerprintMismatchError(message)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from kvrag.backend.gguf import read_header
 from kvrag.backend.hub import check_model
 from kvrag.cli.common import DTYPES, add_number, add_setting, at_least, human_bytes, read_files
 from kvrag.config import CODECS
@@ -23,7 +24,8 @@ _BANDWIDTHS = {  # bytes per second
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag estimate`."""
     parser.add_argument("paths", nargs="*", metavar="PATH", help="files and folders of the corpus")
-    add_setting(parser, "model", "hub name, folder, or 'reader'; no weights are loaded", default="reader")
+    names = "hub name, folder, GGUF file, 'ollama:NAME' or 'reader'; no weights are loaded"
+    add_setting(parser, "model", names, default="reader")
     parser.add_argument("--tokens", type=at_least(0), metavar="N", help="size of the corpus in tokens, instead of PATH")
     add_number(parser, "--chunk-tokens", 256, "length of a typical chunk", least=1)
     add_setting(parser, "codec")
@@ -48,10 +50,14 @@ def run(args: argparse.Namespace) -> int:
     native = bytes_per_token(config, dtype)
     codecs = {codec: native * share(codec, args.chunk_tokens, head_dim(config), dtype) for codec in CODECS}
     per_token = codecs[args.codec]
+    header = read_header(args.model)
+    memory = header.num_weights * dtype.itemsize if header else 0
     tokens = _count(args) if args.paths else args.tokens
     chunk = args.chunk_tokens * per_token
     if args.json:
         result = {"model": args.model, "codec": args.codec, "bytes_per_token": per_token, "codecs": codecs}
+        if header:
+            result["weights"] = {"kind": header.kind, "bytes": header.num_bytes, "memory_bytes": memory}
         result |= {"tokens": tokens, "bytes": None if tokens is None else tokens * per_token}
         loading = [
             {"from": name, "bytes_per_s": speed, "chunk_s": chunk / speed, "break_even_tokens_per_s": speed / per_token}
@@ -59,6 +65,11 @@ def run(args: argparse.Namespace) -> int:
         ]
         print(json.dumps(result | {"chunk_tokens": args.chunk_tokens, "chunk_bytes": chunk, "loading": loading}))
         return 0
+    if header:
+        print(
+            f"{args.model}: {human_bytes(header.num_bytes)} of weights, most of them {header.kind}, need "
+            f"{human_bytes(memory)} of memory, dequantised to {str(dtype).removeprefix('torch.')}"
+        )
     per_chunk = f"{human_bytes(chunk)} per chunk of {args.chunk_tokens} tokens"
     print(f"{args.model}: {human_bytes(per_token)} of KV per token, {per_chunk}")
     print("by codec: " + ", ".join(f"{codec} {human_bytes(size)} per token" for codec, size in codecs.items()))

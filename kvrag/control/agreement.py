@@ -144,7 +144,7 @@ def _without_nan(logits: Tensor) -> Tensor:
 
 def divergence(full: Tensor, other: Tensor) -> float:
     """Return KL(full || other) in nats between two next-token distributions, given as logits."""
-    p, q = (logits.double().flatten().log_softmax(0) for logits in (full, other))
+    p, q = (logits.cpu().double().flatten().log_softmax(0) for logits in (full, other))
     terms = torch.where(p > -torch.inf, p.exp() * (p - q), 0.0)
     return max(0.0, float(terms.sum()))
 

@@ -168,7 +168,7 @@ def _append_tokens(rows: Sequence[Row], lengths: Sequence[int], logits: Tensor) 
                 drawn.append(row.draw(row_logits[None]))
             except Exception as error:
                 row.error = error
-                drawn.append(row_logits.new_zeros(4, dtype=torch.double))
+                drawn.append(row_logits.new_zeros(4))
         numbers = torch.stack(drawn).tolist()  # waits only once for the device
         for row, row_logits, own in zip(rows, logits, numbers, strict=True):
             done += 1
@@ -317,8 +317,9 @@ class Row:
     def draw(self, logits: Tensor) -> Tensor:
         """Draw the next token by the (1, V) logits after the last one, with `model.generate`'s own processors.
 
-        Returns (4,) float64 without waiting for the device: the largest logit before and after them, which is NaN if
-        any is, the token, and by how many nats the likeliest token is more likely than the next one.
+        Returns (4,) without waiting for the device: the largest logit before and after them, which is NaN if any is,
+        the token, and by how many nats the likeliest token is more likely than the next one. In float32: it holds any
+        token exactly, and Apple's GPUs have no float64.
         """
         raw_max, logits = logits.max(), self._allowed(logits)
         margin = self._margin(logits)
@@ -329,7 +330,7 @@ class Row:
                 self._state = self._generator.get_state()
             # torch.multinomial draws the same, but on a GPU a NaN would make all later work fail
             likely = logits.softmax(dim=-1) / torch.empty_like(logits).exponential_(generator=self._generator)
-        return torch.stack([raw_max.double(), logits.max().double(), likely.argmax().double(), margin])
+        return torch.stack([raw_max, logits.max(), likely.argmax().float(), margin])
 
     def _allowed(self, logits: Tensor) -> Tensor:
         """Return (1, V) logits with penalties, without what the grammar forbids."""
@@ -340,10 +341,10 @@ class Row:
         return logits if self._constraint is None else self._constraint.mask(logits)
 
     def _margin(self, logits: Tensor) -> Tensor:
-        """Return () float64: by how many nats the likeliest allowed token leads, before any temperature."""
+        """Return (): by how many nats the likeliest allowed token leads, before any temperature."""
         if self._completion is None:
-            return logits.new_zeros((), dtype=torch.double)
-        first, second = self._penalize(self._ids, logits).topk(2).values[0].double()
+            return logits.new_zeros(())
+        first, second = self._penalize(self._ids, logits).topk(2).values[0]
         return first - second
 
     def fail(self) -> Exception:

@@ -268,7 +268,7 @@ class LayerLoader:
             pinned = torch.empty(target.shape, dtype=laid.dtype, pin_memory=device.type == "cuda")
             # with room for those that are on the device already
             on_cpu = [torch.empty_like(part, device="cpu") if part.device == device else part for part in parts]
-            target.copy_(torch.cat(self._with_gaps(on_cpu), dim=1, out=pinned), non_blocking=True)
+            target.copy_(torch.cat(self._with_gaps(on_cpu), dim=1, out=pinned), non_blocking=device.type == "cuda")
             for run, part in zip(runs, parts, strict=True):
                 if part.device == device:
                     target[:, run.start - span.start : run.stop - span.start] = part

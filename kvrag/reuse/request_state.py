@@ -273,6 +273,8 @@ class Trace:
         finally:
             if synchronise and self._backend.device.type == "cuda":
                 torch.cuda.synchronize(self._backend.device)
+            elif synchronise and self._backend.device.type == "mps":
+                torch.mps.synchronize()
             duration, cpu = self._add(name, started), time.thread_time() - cpu_started
             self.own_seconds[name] += duration - self._inside[0]
             self.cpu_seconds[name] += cpu - self._inside[1]

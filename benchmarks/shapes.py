@@ -26,9 +26,11 @@ _LLAMA = {"model_type": "llama", "vocab_size": 128256, "tie_word_embeddings": Fa
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": QWEN,
     "qwen2.5-1.5b": QWEN | _sizes(1536, 8960, layers=28, heads=12, kv_heads=2),
+    "tiny": {"model_type": "llama", "vocab_size": 2000, "tie_word_embeddings": False, "max_position_embeddings": 4096}
+    | _sizes(64, 64, layers=2, heads=4, kv_heads=2),
     "llama-3.1-8b": _LLAMA | _sizes(4096, 14336, layers=32, heads=32, kv_heads=8),
 }
-"""Configurations of known models."""
+"""Configurations of known models; `tiny` is of none, for what does not depend on the model."""
 
 
 def random_model(

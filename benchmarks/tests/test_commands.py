@@ -16,6 +16,7 @@ WRONG = [
     ["agents", "--turns", "3"],
     ["agents", "--traces", "none"],
     ["chat", "--turns", "1"],
+    *(["decay", *wrong] for wrong in (["--room", "0.001"], ["--learn", "no"], ["--seed", "-1"], ["--top-k", "999"])),
     ["ingest", "--document-chunks", "0"],
     ["serve", "--rate", "-1"],
     ["ttft", "--ratio", "2"],

@@ -39,7 +39,7 @@ MANIFEST = "manifest.sqlite"
 CATALOG_LOCK = "head.lock"
 """File in the catalog's folder that its writer locks."""
 _REMOVE, _ADD, _USES = 500, 200, 5000  # chunks that one change removes, adds, or counts the uses of
-_LOW_WATERMARK = 0.8  # share of a budget that eviction leaves
+_LOW_WATERMARK = 0.95  # share of a budget that eviction leaves
 
 Progress = Callable[[int, int], None]
 """Called with (chunks done, chunks to do)."""

@@ -2,7 +2,7 @@
 
 Chunks with the lowest score are evicted first: see decision 23. The score is the logarithm of
 
-    (tokens to compute again) / bytes * sum over all uses of 2 ** (clock at that use / half-life)
+    tokens / bytes * sum over all uses of 2 ** (clock at that use / half-life)
 
 Counting a use only adds a term, and scores of different ages are comparable, so an index can hold them. The clock
 counts uses: it advances by 1 when there have been as many uses as there are chunks.
@@ -153,7 +153,7 @@ class Manifest(Database):
                 connection.executemany(
                     "INSERT OR IGNORE INTO chunks"
                     " (key, text, context_tokens, file, num_bytes, created, used, chunk_namespace, score)"
-                    f" VALUES (?1, ?2, ?3, ?4, ?5, {now}, {now}, ?6, raised(NULL, {_STORED}, ?7 + ?3, ?5, {clock}))",
+                    f" VALUES (?1, ?2, ?3, ?4, ?5, {now}, {now}, ?6, raised(NULL, {_STORED}, ?7, ?5, {clock}))",
                     [(*row[:2], *row[4:], row.namespace, len(row.ids) // 4) for row in page],
                 )
                 query = f"SELECT key, file FROM chunks WHERE key IN {_LISTED}"
@@ -289,7 +289,7 @@ class Manifest(Database):
         with self.transaction() as connection:
             clock, before = clock_of(connection), connection.total_changes
             connection.executemany(
-                "UPDATE chunks SET used = ?1, uses = uses + ?2, score = raised(score, ?2, context_tokens +"
+                "UPDATE chunks SET used = ?1, uses = uses + ?2, score = raised(score, ?2,"
                 " (SELECT num_tokens FROM texts WHERE texts.text = chunks.text), num_bytes, ?3) WHERE key = ?4",
                 [(now, count, clock, key) for key, count in zip(keys, uses, strict=True)],
             )

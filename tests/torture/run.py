@@ -38,6 +38,7 @@ COUNTS = {
     "documents": 150,
     "fuzz": 5000,
     "vllm": 100,
+    "decay": 6,
     "soak": 600,
 }
 """Default number of cases of each campaign, in the order in which they run; of `soak`, seconds."""
@@ -53,6 +54,7 @@ UNITS = {
     "matching": "prompts",
     "documents": "hostile documents",
     "fuzz": "requests",
+    "decay": "runs",
     "soak": "requests",
     "vllm": "mixes of requests",
 }

@@ -15,7 +15,7 @@ from records import opened, record
 from kvrag import StoreFullError
 from kvrag.store.manifest import Manifest, ManifestRow
 
-BUDGET, LOW, CORPUS = 300, 240, 1000  # chunks of one size
+BUDGET, LOW, CORPUS = 300, 285, 1000  # chunks of one size
 PROMPT = 4  # chunks per prompt
 
 Access = tuple[str, int]
@@ -123,15 +123,23 @@ def test_formerly_popular_chunks_are_evicted(exponent: float, manifest: Manifest
     rng = random.Random(2)
     before, after = popular(exponent, rng, 1000), popular(exponent, rng, 500)
     ours, lru = (hit_rate(store, before, after) for store in (Scored(manifest), Lru()))
-    assert ours > lru - 0.015
+    assert ours > lru - 0.02
 
 
-def test_between_chunks_used_alike_the_one_that_costs_more_stays(manifest: Manifest) -> None:
-    cheap, behind, packed = row(1), row(2, context=24), row(3, num_bytes=500)
-    manifest.add([behind, packed, cheap])
-    assert manifest.coldest(0, 3) == [cheap.key, packed.key, behind.key]
-    touch(manifest, {cheap.key: 50})
-    assert manifest.coldest(0, 3) == [packed.key, behind.key, cheap.key]
+def test_between_chunks_used_alike_the_one_with_fewer_bytes_per_token_stays(manifest: Manifest) -> None:
+    plain, packed = row(2), row(1, num_bytes=500)
+    manifest.add([packed, plain])
+    assert manifest.coldest(0, 2) == [plain.key, packed.key]
+    touch(manifest, {plain.key: 50})
+    assert manifest.coldest(0, 2) == [packed.key, plain.key]
+
+
+def test_a_context_does_not_keep_a_chunk(manifest: Manifest) -> None:
+    """A prompt that lacks a chunk computes the chunk alone, however long the context was that it was encoded with."""
+    behind, used, alone = row(1, context=2000), row(2), row(3)
+    manifest.add([behind, used, alone])
+    touch(manifest, {used.key: 1})
+    assert manifest.coldest(0, 3) == [behind.key, alone.key, used.key]
 
 
 def test_recent_uses_count_more(manifest: Manifest) -> None:
@@ -157,7 +165,7 @@ def test_eviction_stops_at_the_limit_and_in_the_namespace(manifest: Manifest) ->
     assert manifest.num_bytes() == 5000
 
 
-def test_eviction_frees_a_fifth_of_the_budget_and_nothing_while_there_is_room(tmp_path: Path) -> None:
+def test_eviction_frees_a_twentieth_of_the_budget_and_nothing_while_there_is_room(tmp_path: Path) -> None:
     with closing(opened(tmp_path / "one")) as store:
         size = store.put([record(10)])
     with closing(opened(tmp_path / "ten", max_bytes=10 * size + size // 2)) as store:
@@ -165,6 +173,6 @@ def test_eviction_frees_a_fifth_of_the_budget_and_nothing_while_there_is_room(tm
             store.put([record(number)])
         assert store.stats().chunks == 10, "they fit"
         store.put([record(20)])
-        assert store.stats().chunks == 8, "down to four fifths, with the new chunk"
+        assert store.stats().chunks == 9, "down to 95 %, with the new chunk"
         with pytest.raises(StoreFullError, match="exceed"):
             store.put([record(number) for number in range(30, 42)])

@@ -1044,7 +1044,7 @@ def test_least_recently_used_chunks_make_room(tmp_path: Path) -> None:
     removals = store.removals()
     store.put([record(10)])
     left = {i for i in range(11) if not store.missing([record(i).key])}
-    assert store.stats().bytes <= 0.8 * store.max_bytes  # type: ignore[operator]
+    assert store.stats().bytes <= 0.95 * store.max_bytes  # type: ignore[operator]
     assert {0, 3, 9, 10} <= left
     assert left.isdisjoint({1, 2})
     assert store.removals() > removals

@@ -275,9 +275,9 @@ class BlendEngine(OfProcess):
         namespace: str = "",
         skip_invalid: bool = False,
     ) -> WarmReport:
-        """Like `warm`, off the event loop. Cancelling it stops the work; chunks stored before are kept."""
+        """Like `warm`, off the event loop and without a bar. Cancelling it stops the work; stored chunks are kept."""
         options: dict[str, Any] = {"document": document, "sources": sources, "namespace": namespace}
-        work = partial(self.warm, texts, **options, skip_invalid=skip_invalid)
+        work = partial(self.warm, texts, **options, skip_invalid=skip_invalid, progress=no_progress)
         async with aclosing(off_loop(once(work))) as reports:
             (report,) = await anext(reports)
             return report

@@ -152,6 +152,7 @@ def test_a_bar_is_shown_on_a_terminal_only(
     engine.warm(CHUNKS[1:2])
     assert "encoding: 0%|" in capsys.readouterr().err
     engine.warm(CHUNKS[2:3], progress=lambda done, total: None)
+    asyncio.run(engine.awarm(CHUNKS[3:4]))  # as in servers
     assert capsys.readouterr().err == ""
 
 

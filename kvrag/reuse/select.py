@@ -50,23 +50,29 @@ class Policy:
         """Return (T,) scores of all positions: higher ones are recomputed first, those with -inf never."""
         raise NotImplementedError
 
+    def budget(self, request: RequestState, budget: int) -> int:
+        """Return how many of the inexact positions to recompute, where the ratio asks for `budget`."""
+        return budget
+
     def passes(self, num_layers: int) -> Passes:
         """Return the layers of the model that scoring runs."""
         return NO_PASSES
 
 
 def select(backend: Backend, request: RequestState, config: BlendConfig) -> Tensor:
-    """Return (S,) ascending: `config.ratio` of the inexact reused positions."""
+    """Return (S,) ascending: `config.ratio` of the inexact reused positions, or as many as the policy makes of it."""
     inexact = request.inexact
     budget = round((DEFAULT_RATIO if config.ratio is None else config.ratio) * len(inexact))
     if budget == 0 or config.policy == "none":
         return inexact[:0]
+    policy = policy_of(config.policy)
+    budget = policy.budget(request, budget)
     if budget == len(inexact):
         return inexact  # regardless of scores
     # choosing runs the fresh tokens through most layers: with a long question, computing all reused tokens costs less
     if len(inexact) - budget <= selecting(config, backend.num_layers).query * len(request.fresh):
         return inexact
-    scores = policy_of(config.policy).score(Context(backend, request, budget))[inexact]
+    scores = policy.score(Context(backend, request, budget))[inexact]
     top = scores.topk(budget)
     return inexact[top.indices[top.values > -torch.inf].sort().values]
 

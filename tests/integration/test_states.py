@@ -57,8 +57,12 @@ def test_a_tail_is_transformers_own_pass_over_stitched_kv_without_states(hybrid_
     ids = model.tokenizer.render(PROMPT)
     done = prepare(hybrid_engine, ids, 0.3)
     assert done.report.policy == "tail"
-    assert len(done.selected) == done.report.recomputed_tokens == round(0.3 * len(done.inexact))
-    start = int(done.selected[0])
+    budget, start = round(0.3 * len(done.inexact)), int(done.selected[0])
+    assert start in [run.start for run in done.runs], "states begin with a chunk, not within a text"
+    assert budget < len(done.selected) == done.report.recomputed_tokens == int((done.inexact >= start).sum())
+    assert len(prepare(hybrid_engine, ids, 0.05).selected) == round(0.05 * len(done.inexact)), "more than twice as many"
+    while not done.reused[start - 1]:  # separators before the chunk are computed in the same pass
+        start -= 1
     cache = DynamicCache(config=model.config)
     kinds = model.config.layer_types
     own = [layer for layer, kind in zip(cache.layers, kinds, strict=True) if kind in ("full_attention", "hybrid")]

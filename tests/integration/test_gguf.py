@@ -11,6 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("gguf")
+pytest.importorskip("transformers", minversion="5.24")
 
 from blending import CHUNKS, plain_logits, relative
 from families import build

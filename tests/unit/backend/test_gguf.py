@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("gguf")
+pytest.importorskip("transformers", minversion="5.24")
 
 from families import build
 from gguf_files import write_gguf

@@ -1,7 +1,8 @@
 """Draw the pictures of the pages from real runs: `make pictures`.
 
 `python docs/pictures.py --ttft` measures the time to first token first, which takes a minute or two on an idle
-machine; otherwise that picture is drawn from the last measurement.
+machine; otherwise that picture is drawn from the last measurement. Hit rates are drawn from the last
+`python -m benchmarks decay --json > docs/images/decay.json`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kvrag.reuse.request_state import RequestState
 
 IMAGES = Path(__file__).parent / "images"
 CORPUS = Path(__file__).parents[1] / "examples" / "corpus"
-MEASURED = IMAGES / "ttft-length.json"
+MEASURED, DECAY = IMAGES / "ttft-length.json", IMAGES / "decay.json"
 POLICIES = ("query", "hkvd", "first_k", "random")
 SHAPE, LAYERS, CHUNKS, CHUNK_TOKENS = "qwen2.5-0.5b", 8, (1, 2, 4, 8), 512
 WIDTH = 104  # characters of a line of text
@@ -49,6 +50,8 @@ def draw() -> None:
         draw_text(engine.model, stitched, chosen[DEFAULT_POLICY], IMAGES / "recomputed.png")
     if MEASURED.exists():
         draw_ttft(json.loads(MEASURED.read_text()), IMAGES / "ttft-length.png")
+    if DECAY.exists():
+        draw_decay(json.loads(DECAY.read_text()), IMAGES / "decay.png")
 
 
 def example_prompt() -> tuple[list[str], str]:
@@ -153,6 +156,25 @@ def draw_ttft(results: list[dict[str, Any]], path: Path) -> None:
     left.legend(fontsize=8)
     about = f"{settings['model']}, {settings['dtype']}, threads: {settings['threads']}, chunks from disk"
     figure.suptitle(about, size=9)
+    figure.savefig(path, dpi=110)
+
+
+def draw_decay(result: dict[str, Any], path: Path) -> None:
+    """Draw the hit rates of a bounded store over thousands of prompts, with and without learning, and the best ones."""
+    setup, figure = result["settings"], Figure(figsize=(9, 3.6), layout="constrained")
+    axis = figure.subplots()
+    for learn, colour in ((True, "tab:blue"), (False, "tab:orange")):
+        rows = [row for row in result["rows"] if row["learn"] == learn]
+        prompts = [row["prompts"] for row in rows]
+        if learn:
+            axis.plot(prompts, [row["best"] for row in rows], "k--", label="the most popular chunks, always stored")
+        axis.plot(prompts, [row["hit_rate"] for row in rows], "o-", color=colour, label=f"{learn=}")
+    axis.axvspan(0, setup["prompts"], color="lightgrey", lw=0)
+    axis.set(xlabel="prompts (grey: warm-up)", ylabel="tokens of chunks that are reused")
+    axis.set(xlim=(0, None), ylim=(0, 1), title=f"a store with room for {setup['room']:.0%} of the corpus")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axis.legend(loc="lower right", fontsize=8)
     figure.savefig(path, dpi=110)
 
 

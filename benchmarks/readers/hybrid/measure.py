@@ -3,6 +3,7 @@
 Held-out questions of the first world: right answers and the divergence at the answer's first token, against full
 prefill, per tail and what its recurrent layers begin with: zero states, or those at the end of the last chunk before
 the tail as it was encoded, which kvrag does not store. There the tail begins where a chunk ends, so it is longer.
+`exact KV` is a tail from zero states behind full prefill's KV, as in Tail-Replay (arXiv:2608.30310).
 Resumes from --out.
 """
 
@@ -38,6 +39,7 @@ from kvrag.reuse.request_state import RequestState
 from kvrag.store.values import ChunkRecord
 
 TAILS = (0.05, 0.1, 0.15, 0.3)
+WITH_STATES = (0.15,)
 CONTEXTS = {"alone": 0, "with context": 256}
 _GREEDY = Sampling(16, temperature=0, stop=("\n\n",))
 
@@ -54,23 +56,31 @@ class Record:
     prompt_tokens: int
 
 
+_Full = tuple[str, list[int], Tensor]
+"""Full prefill's answer: its text, its tokens, and the logits before the first."""
+
+
 def measure(model: Model, row: QuestionRow, tails: Sequence[float]) -> list[Record]:
     """Answer a row's prompt in all settings; full prefill is the first."""
     ids = ask(model.tokenizer, row.passages, row.question)
     records: list[Record] = []
-    full: list[tuple[str, Tensor]] = []
+    full: list[_Full] = []
     for name, context_tokens in CONTEXTS.items():
         config = BlendConfig(context_tokens=context_tokens, controller="off")
         with TemporaryDirectory(prefix="kvrag-hybrid-") as folder, BlendEngine(model, folder, config) as engine:
-            encoded = _noting(engine)
+            encoded, starts = noting(engine), dict[float, int]()
             for document, chunks in row.all_documents().items():
                 engine.warm(chunks, document=document)
 
             def add(setting: str, request: RequestState, rows: int, logits: Tensor) -> None:
                 request.cache.set_length(len(ids))
-                text = "".join(delta.text for delta in decode(model, request.ids, request.cache, logits, _GREEDY))
-                full[:] = full or [(text, logits)]
-                right, kl = bool(exact_match(text, row.answers)), divergence(full[0][1], logits)
+                text = _full_text(model, request, logits, full[0]) if full else None
+                if text is None:
+                    request.cache.set_length(len(ids))
+                    answer = list(decode(model, request.ids, request.cache, logits, _GREEDY))
+                    text = "".join(delta.text for delta in answer)
+                    full[:] = full or [(text, [token for delta in answer for token in delta.token_ids], logits)]
+                right, kl = bool(exact_match(text, row.answers)), divergence(full[0][2], logits)
                 records.append(Record(setting, right, text == full[0][0], kl, rows, len(ids)))
 
             if not full:
@@ -82,10 +92,11 @@ def measure(model: Model, row: QuestionRow, tails: Sequence[float]) -> list[Reco
                 request = engine.prefill(ids, overridden(config, policy="tail", ratio=tail))
                 rows = request.report.fresh_tokens + request.report.recomputed_tokens
                 add(f"{name}, tail {tail}", request, rows, request.logits)
-                selected = torch.cat([request.selected, request.fresh[-1:]])
-                before = [run for run in request.runs if run.stop <= int(selected.min())]
-                if not before:
-                    continue  # the tail is the whole prompt
+                start = int(torch.cat([request.selected, request.fresh[-1:]]).min())
+                starts[tail] = start
+                before = [run for run in request.runs if run.stop <= start]
+                if not before or tail not in WITH_STATES:  # the tail is the whole prompt
+                    continue
                 start = before[-1].stop  # the tail, lengthened to begin where a chunk ended
                 for kind in ("from a chunk's end", "from its state"):
                     request = engine.prefill(ids, overridden(config, policy="none"))
@@ -93,28 +104,48 @@ def measure(model: Model, row: QuestionRow, tails: Sequence[float]) -> list[Reco
                     context, own = encoded[run.key]
                     text = [*model.preamble, *context, *own[: run.offset + len(run)]]
                     states = _states_after(model, text) if kind == "from its state" else {}
-                    cast(BlendCache, request.cache)._first[start] = states
-                    at = torch.arange(start, len(ids))
-                    logits = model.forward(request.ids[at][None], request.cache, at)
-                    add(f"{name}, tail {tail} {kind}", request, int((request.fresh < start).sum()) + len(at), logits)
+                    logits = _forward_from(model, request, start, states)
+                    rows = int((request.fresh < start).sum()) + len(ids) - start
+                    add(f"{name}, tail {tail} {kind}", request, rows, logits)
             answer = engine.generate(ids, temperature=0, max_new_tokens=16, stop=["\n\n"], controller="auto")
             report, right = answer.report, bool(exact_match(answer.text, row.answers))
             rows = report.fresh_tokens + min(report.recomputed_tokens, round(report.ratio * report.reused_tokens))
             rows += report.completed.rows if report.completed else 0
+            if name == "alone":
+                exact = engine.prefill(ids, overridden(config, policy="full"))
+                for tail, start in sorted(starts.items()):  # ascending: KV before a tail stays exact
+                    add(f"exact KV, tail {tail}", exact, len(ids) - start, _forward_from(model, exact, start, {}))
             records.append(Record(f"{name}, adaptive", right, answer.text == full[0][0], math.nan, rows, len(ids)))
     return records
 
 
-def _noting(engine: BlendEngine) -> dict[str, tuple[list[int], list[int]]]:
+def _full_text(model: Model, request: RequestState, logits: Tensor, full: _Full) -> str | None:
+    """Return full prefill's text if this cache leads to it too, without decoding; None if a token may differ."""
+    text, tokens, _ = full
+    if not 0 < len(tokens) < _GREEDY.max_new_tokens:
+        return None
+    following = model.forward_all(torch.tensor([tokens]), request.cache)[0]
+    best = torch.cat([logits, following]).argmax(-1).tolist()
+    return text if best[:-1] == tokens and best[-1] in model.eos_ids else None
+
+
+def noting(engine: BlendEngine) -> dict[str, tuple[list[int], list[int]]]:
     """Return what will be context and ids of the chunks that the engine encodes, by key."""
     encoded, put = dict[str, tuple[list[int], list[int]]](), engine.store.put
 
-    def noting(records: Sequence[ChunkRecord]) -> int:
+    def note(records: Sequence[ChunkRecord]) -> int:
         encoded.update({record.key: (record.context.tolist(), record.ids.tolist()) for record in records})
         return put(records)
 
-    engine.store.put = noting  # type: ignore[method-assign]
+    engine.store.put = note  # type: ignore[method-assign]
     return encoded
+
+
+def _forward_from(model: Model, request: RequestState, start: int, states: States) -> Tensor:
+    """Recompute the rows from `start` on, where recurrent layers have these states; return the last logits."""
+    cast(BlendCache, request.cache)._first[start] = states
+    at = torch.arange(start, len(request.ids))
+    return model.forward(request.ids[at][None], request.cache, at)
 
 
 def _states_after(model: Model, ids: list[int]) -> States:

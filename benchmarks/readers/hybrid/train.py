@@ -31,10 +31,12 @@ from benchmarks.readers.hybrid.net import DeltaNet, Net, Size
 
 READER = Path(__file__).parents[3] / "kvrag" / "reader"
 STAGES = (  # (until this step, shapes)
-    (120, (Shape((1, 1), 6, 128, 6), Shape((1, 2), 4, 224, 6))),
-    (500, (Shape((1, 2), 4, 224, 10), Shape((2, 3), 4, 320, 10))),
-    (1000, (Shape((2, 3), 4, 320, 12), Shape((3, 4), 3, 416, 12))),
-    (10**9, (Shape((3, 4), 4, 416, 16), Shape((4, 6), 3, 608, 20), Shape((4, 6), 3, 608, 20))),
+    (130, (Shape((1, 1), 6, 128, 6), Shape((1, 2), 4, 224, 6))),
+    (200, (Shape((1, 2), 4, 224, 10), Shape((2, 3), 4, 320, 10), Shape((3, 4), 3, 416, 12))),
+    (
+        10**9,
+        (Shape((2, 3), 4, 320, 12), Shape((3, 4), 4, 416, 16), Shape((4, 6), 3, 608, 20), Shape((4, 6), 3, 608, 20)),
+    ),
 )
 TESTED = (Shape((1, 3), 4, 320, 10), Shape((4, 6), 3, 608, 20))
 
@@ -44,9 +46,10 @@ class Settings:
     """Settings of a training."""
 
     recurrent: tuple[int, ...] = (0, 1, 2, 3, 5, 7)
-    align: int = 120
-    steps: int = 2000
-    rate: float = 3e-3
+    align: int = 130
+    steps: int = 500
+    align_rate: float = 1.2e-2
+    rate: float = 1e-3
     answers: float = 1.0  # weights of the parts of the loss
     match: float = 1.0
     stream: float = 1.0
@@ -163,7 +166,7 @@ class Training:
         if aligning:
             losses = self.align(batch)
             loss = sum(losses.values(), torch.zeros(()))
-            at, length = step, settings.align + 50
+            at, length = step, settings.align + 20
         else:
             losses = self.distil(batch, score)
             weights = {name: getattr(settings, name) for name in losses}
@@ -171,7 +174,7 @@ class Training:
             at, length = step - settings.align, settings.steps - settings.align
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0 if not aligning else 10.0)
-        top = settings.rate if not aligning else 4 * settings.rate
+        top = settings.align_rate if aligning else settings.rate
         rate = top * min(1.0, (at + 1) / 15, max(0.02, 1.6 * (1 - at / length)))
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -253,7 +256,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # vanishing activations would slow the CPU down
     keep_memory()
-    training = Training(Settings(tuple(args.recurrent), args.align, args.steps, args.rate), args.out)
+    training = Training(Settings(tuple(args.recurrent), args.align, args.steps, rate=args.rate), args.out)
     log = (args.out / "log.txt").open("a")
 
     def write(text: str) -> None:

@@ -2,8 +2,8 @@
 
 What `measure` asks kvrag, in a fraction of the time: kvrag says which tokens of a prompt are reused, and with what
 before them they were encoded; the rest is the training's own arithmetic, in float32, for all questions at once.
-DIR is a training's folder. An answer is right if each of its tokens is the likeliest one after those before it. The
-adaptive setting begins with a tail of 15 %; at the first token with a margin below kvrag's it becomes full prefill.
+DIR is a training's folder. An answer is right if each of its tokens is the likeliest after those before it. Adaptive
+settings become full prefill at the first token whose margin is below kvrag's; its own begins with a tail of 15 %.
 """
 
 from __future__ import annotations
@@ -235,8 +235,10 @@ def measure(
                 doubt = next((at for at, m in enumerate(margins) if m < MARGIN * (FIRST if at == 0 else 1)), None)
                 right = all(hits) if doubt is None else all(hits[:doubt]) and all(full[row][1][doubt:])
                 total = done if doubt is None else done + length
-                name = setting.replace("tail 0.15", "adaptive")
-                records.append(record | {"setting": name, "right": right, "kl": float("nan"), "rows": total / length})
+                records.append(
+                    record
+                    | {"setting": f"{setting}, adaptive", "right": right, "kl": float("nan"), "rows": total / length}
+                )
 
     exact = blank(common)
     _, states = runner.run(ids, torch.arange(common), exact, runner.empty())
@@ -272,7 +274,7 @@ def measure(
             _, after = runner.run(ids[last], last, kv, states or runner.empty())
             return kv, after, len(first) + len(last)
 
-        add(f"{name}, plain reuse", *blend(inexact[:0]))
+        add(f"{name}, plain reuse", *blend(inexact[:0]), adaptive=True)
         for tail in TAILS:
             selected = inexact[len(inexact) - round(tail * len(inexact)) :]
             add(f"{name}, tail {tail}", *blend(selected), adaptive=tail == 0.15)
@@ -285,8 +287,8 @@ def measure(
             if before and tail in WITH_STATES:
                 start = max(before)
                 selected = inexact[inexact >= start]
-                add(f"{name}, tail {tail} from a chunk's end", *blend(selected, start))
-                add(f"{name}, tail {tail} from its state", *blend(selected, start, ends[start]))
+                add(f"{name}, tail {tail} from a chunk's end", *blend(selected, start), adaptive=True)
+                add(f"{name}, tail {tail} from its state", *blend(selected, start, ends[start]), adaptive=True)
     return records
 
 

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.readers.first.world import KINDS
 from benchmarks.readers.hybrid.data import Batch, Shape, make_batch
-from benchmarks.readers.hybrid.net import DeltaNet, Net, Size
+from benchmarks.readers.hybrid.net import GUIDED, DeltaNet, Net, Size
 
 READER = Path(__file__).parents[3] / "kvrag" / "reader"
 STAGES = (  # (until this step, shapes)
@@ -216,14 +216,16 @@ class Training:
         answers = batch.answers[:, :, 1:][follows]
         targets = batch.questions[:, :, 1:][follows]
         divergence = kl_div(logits.log_softmax(-1), known.log_softmax(-1), log_target=True, reduction="none").sum(-1)
-        looks = self.net.looks(own, layout, batch.pointers)
-        return {
+        losses = {
             "answers": cross_entropy(logits[answers], targets[answers]),
             "match": divergence[answers].mean() + 0.3 * divergence[~answers].mean(),
-            # after the layers that feed the looking-up layers, and half-way between
+            # before layers that look facts up, and half-way
             "stream": torch.stack([_distance(own[n], streams[n], used) for n in (2, 4, 6)]).mean(),
-            "point": -looks.masked_fill(~batch.places, -1e4).logsumexp(-1).mean(),
         }
+        if not {*GUIDED} & {*self.net.recurrent}:
+            looks = self.net.looks(own, layout, batch.pointers)
+            losses["point"] = -looks.masked_fill(~batch.places, -1e4).logsumexp(-1).mean()
+        return losses
 
     @torch.no_grad()
     def test(self, num_batches: int = 3) -> list[Score]:
@@ -276,7 +278,7 @@ def main() -> None:
             shown = " ".join(f"{name} {value:.3f}" for name, value in means.items())
             write(f"{training.step} {training.seconds / 60:.1f} min {shown} | {score}")
             score, parts = Score(), []
-        if training.step % 100 == 0 or training.step == args.steps:
+        if training.step % 50 == 0 or training.step == args.steps:
             training.save()
             write("\n".join(f"{training.step} held out {json.dumps(shape.articles)} {score}"
                             for shape, score in zip(TESTED, training.test(), strict=True)))  # fmt: skip

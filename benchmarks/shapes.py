@@ -23,11 +23,21 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
 
 
 _LLAMA = {"model_type": "llama", "vocab_size": 128256, "tie_word_embeddings": False, "max_position_embeddings": 131072}
+_QWEN3_5 = {  # every fourth layer is attention
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 262144,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": QWEN,
     "qwen2.5-1.5b": QWEN | _sizes(1536, 8960, layers=28, heads=12, kv_heads=2),
     "tiny": {"model_type": "llama", "vocab_size": 2000, "tie_word_embeddings": False, "max_position_embeddings": 4096}
     | _sizes(64, 64, layers=2, heads=4, kv_heads=2),
+    "qwen3.5-0.8b": _QWEN3_5 | _sizes(1024, 3584, layers=24, heads=8, kv_heads=2),
     "llama-3.1-8b": _LLAMA | _sizes(4096, 14336, layers=32, heads=32, kv_heads=8),
 }
 """Configurations of known models; `tiny` is of none, for what does not depend on the model."""

@@ -34,12 +34,13 @@ class Limits:
     """Limits of a policy's time to first token.
 
     `rows_s` is the time of the model's own forward pass over as many tokens with the other tokens in its cache;
-    `rows_share` is `rows_s / ttft_s`. `load_alone_s` is how long loading the chunks takes while nothing is computed,
-    and `hidden` the share of it that the forward pass did not wait for.
+    `rows_share` is `rows_s / ttft_s`. Both are None where layers keep a state, which such a pass would lack.
+    `load_alone_s` is how long loading the chunks takes while nothing is computed, and `hidden` the share of it that the
+    forward pass did not wait for.
     """
 
-    rows_s: float
-    rows_share: float
+    rows_s: float | None
+    rows_share: float | None
     load_alone_s: float
     hidden: float
 
@@ -50,7 +51,14 @@ def measure(
     net: Model | None = None,
     with_prefix: bool = True,
 ) -> tuple[first_token.TtftResult, dict[str, Limits]]:
-    """Return `first_token.measure`, and the limits of every policy by name."""
+    """Return `first_token.measure`, and the limits of every policy by name.
+
+    Args:
+        with_prefix: As there; never with models whose layers keep a state, which cannot be cropped.
+    """
+    if net is None:
+        progress(f"building a random model of {setup.model}'s shape")
+        net = first_token.random_model(setup.model, setup.layers)
     ids: list[int] = []
     caches: list[KVCache] = []
     reports: dict[str, BlendReport] = {}
@@ -69,16 +77,18 @@ def measure(
             return reports[policy]
         return None
 
-    more = (_TOKENS, _LOAD, *(f"{_ROWS}{policy}" for policy in setup.policies))
+    rows = () if net.keeps_states else tuple(f"{_ROWS}{policy}" for policy in setup.policies)
+    more = (_TOKENS, _LOAD, *rows)
     asked = replace(setup, policies=(*setup.policies, *more))
-    result = first_token.measure(asked, ask, progress, net, with_prefix)
+    result = first_token.measure(asked, ask, progress, net, with_prefix and not net.keeps_states)
     seconds = {row.name: row.ttft_s for row in result.rows}
     result = replace(result, rows=[row for row in result.rows if row.name not in more])
     limits = {}
     for row in result.rows:
         if row.load_stall_s is not None:
-            rows_s, load_s = seconds[f"{_ROWS}{row.name}"], seconds[_LOAD]
-            limits[row.name] = Limits(rows_s, rows_s / row.ttft_s, load_s, max(1 - row.load_stall_s / load_s, 0.0))
+            rows_s, load_s = seconds.get(f"{_ROWS}{row.name}"), seconds[_LOAD]
+            share, hidden = rows_s and rows_s / row.ttft_s, max(1 - row.load_stall_s / load_s, 0.0)
+            limits[row.name] = Limits(rows_s, share, load_s, hidden)
     return result, limits
 
 
@@ -141,7 +151,8 @@ def run(args: argparse.Namespace) -> int:
         line = f"{row.name:14}{row.ttft_s * 1000:>7.0f} ms{row.speedup:>9.2f}x"
         if row.name in limits and row.load_stall_s is not None:
             limit = limits[row.name]
-            line += f"{row.bound:>7.2f}x{row.share:>8.2f}{limit.rows_share:>9.2f}{limit.load_alone_s * 1000:>7.0f} ms"
+            of_rows = "-" if limit.rows_share is None else f"{limit.rows_share:.2f}"
+            line += f"{row.bound:>7.2f}x{row.share:>8.2f}{of_rows:>9}{limit.load_alone_s * 1000:>7.0f} ms"
             line += f"{row.load_stall_s * 1000:>6.0f} ms{limit.hidden:>8.2f}"
         print(line)
     return 0

@@ -1,0 +1,1 @@
+"""A hybrid of recurrent and attention layers, made of the bundled reader."""

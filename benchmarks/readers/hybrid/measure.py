@@ -1,0 +1,212 @@
+"""Measure a hybrid: `python -m benchmarks.readers.hybrid.measure --model DIR`.
+
+Held-out questions of the first world: right answers and the divergence at the answer's first token, against full
+prefill, per tail and what its recurrent layers begin with: zero states, or those at the end of the last chunk before
+the tail as it was encoded, which kvrag does not store. There the tail begins where a chunk ends, so it is longer.
+`exact KV` is a tail from zero states behind full prefill's KV, as in Tail-Replay (arXiv:2608.30310).
+Resumes from --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.quality.grid import exact_match
+from benchmarks.quality.metrics import Bootstrap
+from benchmarks.quality.rows import QuestionRow
+from benchmarks.quality.worlds import world_rows
+from kvrag.answer import overridden
+from kvrag.backend.transformers import Model
+from kvrag.backend.transformers.rows import BlendCache, States
+from kvrag.config import BlendConfig, Sampling
+from kvrag.control.agreement import divergence
+from kvrag.control.prompts import ask
+from kvrag.engine import BlendEngine
+from kvrag.generate.decode import decode
+from kvrag.reuse.request_state import RequestState
+from kvrag.store.values import ChunkRecord
+
+TAILS = (0.05, 0.1, 0.15, 0.3)
+WITH_STATES = (0.15,)
+CONTEXTS = {"alone": 0, "with context": 256}
+_GREEDY = Sampling(16, temperature=0, stop=("\n\n",))
+
+
+@dataclass(frozen=True)
+class Record:
+    """One setting's answer to a prompt. `rows` were computed before its first token."""
+
+    setting: str
+    is_right: bool
+    is_same: bool
+    kl: float
+    rows: int
+    prompt_tokens: int
+
+
+_Full = tuple[str, list[int], Tensor]
+"""Full prefill's answer: its text, its tokens, and the logits before the first."""
+
+
+def measure(model: Model, row: QuestionRow, tails: Sequence[float]) -> list[Record]:
+    """Answer a row's prompt in all settings; full prefill is the first."""
+    ids = ask(model.tokenizer, row.passages, row.question)
+    records: list[Record] = []
+    full: list[_Full] = []
+    for name, context_tokens in CONTEXTS.items():
+        config = BlendConfig(context_tokens=context_tokens, controller="off")
+        with TemporaryDirectory(prefix="kvrag-hybrid-") as folder, BlendEngine(model, folder, config) as engine:
+            encoded, starts = noting(engine), dict[float, int]()
+            for document, chunks in row.all_documents().items():
+                engine.warm(chunks, document=document)
+
+            def add(setting: str, request: RequestState, rows: int, logits: Tensor) -> None:
+                request.cache.set_length(len(ids))
+                text = _full_text(model, request, logits, full[0]) if full else None
+                if text is None:
+                    request.cache.set_length(len(ids))
+                    answer = list(decode(model, request.ids, request.cache, logits, _GREEDY))
+                    text = "".join(delta.text for delta in answer)
+                    full[:] = full or [(text, [token for delta in answer for token in delta.token_ids], logits)]
+                right, kl = bool(exact_match(text, row.answers)), divergence(full[0][2], logits)
+                records.append(Record(setting, right, text == full[0][0], kl, rows, len(ids)))
+
+            if not full:
+                request = engine.prefill(ids, overridden(config, policy="full"))
+                add("full", request, len(ids), request.logits)
+            request = engine.prefill(ids, overridden(config, policy="none"))
+            add(f"{name}, plain reuse", request, request.report.fresh_tokens, request.logits)
+            for tail in tails:
+                request = engine.prefill(ids, overridden(config, policy="tail", ratio=tail))
+                rows = request.report.fresh_tokens + request.report.recomputed_tokens
+                add(f"{name}, tail {tail}", request, rows, request.logits)
+                start = int(torch.cat([request.selected, request.fresh[-1:]]).min())
+                starts[tail] = start
+                before = [run for run in request.runs if run.stop <= start]
+                if not before or tail not in WITH_STATES:  # the tail is the whole prompt
+                    continue
+                start = before[-1].stop  # the tail, lengthened to begin where a chunk ended
+                for kind in ("from a chunk's end", "from its state"):
+                    request = engine.prefill(ids, overridden(config, policy="none"))
+                    run = next(run for run in request.runs if run.stop == start)
+                    context, own = encoded[run.key]
+                    text = [*model.preamble, *context, *own[: run.offset + len(run)]]
+                    states = _states_after(model, text) if kind == "from its state" else {}
+                    logits = _forward_from(model, request, start, states)
+                    rows = int((request.fresh < start).sum()) + len(ids) - start
+                    add(f"{name}, tail {tail} {kind}", request, rows, logits)
+            answer = engine.generate(ids, temperature=0, max_new_tokens=16, stop=["\n\n"], controller="auto")
+            report, right = answer.report, bool(exact_match(answer.text, row.answers))
+            rows = report.fresh_tokens + min(report.recomputed_tokens, round(report.ratio * report.reused_tokens))
+            rows += report.completed.rows if report.completed else 0
+            if name == "alone":
+                exact = engine.prefill(ids, overridden(config, policy="full"))
+                for tail, start in sorted(starts.items()):  # ascending: KV before a tail stays exact
+                    add(f"exact KV, tail {tail}", exact, len(ids) - start, _forward_from(model, exact, start, {}))
+            records.append(Record(f"{name}, adaptive", right, answer.text == full[0][0], math.nan, rows, len(ids)))
+    return records
+
+
+def _full_text(model: Model, request: RequestState, logits: Tensor, full: _Full) -> str | None:
+    """Return full prefill's text if this cache leads to it too, without decoding; None if a token may differ."""
+    text, tokens, _ = full
+    if not 0 < len(tokens) < _GREEDY.max_new_tokens:
+        return None
+    following = model.forward_all(torch.tensor([tokens]), request.cache)[0]
+    best = torch.cat([logits, following]).argmax(-1).tolist()
+    return text if best[:-1] == tokens and best[-1] in model.eos_ids else None
+
+
+def noting(engine: BlendEngine) -> dict[str, tuple[list[int], list[int]]]:
+    """Return what will be context and ids of the chunks that the engine encodes, by key."""
+    encoded, put = dict[str, tuple[list[int], list[int]]](), engine.store.put
+
+    def note(records: Sequence[ChunkRecord]) -> int:
+        encoded.update({record.key: (record.context.tolist(), record.ids.tolist()) for record in records})
+        return put(records)
+
+    engine.store.put = note  # type: ignore[method-assign]
+    return encoded
+
+
+def _forward_from(model: Model, request: RequestState, start: int, states: States) -> Tensor:
+    """Recompute the rows from `start` on, where recurrent layers have these states; return the last logits."""
+    cast(BlendCache, request.cache)._first[start] = states
+    at = torch.arange(start, len(request.ids))
+    return model.forward(request.ids[at][None], request.cache, at)
+
+
+def _states_after(model: Model, ids: list[int]) -> States:
+    """Return the states of the recurrent layers after these tokens."""
+    cache = cast(BlendCache, model.new_cache(len(ids)))
+    model.forward(torch.tensor(ids)[None], cache)
+    return cache.checkpoints[len(ids)]
+
+
+def table(rows: Sequence[list[Record]]) -> list[str]:
+    """Return a Markdown table: right answers, also relative to full prefill's with an interval, and the rest."""
+    lines = ["| | right | of full prefill's | same answer | KL | rows |", "|---|---|---|---|---|---|"]
+    right = np.array([float(records[0].is_right) for records in rows])
+    resample = Bootstrap(np.arange(len(rows)), seed=0)
+    settings = list(dict.fromkeys(record.setting for records in rows for record in records))
+    for setting in settings:
+        found = [next((one for one in records if one.setting == setting), None) for records in rows]
+        chosen = [one or records[0] for one, records in zip(found, rows, strict=True)]  # a tail that is all of it
+        ours = np.array([float(one.is_right) for one in chosen])
+        share = resample.of(lambda ours, full: ours / full, ours, right)
+        interval = (
+            "-" if share["value"] is None else f"{share['value']:.1%} ({share['low']:.1%} to {share['high']:.1%})"
+        )
+        same, kl = (np.mean([getattr(one, name) for one in chosen]) for name in ("is_same", "kl"))
+        computed = np.mean([one.rows / one.prompt_tokens for one in chosen])
+        lines.append(f"| {setting} | {ours.mean():.1%} | {interval} | {same:.1%} | {kl:.3f} | {computed:.0%} |")
+    return lines
+
+
+def main() -> None:
+    """Measure or resume, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, metavar="DIR", help="a model that `export` wrote, or another")
+    parser.add_argument("--n", type=int, default=300, help="questions (default: 300)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tails", type=float, nargs="+", default=list(TAILS))
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="JSON lines of measured questions; run again to resume"
+    )
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    model = Model.from_pretrained(args.model)
+    done: dict[str, list[Record]] = {}
+    settings = {"fingerprint": model.fingerprint.digest, "tails": args.tails}
+    if args.out and args.out.exists():
+        for line in args.out.read_text().splitlines():
+            stored: dict[str, Any] = json.loads(line)
+            if stored["settings"] == settings:
+                done[stored["row"]] = [Record(**record) for record in stored["records"]]
+    rows = world_rows(args.n, args.seed)
+    for number, row in enumerate(rows):
+        if row.key not in done:
+            done[row.key] = measure(model, row, args.tails)
+            if args.out:
+                stored = {"settings": settings, "row": row.key, "records": [asdict(one) for one in done[row.key]]}
+                with args.out.open("a") as file:
+                    file.write(json.dumps(stored) + "\n")
+            print(number + 1, end=" ", flush=True, file=sys.stderr)
+    print("\n".join(table([done[row.key] for row in rows])))
+
+
+if __name__ == "__main__":
+    main()

@@ -139,6 +139,12 @@ def _seconds(value: float) -> str:
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
 
 
+_UNCALIBRATED = (
+    "full prefill: models with layers that keep a state are blended once they are calibrated (`kvrag calibrate`), "
+    "or where a ratio or margin is given"
+)  # see decision 34
+
+
 class Tuning:
     """A calibration and running measurements of one engine. Thread-safe."""
 
@@ -163,6 +169,8 @@ class Tuning:
         if config.policy in ("none", "full"):
             return Plan(replace(config, ratio=1.0 if config.policy == "full" else 0.0))
         calibration, note = self._calibrated(asked)
+        if self._backend.keeps_states and not calibration and config.margin is None and config.controller == "auto":
+            return Plan(replace(config, policy="full", ratio=1.0), reason=_UNCALIBRATED, notes=(note,) if note else ())
         start, margin = (calibration.start, calibration.margin) if calibration else (None, None)
         margin = next(value for value in (config.margin, margin, MARGIN) if value is not None)
         if not margin and config.margin is None and factor > 1:  # the calibration's fixed ratio has lost answers
@@ -170,7 +178,7 @@ class Tuning:
         if not margin and (start is None or config.margin is not None):  # nothing will be completed
             start = START if calibration is None or calibration.ratio is None else calibration.ratio
         elif start is None:
-            start = 0.0 if config.controller == "auto" and not self._backend.keeps_states else START
+            start = 0.0 if config.controller == "auto" else START
         if config.margin is None and margin and factor != 1:
             margin = min(max(margin * factor, BOUNDS[0]), BOUNDS[1])
         return Plan(_beginning(config, start), margin=margin, notes=(note,) if note else ())
@@ -197,7 +205,7 @@ class Tuning:
         """
         config = request.config
         is_open = config.ratio is None and config.policy not in ("none", "full") and config.controller == "auto"
-        if not is_open or not request.runs:
+        if not is_open or not request.runs or plan.is_full:
             return plan
         if plan.margin:
             calibration = self.calibration(config)

@@ -222,6 +222,21 @@ def test_conversations_with_edits_equal_full_prefill(limit: int, hybrid: Model, 
     assert continued >= 2 or limit < 1 << 30
 
 
+def test_prompts_are_prefilled_in_full_until_a_calibration(hybrid_engine: BlendEngine) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": 2, "temperature": 0}
+    report = hybrid_engine.generate(PROMPT, **asked).report
+    assert (report.policy, report.exact, report.recomputed_tokens) == ("full", True, 0)
+    assert report.decision.startswith(
+        "full prefill: models with layers that keep a state are blended once they are cal"
+    )
+    plan = hybrid_engine._tuning.plan
+    for settings in ({"ratio": 0.2}, {"margin": 2.0}, {"controller": "off"}):
+        assert not plan(BlendConfig(**settings)).is_full
+    prompts = [messages(*CHUNKS, question=f"Question {number}: who likes curry?") for number in range(40)]
+    found = hybrid_engine.calibrate(prompts, ratios=(0.3,), target=0.01, tokens=2)
+    assert (plan(BlendConfig()).config.policy, plan(BlendConfig()).ratio, found.start) == ("tail", 0.3, 0.3)
+
+
 def test_what_hybrids_cannot_do_is_refused_in_one_line(hybrid_engine: BlendEngine, tokenizer: Any) -> None:
     model = hybrid_engine.model
     for policy in ("hkvd", "first_k", "random", "query:first_tokens=4"):

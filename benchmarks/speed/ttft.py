@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.shapes import random_model
 from benchmarks.speed import first_token
 from benchmarks.speed.first_token import TtftSetup
 from kvrag.backend.protocol import KVCache
@@ -58,7 +59,7 @@ def measure(
     """
     if net is None:
         progress(f"building a random model of {setup.model}'s shape")
-        net = first_token.random_model(setup.model, setup.layers)
+        net = random_model(setup.model, setup.layers)
     ids: list[int] = []
     caches: list[KVCache] = []
     reports: dict[str, BlendReport] = {}

@@ -1,4 +1,4 @@
-"""What a change of an answer means: numbers, quantised weights, and the recipe of the models."""
+"""The comparison with quantised weights, and the recipe of the models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether reuse lasts: hit rate and time to first token over thousands of prompts, in a store with too little room.
+"""Reuse that lasts: hit rate and time to first token over thousands of prompts, in a store with too little room.
 
 Every prompt has other chunks, drawn by Zipf's law, in random order, and a new question. Every few prompts a document is
 rewritten and warmed again, or forgotten and replaced by a new one, which is as popular. The first part is the warm-up.

@@ -169,9 +169,9 @@ class Tuning:
         if config.policy in ("none", "full"):
             return Plan(replace(config, ratio=1.0 if config.policy == "full" else 0.0))
         calibration, note = self._calibrated(asked)
-        if self._backend.keeps_states and not calibration and config.margin is None and config.controller == "auto":
-            return Plan(replace(config, policy="full", ratio=1.0), reason=_UNCALIBRATED, notes=(note,) if note else ())
         start, margin = (calibration.start, calibration.margin) if calibration else (None, None)
+        if self._backend.keeps_states and start is None and config.margin is None and config.controller == "auto":
+            return Plan(replace(config, policy="full", ratio=1.0), reason=_UNCALIBRATED, notes=(note,) if note else ())
         margin = next(value for value in (config.margin, margin, MARGIN) if value is not None)
         if not margin and config.margin is None and factor > 1:  # the calibration's fixed ratio has lost answers
             margin = MARGIN

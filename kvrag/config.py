@@ -362,6 +362,7 @@ class ModelOptions:
         None, "int8 = round the weights to 8 bits: faster answers on CPUs", check_choice, choices=QUANTIZATIONS
     )
     adapter: str | Path | None = option(None, "folder of a LoRA adapter (PEFT) that chunks are encoded with")
+    store_states: bool = switch("store the states at each chunk's end too, of models that keep some (hybrids)")
 
 
 DECLARED = {row.name: row for table in (Sampling, BlendConfig, EngineOptions, ModelOptions) for row in fields(table)}
@@ -503,6 +504,7 @@ class LoadOptions(TypedDict, total=False):
     compile_decode: bool
     quantization: str | None
     adapter: str | Path | None
+    store_states: bool
 
 
 class LoadingOptions(EngineKeywords, LoadOptions):

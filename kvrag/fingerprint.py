@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 FORMAT = 3  # of the stored record, raised by a change of layout or meaning
+_LATER = ("states",)  # fields that older stores lack: false there, and not part of the digest while they are false
 _SAMPLES = 256  # per tensor: fine-tuning or merging an adapter changes nearly every weight, so samples detect it
 
 
@@ -25,7 +26,7 @@ class Fingerprint:
 
     `weights` hashes samples of every parameter and buffer, so it covers revisions, merged adapters and quantisation.
     `model` is a display name and not part of the digest: two names of the same weights share their KV. `adapter` is the
-    digest of the adapter that chunks are encoded with; "" = none.
+    digest of the adapter that chunks are encoded with; "" = none. `states`: the states at a chunk's end are stored too.
     """
 
     model: str
@@ -37,11 +38,13 @@ class Fingerprint:
     codec: str = "native"  # one of `kvrag.config.CODECS`
     format: int = FORMAT
     adapter: str = ""
+    states: bool = False
 
     @classmethod
     def of(cls, parts: Mapping[str, str]) -> Fingerprint:
         """Return the fingerprint with these `parts`; unknown ones are ignored."""
-        read = {field.name: json.loads(parts[field.name]) for field in fields(cls)}
+        names = (field.name for field in fields(cls) if field.name in parts or field.name not in _LATER)
+        read = {name: json.loads(parts[name]) for name in names}
         return cls(**{**read, "preamble": tuple(read["preamble"])})
 
     def stored_as(self, codec: str) -> Fingerprint:
@@ -56,6 +59,7 @@ class Fingerprint:
     def digest(self) -> str:
         """Digest of 32 hexadecimal digits."""
         parts = {name: value for name, value in self.parts().items() if name != "model"}
+        parts = {name: value for name, value in parts.items() if name not in _LATER or value != "false"}
         return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -111,6 +111,7 @@ class EngineSettings:
     compile_decode: bool = _of("compile_decode")
     quantization: str | None = _of("quantization")
     adapter: str | None = _of("adapter")
+    store_states: bool = _of("store_states")
     learn: bool = _of("learn")
     check: float = _of("check")
     base_url: str | None = _row(None, "URL of `kvrag serve`, or of vLLM with kvrag's KV connector, instead of a store")

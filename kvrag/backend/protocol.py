@@ -108,12 +108,14 @@ class Backend(Outline, Protocol):
     Attributes:
         fingerprint: Identifies the KV of this model in a store.
         bytes_per_token: KV bytes per token, all layers.
+        bytes_per_chunk: Bytes that a chunk takes in a store besides its KV: those of its states, if they are stored.
         windows: Number of keys that a token attends to, per layer; None = all.
         rope_follows_length: RoPE frequencies depend on the prompt length (dynamic NTK, longrope).
         rows_per_pass: Maximum number of rows per forward pass; None = the backend has no limit of its own.
         passes_may_wait: A pass may wait for a disk, see `waiting`. False: all KV is loaded before the first pass.
         keeps_states: Some layers keep a state of the tokens so far in place of KV. They see the rows of a pass only,
             and those of the pass before if this one begins where it ended.
+        stores_states: The states at a chunk's end are stored with it, as one more layer.
         leaves_tail: The engine around the backend computes all positions after the last that keeps its stitched KV.
         num_processes: Number of processes that share the model by tensor parallelism. All of them run the same
             requests, in the same order.
@@ -123,6 +125,7 @@ class Backend(Outline, Protocol):
     num_layers: int
     hidden_size: int
     bytes_per_token: int
+    bytes_per_chunk: int = 0
     dtype: torch.dtype
     device: torch.device
     fingerprint: Fingerprint
@@ -131,6 +134,7 @@ class Backend(Outline, Protocol):
     rows_per_pass: int | None = None
     passes_may_wait: bool = True
     keeps_states: bool = False
+    stores_states: bool = False
     leaves_tail: bool = False
     num_processes: int = 1
     heads: slice = slice(None)
@@ -198,6 +202,17 @@ class Backend(Outline, Protocol):
                 positions from the first one on.
         """
 
+    def states_after(self, cache: KVCache, row: int) -> tuple[Tensor, Tensor]:
+        """Return the states after the last pass of a row, each (N,) on the CPU: windows of convolutions, and the rest.
+
+        Only where `stores_states`.
+        """
+        raise NotImplementedError
+
+    def begin_from(self, cache: KVCache, position: int, states: tuple[Tensor, Tensor]) -> None:
+        """Let the next pass that begins at a position do so with these states, see `states_after`."""
+        raise NotImplementedError
+
     def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
         """Return the (K,) squared attention that every position receives from the last `num_queries` rows.
 
@@ -225,7 +240,12 @@ def prefill_blocks(backend: Backend, rows: Tensor, end: int = 0) -> Iterator[Ten
     if not backend.keeps_states:
         yield from torch.split(rows, most)
         return
-    # the last stretch of rows begins without states, which those of rows with gaps before it would mislead
-    last = (rows.diff() > 1).nonzero().flatten()[-1:] + 1
-    for part in rows.tensor_split(sorted([*last.tolist(), int((rows < end).sum())])):
+    # the last stretch does not go on from the states of rows with gaps before it, which would mislead it
+    for part in rows.tensor_split(sorted([last_stretch(rows), int((rows < end).sum())])):
         yield from (block for block in torch.split(part, most) if len(block))
+
+
+def last_stretch(rows: Tensor) -> int:
+    """Return where in (S,) ascending rows the last stretch of consecutive positions begins."""
+    gaps = (rows.diff() > 1).nonzero().flatten()
+    return int(gaps[-1]) + 1 if len(gaps) else 0

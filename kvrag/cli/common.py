@@ -134,6 +134,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "device")
     add_setting(parser, "quantization")
     add_setting(parser, "adapter", metavar="FOLDER")
+    add_setting(parser, "store_states")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -211,7 +212,7 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
     from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine, default_store
 
-    settings = {name: getattr(args, name) for name in ("dtype", "device", "quantization", "adapter")}
+    settings = {name: getattr(args, name) for name in ("dtype", "device", "quantization", "adapter", "store_states")}
     model = Model.from_pretrained(args.model, **settings, compile_decode=getattr(args, "compile_decode", False))
     store = default_store(model, args.codec) if args.store is None else args.store
     if is_warmed and args.store is None and not (store / "chunks").is_dir():

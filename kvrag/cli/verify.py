@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "dtype", "dtype to compute in; float32 is the strictest test", choices=DTYPES)
     add_setting(parser, "quantization")
     add_setting(parser, "adapter", metavar="FOLDER")
+    add_setting(parser, "store_states")
     add_setting(parser, "codec", "codec of stored chunks, to see its error")
     parser.add_argument("--chunk-tokens", type=at_least(1), metavar="N", help="length of the four test chunks")
     parser.add_argument("--allow-unverified", action="store_true", help="allow an untested model family")
@@ -30,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
     from kvrag.engine import BlendEngine
     from kvrag.inspect.gate import verify
 
-    options = {name: getattr(args, name) for name in ("allow_unverified", "compile_decode", "quantization", "adapter")}
+    names = ("allow_unverified", "compile_decode", "quantization", "adapter", "store_states")
+    options = {name: getattr(args, name) for name in names}
     model = Model.from_pretrained(args.model, dtype=args.dtype, **options)
     checks = verify(partial(BlendEngine, model, codec=args.codec), args.chunk_tokens, lambda name: say(f"... {name}"))
     passed = all(check.passed for check in checks)

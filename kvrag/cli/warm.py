@@ -39,7 +39,18 @@ if TYPE_CHECKING:
 TOTALS = ("chunks", "new", "reused", "skipped", "tokens", "bytes")
 _NAMED = 3  # documents or files named in a message
 _NEEDED = {"workers": "ray", "api_key": "server", "tokenizer": "server"}
-_LOCAL = ("store", "codec", "dtype", "device", "quantization", "adapter", "context_tokens", "embedder", "ray")
+_LOCAL = (
+    "store",
+    "codec",
+    "dtype",
+    "device",
+    "quantization",
+    "adapter",
+    "store_states",
+    "context_tokens",
+    "embedder",
+    "ray",
+)
 _PROBE = "Déjà vu: 3.14 quick brown foxes (or 27) jumped, unbelievably; def f(x):\n\treturn x  # 漢字"
 
 
@@ -284,4 +295,5 @@ def bytes_per_token(engine: BlendEngine, chunk_tokens: int) -> float:
     from kvrag.store.values import share
 
     model = engine.model
-    return model.bytes_per_token * share(engine.codec, chunk_tokens, head_dim(model.config), model.dtype)
+    kv = model.bytes_per_token * share(engine.codec, chunk_tokens, head_dim(model.config), model.dtype)
+    return kv + model.bytes_per_chunk / chunk_tokens

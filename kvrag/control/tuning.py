@@ -272,11 +272,12 @@ class Tuning:
     def _probe(self, reader: ChunkReader) -> None:
         """Read the first layers of a chunk, or fewer on a slow disk."""
         started, before = time.perf_counter(), reader.bytes_read
-        for number in range(reader.num_layers):
+        num_layers = self._backend.num_layers
+        for number in range(num_layers):
             keys, _ = reader.layer(number)
             if reader.bytes_read - before >= _PROBE_BYTES:
                 break
-        share = tokens_of(keys) * (number + 1) / reader.num_layers
+        share = tokens_of(keys) * (number + 1) / num_layers
         self._costs.observe_load(reader.bytes_read - before, share, time.perf_counter() - started)
 
     def observe_encoding(self, tokens: int, pairs: float, passes: int, seconds: float, cpu: float) -> None:

@@ -20,7 +20,10 @@ _ENOUGH = 1024  # tokens: larger passes are not faster per token, so rows are pa
 _PADDING = 1.03
 
 LayerKV = tuple[Tensor, Tensor]
-"""Keys (position-free) and values of one chunk on one layer, each (H, T, D), on the CPU."""
+"""Keys (position-free) and values of one chunk on one layer, each (H, T, D), on the CPU.
+
+Where states are stored, a last one has those after the chunk, see `Backend.states_after`.
+"""
 
 
 class Branch(NamedTuple):
@@ -63,7 +66,8 @@ def encode(
     whole, branching = list[Tree](), list[Tree]()
     for tree in trees(model, chunks, contexts):
         (branching if tree.num_tokens > len(tree.ids) else whole).append(tree)
-    for batch in [*_batches(whole, batch_tokens(model), model.stable_length), *([tree] for tree in branching)]:
+    most_unequal = 0 if model.stores_states else model.stable_length  # padding would change states
+    for batch in [*_batches(whole, batch_tokens(model), most_unequal), *([tree] for tree in branching)]:
         encoded = _encode_batch(model, batch)
         while True:
             with torch.inference_mode(), model.encoding():  # not while this generator is suspended
@@ -104,7 +108,8 @@ def trees(
             row = rows[number]
             shared = _common(tree.ids, row)
             own = row[shared:]
-            if own and (model.keeps_states or 2 * shared < len(row) or tree.num_tokens + len(own) > BATCH_TOKENS):
+            is_apart = model.keeps_states or 2 * shared < len(row) or tree.num_tokens + len(own) > BATCH_TOKENS
+            if (own and is_apart) or (model.stores_states and shared < len(tree.ids)):  # states end with their row
                 left.append(number)
             else:
                 tree.branches.append(Branch(number, len(row) - len(chunks[number]), shared, own))
@@ -138,15 +143,15 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
     return low
 
 
-def _batches(rows: Sequence[Tree], most_tokens: int, stable_length: int) -> Iterator[list[Tree]]:
-    """Yield rows in batches of similar length, of equal length where RoPE depends on the length."""
+def _batches(rows: Sequence[Tree], most_tokens: int, most_unequal: int) -> Iterator[list[Tree]]:
+    """Yield rows in batches of similar length, of equal length if they have more than `most_unequal` tokens."""
     batch: list[Tree] = []
     filled = 0
     for tree in sorted(rows, key=lambda tree: len(tree.ids)):
         length = len(tree.ids)
-        has_other_frequencies = bool(batch) and length > stable_length and length != len(batch[0].ids)
+        is_unequal = bool(batch) and length > most_unequal and length != len(batch[0].ids)
         is_wasteful = filled >= _ENOUGH and length * len(batch) > _PADDING * filled
-        if batch and (length * (len(batch) + 1) > most_tokens or has_other_frequencies or is_wasteful):
+        if batch and (length * (len(batch) + 1) > most_tokens or is_unequal or is_wasteful):
             yield batch
             batch, filled = [], 0
         batch.append(tree)
@@ -176,8 +181,8 @@ def _encode_batch(model: Backend, batch: Sequence[Tree]) -> Iterator[dict[int, l
 def _compute(model: Backend, ids: Tensor, start: int, branches: Sequence[Branch], cache: KVCache) -> LayerKV:
     """Compute the (B, T) tokens of rows from position `start` on, and then the branches' own tokens.
 
-    The next pass overwrites the branches in `cache`. The pass ends at the keys and values of the last layer, whose
-    output is not needed: they are returned.
+    The next pass overwrites the branches in `cache`. The pass ends at the keys and values of the last layer with KV,
+    whose output is not needed unless states are stored: they are returned.
     """
     last, computed = model.num_layers - 1, list[LayerKV]()
 
@@ -188,7 +193,9 @@ def _compute(model: Backend, ids: Tensor, start: int, branches: Sequence[Branch]
     rows = torch.arange(start, start + ids.shape[1]) if len(ids) == 1 else None
     own = [branch for branch in branches if branch.ids]
     ids = torch.cat([ids, *(torch.tensor([branch.ids]) for branch in own)], dim=1)
-    model.forward_until(last, ids, cache, rows, [(branch.at, len(branch.ids)) for branch in own], observe)
+    model.forward_until(
+        last + model.stores_states, ids, cache, rows, [(branch.at, len(branch.ids)) for branch in own], observe
+    )
     return _joined(computed, 2)
 
 
@@ -222,6 +229,8 @@ def _kv_of(
             taken = (slice(part.start - skipped, part.stop - skipped) for part in place)
             # copied: a view would keep the context's memory alive
             encoded[branch.chunk].append(_joined([(keys[row, :, part], values[row, :, part]) for part in taken], 1))
+    for row, branch in complete if model.stores_states else ():
+        encoded[branch.chunk].append(model.states_after(cache, row))
     return encoded
 
 

@@ -68,7 +68,7 @@ class _Tally:
     done: int = 0  # tokens, including those of chunks that other processes stored meanwhile
     total: int = 0
     waiting: list[tuple[str, ChunkRecord]] = field(default_factory=list)  # with their text keys
-    size: int = 0  # of the waiting chunks, in tokens
+    size: int = 0  # of the waiting chunks, in bytes before a codec packs them
     stored: float = 0.0  # when chunks were stored
 
     def report(self) -> None:
@@ -299,7 +299,7 @@ class Ingestion(Choosing):
         tally.total += tally.count(missing)
         if missing or not tally.total:
             tally.report()
-        for portion in _portions(missing, self._model.bytes_per_token):
+        for portion in _portions(missing, self._model):
             # another process may be warming the same corpus
             wanted = set(self._store.missing([choice.chunk_key for choice in portion]))
             new = [choice for choice in portion if choice.chunk_key in wanted]
@@ -324,8 +324,8 @@ class Ingestion(Choosing):
                 packed = pack(layers, self._codec, f"{self._model.tokenizer.decode(chunks[number][:12])}...")
                 record = ChunkRecord(choices[number].chunk_key, namespace, ids, context, packed)
                 tally.waiting.append((choices[number].text_key, record))
-                tally.size += len(ids)
-                is_large = tally.size * self._model.bytes_per_token >= _PUT_BYTES
+                tally.size += _size(self._model, len(ids))
+                is_large = tally.size >= _PUT_BYTES
                 if is_large or (is_alone and time.perf_counter() - tally.stored >= _PUT_S):
                     tally.put()
         except BaseException:
@@ -363,7 +363,12 @@ def _overlap(before: list[int], ids: list[int]) -> int:
     return 0
 
 
-def _portions(choices: Sequence[_Piece], bytes_per_token: int) -> Iterator[list[_Piece]]:
+def _size(model: Backend, num_tokens: int) -> int:
+    """Return the bytes of an encoded chunk, before a codec packs it."""
+    return num_tokens * model.bytes_per_token + model.bytes_per_chunk
+
+
+def _portions(choices: Sequence[_Piece], model: Backend) -> Iterator[list[_Piece]]:
     """Yield the choices in portions of about `_PORTION_BYTES`, in reading order.
 
     Chunks that share a context stay together: otherwise the context would be computed again.
@@ -375,6 +380,6 @@ def _portions(choices: Sequence[_Piece], bytes_per_token: int) -> Iterator[list[
             yield portion
             portion, size = [], 0
         portion.append(choice)
-        size += len(choice.ids) * bytes_per_token
+        size += _size(model, len(choice.ids))
     if portion:
         yield portion

@@ -70,9 +70,9 @@ def verify(
             progress("ratio 1.0")
             plain = prefill(ids, _PLAIN)
             checks = list[Check]()
-            # else only recomputed tokens equal full prefill's: an adapter changes what is stored, and states are not
-            is_exact = not (model.fingerprint.adapter or model.keeps_states)
-            if is_exact:
+            # else only recomputed tokens equal full prefill's: an adapter changes what is stored, and states may not be
+            is_exact = not model.fingerprint.adapter and model.keeps_states == model.stores_states
+            if is_exact and not model.keeps_states:  # else the first layer with KV may be a later one
                 reused = plain.reused.nonzero().squeeze(1)
                 keys, expected = (layer[:, :, reused] for layer in (plain.cache.layer(0)[0], _layer0_keys(model, ids)))
                 limit = tolerance + _KEYS[engine.codec]

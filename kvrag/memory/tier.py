@@ -7,10 +7,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 
 from cachetools import LRUCache
 
+from kvrag.errors import ChunkUnreadableError, DamagedChunkError
 from kvrag.store import KVStore
 from kvrag.store.values import ChunkReader, Layer
 
@@ -159,6 +160,9 @@ class _Keeping(_Cached):
         return layer
 
     def close(self) -> None:
+        if self.keeps and len(self.layers) == self.num_layers - 1 and self.num_layers - 1 not in self.layers:
+            with suppress(ChunkUnreadableError, DamagedChunkError):
+                self.layer(self.num_layers - 1)  # stored states, which most prompts read of one chunk only
         self._reader.close()
         if len(self.layers) == self.num_layers:
             self._memory.keep(self)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvrag.backend.protocol import Backend, prefill_blocks
+from kvrag.backend.protocol import Backend, last_stretch, prefill_blocks
 from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.request_state import RequestState
 from kvrag.store import ChunkReader
@@ -27,6 +27,9 @@ from kvrag.types import Completed, Run
 
 FIRST = 1 / 3
 """Share of the margin that the first token needs: most answers begin with near ties of style."""
+
+_CHANGED = 2
+"""Tokens at the end of a chunk that a prompt may lack while the states behind them are used."""
 
 MOST = 1.25
 """Rows before the first token, at most, relative to full prefill's."""
@@ -72,7 +75,7 @@ def stitch(backend: Backend, request: RequestState, loader: LayerLoader) -> None
 
 def _is_exact(backend: Backend, ids: Sequence[int], run: Run, reader: ChunkReader) -> bool:
     """Return whether a run is where its chunk was encoded: alone, right after the preamble."""
-    if backend.fingerprint.adapter or backend.keeps_states:  # it is exact, but the states after it are not stored
+    if backend.fingerprint.adapter or backend.keeps_states:  # the states after it are not stored, or rounded
         return False
     after_preamble = run.offset == 0 and tuple(ids[: run.start]) == backend.preamble
     # where RoPE depends on the length, the chunk may have been encoded in a pass longer than the prompt
@@ -91,10 +94,25 @@ def blend(backend: Backend, request: RequestState) -> Tensor:
             if len(ids):
                 logits = backend.forward(ids[None], request.cache)
         return logits
-    for rows in prefill_blocks(backend, blended_rows(backend, request), request.asked):
+    blended = blended_rows(backend, request)
+    if backend.stores_states:
+        _begin_from_states(backend, request, int(blended[last_stretch(blended)]))
+    for rows in prefill_blocks(backend, blended, request.asked):
         logits = backend.forward(request.ids[rows][None], request.cache, rows)
     request.cache.set_length(len(request.ids))
     return logits
+
+
+def _begin_from_states(backend: Backend, request: RequestState, position: int) -> None:
+    """Let the pass that begins at a position do so with the states that are stored for the end of the chunk before it.
+
+    A prompt's tokenisation may change the last tokens of a chunk, which its states have seen as they were.
+    """
+    for run in request.runs:
+        reader = request.readers[run.key]
+        left = len(reader.ids) - run.offset - len(run)
+        if run.stop == position and left <= _CHANGED and reader.num_layers > backend.num_layers:
+            backend.begin_from(request.cache, position, reader.layer(backend.num_layers))
 
 
 def blended_rows(backend: Backend, request: RequestState) -> Tensor:

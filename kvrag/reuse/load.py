@@ -294,6 +294,8 @@ def device_tier(backend: Backend, codec: str, max_bytes: int) -> MemoryTier | No
         return None
 
     def place(number: int, layer: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+        if number == backend.num_layers:  # states
+            return layer
         device = backend.layer_device(number)
         with suppress(ChunkUnreadableError), _unreadable_without_memory(""):
             keys, values = (part.to(device) for part in unpack(layer, codec, device))

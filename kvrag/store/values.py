@@ -23,7 +23,7 @@ from kvrag.errors import ModelError
 Ids = Sequence[int] | NDArray[np.uint32]
 
 Layer = tuple[Tensor, Tensor]
-"""Keys and values of a chunk on one layer, each (H, T, D), or packed into (N,) uint8."""
+"""Keys and values of a chunk on one layer, each (H, T, D), or packed into (N,) uint8; or states, each (N,)."""
 
 ON_REQUEST = "\x01on request"
 """Document that holds the texts of requests; not listed by `documents`, and deleted when unused."""
@@ -60,7 +60,8 @@ class ChunkRecord:
         key: `chunk_key(digest, ids, context, namespace)`; it determines everything else.
         ids: (T,) token ids.
         context: (C,) token ids between the preamble and the chunk when it was encoded; empty = encoded alone.
-        layers: Per layer keys (position-free) and values on the CPU: (H, T, D) each, or packed, see `pack`.
+        layers: Per layer keys (position-free) and values on the CPU: (H, T, D) each, or packed, see `pack`. Where they
+            are stored, followed by the states after the chunk, which no codec packs.
     """
 
     key: str
@@ -191,7 +192,7 @@ def pack(layers: Sequence[Layer], codec: str, chunk: str) -> list[Layer]:
     Raises ModelError, which names the chunk, if the KV contains an infinity or a NaN: it would spoil every answer.
     """
     for number, layer in enumerate(layers):
-        ranges = [high.float() - low.float() for low, high in (tensor.aminmax() for tensor in layer)]
+        ranges = [high.float() - low.float() for low, high in (part.aminmax() for part in layer if part.numel())]
         if not torch.stack(ranges).isfinite().all():
             dtype = str(layer[0].dtype).removeprefix("torch.")
             raise ModelError(
@@ -200,7 +201,10 @@ def pack(layers: Sequence[Layer], codec: str, chunk: str) -> list[Layer]:
             )
     if codec == "native":
         return list(layers)
-    return [(_pack(keys, codec, 1), _pack(values, codec, 2)) for keys, values in layers]
+    return [
+        (_pack(first, codec, 1), _pack(second, codec, 2)) if first.dim() == 3 else (first, second)
+        for first, second in layers
+    ]
 
 
 def unpack(layer: Layer, codec: str, device: torch.device) -> Layer:

@@ -120,6 +120,16 @@ def test_gate_of_families_with_states(
         _a_decode_step_of_unequal_rows_is_exact(engine, hf, ids)
 
 
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_gate_with_stored_states(family: str, tokenizer: Any) -> None:
+    model_type, changes = HYBRIDS[family]
+    if Version(transformers.__version__) < Version(SINCE[family]):
+        pytest.skip(f"transformers {transformers.__version__} keeps no states in its caches")
+    checks = verify(partial(BlendEngine, Model(build(model_type, **changes), tokenizer, family, store_states=True)))
+    assert all(check.passed for check in checks)
+    assert "plain reuse after the preamble = full prefill" in [check.name for check in checks]
+
+
 def _states_equal(engine: BlendEngine, done: Any, ids: list[int]) -> None:
     """After a recompute of everything over stitched KV, states are those of a prefill with nothing reused."""
     own = engine.model.new_cache(len(ids))

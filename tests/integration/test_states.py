@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from blending import CHUNKS, messages, plain_logits, prepare, relative
 from families import HYBRIDS, SINCE, build
 from packaging.version import Version
+from safetensors.numpy import load_file
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
-from kvrag import BlendConfig, BlendEngine, FileStore, Model, OutOfMemoryError, SettingError, UnsupportedModelError
+from kvrag import (
+    BlendConfig,
+    BlendEngine,
+    FileStore,
+    FingerprintMismatchError,
+    Model,
+    OutOfMemoryError,
+    SettingError,
+    UnsupportedModelError,
+)
 from kvrag.backend.transformers import BlendCache
 from kvrag.backend.transformers.rows import as_argument
+from kvrag.fingerprint import Fingerprint
 from kvrag.ingest.encode import encode
+from kvrag.reuse.blend import Completion
 
 TOLERANCE = 1e-5
 PROMPT = messages(*(CHUNKS[number] for number in (2, 0, 3, 1)))
@@ -33,7 +50,17 @@ pytestmark = pytest.mark.skipif(
 def hybrid(request: pytest.FixtureRequest, tokenizer: Any) -> Model:
     """A tiny one: with short convolutions, a gated delta net, Mamba beside attention."""
     model_type, changes = HYBRIDS[request.param]
+    if request.param == "qwen3_next":  # one whose last layer keeps a state
+        changes = changes | {"layer_types": changes["layer_types"][::-1]}
     model = Model(build(model_type, **changes), tokenizer, request.param)
+    model.__dict__["eos_ids"] = frozenset()
+    return model
+
+
+@pytest.fixture
+def storing(hybrid: Model, tokenizer: Any) -> Model:
+    """The same model, whose chunks' states are stored."""
+    model = Model(hybrid.hf, tokenizer, hybrid.name, store_states=True)
     model.__dict__["eos_ids"] = frozenset()
     return model
 
@@ -190,9 +217,9 @@ def test_forgetting_a_chunk_drops_the_states_that_have_seen_it(hybrid_engine: Bl
 
 
 @pytest.mark.parametrize("limit", [1 << 30, 300_000])
-def test_conversations_with_edits_equal_full_prefill(limit: int, hybrid: Model, tmp_path: Path) -> None:
+def test_conversations_with_edits_equal_full_prefill(limit: int, storing: Model, tmp_path: Path) -> None:
     rng, history, continued = random.Random(1), list[dict[str, str]](), 0
-    with BlendEngine(hybrid, FileStore(tmp_path, min_free_bytes=0), conversation_bytes=limit) as engine:
+    with BlendEngine(storing, FileStore(tmp_path, min_free_bytes=0), conversation_bytes=limit) as engine:
         engine.warm(CHUNKS)
         kept = engine._answering._conversations
         for _ in range(14):
@@ -203,14 +230,14 @@ def test_conversations_with_edits_equal_full_prefill(limit: int, hybrid: Model, 
                 history = [*history[: rng.randrange(1, len(history))], *messages(rng.choice(CHUNKS))]
             else:
                 history = [*history, *messages(question=f"And {rng.randrange(3)}?")[1:]]
-            ids = hybrid.tokenizer.render(history)
+            ids = storing.tokenizer.render(history)
             if len(ids) > 800:
                 history = []
                 continue
             config = replace(engine.config, ratio=1.0, history=rng.choice(["exact", "blend"]))
             done = engine.prefill(ids, config, goes_on=True)
             assert done.report.exact
-            assert relative(done.logits[0], plain_logits(hybrid.hf, ids)[-1]) <= 2 * TOLERANCE
+            assert relative(done.logits[0], plain_logits(storing.hf, ids)[-1]) <= 2 * TOLERANCE
             continued += done.report.conversation_tokens > 0
             options: dict[str, Any] = rng.choice([{"ratio": 1.0}, {"ratio": 0.3}, {}])
             stream = engine.stream(history, max_new_tokens=6, temperature=0, history=config.history, **options)
@@ -247,3 +274,117 @@ def test_what_hybrids_cannot_do_is_refused_in_one_line(hybrid_engine: BlendEngin
         Model(model.hf, tokenizer, compile_decode=True)
     assert prepare(hybrid_engine, model.tokenizer.render(PROMPT), 0.0).report.recomputed_tokens == 0
     assert BlendConfig().policy == "query"
+
+
+def test_stored_are_the_models_own_states_at_a_chunks_end(storing: Model) -> None:
+    chunks = [storing.tokenizer.encode(chunk) for chunk in CHUNKS]
+    chunks += [chunks[0][:-3], chunks[3][: len(chunks[0])]]  # the beginning of another; in one pass with another
+    contexts: list[list[int]] = [[], chunks[3], [], chunks[3], [], []]
+    for number, (*kv, states) in encode(storing, chunks, contexts):
+        row = [*storing.preamble, *contexts[number], *chunks[number]]
+        cache = storing.new_cache(len(row))
+        storing.forward(torch.tensor([row]), cache)
+        assert len(kv) == storing.num_layers
+        for ours, theirs in zip(states, storing.states_after(cache, 0), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+        assert sum(part.nbytes for part in states) == storing.bytes_per_chunk
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.2])
+def test_a_tail_goes_on_from_the_state_of_the_chunk_before_it(storing: Model, ratio: float, tmp_path: Path) -> None:
+    ids = storing.tokenizer.render(PROMPT)
+    with BlendEngine(storing, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        engine.warm(CHUNKS, document="a")
+        done = prepare(engine, ids, ratio)
+        start = int(torch.cat([done.selected, done.fresh[-1:]]).min())
+        while not done.reused[start - 1]:
+            start -= 1
+        (run,) = [run for run in done.runs if run.stop == start]
+        with closing(engine.store.open(run.key)) as reader:
+            row = [*storing.preamble, *reader.context.tolist(), *reader.ids.tolist()]
+            assert reader.context.size
+        assert len(row) != start, "else positions would tell nothing"
+        cache = _after(storing, row)
+        own = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+        assert len(own) == storing.num_layers
+        for number, layer in enumerate(own):
+            layer.keys, layer.values = (part[:, :, :start].clone() for part in done.cache.layer(number))
+        positions = torch.arange(start, len(ids))[None]
+        arguments = as_argument(storing.hf, cache)
+        with torch.inference_mode():
+            logits = storing.hf(torch.tensor([ids[start:]]), position_ids=positions, **arguments).logits[0, -1]
+        assert relative(done.logits[0], logits) <= 5 * TOLERANCE
+        again = prepare(engine, ids, ratio)
+        assert done.report.bytes_loaded > 0
+        assert again.report.bytes_loaded == 0, "states too are in memory"
+        assert torch.equal(again.logits, done.logits)
+
+
+def _after(model: Model, row: list[int]) -> DynamicCache:
+    """transformers' own cache after these tokens."""
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model.hf(torch.tensor([row]), use_cache=True, **as_argument(model.hf, cache))
+    return cache
+
+
+def test_a_completion_does_not_begin_with_the_states_of_a_chunk(
+    storing: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = storing.tokenizer.render(PROMPT)
+    with BlendEngine(storing, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        engine.warm(CHUNKS)
+        done = prepare(engine, ids, 0.0)
+    assert relative(done.logits[0], plain_logits(storing.hf, ids)[-1]) > 1e-3
+    # so that one of its passes begins where the question's did
+    monkeypatch.setattr("kvrag.backend.protocol.PREFILL_BLOCK", done.runs[-1].stop)
+    logits = Completion(storing, done, 1.0).complete(torch.tensor(ids), 0)
+    assert relative(logits[0], plain_logits(storing.hf, ids)[-1]) <= TOLERANCE
+
+
+def test_a_damaged_state_is_noticed_and_its_chunk_computed(storing: Model, tmp_path: Path) -> None:
+    ids = storing.tokenizer.render(PROMPT)
+    last = storing.tokenizer.encode(CHUNKS[1])
+    with BlendEngine(storing, FileStore(tmp_path, min_free_bytes=0), ram_bytes=0) as engine:
+        engine.warm(CHUNKS)
+        (file,) = [path for path in tmp_path.rglob("*.safetensors") if np.array_equal(load_file(path)["ids"], last)]
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        done = prepare(engine, ids, 0.0)
+        assert "does not match its digest" in " ".join(done.report.notes)
+        assert len(done.runs) == 3
+
+
+def test_a_store_with_states_and_one_without_are_two(
+    storing: Model, hybrid: Model, model: Model, tmp_path: Path
+) -> None:
+    BlendEngine(storing, FileStore(tmp_path / "with", min_free_bytes=0)).close()
+    BlendEngine(hybrid, FileStore(tmp_path / "without", min_free_bytes=0)).close()
+    with pytest.raises(FingerprintMismatchError, match=r"different: states\): pass store_states, or use another"):
+        BlendEngine(hybrid, FileStore(tmp_path / "with", min_free_bytes=0))
+    with pytest.raises(FingerprintMismatchError, match=r"different: states\): leave out store_states, or use another"):
+        BlendEngine(storing, FileStore(tmp_path / "without", min_free_bytes=0))
+    with pytest.raises(SettingError, match=r"^store_states: .* has no layers that keep a state; leave it out$"):
+        Model(model.hf, model.tokenizer.hf, store_states=True)
+    parts = hybrid.fingerprint.parts()
+    del parts["states"]  # as older versions wrote it
+    assert Fingerprint.of(parts).digest == hybrid.fingerprint.digest
+    assert (
+        hybrid.fingerprint.digest
+        == blake2b(
+            json.dumps({k: v for k, v in parts.items() if k != "model"}, sort_keys=True).encode(), digest_size=16
+        ).hexdigest()
+    )
+
+
+def test_history_behind_an_edit_has_no_states_to_go_on_from(storing: Model, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0, "history": "blend"}
+    with BlendEngine(storing, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        engine.warm(CHUNKS)
+        told = messages(CHUNKS[0], question=" ".join(f"Is {name} the brother of the founder?" for name in "ABCDEFGH"))
+        told = [*told, {"role": "assistant", "content": engine.generate(told, ratio=1.0, **asked).text}]
+        engine.generate([*told, *messages(question="And?")[1:]], ratio=1.0, **asked)
+        edited = [{"role": "user", "content": CHUNKS[1]}, *told[1:], *messages(question="More?")[1:]]
+        report = engine.generate(edited, ratio=0.0, **asked).report
+    assert report.moved_tokens > 20

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 from benchmarks.quality.metrics import Bootstrap
 from benchmarks.readers.first.world import KINDS, sample
 from benchmarks.readers.hybrid import net as hybrid
-from benchmarks.readers.hybrid.measure import CONTEXTS, TAILS, WITH_STATES, noting
+from benchmarks.readers.hybrid.measure import CONTEXTS, TAILS, noting
 from benchmarks.readers.hybrid.net import CHUNK, CONV, Attention, DeltaNet, Net
 from benchmarks.readers.hybrid.train import READER, load_net
 from kvrag.answer import overridden
@@ -37,6 +37,8 @@ from kvrag.control.tuning import MARGIN
 from kvrag.engine import BlendEngine
 from kvrag.reuse.blend import FIRST
 from kvrag.types import Run
+
+WITH_STATES = (0.15,)
 
 State = dict[int, tuple[Tensor, Tensor]]
 """Layer -> the convolution's window (3, 3 * dim) and the state (H, D, D)."""

@@ -1,10 +1,8 @@
 """Measure a hybrid: `python -m benchmarks.readers.hybrid.measure --model DIR`.
 
-Held-out questions of the first world: right answers and the divergence at the answer's first token, against full
-prefill, per tail and what its recurrent layers begin with: zero states, or those at the end of the last chunk before
-the tail as it was encoded, which kvrag does not store. There the tail begins where a chunk ends, so it is longer.
-`exact KV` is a tail from zero states behind full prefill's KV, as in Tail-Replay (arXiv:2608.30310).
-Resumes from --out.
+Held-out questions of the first world, through kvrag's engine: right answers and the divergence at the answer's first
+token, against full prefill, per tail and what its recurrent layers begin with: zero states, or those stored with the
+chunk before it (`store_states`). Resumes from --out.
 """
 
 from __future__ import annotations
@@ -13,11 +11,12 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,17 +28,16 @@ from benchmarks.quality.rows import QuestionRow
 from benchmarks.quality.worlds import world_rows
 from kvrag.answer import overridden
 from kvrag.backend.transformers import Model
-from kvrag.backend.transformers.rows import BlendCache, States
 from kvrag.config import BlendConfig, Sampling
 from kvrag.control.agreement import divergence
 from kvrag.control.prompts import ask
+from kvrag.control.tuning import MARGIN
 from kvrag.engine import BlendEngine
 from kvrag.generate.decode import decode
 from kvrag.reuse.request_state import RequestState
 from kvrag.store.values import ChunkRecord
 
 TAILS = (0.05, 0.1, 0.15, 0.3)
-WITH_STATES = (0.15,)
 CONTEXTS = {"alone": 0, "with context": 256}
 _GREEDY = Sampling(16, temperature=0, stop=("\n\n",))
 
@@ -60,61 +58,37 @@ _Full = tuple[str, list[int], Tensor]
 """Full prefill's answer: its text, its tokens, and the logits before the first."""
 
 
-def measure(model: Model, row: QuestionRow, tails: Sequence[float]) -> list[Record]:
+def measure(models: Mapping[str, Model], row: QuestionRow, tails: Sequence[float]) -> list[Record]:
     """Answer a row's prompt in all settings; full prefill is the first."""
-    ids = ask(model.tokenizer, row.passages, row.question)
+    plain = models["zero"]
+    ids = ask(plain.tokenizer, row.passages, row.question)
     records: list[Record] = []
     full: list[_Full] = []
-    for name, context_tokens in CONTEXTS.items():
-        config = BlendConfig(context_tokens=context_tokens, controller="off")
+
+    def add(model: Model, setting: str, request: RequestState) -> None:
+        text = _full_text(model, request, request.logits, full[0]) if full else None
+        request.cache.set_length(len(ids))
+        if text is None:
+            answer = list(decode(model, request.ids, request.cache, request.logits, _GREEDY))
+            text = "".join(delta.text for delta in answer)
+            full[:] = full or [(text, [token for delta in answer for token in delta.token_ids], request.logits)]
+        right, kl = bool(exact_match(text, row.answers)), divergence(full[0][2], request.logits)
+        rows = request.report.fresh_tokens + request.report.recomputed_tokens
+        records.append(Record(setting, right, text == full[0][0], kl, rows, len(ids)))
+
+    for (begin, model), (context, tokens) in product(models.items(), CONTEXTS.items()):
+        name, config = f"{context}, {begin}", BlendConfig(context_tokens=tokens, controller="off")
         with TemporaryDirectory(prefix="kvrag-hybrid-") as folder, BlendEngine(model, folder, config) as engine:
-            encoded, starts = noting(engine), dict[float, int]()
+            if not full:
+                add(model, "full", engine.prefill(ids, overridden(config, policy="full")))
             for document, chunks in row.all_documents().items():
                 engine.warm(chunks, document=document)
-
-            def add(setting: str, request: RequestState, rows: int, logits: Tensor) -> None:
-                request.cache.set_length(len(ids))
-                text = _full_text(model, request, logits, full[0]) if full else None
-                if text is None:
-                    request.cache.set_length(len(ids))
-                    answer = list(decode(model, request.ids, request.cache, logits, _GREEDY))
-                    text = "".join(delta.text for delta in answer)
-                    full[:] = full or [(text, [token for delta in answer for token in delta.token_ids], logits)]
-                right, kl = bool(exact_match(text, row.answers)), divergence(full[0][2], logits)
-                records.append(Record(setting, right, text == full[0][0], kl, rows, len(ids)))
-
-            if not full:
-                request = engine.prefill(ids, overridden(config, policy="full"))
-                add("full", request, len(ids), request.logits)
-            request = engine.prefill(ids, overridden(config, policy="none"))
-            add(f"{name}, plain reuse", request, request.report.fresh_tokens, request.logits)
+            add(model, f"{name}, plain reuse", engine.prefill(ids, overridden(config, policy="none")))
             for tail in tails:
-                request = engine.prefill(ids, overridden(config, policy="tail", ratio=tail))
-                rows = request.report.fresh_tokens + request.report.recomputed_tokens
-                add(f"{name}, tail {tail}", request, rows, request.logits)
-                start = int(torch.cat([request.selected, request.fresh[-1:]]).min())
-                starts[tail] = start
-                before = [run for run in request.runs if run.stop <= start]
-                if not before or tail not in WITH_STATES:  # the tail is the whole prompt
-                    continue
-                start = before[-1].stop  # the tail, lengthened to begin where a chunk ended
-                for kind in ("from a chunk's end", "from its state"):
-                    request = engine.prefill(ids, overridden(config, policy="none"))
-                    run = next(run for run in request.runs if run.stop == start)
-                    context, own = encoded[run.key]
-                    text = [*model.preamble, *context, *own[: run.offset + len(run)]]
-                    states = _states_after(model, text) if kind == "from its state" else {}
-                    logits = _forward_from(model, request, start, states)
-                    rows = int((request.fresh < start).sum()) + len(ids) - start
-                    add(f"{name}, tail {tail} {kind}", request, rows, logits)
-            answer = engine.generate(ids, temperature=0, max_new_tokens=16, stop=["\n\n"], controller="auto")
+                add(model, f"{name}, tail {tail}", engine.prefill(ids, overridden(config, policy="tail", ratio=tail)))
+            answer = engine.generate(ids, temperature=0, max_new_tokens=16, stop=["\n\n"], margin=MARGIN)
             report, right = answer.report, bool(exact_match(answer.text, row.answers))
-            rows = report.fresh_tokens + min(report.recomputed_tokens, round(report.ratio * report.reused_tokens))
-            rows += report.completed.rows if report.completed else 0
-            if name == "alone":
-                exact = engine.prefill(ids, overridden(config, policy="full"))
-                for tail, start in sorted(starts.items()):  # ascending: KV before a tail stays exact
-                    add(f"exact KV, tail {tail}", exact, len(ids) - start, _forward_from(model, exact, start, {}))
+            rows = report.fresh_tokens + (report.completed.rows if report.completed else 0)
             records.append(Record(f"{name}, adaptive", right, answer.text == full[0][0], math.nan, rows, len(ids)))
     return records
 
@@ -139,20 +113,6 @@ def noting(engine: BlendEngine) -> dict[str, tuple[list[int], list[int]]]:
 
     engine.store.put = note  # type: ignore[method-assign]
     return encoded
-
-
-def _forward_from(model: Model, request: RequestState, start: int, states: States) -> Tensor:
-    """Recompute the rows from `start` on, where recurrent layers have these states; return the last logits."""
-    cast(BlendCache, request.cache)._first[start] = states
-    at = torch.arange(start, len(request.ids))
-    return model.forward(request.ids[at][None], request.cache, at)
-
-
-def _states_after(model: Model, ids: list[int]) -> States:
-    """Return the states of the recurrent layers after these tokens."""
-    cache = cast(BlendCache, model.new_cache(len(ids)))
-    model.forward(torch.tensor(ids)[None], cache)
-    return cache.checkpoints[len(ids)]
 
 
 def table(rows: Sequence[list[Record]]) -> list[str]:
@@ -188,9 +148,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    model = Model.from_pretrained(args.model)
+    models = {name: Model.from_pretrained(args.model, store_states=name == "stored") for name in ("zero", "stored")}
     done: dict[str, list[Record]] = {}
-    settings = {"fingerprint": model.fingerprint.digest, "tails": args.tails}
+    settings = {"fingerprint": models["zero"].fingerprint.digest, "begins": list(models), "tails": args.tails}
     if args.out and args.out.exists():
         for line in args.out.read_text().splitlines():
             stored: dict[str, Any] = json.loads(line)
@@ -199,7 +159,7 @@ def main() -> None:
     rows = world_rows(args.n, args.seed)
     for number, row in enumerate(rows):
         if row.key not in done:
-            done[row.key] = measure(model, row, args.tails)
+            done[row.key] = measure(models, row, args.tails)
             if args.out:
                 stored = {"settings": settings, "row": row.key, "records": [asdict(one) for one in done[row.key]]}
                 with args.out.open("a") as file:

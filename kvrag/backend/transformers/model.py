@@ -28,6 +28,7 @@ from kvrag.backend.transformers.rows import (
     AttentionObserver,
     BlendCache,
     Calls,
+    States,
     Step,
     StepCache,
     StopForward,
@@ -38,7 +39,7 @@ from kvrag.backend.transformers.rows import (
 )
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import LOAD_DEFAULTS, LoadOptions, Sampling, fill_options, show_options
-from kvrag.errors import ContextWindowError, KvragError, UnsupportedModelError, reason_of
+from kvrag.errors import ContextWindowError, KvragError, SettingError, UnsupportedModelError, reason_of
 from kvrag.fingerprint import Fingerprint, hash_weights
 from kvrag.process import Shared, reporting_memory
 from kvrag.scheduling.waiting import FairLock, check_left
@@ -82,6 +83,7 @@ class Model(Backend):
         preamble: bool = True,
         compile_decode: bool = False,
         adapter: str | Path | Adapter | None = None,
+        store_states: bool = False,
     ) -> None:
         """Wrap a loaded transformers model and its tokenizer. For the options and errors, see `from_pretrained`."""
         loading.refuse_unsupported(hf.config, allow_unverified)
@@ -98,7 +100,9 @@ class Model(Backend):
         rope = loading.rope_parameters(self.config)
         self.rope_follows_length = any(part.get("rope_type") in ("dynamic", "longrope") for part in rope)
         self.windows = loading.layer_windows(self.config)
-        self.keeps_states = loading.keeps_states(self.config)
+        self.keeps_states, self.stores_states = loading.keeps_states(self.config), store_states
+        if store_states and not self.keeps_states:
+            raise SettingError(f"store_states: {self.name} has no layers that keep a state; leave it out")
         loading.refuse_attention(self.config._attn_implementation)
         self.stable_length = loading.stable_length(rope, self.context_window)
         self.recompute_threshold = loading.recompute_threshold(self.config, self.stable_length)
@@ -112,14 +116,17 @@ class Model(Backend):
             self._attending, self._places = attending, attending[: self.num_layers]
             self._layer_bytes = sum(weights.nbytes for weights in hf.parameters()) // self.config.num_hidden_layers
             self._check_attention()
-            self.state_bytes = self._check_states() if self.keeps_states else 0
+            self._states = self._check_states() if self.keeps_states else {}
             self.tables(torch.arange(_TRIAL_TOKENS))
+        self.state_bytes = sum(state.nbytes for state in self._states.values())
+        numbers = sum(state.numel() for state in self._states.values())
+        self.bytes_per_chunk = numbers * self.dtype.itemsize if store_states else 0
         self.hidden_size: int = self.config.hidden_size
         self.adapter = adapter if isinstance(adapter, Adapter | None) else load_adapter(adapter, hf, self.name)
         if compile_decode:
             self._compile()
         digest = self.adapter.digest if self.adapter else ""
-        self.fingerprint = replace(fingerprint(self.name, hf, self.tokenizer), adapter=digest)
+        self.fingerprint = replace(fingerprint(self.name, hf, self.tokenizer), adapter=digest, states=store_states)
 
     @classmethod
     @show_options(LoadOptions, LOAD_DEFAULTS)
@@ -139,17 +146,19 @@ class Model(Backend):
             quantization: `"int8"` rounds the weights of the linear layers to 8 bits: on CPUs, an answer's tokens come
                 about twice as fast. It is another model with other stored KV.
             adapter: Folder of a LoRA adapter in PEFT's format that is active only while chunks are encoded.
+            store_states: Store the states at each chunk's end too, for models that keep some: a recomputed tail begins
+                with those of the chunk before it. Costs `bytes_per_chunk`, and chunks are encoded up to the last layer.
 
         Raises:
             ModelLoadError: Unknown name, no network, or damaged files.
             UnsupportedModelError: The model cannot be blended exactly, or its decode steps cannot be compiled.
-            SettingError: A setting is unknown, or torch is too old for `compile_decode`.
+            SettingError: A setting is unknown, torch is too old for `compile_decode`, or there are no states to store.
         """
         settings = fill_options("from_pretrained()", LOAD_DEFAULTS, options)
         if settings["adapter"]:
             read_adapter(settings["adapter"])  # before the slow loading
         key = json.dumps([str(name_or_path), settings], default=str)
-        own = {option: settings.pop(option) for option in ("preamble", "compile_decode", "adapter")}
+        own = {option: settings.pop(option) for option in ("preamble", "compile_decode", "adapter", "store_states")}
         name = str(name_or_path)
         allow = settings["allow_unverified"]
         return _shared.get(key, lambda: cls(*loading.load(name, **settings), name, allow, **own))
@@ -167,10 +176,10 @@ class Model(Backend):
                 "interface, so rows cannot be masked by their true positions"
             )
 
-    def _check_states(self) -> int:
+    def _check_states(self) -> States:
         """Raise UnsupportedModelError unless a pass of several tokens goes on from the states of the one before.
 
-        Returns their bytes.
+        Returns zeros of their shapes and dtypes, on their devices.
         """
         ids = torch.arange(2 * _TRIAL_TOKENS)[None] % self.vocab_size
         whole, parts = self.new_cache(ids.shape[1]), self.new_cache(ids.shape[1])
@@ -186,7 +195,7 @@ class Model(Backend):
                     f"{self.config.model_type} models cannot be blended: their layers do not go on from their state in "
                     "a pass of several tokens"
                 )
-        return sum(state.nbytes for state in expected.values())
+        return {key: state.new_zeros(()).expand(state.shape) for key, state in expected.items()}
 
     def _compile(self) -> None:
         """Compile the decode steps of one row and of several; raise UnsupportedModelError if that is impossible."""
@@ -330,6 +339,24 @@ class Model(Backend):
         finally:
             cache.observer = cache.last = None
 
+    def states_after(self, cache: KVCache, row: int) -> tuple[Tensor, Tensor]:
+        """See `Backend.states_after`."""
+        assert isinstance(cache, BlendCache)
+        parts: tuple[list[Tensor], list[Tensor]] = [self._empty], [self._empty]
+        for key in sorted(self._states):
+            parts[key[1] != "conv"].append(cache.states[key][row].flatten().to("cpu", self.dtype))
+        return torch.cat(parts[0]), torch.cat(parts[1])
+
+    def begin_from(self, cache: KVCache, position: int, states: tuple[Tensor, Tensor]) -> None:
+        """See `Backend.begin_from`."""
+        assert isinstance(cache, BlendCache)
+        left, given = [part.clone() for part in states], States()
+        for key, like in sorted(self._states.items()):
+            side = key[1] != "conv"
+            own, left[side] = left[side].tensor_split([like.numel()])
+            given[key] = own.view_as(like).to(like)
+        cache.begin_from(position, given)
+
     def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
         """See `Backend.attention_received`."""
         total = torch.zeros(int(rows[-1]) + 1, device=self.device)
@@ -424,6 +451,10 @@ class Model(Backend):
             torch.cuda.synchronize()  # the step's kernels would wait for those of the layers so far in any case
         with suspended(self.config), self.lock.released(at_front=True):
             pass
+
+    @functools.cached_property
+    def _empty(self) -> Tensor:
+        return torch.empty(0, dtype=self.dtype)
 
     @functools.cached_property
     def _no_mask(self) -> Tensor | dict[str, Tensor]:

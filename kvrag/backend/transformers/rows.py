@@ -195,6 +195,7 @@ class BlendCache(StatefulCache):
             self._first[prefix.length] = prefix.states
         self._ends: tuple[tuple[int, States], ...] = ()  # after the last passes
         self._before = self._now = (0, States())  # of the last pass or step, and after it
+        self._given: tuple[int, States] | None = None  # for one pass
         self.held = {}
         self.is_latent = is_latent
         self.rows: Tensor | None = None
@@ -252,6 +253,9 @@ class BlendCache(StatefulCache):
         Raises ValueError if they are not kept any more.
         """
         known = {**dict((*self._ends, self._before, self._now)), **self._first}
+        if self._given and self._given[0] == start:
+            known.setdefault(*self._given)
+            self._given = None
         if start not in known and start < self._now[0]:
             raise ValueError(f"the states before position {start} are not kept")
         self._ends = tuple(end for end in self._ends if end[0] <= start)  # the others are being replaced
@@ -263,6 +267,15 @@ class BlendCache(StatefulCache):
         self._now = self._stop, self.held if states is None else states
         if states is None:
             self._ends = (*self._ends[-1:], self._now)
+
+    def begin_from(self, position: int, states: States) -> None:
+        """Let the next pass that begins at a position do so with these states, if those there are not known."""
+        self._given = position, states
+
+    @property
+    def states(self) -> States:
+        """The states after the last pass or step."""
+        return self._now[1]
 
     @property
     def checkpoints(self) -> dict[int, States]:

@@ -1878,17 +1878,17 @@ def test_the_ram_tier_takes_only_what_was_read_whole(store: FileStore) -> None:
     wanted = record(1, context=(7, 8))
     store.put([wanted])
     memory = MemoryTier(1 << 20)
-    for layers in ([0], [0, 1], [2, 1, 0]):
+    for layers in ([0], [1, 2], [0, 1]):  # the last one may be states: it is read to complete the others
         reader = store.open(wanted.key)
         assert reader is not None
         keeping = memory.keeping(reader)
         for number in layers:
             keeping.layer(number)
         keeping.close()
-        assert (memory.open(wanted.key) is not None) == (len(layers) == 3)
+        assert (memory.open(wanted.key) is not None) == (layers == [0, 1])
     kept = memory.open(wanted.key)
     assert kept is not None
-    assert torch.equal(kept.layer(1)[0], wanted.layers[1][0])
+    assert torch.equal(kept.layer(2)[0], wanted.layers[2][0])
     assert (kept.key, kept.tier, kept.bytes_read, kept.num_layers) == (wanted.key, "ram", 0, 3)
     assert (kept.ids.tolist(), kept.context_tokens) == (wanted.ids.tolist(), 2)
     assert memory.keeping(kept) is kept

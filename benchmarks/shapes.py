@@ -38,6 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"model_type": "llama", "vocab_size": 2000, "tie_word_embeddings": False, "max_position_embeddings": 4096}
     | _sizes(64, 64, layers=2, heads=4, kv_heads=2),
     "qwen3.5-0.8b": _QWEN3_5 | _sizes(1024, 3584, layers=24, heads=8, kv_heads=2),
+    "qwen3.5-4b": _QWEN3_5 | _sizes(2560, 9216, layers=32, heads=16, kv_heads=4) | {"linear_num_value_heads": 32},
     "llama-3.1-8b": _LLAMA | _sizes(4096, 14336, layers=32, heads=32, kv_heads=8),
 }
 """Configurations of known models; `tiny` is of none, for what does not depend on the model."""

@@ -18,6 +18,7 @@ import transformers
 from blending import CHUNKS, messages, plain_logits, prepare, relative
 from families import HYBRIDS, SINCE, build
 from packaging.version import Version
+from places import run_valkey
 from safetensors.numpy import load_file
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -290,10 +291,12 @@ def test_stored_are_the_models_own_states_at_a_chunks_end(storing: Model) -> Non
         assert sum(part.nbytes for part in states) == storing.bytes_per_chunk
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.2])
-def test_a_tail_goes_on_from_the_state_of_the_chunk_before_it(storing: Model, ratio: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ratio", "codec"), [(0.0, "native"), (0.2, "native"), (0.2, "int8")])
+def test_a_tail_goes_on_from_the_state_of_the_chunk_before_it(
+    storing: Model, ratio: float, codec: str, tmp_path: Path
+) -> None:
     ids = storing.tokenizer.render(PROMPT)
-    with BlendEngine(storing, FileStore(tmp_path, min_free_bytes=0)) as engine:
+    with BlendEngine(storing, FileStore(tmp_path, min_free_bytes=0), codec=codec) as engine:
         engine.warm(CHUNKS, document="a")
         done = prepare(engine, ids, ratio)
         start = int(torch.cat([done.selected, done.fresh[-1:]]).min())
@@ -388,3 +391,17 @@ def test_history_behind_an_edit_has_no_states_to_go_on_from(storing: Model, tmp_
         edited = [{"role": "user", "content": CHUNKS[1]}, *told[1:], *messages(question="More?")[1:]]
         report = engine.generate(edited, ratio=0.0, **asked).report
     assert report.moved_tokens > 20
+
+
+@pytest.mark.slow
+def test_machines_share_states(storing: Model, tmp_path: Path) -> None:
+    ids = storing.tokenizer.render(PROMPT)
+    with run_valkey() as server:
+        url = server.url.replace("PLACE", "states")
+        logits = []
+        for machine in ("a", "b"):
+            with BlendEngine(storing, url, store_cache=tmp_path / machine) as engine:
+                if not logits:
+                    engine.warm(CHUNKS, document="a")
+                logits.append(prepare(engine, ids, 0.2).logits)
+    assert torch.equal(*logits)

@@ -35,7 +35,6 @@ from kvrag.control.tuning import MARGIN
 from kvrag.engine import BlendEngine
 from kvrag.generate.decode import decode
 from kvrag.reuse.request_state import RequestState
-from kvrag.store.values import ChunkRecord
 
 TAILS = (0.05, 0.1, 0.15, 0.3)
 CONTEXTS = {"alone": 0, "with context": 256}
@@ -101,18 +100,6 @@ def _full_text(model: Model, request: RequestState, logits: Tensor, full: _Full)
     following = model.forward_all(torch.tensor([tokens]), request.cache)[0]
     best = torch.cat([logits, following]).argmax(-1).tolist()
     return text if best[:-1] == tokens and best[-1] in model.eos_ids else None
-
-
-def noting(engine: BlendEngine) -> dict[str, tuple[list[int], list[int]]]:
-    """Return what will be context and ids of the chunks that the engine encodes, by key."""
-    encoded, put = dict[str, tuple[list[int], list[int]]](), engine.store.put
-
-    def note(records: Sequence[ChunkRecord]) -> int:
-        encoded.update({record.key: (record.context.tolist(), record.ids.tolist()) for record in records})
-        return put(records)
-
-    engine.store.put = note  # type: ignore[method-assign]
-    return encoded
 
 
 def table(rows: Sequence[list[Record]]) -> list[str]:

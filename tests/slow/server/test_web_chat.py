@@ -342,6 +342,9 @@ def test_names_and_words_of_any_length_stay_inside(page: Any, url: str) -> None:
     page.click(".sources > summary")
     page.click(".sources li summary")
     assert page.locator(".sources .where").inner_text() == name
+    assert not page.locator(".sources .start").is_visible()  # the text is below, and the name is shown in full
+    where = page.locator(".sources .where").bounding_box()
+    assert where["x"] + where["width"] <= 390
     assert page.locator(".sources p").inner_text() == f"<b>{word}"
     assert page.locator("#documents .name").first.inner_text() == name
     assert page.evaluate("document.documentElement.scrollWidth") == 390

@@ -173,8 +173,8 @@ def _brief(text: str) -> str:
 
 
 def _name(documents: tuple[str, ...], key: str) -> str:
-    document, *others = documents or ("no named document",)
-    return f"{document}{f' and {len(others)} more' if others else ''}, chunk {key[:8]}"
+    more = f" and {len(documents) - 1} more" if len(documents) > 1 else ""
+    return f"{documents[0]}{more}, chunk {key[:8]}" if documents else f"chunk {key[:8]}"
 
 
 _STYLE = """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvrag.backend.transformers import Model
-from kvrag.cli.speed import processor
+from kvrag.cli.demo import processor
 
 
 def run_settings(model: Model) -> dict[str, Any]:

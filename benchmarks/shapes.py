@@ -8,8 +8,14 @@ import torch
 
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.untrained import untrained_model
-from kvrag.cli.speed import QWEN
 from kvrag.errors import SettingError
+
+_QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+}
 
 
 def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
@@ -33,8 +39,8 @@ _QWEN3_5 = {  # every fourth layer is attention
     "linear_num_value_heads": 16,
 }
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen2.5-0.5b": QWEN,
-    "qwen2.5-1.5b": QWEN | _sizes(1536, 8960, layers=28, heads=12, kv_heads=2),
+    "qwen2.5-0.5b": _QWEN2 | _sizes(896, 4864, layers=24, heads=14, kv_heads=2),
+    "qwen2.5-1.5b": _QWEN2 | _sizes(1536, 8960, layers=28, heads=12, kv_heads=2),
     "tiny": {"model_type": "llama", "vocab_size": 2000, "tie_word_embeddings": False, "max_position_embeddings": 4096}
     | _sizes(64, 64, layers=2, heads=4, kv_heads=2),
     "qwen3.5-0.8b": _QWEN3_5 | _sizes(1024, 3584, layers=24, heads=8, kv_heads=2),

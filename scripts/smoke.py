@@ -55,9 +55,9 @@ def packages(version: str) -> None:
 
 def command_line() -> list[str]:
     """Warm, ask and inspect; return the demo's retrieved chunks."""
-    demo = command("demo", "--no-speed", "--store", "demo")
+    demo = command("demo", "--store", "demo")
     assert {outcome["way"] for outcome in demo["questions"]} == {*WAYS}
-    assert all(outcome["recomputed_tokens"] for outcome in demo["questions"] if outcome["way"] == "blending")
+    assert all(outcome["recomputed_tokens"] for outcome in demo["alone"] if outcome["way"] == "blending")
     answer = command("ask", demo["questions"][0]["question"], "--store", "demo", "--policy", "none")
     assert answer["report"]["reused_tokens"] > 0
     assert command("store", "check", "--store", "demo")["damaged"] == 0

@@ -1,18 +1,19 @@
-"""`kvrag demo`: answers and speed by several policies, and the speed of a larger model."""
+"""`kvrag demo`: why to blend, and the README's table for the bundled reader."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvrag.backend.hub import READER
 from kvrag.cli import warm
@@ -20,12 +21,13 @@ from kvrag.cli.common import human_bytes, open_engine, open_index, progress, req
 from kvrag.reader.samples import ARTICLES, ENCODED_ALONE, Sample
 from kvrag.types import Answer
 
-if TYPE_CHECKING:
-    from kvrag.cli.speed import SpeedUp
+Ways = Mapping[str, Mapping[str, Any]]
 
-_FULL, _BLENDING = "full prefill", "blending"
-WAYS = {_FULL: "full", "plain reuse": "none", _BLENDING: None}
-"""Ways to answer, with their policies; None = default."""
+_FULL, _KVRAG = "full prefill", "kvrag"
+WAYS: Ways = {_FULL: {"policy": "full"}, _KVRAG: {}}
+"""Ways to answer with the defaults, with their options."""
+WAYS_ALONE: Ways = {_FULL: {"policy": "full"}, "plain reuse": {"policy": "none"}, "blending": {"controller": "off"}}
+"""Ways to answer from chunks that were encoded alone."""
 
 _WIDTH = 80  # columns of a terminal
 _BUSY = 0.15  # share of the CPU that other processes take
@@ -40,19 +42,19 @@ class DemoAnswer:
     way: str
     answer: str
     correct: bool
+    prompt_tokens: int
     reused_tokens: int
     recomputed_tokens: int
     ttft_s: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `kvrag demo`."""
+    """Add the option of `kvrag demo`."""
     parser.add_argument("--store", help="folder for the encoded chunks (default: a temporary one)")
-    parser.add_argument("--no-speed", action="store_true", help="skip the speed measurement")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the speed-up, the answers to two sets of questions, and the next commands to try."""
+    """Print the answers to two sets of questions, and the times and counts of the second one."""
     require_extra()
     started = cpu()
     warn_if_busy(started)
@@ -62,29 +64,17 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join(lines), flush=True)
 
     with tempfile.TemporaryDirectory(prefix="kvrag-demo-") as folder:
+        _, alone = _ask_all(ENCODED_ALONE, WAYS_ALONE, f"{folder}/alone", args.json)
+        show(*_alone_lines(alone), "")
         started = cpu()
-        warmed, answers = _ask_all(ARTICLES, args.store or f"{folder}/articles", args.json)
-        show(*answer_lines(answers, warmed, busy_note(started, cpu())))
-        _, alone = _ask_all(ENCODED_ALONE, f"{folder}/alone", args.json)
-        show("", *_alone_lines(alone))
-    started = cpu()
-    speed = None if args.no_speed else _measure(args.json)
-    if speed:
-        show("", "A larger model:", *speed_lines(speed, busy_note(started, cpu())))
-    show(
-        "",
-        "Next, with your own files:",
-        "  kvrag warm PATH... --model Qwen/Qwen2.5-0.5B-Instruct",
-        '  kvrag ask "..." --model Qwen/Qwen2.5-0.5B-Instruct',
-        "In your LangChain or LlamaIndex application: docs/quickstart.md.",
-    )
+        warmed, answers = _ask_all(ARTICLES, WAYS, args.store or f"{folder}/articles", args.json)
+    show(*_article_lines(answers, warmed), *busy_note(started, cpu()), "", *table(answers))
     if args.json:
-        questions = {"questions": list(map(asdict, answers)), "alone": list(map(asdict, alone))}
-        print(json.dumps({"warm": warmed} | questions | {"speed": asdict(speed) if speed else None}))
+        print(json.dumps({"warm": warmed, "questions": [*map(asdict, answers)], "alone": [*map(asdict, alone)]}))
     return 0
 
 
-def _ask_all(sample: Sample, store: str, quiet: bool) -> tuple[dict[str, Any], list[DemoAnswer]]:
+def _ask_all(sample: Sample, ways: Ways, store: str, quiet: bool) -> tuple[dict[str, Any], list[DemoAnswer]]:
     """Warm the sample's documents and ask its questions each way; return what was warmed and the answers."""
     parser = argparse.ArgumentParser()
     warm.add_arguments(parser)
@@ -97,26 +87,19 @@ def _ask_all(sample: Sample, store: str, quiet: bool) -> tuple[dict[str, Any], l
         def ask(way: str, question: str) -> Answer:
             texts = [hit.text for hit in index.search(question, sample.top_k, sample.around)]
             messages = [{"role": "user", "content": "\n\n".join([*texts, question])}]
-            return engine.generate(messages, max_new_tokens=16, temperature=0, policy=WAYS[way], controller="off")
+            return engine.generate(messages, max_new_tokens=16, temperature=0, **ways[way])
 
-        for way in WAYS:
+        for way in ways:
             ask(way, "What is this about?")  # the first answer of a process includes start-up costs
         with progress("asking", quiet) as show:
             for number, (question, expected) in enumerate(sample.questions.items(), 1):
-                for way in WAYS:
+                for way in ways:
                     said = ask(way, f"Question: {question}")
                     text, report = said.text.strip(), said.report
-                    numbers = report.reused_tokens, report.recomputed_tokens, report.ttft_s
+                    numbers = report.prompt_tokens, report.reused_tokens, report.recomputed_tokens, report.ttft_s
                     answers.append(DemoAnswer(question, expected, way, text, text == expected, *numbers))
                 show(number, len(sample.questions))
-    return warmed, answers
-
-
-def _measure(quiet: bool) -> SpeedUp:
-    from kvrag.cli.speed import measure
-
-    with progress("measuring a larger model", quiet, "tokens") as show:
-        return measure(progress=show)
+    return warmed | {"dtype": str(engine.model.dtype).removeprefix("torch.")}, answers
 
 
 def cpu() -> tuple[float, float, float]:
@@ -148,45 +131,30 @@ def busy_note(start: Sequence[float], stop: Sequence[float]) -> list[str]:
     return [note] if others > _BUSY and idle < 0.25 else []
 
 
-def _faster(full_s: float, blending_s: float) -> str:
-    """Return the speed-up in words, as measured."""
-    ratio = full_s / blending_s
-    compared = f"{ratio:.1f}x faster" if ratio >= 1 else f"{1 / ratio:.1f}x slower"
-    return f"{compared}: first token after {blending_s * 1000:.0f} ms instead of {full_s * 1000:.0f} ms"
-
-
-def answer_lines(answers: Sequence[DemoAnswer], warmed: dict[str, Any], notes: Sequence[str] = ()) -> list[str]:
-    """Return the speed-up and the agreement in one line each, then a table of the answers."""
-    full, blending = ([answer for answer in answers if answer.way == way] for way in (_FULL, _BLENDING))
-    times = [statistics.median(answer.ttft_s for answer in part) for part in (full, blending)]
-    same = sum(reference.answer == blended.answer for reference, blended in zip(full, blending, strict=True))
-    return [
-        _faster(*times),
-        *notes,
-        f"{same} of {len(full)} answers are full prefill's",
-        "",
-        "The bundled reader (4.8 M parameters), about",
-        f"{warmed['files']} articles of a made-up world: {warmed['chunks']} chunks ({warmed['new']} new), "
-        f"{warmed['tokens']} tokens, {human_bytes(warmed['bytes'])} of KV.",
-        "Medians over the questions.",
-        "",
-        *_table(answers),
-        "All questions were chosen so that full prefill answers them right: the counts",
-        "show agreement with it, not accuracy.",
-    ]
+def processor() -> str:
+    """Return the name of this machine's processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
 def _alone_lines(answers: Sequence[DemoAnswer]) -> list[str]:
     """Return a table of the questions that plain reuse answers wrong, and how they were picked."""
+    blended = [answer for answer in answers if answer.way == "blending"]
+    recomputed = sum(answer.recomputed_tokens for answer in blended)
+    reused = sum(answer.reused_tokens for answer in blended)
     return [
-        "Why blend? Plain reuse is wrong here",
+        "Why blend? Plain reuse is wrong here (x)",
         "",
-        "The same articles in chunks of a few sentences, each encoded alone. Most say",
-        '"he" or "the town"; the name is in another chunk. Plain reuse cannot connect',
-        "the two. Blending recomputes the few tokens that need it. (Prompts of 200 tokens",
-        "are too short to save time.)",
+        "Articles of a made-up world in chunks of a few sentences, each encoded alone.",
+        'Most say "he" or "the town"; the name is in another chunk. Plain reuse cannot',
+        f"connect the two. Blending recomputed {recomputed} of {reused} tokens.",
         "",
-        *_table(answers, times=False),
+        *_rows(answers, WAYS_ALONE),
+        _row("right", [f"{right} of {asked}" for right, asked in _counts(answers, WAYS_ALONE)]),
+        "",
         "These questions were picked because plain reuse answers them wrong. Of 500 that",
         "were not picked, full prefill answers 442 right, plain reuse 279, blending 434",
         "(docs/results.md). By default kvrag encodes a chunk with the text before it in",
@@ -194,29 +162,59 @@ def _alone_lines(answers: Sequence[DemoAnswer]) -> list[str]:
     ]
 
 
-def _table(answers: Sequence[DemoAnswer], times: bool = True) -> list[str]:
-    """Return a line for each answer, and the number of right ones by each way."""
-    lines = [f"{'':20}{'answer':22}{'recomputed':>12}" + f"{'TTFT':>12}" * times]
-    for answer in answers:
-        if answer.way == _FULL:
-            lines += ["", f"{answer.question} ({answer.expected})"]
-        text = shorten(answer.answer, 12, placeholder="...") + ("" if answer.correct else " (wrong)")
-        computed = "all" if answer.way == _FULL else f"{answer.recomputed_tokens} of {answer.reused_tokens}"
-        ttft = f"{answer.ttft_s * 1000:>9.0f} ms" * times
-        lines.append(f"  {answer.way:18}{text:22}{computed:>12}{ttft}")
-    by_way = {way: [answer.correct for answer in answers if answer.way == way] for way in WAYS}
-    right = "; ".join(f"{sum(correct)} of {len(correct)} by {way}" for way, correct in by_way.items())
-    return [*lines, "", f"Right: {right}."]
-
-
-def speed_lines(result: SpeedUp, notes: Sequence[str] = ()) -> list[str]:
-    """Return the speed-up of a model of a real size, and how it was measured."""
+def _article_lines(answers: Sequence[DemoAnswer], warmed: dict[str, Any]) -> list[str]:
+    """Return the answers with the defaults, and what they are worth."""
     return [
-        _faster(result.full_s, result.blending_s),
-        *notes,
+        f"The articles whole: {warmed['chunks']} chunks ({warmed['new']} new), "
+        f"{warmed['tokens']} tokens, {human_bytes(warmed['bytes'])} of KV",
         "",
-        f"{result.model}: {result.prompt_tokens} prompt tokens,",
-        "6 chunks in an order never seen before, medians of 2 rounds;",
-        f"{result.threads} threads, {result.processor}"[:_WIDTH],
-        f"Bound, if computing the tokens were the only cost: {result.bound:.1f}x",
+        *_rows(answers, WAYS),
+        "",
+        "All were chosen so that full prefill answers them right: the counts below show",
+        "agreement with it, not accuracy. Medians; 4.8 M parameters,",
+        f"{warmed['dtype']}, {os.cpu_count()} cores, {processor()}"[:_WIDTH],
     ]
+
+
+def table(answers: Sequence[DemoAnswer]) -> list[str]:
+    """Return the README's table for these answers: prompt, time to first token, right answers."""
+    prompt = statistics.median(answer.prompt_tokens for answer in answers)
+    times = [statistics.median(answer.ttft_s for answer in answers if answer.way == way) for way in WAYS]
+    (right, asked), (kept, _) = _counts(answers, WAYS)
+    return [
+        f"{'':34}{'first token':24}right answers",
+        _columns("default settings", "prompt", *WAYS, *WAYS),
+        _columns("bundled reader", f"{prompt:.0f} tokens", *map(_seconds, times), f"{right} of {asked}", str(kept)),
+    ]
+
+
+def _columns(model: str, prompt: str, *numbers: str) -> str:
+    widths = 14, 10, 14, 5
+    cells = "".join(f"{number:{width}}" for number, width in zip(numbers, widths, strict=True))
+    return f"{model:20}{prompt:14}{cells}".rstrip()
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _rows(answers: Sequence[DemoAnswer], ways: Ways) -> list[str]:
+    """Return a line for each question with its answers, the wrong ones marked."""
+    lines = [_row("", list(ways))]
+    for start in range(0, len(answers), len(ways)):
+        same = answers[start : start + len(ways)]
+        cells = ["" if answer.correct else "x " for answer in same]
+        texts = [mark + shorten(answer.answer, 13, placeholder="...") for mark, answer in zip(cells, same, strict=True)]
+        lines.append(_row(same[0].question, texts))
+    return lines
+
+
+def _row(question: str, cells: Sequence[str]) -> str:
+    wide = 32 if len(cells) > 2 else 44  # the longest question and two
+    return f"{question:{wide}}" + "".join(f"{cell:16}" for cell in cells).rstrip()
+
+
+def _counts(answers: Sequence[DemoAnswer], ways: Ways) -> list[tuple[int, int]]:
+    """Return the number of right answers and of all, for each way."""
+    by_way = [[answer.correct for answer in answers if answer.way == way] for way in ways]
+    return [(sum(correct), len(correct)) for correct in by_way]

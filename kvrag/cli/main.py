@@ -18,7 +18,7 @@ from kvrag.cli.plugin import find
 from kvrag.errors import KvragError, out_of_memory
 
 _COMMANDS = {  # modules of kvrag.cli, with their help
-    "demo": "run the offline demo: a minute on two idle cores",
+    "demo": "run the offline demo: under a minute on two idle cores",
     "warm": "encode files and folders into a store",
     "ask": "ask a question about the warmed documents",
     "chat": "ask several questions in a conversation",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -57,7 +58,8 @@ def print_answer(hits: Sequence[Hit], text: str, report: BlendReport, args: argp
         context = [asdict(hit) for hit in hits]
         print(json.dumps({**about, "answer": text, "context": context, "report": report.to_dict()}), flush=True)
     else:
-        say(f"sources: {', '.join(dict.fromkeys(hit.source for hit in hits))}")
+        here = os.path.join(os.getcwd(), "")
+        say(f"sources: {', '.join(dict.fromkeys(hit.source.removeprefix(here) for hit in hits))}")
         say("\n".join(summary_of(report)))
 
 

@@ -128,7 +128,10 @@ def warm_here(args: argparse.Namespace) -> dict[str, Any]:
         chunks, pages, problems = read_chunks(args, engine.encode)
         new = _new_tokens(engine, chunks, args.namespace)
         needed = new * bytes_per_token(engine, args.chunk_tokens)
-        say(f"{len(chunks)} documents, {new} new tokens: needs {human_bytes(needed)} in {place}")
+        need = (
+            f"{new} new tokens: needs {human_bytes(needed)} in {place}" if new else f"nothing new to encode for {place}"
+        )
+        say(f"{len(chunks)} documents, {need}")
         store.check_room(needed)
 
         def add(name: str) -> int:

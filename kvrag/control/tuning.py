@@ -132,7 +132,7 @@ def _beginning(config: BlendConfig, ratio: float) -> BlendConfig:
 
 
 def _name(ratio: float) -> str:
-    return f"blend at {ratio:g}" if ratio else "plain reuse"
+    return f"blend at {ratio:g}" if ratio else "plain reuse to begin with"
 
 
 def _seconds(value: float) -> str:

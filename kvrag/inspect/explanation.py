@@ -151,17 +151,16 @@ def summary_of(report: BlendReport) -> Iterator[str]:
     yield (
         f"{prompt} prompt tokens: {report.reused_tokens} reused ({kept}{report.recomputed_tokens} of them recomputed), "
         f"{report.fresh_tokens} fresh; first token after {report.ttft_s * 1000:.0f} ms "
-        f"(policy {report.policy}, ratio {report.ratio:.2f})"
+        f"({'at first ' if report.completed else ''}policy {report.policy}, ratio {report.ratio:.2f})"
     )
-    if computed < prompt:
+    if prompt > 1.05 * computed:  # else 1.0x
         yield f"{computed / prompt:.0%} of the tokens were computed: at most {prompt / computed:.1f}x faster"
     seconds = {"matching": report.match_s, "waiting for chunks": report.load_stall_s, "stitching": report.stitch_s}
     seconds |= {"selecting": report.select_s, "computing": report.blend_s}
     yield "milliseconds: " + ", ".join(f"{name} {value * 1000:.0f}" for name, value in seconds.items())
     if done := report.completed:
-        place = f"after {done.token} tokens of the answer" if done.token else "of the first token"
-        rest = f"{done.rows} tokens were computed in {done.seconds * 1000:.0f} ms"
-        yield f"the model was unsure {place}: {rest}, and from there on it is full prefill's"
+        rest = f"{done.rows} tokens were computed in {done.seconds * 1000:.0f} ms first"
+        yield f"the model was unsure of token {done.token + 1}: {rest}, and from it on the answer is full prefill's"
     if report.policy == "full":
         yield "full prefill was used: nothing but a conversation is reused, whatever is stored"
     yield from filter(None, [report.decision, *report.notes])
@@ -174,8 +173,8 @@ def _brief(text: str) -> str:
 
 
 def _name(documents: tuple[str, ...], key: str) -> str:
-    document, *others = documents or ("no named document",)
-    return f"{document}{f' and {len(others)} more' if others else ''}, chunk {key[:8]}"
+    more = f" and {len(documents) - 1} more" if len(documents) > 1 else ""
+    return f"{documents[0]}{more}, chunk {key[:8]}" if documents else f"chunk {key[:8]}"
 
 
 _STYLE = """

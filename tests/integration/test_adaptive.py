@@ -79,9 +79,11 @@ def test_a_completed_answer_is_full_prefills(
             assert report.completed.token == number
             assert report.exact == (number == 0)
             assert report.recomputed_tokens > 80
-            place = "of the first token" if number == 0 else "after 3 tokens of the answer"
-            told = f"the model was unsure {place}: {report.completed.rows} tokens were computed"
-            assert told in str(engine.explain())
+            told = f"the model was unsure of token {number + 1}: {report.completed.rows} tokens were computed"
+            explained = str(engine.explain())
+            assert told in explained
+            assert "(at first policy query, ratio " in explained
+            assert "at most 1.0x faster" not in explained
             said = list(answer.token_ids)
             assert said == _by_full_prefill(model, ids, said[:number], 12)
 

@@ -283,7 +283,7 @@ function addLane(turn, first = null) {
 }
 
 /** Show a complete answer, perhaps one from before a reload. */
-function showAnswer({ part, say }, { text, marked, thought, time, detail, policy }) {
+function showAnswer({ part, say }, { text, marked, thought, time, total, detail, policy }) {
   part("answer").parentElement.classList.toggle("full", isFull({ policy }));
   say(text || "(The model gave an empty answer.)");
   const plain = part("answer").textContent;
@@ -292,6 +292,7 @@ function showAnswer({ part, say }, { text, marked, thought, time, detail, policy
   part("thought").hidden = !thought;
   part("thought").lastElementChild.textContent = thought;
   part("time").textContent = time;
+  part("total").textContent = total;
   part("detail").textContent = detail;
 }
 
@@ -346,6 +347,7 @@ async function answer(lane, body, onSources, onFirst, missing = 0) {
     clearInterval(clock);
     showTime();
   }
+  const total = `whole answer ${format((performance.now() - started) / 1000)}`;
   const tokens = (name) => report[`${name}_tokens`].toLocaleString("en");
   const share = Math.round((100 * report.recomputed_tokens) / Math.max(1, report.reused_tokens));
   const computed = `${tokens("reused")} reused, ${tokens("recomputed")} of them recomputed (${share} %)`;
@@ -359,7 +361,7 @@ async function answer(lane, body, onSources, onFirst, missing = 0) {
   const isShown = piece.trim() && text.startsWith(before + piece); // not in a thought
   const marked = isShown && (before + piece.replace(piece.trim(), MARK) + text.slice((before + piece).length)).trim();
   const detail = [used, doubt, without, why, cut].filter(Boolean).join("; ");
-  const result = { text: text.trim(), marked, thought, seconds, time: time(), detail, policy: report.policy };
+  const result = { text: text.trim(), marked, thought, seconds, time: time(), total, detail, policy: report.policy };
   showAnswer(lane, result);
   return result;
 }

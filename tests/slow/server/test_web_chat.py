@@ -270,6 +270,8 @@ def test_an_answer_with_full_prefill_is_raced_against_blending(page: Any, url: s
         "5 prompt tokens: 2 reused, 1 of them recomputed (50 %)",
     ]
     assert lanes.evaluate_all("lanes => lanes.map((lane) => lane.classList.contains('full'))") == [True, False]
+    totals = lanes.locator(".total").all_inner_texts()
+    assert [re.fullmatch(r"whole answer (\d+ ms|\d+\.\d\d s)", text) is not None for text in totals] == [True, True]
     verdict = r"(First tokens equally fast|(Full prefill|Blending) was \d+\.\dx faster), the same answer"
     assert re.fullmatch(verdict, page.inner_text(".verdict"))
     before = page.evaluate("document.querySelector('.turn').innerText")
@@ -340,6 +342,9 @@ def test_names_and_words_of_any_length_stay_inside(page: Any, url: str) -> None:
     page.click(".sources > summary")
     page.click(".sources li summary")
     assert page.locator(".sources .where").inner_text() == name
+    assert not page.locator(".sources .start").is_visible()  # the text is below, and the name is shown in full
+    where = page.locator(".sources .where").bounding_box()
+    assert where["x"] + where["width"] <= 390
     assert page.locator(".sources p").inner_text() == f"<b>{word}"
     assert page.locator("#documents .name").first.inner_text() == name
     assert page.evaluate("document.documentElement.scrollWidth") == 390

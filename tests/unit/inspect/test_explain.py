@@ -44,6 +44,12 @@ def answered(engine: BlendEngine, *chunks: str, **settings: Any) -> Any:
 # -------------------------------------------------------------------- the prompt
 
 
+def test_a_chunk_without_a_document_is_named_by_its_key(engine: BlendEngine) -> None:
+    engine.warm(CHUNKS[:1])
+    stretch = next(stretch for stretch in told(engine, CHUNKS[0]).stretches if stretch.kind == "reused")
+    assert stretch.source.startswith(f"chunk {stretch.key[:8]} from token ")
+
+
 @pytest.mark.parametrize(("policy", "ratio"), [("query", 0.2), ("first_k", 0.3), ("none", None), ("full", None)])
 def test_every_token_is_explained_by_how_it_was_computed(engine: BlendEngine, policy: str, ratio: float | None) -> None:
     engine.warm(CHUNKS[:2], document="a.txt")

@@ -92,8 +92,10 @@ def checkpoint_fingerprint(
 def _hash_files(name: str, revision: str | None, how: str) -> str:
     """Return the hash of a checkpoint's tensors, however they are distributed over files, and of how they are read."""
     try:
-        folder = Path(name if Path(name).is_dir() else snapshot_download(name, revision=revision, allow_patterns=_FILES))
-        tensors = {}
+        folder = Path(
+            name if Path(name).is_dir() else snapshot_download(name, revision=revision, allow_patterns=_FILES)
+        )
+        tensors: dict[str, torch.Tensor] = {}
         for file in folder.glob(_FILES):
             if not file.name.startswith("consolidated"):  # Mistral's own format, beside the other
                 tensors |= load_file(file)  # stay memory-mapped

@@ -87,7 +87,7 @@ def test_every_stored_tensor_changes_the_fingerprint(model: Path, name: str) -> 
     save_file(tensors, file)
     changed = checkpoint_fingerprint(model, torch.bfloat16)
     assert changed.weights != base.weights
-    first = dict(list(tensors.items())[:5])
+    first = {key: tensors[key] for key in sorted(tensors)[::2]}
     save_file(first, model / "model-00001.safetensors")
     save_file({key: tensors[key] for key in tensors.keys() - first.keys()}, file)
     assert checkpoint_fingerprint(model, torch.bfloat16) == changed
@@ -119,7 +119,7 @@ def test_a_plain_checkpoint_that_vllm_quantises_has_another_fingerprint(folder: 
 def test_quantised_files_that_cannot_be_read_are_refused(model: Path) -> None:
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(ModelLoadError, match="check the files in that folder"):
+    with pytest.raises(ModelLoadError, match=r"cannot load model .*: check its files"):
         checkpoint_fingerprint(model, torch.bfloat16)
     file.rename(model / "model.bin")
     with pytest.raises(UnsupportedModelError, match="has no safetensors files: use a checkpoint with them"):

@@ -39,14 +39,12 @@ def fingerprint_of(model_config: Any) -> Fingerprint:
     Raises:
         KvragError: It cannot be read, or its format is not supported.
     """
-    # vLLM also quantises plain checkpoints while it loads them
-    name, settings = model_config.quantization, model_config.quantization_config
     return checkpoint_fingerprint(
         model_config.model,
         model_config.dtype,
         model_config.revision,
         model_config.trust_remote_code,
-        (name, repr(settings)) if name or settings else None,
+        (model_config.quantization, model_config.quantization_config),
     )
 
 
@@ -55,7 +53,7 @@ def checkpoint_fingerprint(
     dtype: torch.dtype,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    quantization: tuple[str | None, str] | None = None,
+    quantization: tuple[str | None, Any] = (None, None),
 ) -> Fingerprint:
     """Return the fingerprint of `Model.from_pretrained(name_or_path, dtype=dtype)`, without loading the model.
 
@@ -63,7 +61,7 @@ def checkpoint_fingerprint(
     UnsupportedModelError: the weights of a loaded model are not those of the files.
 
     Args:
-        quantization: Name and settings of vLLM's quantisation; None = it has none of its own.
+        quantization: Method and settings of vLLM, which also quantises plain checkpoints while it loads them.
     """
     name = str(name_or_path)
     config = load_config(name, revision, trust_remote_code)
@@ -72,10 +70,10 @@ def checkpoint_fingerprint(
     stored = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(), "quantization_config", None
     )
-    if stored or quantization:
+    if stored or any(quantization):
         tokenizer = Tokenizer(load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code), name)
-        method, settings = quantization or (None, "")
-        how = json.dumps([stored or method, settings], sort_keys=True)  # names of methods differ between versions
+        method, settings = quantization
+        how = json.dumps([stored or method, repr(settings)], sort_keys=True, default=str)  # versions rename methods
         return fingerprint(name, outline, tokenizer, _hash_files(name, revision, how))
     reason = ""
     if any(isinstance(rule, WeightConverter) for rule in get_model_conversion_mapping(outline)):
@@ -92,15 +90,14 @@ def checkpoint_fingerprint(
 def _hash_files(name: str, revision: str | None, how: str) -> str:
     """Return the hash of a checkpoint's tensors, however they are distributed over files, and of how they are read."""
     try:
-        folder = Path(
-            name if Path(name).is_dir() else snapshot_download(name, revision=revision, allow_patterns=_FILES)
-        )
+        is_local = Path(name).exists()
+        folder = Path(name if is_local else snapshot_download(name, revision=revision, allow_patterns=_FILES))
         tensors: dict[str, torch.Tensor] = {}
         for file in folder.glob(_FILES):
             if not file.name.startswith("consolidated"):  # Mistral's own format, beside the other
                 tensors |= load_file(file)  # stay memory-mapped
-    except (OSError, SafetensorError) as error:
-        raise ModelLoadError(f"cannot load model {name!r}: check the files in that folder ({error})") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelLoadError(f"cannot load model {name!r}: check its files ({error})") from error
     if not tensors:
         raise UnsupportedModelError(f"{name!r} is quantised and has no safetensors files: use a checkpoint with them")
     return hash_weights([(how, torch.empty(0)), *sorted(tensors.items())])

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvrag.backend.transformers.loading import auto_class, context_window, load, load_config, refuse_failures
     from kvrag.backend.transformers.loading import rope_parameters, stable_length
     from kvrag.backend.transformers.model import fingerprint
+    from kvrag.fingerprint import hash_weights
     from kvrag.config import check_bytes, check_names, check_namespace, check_option
     from kvrag.control.tuning import Tuning
     from kvrag.index.catalog import Lookup, Match

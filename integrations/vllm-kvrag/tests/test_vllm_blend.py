@@ -26,7 +26,7 @@ class Both(NamedTuple):
     folder: Path
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "gemma3", "gpt_oss"])
 def both(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     """vLLM and kvrag's engine on one store, in which transformers has encoded a document."""
     model, store = checkpoint(request.param, folder), tmp_path_factory.mktemp("store")

@@ -171,15 +171,6 @@ def test_missing_and_misshapen_tensors_are_refused(save: Save) -> None:
         checkpoint_fingerprint(folder, torch.float32)
 
 
-def test_quantised_checkpoints_are_refused(save: Save) -> None:
-    folder = save("llama")
-    config = json.loads((folder / "config.json").read_text())
-    quantised = config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    (folder / "config.json").write_text(json.dumps(quantised))
-    with pytest.raises(UnsupportedModelError, match="quantised"):
-        checkpoint_fingerprint(folder, torch.float32)
-
-
 def test_merged_experts_are_refused(save: Save) -> None:
     folder = save("mixtral")
     with pytest.raises(UnsupportedModelError, match="merges or splits"):

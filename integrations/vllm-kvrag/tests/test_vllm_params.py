@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,11 +175,13 @@ def test_versions(found: str, is_too_old: bool, is_untested: bool, monkeypatch: 
     assert bool(compat.untested()) == is_untested
 
 
+@dataclass
 class FullAttentionSpec:
-    pass
+    num_kv_heads: int = 2
+    head_size: int = 32
 
 
-class SlidingWindowSpec:
+class SlidingWindowSpec(FullAttentionSpec):
     pass
 
 
@@ -201,9 +204,8 @@ def _config(dtype: str = "auto", **changes: Any) -> Any:
 
 def _layer(number: int, **changes: Any) -> Any:
     backend = SimpleNamespace(get_name=lambda: "CPU")
-    impl = SimpleNamespace(sinks=changes.get("sinks"))
     heads = changes.get("heads", 2)
-    return SimpleNamespace(layer_name=f"l{number}", num_kv_heads=heads, head_size=32, attn_backend=backend, impl=impl)
+    return SimpleNamespace(layer_name=f"l{number}", num_kv_heads=heads, head_size=32, attn_backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +232,8 @@ def test_unsupported_settings(config: Any, message: str) -> None:
         ([FullAttentionSpec(), FullAttentionSpec()], ""),
         ([FullAttentionSpec(), MambaSpec()], "FullAttention, Mamba"),
         ([FullAttentionSpec(), SlidingWindowSpec()], "FullAttention, SlidingWindow"),
+        ([FullAttentionSpec(head_size=64), SlidingWindowSpec()], "layers of different shapes"),
+        ([FullAttentionSpec(1), SlidingWindowSpec()], "layers of different shapes"),
         ([SlidingWindowSpec()], "window only"),
         ([], "none"),
     ],
@@ -247,7 +251,6 @@ def test_unsupported_caches(specs: list[Any], message: str) -> None:
         ([], "l0 l1", "not all of its layers"),
         ([_layer(0)], "l0 l1", "not all of its layers"),
         ([_layer(0), _layer(1, heads=4)], "l0 l1", "different shapes"),
-        ([_layer(0), _layer(1, sinks=object())], "l0 l1", "sinks"),
     ],
 )
 def test_unsupported_layers(layers: list[Any], names: str, message: str) -> None:

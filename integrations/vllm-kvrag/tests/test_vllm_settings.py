@@ -128,7 +128,15 @@ def test_windows_keep_their_pages_only_if_they_can_be_blended(
         assert_served_as_usual(engine, "fp8", warnings)
 
 
-def test_a_quantised_checkpoint_is_served_as_usual(
+@pytest.mark.parametrize("family", ["gemma4", "gemma4-shared"])
+def test_layers_of_different_shapes_are_served_as_usual(
+    family: str, folder: Path, tmp_path: Path, warnings: list[str]
+) -> None:
+    with started(checkpoint(family, folder), tmp_path) as engine:
+        assert_served_as_usual(engine, "kvrag does not support layers of different shapes in vLLM", warnings)
+
+
+def test_a_checkpoint_whose_weights_are_merged_is_served_as_usual(
     folder: Path, tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its fingerprint cannot be computed."""

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from urllib.request import urlopen
 
 import torch
 from families import build
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
@@ -38,6 +40,13 @@ _HYBRID: dict[str, Any] = {
     "linear_num_value_heads": 2,
 }
 
+_GEMMA4: dict[str, Any] = {
+    "global_head_dim": 64,
+    "sliding_window": 256,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0,
+}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-dynamic": (
@@ -50,6 +59,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "gemma3": ("gemma3_text", {"sliding_window": 256, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "gemma4": ("gemma4_text", _GEMMA4),
+    "gemma4-shared": ("gemma4_text", _GEMMA4 | {"num_kv_shared_layers": 2}),
+    "gpt_oss": (
+        "gpt_oss",
+        {"num_local_experts": 4, "sliding_window": 256, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
     "mistral-window": ("mistral", {"sliding_window": 256}),
     "qwen3_5": ("qwen3_5_text", _HYBRID),
     "qwen3_next": (
@@ -111,6 +126,55 @@ def checkpoint(family: str, folder: Path, **changes: Any) -> Path:
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def quantised(model: Path, folder: Path, kind: str) -> Path:
+    """A copy of a checkpoint whose linear layers are quantised: "int8" or "fp8" with their inputs, "gptq" without."""
+    path = folder / f"{model.name}-{kind}"
+    shutil.copytree(model, path, dirs_exist_ok=True)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        layer, _, _ = name.rpartition(".")
+        if not layer.endswith("_proj"):
+            tensors[name] = weight.bfloat16()
+        elif kind == "gptq":
+            groups = weight.T.reshape(-1, 32, len(weight))  # (K / 32, 32, N)
+            scales = groups.abs().amax(1) / 7
+            numbers = (groups / scales[:, None]).round().long() + 8
+            zeros = torch.full_like(scales, 7).long()
+            tensors[f"{layer}.qweight"] = _packed(numbers.view(-1, len(weight)).T).T.contiguous()
+            tensors |= {f"{layer}.scales": scales.bfloat16(), f"{layer}.qzeros": _packed(zeros)}
+            tensors[f"{layer}.g_idx"] = torch.arange(weight.shape[1], dtype=torch.int32) // 32
+        else:
+            most, dtype = (127, torch.int8) if kind == "int8" else (448, torch.float8_e4m3fn)
+            scales = weight.abs().amax(1, keepdim=True) / most
+            numbers = weight / scales
+            tensors[name] = (numbers.round() if kind == "int8" else numbers).to(dtype)
+            tensors[f"{layer}.weight_scale"] = scales.bfloat16()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    number = {"num_bits": 8, "type": "int" if kind == "int8" else "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": number | {"strategy": "channel", "dynamic": False},
+        "input_activations": number | {"strategy": "token", "dynamic": True},
+    }
+    how: dict[str, Any] = {
+        "quant_method": "compressed-tensors",
+        "format": f"{number['type']}-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    if kind == "gptq":
+        how = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
+    return path
+
+
+def _packed(numbers: torch.Tensor) -> torch.Tensor:
+    """Return (N, K) numbers of 4 bits as (N, K / 8) of 32."""
+    packed = (numbers.reshape(len(numbers), -1, 8) << torch.arange(0, 32, 4)).sum(2)
+    return packed.where(packed < 1 << 31, packed - (1 << 32)).int()
 
 
 class Answer(NamedTuple):

@@ -214,7 +214,8 @@ class KvragConnector(KVConnectorBase_V1, SupportsHMA):
             backend = together(
                 lambda: VllmBackend(config, self._cache_config, model, tokenizer, self._fingerprint), everywhere
             )
-            gate.check(backend, self._cache_config.num_blocks)
+            is_quantised = config.model_config.quantization is not None
+            gate.check(backend, self._cache_config.num_blocks, is_quantised)
             self._handler = TaskHandler(backend, self._store, settings.config, settings.codec, settings.ram_bytes)
             self._runner = JobRunner(everywhere)
         except KvragError as error:

@@ -11,9 +11,11 @@ from vllm_kvrag.backend import VllmBackend
 
 _TOKENS = 96
 _SHIFT = 37
+# rounded activations turn the smallest difference into one of their own rounding error
+_ADVICE = ": serve this quantised model with --dtype bfloat16, or one whose weights alone are quantised (GPTQ, AWQ)"
 
 
-def check(backend: VllmBackend, num_blocks: int) -> None:
+def check(backend: VllmBackend, num_blocks: int, is_quantised: bool = False) -> None:
     """Compare blending with a full pass over the same tokens. Takes well under a second on a GPU.
 
     Overwrites the first pages, so no request may use them. Run in all processes of a tensor-parallel group at once.
@@ -21,6 +23,7 @@ def check(backend: VllmBackend, num_blocks: int) -> None:
     Raises:
         UnsupportedModelError: The results differ.
     """
+    advice = _ADVICE if is_quantised else ""
     needed = -(-(_TOKENS + 1) // backend.page_map.page) + 1
     if num_blocks <= needed:
         raise UnsupportedModelError("vLLM has too few pages for the check at start-up: give it more memory")
@@ -32,7 +35,7 @@ def check(backend: VllmBackend, num_blocks: int) -> None:
     here = [bound.page_map.read(layer, bound.slots[:_TOKENS]) for layer in bound.layers]
 
     bound.together(lambda: _check_pages(bound, here))
-    _check_rotary(bound, ids, here)
+    _check_rotary(bound, ids, here, advice)
 
     # instead of stored chunks: the KV of the full pass, unrotated and rotated again
     tables = bound.tables(everything)
@@ -52,7 +55,7 @@ def check(backend: VllmBackend, num_blocks: int) -> None:
         if (difference := bound.gather(difference)[0]) is not None:  # all processes stop, or none
             raise UnsupportedModelError(
                 f"blending in vLLM is not exact for this model: logits differ by {difference:.2g} after recomputing "
-                f"{len(rows)} of {_TOKENS} tokens"
+                f"{len(rows)} of {_TOKENS} tokens{advice}"
             )
 
 
@@ -67,7 +70,7 @@ def _check_pages(backend: VllmBackend, here: list[tuple[Tensor, Tensor]]) -> Non
         pages.write(layer, *here[number], slots)
 
 
-def _check_rotary(backend: VllmBackend, ids: Tensor, here: list[tuple[Tensor, Tensor]]) -> None:
+def _check_rotary(backend: VllmBackend, ids: Tensor, here: list[tuple[Tensor, Tensor]], advice: str) -> None:
     """Check that shifting a text changes its keys by their rotation only."""
     cache = backend.new_cache(_TOKENS)
     there: dict[int, Tensor] = {}
@@ -85,7 +88,9 @@ def _check_rotary(backend: VllmBackend, ids: Tensor, here: list[tuple[Tensor, Te
             b = backend.unrotate(number, there[number], second[number]).float()
             error = ((a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-12)).median()
             if error > (1e-3 if keys.dtype == torch.float32 else 0.1):
-                raise UnsupportedModelError(f"the keys of layer {number} are not position-free after removing RoPE")
+                raise UnsupportedModelError(
+                    f"the keys of layer {number} are not position-free after removing RoPE{advice}"
+                )
 
     backend.together(compare)
     for layer, (keys, values) in zip(backend.layers, here, strict=True):  # restore what the shifted pass overwrote

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _WITHOUT_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix")  # speculative decoding that keeps no KV of its own
+_SHAPES = "kvrag does not support layers of different shapes in vLLM"
 
 
 def unsupported_setting(vllm_config: Any) -> str:
@@ -30,6 +31,9 @@ def unsupported_caches(specs: Mapping[str, Any]) -> str:
             "kvrag does not support this model in vLLM: its layers attend to a window only, and vLLM keeps no pages "
             "before the window"
         )
+    is_mixed = kinds == ["FullAttention", "SlidingWindow"]  # the worker has not unified them
+    if is_mixed and len({(spec.num_kv_heads, spec.head_size) for spec in specs.values()}) > 1:
+        return _SHAPES
     if kinds != ["FullAttention"]:
         return f"kvrag does not support a model with these kinds of KV cache in vLLM: {', '.join(kinds) or 'none'}"
     return ""
@@ -44,9 +48,7 @@ def unsupported_layers(layers: Sequence[Any], names: Mapping[str, Any]) -> str:
     if set(names) != {layer.layer_name for layer in layers}:
         return "kvrag does not support this model in vLLM: not all of its layers keep keys and values"
     if len({(layer.num_kv_heads, layer.head_size, layer.attn_backend.get_name()) for layer in layers}) != 1:
-        return "kvrag does not support layers of different shapes in vLLM"
-    if any(getattr(layer.impl, "sinks", None) is not None for layer in layers):
-        return "kvrag does not support attention sinks in vLLM yet"
+        return _SHAPES
     return ""
 
 

@@ -50,11 +50,11 @@ _TRIAL_TOKENS = 8
 _shared: Shared[Model] = Shared()
 
 
-def fingerprint(name: str, hf: Any, tokenizer: Tokenizer) -> Fingerprint:
-    """Return the fingerprint of a transformers model."""
+def fingerprint(name: str, hf: Any, tokenizer: Tokenizer, weights: str = "") -> Fingerprint:
+    """Return the fingerprint of a transformers model, whose `weights` are hashed unless their identity is given."""
     return Fingerprint(
         model=name,
-        weights=hash_weights(hf.state_dict().items()),
+        weights=weights or hash_weights(hf.state_dict().items()),
         tokenizer=tokenizer.digest,
         dtype=str(hf.dtype).removeprefix("torch."),
         rope=json.dumps(loading.rope_parameters(hf.config.get_text_config()), sort_keys=True),

@@ -207,11 +207,11 @@ class Backend(Outline, Protocol):
 
         Only where `stores_states`.
         """
-        raise NotImplementedError
+        raise RuntimeError("this backend stores no states")
 
     def begin_from(self, cache: KVCache, position: int, states: tuple[Tensor, Tensor]) -> None:
         """Let the next pass that begins at a position do so with these states, see `states_after`."""
-        raise NotImplementedError
+        raise RuntimeError("this backend stores no states")
 
     def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
         """Return the (K,) squared attention that every position receives from the last `num_queries` rows.

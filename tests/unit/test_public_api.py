@@ -56,17 +56,18 @@ PUBLIC = [
 ]
 
 EXT = """
-active_adapter Adapter add_arguments add_number add_setting Adding ADDRESS ApiError as_argument ask attention_received
-auto_class Backend bind BlendLayer Branch build bytes_per_token CachedKV CachedPrefix Catalog check_bytes check_model
-check_names check_namespace check_option Choosing Chunked ChunkIndex ChunkTokenizer compare CONFIG connect
-context_window CONTINUATION DEFAULT_CONTEXT DEFAULT_EMBEDDER DEFAULT_RATIO delete_left describe digest drop DTYPES
-duration error_response Existing existing_path find_gaps find_gone Fingerprint fingerprint forget Gap Guard HANDBOOK
-HeldBriefly HERE human_bytes Id Ingestion is_shared join KVCache LayerSource LLMFields load load_config load_embedder
-load_tokenizer LONGER Lookup LowRank make_prompts Match MemoryTier naming_places Observer OfProcess open_engine
-open_index open_store parameters_of Pipeline PLAIN PREFIX Present Problem progress read read_chunks read_config
-read_files read_questions read_settings reason_of refuse_failures render RequestState require_extra rope_parameters
-rotate Rows say Search search_by_words select ServerSettings splitter stable_length StopForward Tables template_call
-TEMPORARY text_key Tokenizer TOTALS Tuning uncancelled unrotate VectorStoreKV WEIGHTS write_file
+active_adapter Adapter add_arguments add_number add_setting Adding ADDRESS ApiError as_argument ask
+attention_received auto_class Backend bind BlendLayer Branch build bytes_per_token CachedKV CachedPrefix Catalog
+check_bytes check_model check_names check_namespace check_option Choosing Chunked ChunkIndex ChunkTokenizer compare
+CONFIG connect context_window CONTINUATION DEFAULT_CONTEXT DEFAULT_EMBEDDER DEFAULT_RATIO delete_left describe
+digest drop DTYPES duration error_response Existing existing_path find_gaps find_gone Fingerprint fingerprint forget
+Gap Guard HANDBOOK hash_weights HeldBriefly HERE human_bytes Id Ingestion is_shared join KVCache LayerSource
+LLMFields load load_config load_embedder load_tokenizer LONGER Lookup LowRank make_prompts Match MemoryTier
+naming_places Observer OfProcess open_engine open_index open_store parameters_of Pipeline PLAIN PREFIX Present
+Problem progress read read_chunks read_config read_files read_questions read_settings reason_of refuse_failures
+render RequestState require_extra rope_parameters rotate Rows say Search search_by_words select ServerSettings
+splitter stable_length StopForward Tables template_call TEMPORARY text_key Tokenizer TOTALS Tuning uncancelled
+unrotate VectorStoreKV WEIGHTS write_file
 """.split()  # noqa: SIM905
 
 CLASSES = [name for name in PUBLIC if name != "POLICIES"]

@@ -295,8 +295,7 @@ def main() -> None:
 
 def _times(folder: Path, args: argparse.Namespace, pythons: Mapping[str, str]) -> dict[str, Any]:
     """Measure prompts of random chunks, and print tables."""
-    from benchmarks.shapes import random_model
-    from kvrag.backend.transformers.untrained import one_token_words
+    from benchmarks.shapes import one_token_words, random_model
 
     rng = random.Random(0)
     model = random_model(SHAPE, args.layers)

@@ -1,13 +1,15 @@
-"""Untrained models of known shapes, by name."""
+"""Models of known shapes with random weights: valid for speed, useless for answers."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvrag.backend.transformers import Model
-from kvrag.backend.transformers.untrained import untrained_model
+from kvrag.backend.transformers.loading import default_device, reader_path
 from kvrag.errors import SettingError
 
 _QWEN2 = {
@@ -57,8 +59,24 @@ def random_model(
     device: str | None = None,
     compile_decode: bool = False,
 ) -> Model:
-    """Return a model of that shape, or of its first `num_layers` layers; raises SettingError for an unknown one."""
+    """Return a model of that shape, or of its first `num_layers` layers, with the bundled reader's tokenizer.
+
+    Raises SettingError for an unknown one.
+    """
     if shape not in SHAPES:
         raise SettingError(f"unknown shape {shape!r}; choose one of {', '.join(SHAPES)}")
     settings = SHAPES[shape] | ({"num_hidden_layers": num_layers} if num_layers else {})
-    return untrained_model(shape, settings, dtype, device, compile_decode)
+    tokenizer = AutoTokenizer.from_pretrained(reader_path())
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = AutoConfig.for_model(**settings, **special)
+    torch.manual_seed(0)
+    with torch.device(device or default_device()):
+        hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    name = f"{shape} shape, {config.num_hidden_layers} layers, random weights"
+    return Model(hf, tokenizer, name, compile_decode=compile_decode)
+
+
+def one_token_words(model: Model) -> list[str]:
+    """Return words that are one token each in any position, so that the length of a text in tokens is exact."""
+    texts = (model.tokenizer.decode([i]) for i in range(3, len(model.tokenizer.hf)))
+    return [text for text in texts if re.fullmatch(" [a-z]+", text) and len(model.tokenizer.encode(text)) == 1]

@@ -194,7 +194,7 @@ _PREDICTED = (  # name, chunks, tokens of each, policy, ratio, bytes per second 
 
 def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Point]:
     """Fit some shapes with the engine's own cost model, predict others and measure them; the RAM tier is off."""
-    from kvrag.backend.transformers.untrained import one_token_words
+    from benchmarks.shapes import one_token_words
     from kvrag.control.cost import Workload, blend_seconds, full_seconds
     from kvrag.control.tuning import decide
     from kvrag.engine import BlendEngine

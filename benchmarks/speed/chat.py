@@ -23,10 +23,9 @@ import numpy as np
 import torch
 
 from benchmarks.settings import run_settings
-from benchmarks.shapes import random_model
+from benchmarks.shapes import one_token_words, random_model
 from benchmarks.speed.first_token import add_shape
 from kvrag.backend.transformers import BlendCache
-from kvrag.backend.transformers.untrained import one_token_words
 from kvrag.cli.common import add_number
 from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine

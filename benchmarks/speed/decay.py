@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.settings import run_settings
-from benchmarks.shapes import SHAPES, random_model
+from benchmarks.shapes import SHAPES, one_token_words, random_model
 from benchmarks.speed.first_token import PrefixCache, ask, messages_of
 from kvrag.backend.transformers import Model
-from kvrag.backend.transformers.untrained import one_token_words
 from kvrag.cli.common import add_number, at_least
 from kvrag.config import DEFAULT_POLICY, BlendConfig
 from kvrag.engine import BlendEngine

@@ -22,10 +22,9 @@ from typing import Any
 import torch
 
 from benchmarks.settings import run_settings
-from benchmarks.shapes import SHAPES, random_model
+from benchmarks.shapes import SHAPES, one_token_words, random_model
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.rows import as_argument
-from kvrag.backend.transformers.untrained import one_token_words
 from kvrag.cli.common import add_number, at_least
 from kvrag.config import DEFAULT_POLICY, BlendConfig
 from kvrag.engine import BlendEngine

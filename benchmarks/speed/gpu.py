@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.shapes import SHAPES, random_model
+from benchmarks.shapes import SHAPES, one_token_words, random_model
 from benchmarks.speed import first_token
 from benchmarks.speed.first_token import TtftResult, TtftSetup
 from kvrag.backend.transformers import Model
-from kvrag.backend.transformers.untrained import one_token_words
 from kvrag.cli.common import add_number, at_least
 from kvrag.engine import BlendEngine
 from kvrag.inspect.gate import verify

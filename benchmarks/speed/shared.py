@@ -17,9 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.settings import run_settings
-from benchmarks.shapes import random_model
+from benchmarks.shapes import one_token_words, random_model
 from kvrag.backend.transformers import Model
-from kvrag.backend.transformers.untrained import one_token_words
 from kvrag.config import BlendConfig, without_password
 from kvrag.engine import BlendEngine
 from kvrag.store import SharedStore

@@ -31,9 +31,8 @@ from typing import Any
 import httpx
 
 from benchmarks.settings import run_settings
-from benchmarks.shapes import random_model
+from benchmarks.shapes import one_token_words, random_model
 from benchmarks.speed.first_token import add_shape
-from kvrag.backend.transformers.untrained import one_token_words
 from kvrag.cli.common import add_number
 from kvrag.errors import KvragError
 

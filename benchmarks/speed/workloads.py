@@ -36,9 +36,8 @@ from typing import Any
 import httpx
 
 from benchmarks.settings import run_settings
-from benchmarks.shapes import SHAPES, random_model
+from benchmarks.shapes import SHAPES, one_token_words, random_model
 from benchmarks.speed.vllm import BLENDING, STOCK, connector, last_error, percentile, require_vllm, server, versions
-from kvrag.backend.transformers.untrained import one_token_words
 from kvrag.cli.common import add_number, at_least
 from kvrag.client.remote_engine import RemoteEngine
 from kvrag.errors import KvragError

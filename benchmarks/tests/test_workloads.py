@@ -12,9 +12,9 @@ import pytest
 from serving import serving
 
 from benchmarks.__main__ import main
+from benchmarks.shapes import one_token_words
 from benchmarks.speed.workloads import ORIGINAL, WORKLOADS, Workload
 from kvrag import BlendEngine, Model
-from kvrag.backend.transformers.untrained import one_token_words
 
 SMALL = {"num_permutations": 4, "num_contexts": 3, "num_documents": 3, "num_prompts": 40, "num_prefixes": 4}
 

@@ -34,7 +34,7 @@ class Size:
 
 @dataclass
 class Layout:
-    """What the layers need of a batch: `num_context` tokens, then `num_questions` questions of equal length.
+    """The parts of a batch that the layers need: `num_context` tokens, then `num_questions` questions of equal length.
 
     Attributes:
         lengths: (B,) of the contexts.

@@ -20,7 +20,7 @@ from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.rows import implementation
 from kvrag.config import BlendConfig, Sampling
 from kvrag.generate.decode import decode
-from kvrag.store import FileStore, KVStore
+from kvrag.store import FileStore
 from kvrag.store.base import no_progress
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}  # relative, over many layers
@@ -45,14 +45,15 @@ class Check:
 
 
 def verify(
-    open_engine: Callable[[KVStore], Any],
+    open_engine: Callable[..., Any],
     chunk_tokens: int | None = None,
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[Check]:
     """Run the gate.
 
     Args:
-        open_engine: Opens a BlendEngine with the model and the codec to test; the codec's error is allowed for.
+        open_engine: Opens a BlendEngine on a store, with the model and the codec to test, whose error is allowed for,
+            or with `codec="native"`.
         chunk_tokens: Length of each of the four chunks; None = enough to exceed a sliding window of up to 4,096.
         progress: Called with the name of each check before it runs.
     """
@@ -70,6 +71,16 @@ def verify(
             progress("ratio 1.0")
             plain = prefill(ids, _PLAIN)
             checks = list[Check]()
+            if engine.codec != "native":  # stitched: keys are rotated to other positions after they were packed
+                progress("the same chunks, unpacked")
+                with open_engine(FileStore(Path(folder) / "native", min_free_bytes=0), codec="native") as native:
+                    native.warm(chunks, progress=no_progress)
+                    unpacked = native.prefill(ids, _PLAIN).logits
+                name, limit = (
+                    f"plain reuse of {engine.codec} chunks = of native ones",
+                    tolerance + _LOGITS[engine.codec],
+                )
+                checks.append(_check_logits(model, ids, name, plain.logits, unpacked, limit))
             # else only recomputed tokens equal full prefill's: an adapter changes what is stored, and states may not be
             is_exact = not model.fingerprint.adapter and model.keeps_states == model.stores_states
             if is_exact and not model.keeps_states:  # else the first layer with KV may be a later one

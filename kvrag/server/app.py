@@ -56,6 +56,7 @@ mimetypes.add_type("application/vnd.oasis.opendocument.text", ".odt")
 mimetypes.add_type("application/epub+zip", ".epub")
 mimetypes.add_type("application/jsonl", ".jsonl")
 _TOKENIZED, _PER_TOKEN = 1 << 20, 16  # bytes of a body of /tokenize: at least, and per token of the window
+_STOPPING_S = 10.0  # for a calibration to end within a prefill
 _ENCODING_S = 10.0  # seconds for the corpora to reach a point where the next server can resume
 
 
@@ -320,6 +321,44 @@ async def checks(state: Server, tenant: Caller) -> Response:
     return json_response({**stats.to_dict(), "text": str(stats)})
 
 
+@router.get("/v1/calibration")
+async def show_calibration(request: Request, state: Server) -> Response:
+    """Return the calibration's progress in prefills, `done` of `total`, or its result as a `text`.
+
+    `status` is none, measuring, unfinished (too few prompts were measured by now), failed or stored.
+    """
+    return json_response(await result(request, state.working, state.calibrator.status))
+
+
+@router.post("/v1/calibration", status_code=202)
+async def calibrate(request: Request, state: Server) -> Response:
+    """Measure in the background how much must be recomputed on the stored chunks, or go on; the result is the default.
+
+    It takes up to ten minutes, and answers are slower meanwhile.
+    """
+    if state.is_shared:
+        how = "run `kvrag calibrate` on the server's store"
+        raise ApiError(403, f"a calibration would change the answers of all namespaces: {how}", "forbidden")
+
+    def work() -> dict[str, Any]:
+        state.calibrator.start()
+        return state.calibrator.status()
+
+    return json_response(await result(request, state.working, work), 202)
+
+
+@router.delete("/v1/calibration")
+async def stop_calibration(request: Request, state: Server) -> Response:
+    """Stop measuring. What was measured is kept, and so is a stored result."""
+
+    def work() -> dict[str, Any]:
+        if not state.is_shared:
+            state.calibrator.stop(_STOPPING_S)
+        return state.calibrator.status()
+
+    return json_response(await result(request, state.working, work))
+
+
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request, state: Server) -> Response:
     """Return the token ids of a prompt, as vLLM does; `add_special_tokens=false`: of a chunk's text."""
@@ -344,7 +383,7 @@ async def tokenize(body: TokenizeRequest, request: Request, state: Server) -> Re
 @router.get("/samples.json", include_in_schema=False)
 async def samples(request: Request, state: Server) -> Response:
     """Return what the chat page shows: sample documents, questions about them, whether these may refer to earlier ones,
-    and whether recompute is adaptive by default."""
+    whether recompute is adaptive by default, and whether the page may calibrate it."""
 
     def work() -> Response:
         fitting = samples_of(state.engine.model.name)
@@ -352,7 +391,7 @@ async def samples(request: Request, state: Server) -> Response:
         shown = {"documents": names, "questions": questions, "is_chat": fitting.is_chat}
         config = state.engine.config
         is_adaptive = config.ratio is None and config.margin != 0 and config.policy not in ("none", "full")
-        return json_response({**shown, "is_adaptive": is_adaptive})
+        return json_response({**shown, "is_adaptive": is_adaptive, "calibrates": is_adaptive and not state.is_shared})
 
     return await result(request, state.working, work)
 
@@ -386,8 +425,11 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[
         for corpus in corpora:
             corpus.start()
         yield
-        encoding = [asyncio.to_thread(corpus.stop, _ENCODING_S) for corpus in corpora]
-        await asyncio.gather(*(queue.stop() for queue in state.queues), *encoding)
+        stops = [
+            *(partial(corpus.stop, _ENCODING_S) for corpus in corpora),
+            partial(state.calibrator.stop, _STOPPING_S),
+        ]
+        await asyncio.gather(*(queue.stop() for queue in state.queues), *map(asyncio.to_thread, stops))
 
     app = FastAPI(
         title="kvrag",

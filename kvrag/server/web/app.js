@@ -1,5 +1,5 @@
 // The chat page of `kvrag serve`. It calls the server's public API only: /v1/models, /v1/corpus, /v1/checks,
-// /v1/chat/completions.
+// /v1/calibration, /v1/chat/completions.
 
 import { markdown } from "./markdown.js";
 
@@ -7,6 +7,7 @@ const $ = (id) => document.getElementById(id);
 const POLL_MS = 500;
 const MAX_TURNS = 4; // earlier turns that are sent with a question
 const UNDO_MS = 5000;
+const WAIT_MS = 1000; // without a token, until an answer says so
 const MAX_SOURCES = 8; // shown of an answer
 const MARK = "\uE000$&\uE001"; // marks a token, in Markdown
 const FULL = { policy: "full" };
@@ -19,6 +20,7 @@ let samples = { documents: [], questions: [], is_chat: true };
 const turns = []; // {question, raced, lanes, sources}, lanes as returned by `answer`; kept in the tab until "New chat"
 let documents = [];
 let poll = 0; // timer of the next refresh
+let measuring = 0; // timer of the next look at the calibration
 const uploads = new Map(); // name -> the error of a failed upload, or "" while it is sent
 const added = []; // names of uploaded files, the newest first
 const problems = new Map(); // name -> warnings about an uploaded file
@@ -269,6 +271,22 @@ async function showChecks() {
   $("checks").textContent = checks.last ? checks.text : "";
 }
 
+/** Show the calibration, and again while it measures; POST begins or goes on, DELETE stops. */
+async function showCalibration(method = "GET") {
+  clearTimeout(measuring);
+  const { status, done, total, text } = await (await call("v1/calibration", { method })).json();
+  const isMeasuring = status === "measuring";
+  $("calibrate").textContent = isMeasuring ? "Stop" : status === "unfinished" ? "Go on calibrating" : "Calibrate";
+  $("measured").hidden = !isMeasuring;
+  $("measured").value = done / Math.max(1, total);
+  $("calibrated").textContent = isMeasuring ? "Calibrating; answers are slower meanwhile." : text;
+  $("calibrated").classList.toggle("problem", status === "failed");
+  if (status === "stored") $("recompute").options[0].text = "as calibrated (default)";
+  if (isMeasuring) measuring = setTimeout(() => showCalibration().catch(sayCalibration), POLL_MS);
+}
+
+const sayCalibration = (error) => ($("calibrated").textContent = error.message);
+
 const isFull = ({ policy }) => policy === "full";
 
 /** Add the lane of the first answer to a turn, or the one beside that answer. */
@@ -310,7 +328,12 @@ async function answer(lane, body, onSources, onFirst, missing = 0) {
   let end = null;
   const time = () => format(seconds ?? (performance.now() - started) / 1000);
   const showTime = () => (lane.part("time").textContent = time());
-  const clock = setInterval(showTime, 100);
+  let heard = 0; // when the last token came
+  const clock = setInterval(() => {
+    showTime();
+    const isWaiting = seconds !== null && performance.now() - heard > WAIT_MS; // the rest of the KV may be recomputed
+    lane.part("detail").textContent = isWaiting ? "Computing the next token" : "";
+  }, 100);
   const onEvent = (event) => {
     if (event.citations) onSources(event.citations);
     report = event.kvrag ?? report;
@@ -318,6 +341,7 @@ async function answer(lane, body, onSources, onFirst, missing = 0) {
     pieces.push(...(event.choices[0]?.logprobs?.content ?? []).map(({ token }) => token));
     const { content = "", reasoning_content: thinking = "" } = event.choices[0]?.delta ?? {};
     if (!content && !thinking) return;
+    heard = performance.now();
     if (seconds === null) {
       seconds = (performance.now() - started) / 1000;
       onFirst(seconds);
@@ -462,6 +486,9 @@ function listen() {
     $("question").value = "";
     if (question) ask(question);
   });
+  $("calibrate").addEventListener("click", () => {
+    showCalibration($("calibrate").textContent === "Stop" ? "DELETE" : "POST").catch(sayCalibration);
+  });
   $("question").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
@@ -490,6 +517,8 @@ async function start() {
     showChecks();
     samples = await (await call("samples.json")).json();
     if (!samples.is_adaptive) $("recompute").options[0].text = "as the server is set";
+    $("calibration").hidden = !samples.calibrates;
+    if (samples.calibrates) await showCalibration();
     hasCorpus = names.includes(`${model}-rag`);
     if (!hasCorpus) {
       $("sidebar").hidden = true;

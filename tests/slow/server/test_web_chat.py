@@ -18,6 +18,7 @@ import torch
 from families import build
 from pdf import pdf
 from run_script import start
+from serving import until
 
 from kvrag.reader import samples
 
@@ -329,6 +330,56 @@ def test_the_server_names_the_unsure_token(page: Any, model_folder: Path, tmp_pa
         ask(page, "Where does he work?", 2)
         assert page.locator(".lane .name").all_inner_texts() == ["kvrag", "Full prefill", "kvrag", "Blended"]
         assert re.match(r"\d+ prompt tokens: [1-9]\d* reused", page.locator(".lane .detail").last.inner_text())
+
+
+def test_it_is_calibrated_from_the_page(page: Any, model_folder: Path, tmp_path: Path) -> None:
+    with running(model_folder, tmp_path, "--controller", "off") as server:
+        page.goto(server.url)
+        page.locator("#calibrate", has_text="Calibrate").wait_for()
+        page.locator("#summary", has_text=re.compile(r"^\d+$")).wait_for()  # encoded
+        assert page.locator("#measured").is_hidden()
+        page.click("#calibrate")
+        until(lambda: page.evaluate("document.getElementById('measured').value > 0.1"))
+        assert page.inner_text("#calibrated") == "Calibrating; answers are slower meanwhile."
+        page.reload()
+        until(lambda: page.evaluate("document.getElementById('measured').value > 0.1"))
+        page.click("#calibrate", timeout=5000)
+        page.locator("#calibrate", has_text="Go on calibrating").wait_for()
+        assert page.locator("#measured").is_hidden()
+        page.click("#calibrate")
+        page.locator("#calibrate", has_text=re.compile("^Calibrate$")).wait_for()
+        assert re.search(r"keeps \d+ of \d+ answers", page.inner_text("#calibrated"))
+        assert page.locator("#recompute option").first.inner_text() == "as calibrated (default)"
+        page.set_viewport_size({"width": 390, "height": 844})
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_an_answer_that_pauses_says_so(page: Any, url: str) -> None:
+    script(page, {"content": "Yusuf"})
+    page.goto(url)
+    page.evaluate("""() => {
+        const answer = window.fetch;
+        window.fetch = async (path, options) => {
+            const response = await answer(path, options);
+            if (!path.endsWith("chat/completions")) return response;
+            const lines = (await response.text()).split("\\n\\n");
+            const body = new ReadableStream({ async start(controller) {
+                const send = (text) => controller.enqueue(new TextEncoder().encode(text + "\\n\\n"));
+                send(lines[0]); send(lines[1]);
+                await new Promise((resolve) => (window.goOn = resolve));
+                lines.slice(2).forEach(send);
+                controller.close();
+            } });
+            return new Response(body);
+        };
+    }""")
+    page.uncheck("#race")
+    page.fill("#question", "Who is the cook?")
+    page.press("#question", "Enter")
+    page.locator(".detail", has_text="Computing the next token").wait_for()
+    page.evaluate("window.goOn()")
+    page.locator(".detail", has_text="5 prompt tokens: 2 reused").wait_for()
+    assert "Computing" not in page.inner_text(".detail")
 
 
 def test_names_and_words_of_any_length_stay_inside(page: Any, url: str) -> None:

@@ -1,0 +1,112 @@
+"""Calibration over HTTP: progress, stopping, going on, answers meanwhile, errors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blending import CHUNKS
+from serving import Served, make_corpus, serving, until
+
+from kvrag import BlendEngine
+from kvrag.control.calibrate import PROMPTS
+from kvrag.scheduling import waiting
+from kvrag.server.calibration import Calibrator
+from kvrag.server.settings import ApiKey
+
+NAMES, TOWNS = ("Mira Brel", "Kan Dror", "Zel Vinford", "Ada Holm"), ("Florton", "Stelburg", "Stinmouth", "Grelville")
+TEXTS = [
+    f"The baker {name} lives in the old town of {town}. Every day {name} drives a red car to the market of {town}. "
+    f"In {town} the friends of {name} play the harp."
+    for name, town in itertools.product(NAMES, TOWNS)
+]
+
+
+@pytest.fixture
+def served(engine: BlendEngine) -> Iterator[Served]:
+    with serving(engine) as served:
+        yield served
+
+
+def status(served: Served, method: str = "GET") -> dict[str, Any]:
+    found: dict[str, Any] = served.http.request(method, "/v1/calibration").raise_for_status().json()
+    assert found.pop("object") == "calibration"
+    return found
+
+
+def test_it_is_stopped_goes_on_and_becomes_the_default(served: Served, engine: BlendEngine) -> None:
+    served.http.post("/v1/chunks", json={"texts": TEXTS, "document": "a"}).raise_for_status()
+    assert status(served) == {"status": "none", "done": 0, "total": 0, "text": ""}
+    assert status(served, "POST")["status"] == "measuring"
+    assert status(served, "POST")["status"] == "measuring", "nothing begins twice"
+    until(lambda: status(served)["done"] > 12)
+    assert served.ask("\n\n".join(TEXTS[:3])).json()["kvrag"]["prompt_tokens"] > 100, "answers continue"
+    stopped = status(served, "DELETE")
+    assert (stopped["status"], stopped["text"]) == ("unfinished", "stopped: run it again to go on")
+    assert stopped["done"] < stopped["total"]
+    assert engine.calibration is None
+
+    status(served, "POST")
+    until(lambda: status(served)["done"] > 0)
+    assert status(served)["done"] >= 12, "what was measured is not measured again"
+    until(lambda: status(served)["status"] != "measuring")
+    assert engine.calibration is not None
+    assert (status(served)["status"], status(served)["text"]) == ("stored", engine.calibration.verdict)
+    assert engine.calibration.curve[0].prompts >= PROMPTS
+    assert status(served, "DELETE")["status"] == "stored"
+
+
+def test_errors_are_reported(served: Served, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    status(served, "POST")
+    until(lambda: status(served)["status"] != "measuring")
+    failed = status(served)
+    assert failed["status"] == "failed"
+    assert "warm" in failed["text"]
+
+    def fail(**_: object) -> None:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(engine, "calibrate", fail)
+    status(served, "POST")
+    until(lambda: status(served)["status"] != "measuring")
+    assert status(served)["text"] == "internal error: see the server's log"
+
+
+def test_too_few_documents_are_named(engine: BlendEngine, tmp_path: Path) -> None:
+    corpus = make_corpus(engine, tmp_path)
+    with serving(engine, corpus) as served:
+        served.http.post("/v1/corpus", json={"id": "a", "text": " ".join(CHUNKS)}).raise_for_status()
+        until(lambda: served.http.get("/v1/corpus/a").json()["status"] == "ready")
+        status(served, "POST")
+        until(lambda: status(served)["status"] != "measuring")
+        found = status(served)
+        assert found["status"] == "unfinished"
+        assert f"a default takes {PROMPTS}" in found["text"]
+
+
+def test_namespaces_that_share_a_store_may_not_change_each_other(engine: BlendEngine) -> None:
+    keys = (ApiKey("one", "a"), ApiKey("two", "b"))
+    with serving(engine, key="one", api_keys=keys) as served:
+        response = served.http.post("/v1/calibration")
+        assert response.status_code == 403
+        assert "run `kvrag calibrate`" in response.json()["error"]["message"]
+        assert status(served)["status"] == "none"
+        assert served.http.get("/samples.json").json()["calibrates"] is False
+
+
+def test_a_stopped_server_does_not_wait_for_it(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Calibrator] = []
+    stop = Calibrator.stop
+    monkeypatch.setattr(Calibrator, "stop", lambda self, timeout: (stop(self, timeout), ended.append(self)))
+
+    def measure(**_: object) -> None:
+        while True:
+            waiting.check_left()
+
+    monkeypatch.setattr(engine, "calibrate", measure)
+    with serving(engine) as served:
+        assert status(served, "POST")["status"] == "measuring"
+    assert [calibrator.status()["status"] for calibrator in ended] == ["unfinished"]

@@ -244,7 +244,7 @@ def _recovered(full: Sequence[float], ours: Sequence[float], without: Sequence[f
 
 
 def quantised(model: Model, kind: GGMLQuantizationType) -> list[tuple[torch.nn.Linear, Tensor]]:
-    """Return the linear layers, but not the last one, with their weights as a GGUF file of this type would hold them."""
+    """Return the linear layers, but not the last one, with their weights as a GGUF file of this type has them."""
     layers = [module for module in model.hf.modules() if isinstance(module, torch.nn.Linear)]
     layers = [layer for layer in layers if layer is not model.hf.get_output_embeddings()]
     rounded = (quants.dequantize(quants.quantize(one.weight.float().numpy(force=True), kind), kind) for one in layers)

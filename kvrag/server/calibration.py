@@ -51,10 +51,11 @@ class Calibrator:
         `status` is "none", "measuring", "unfinished" (too few prompts were measured by now), "failed" or "stored".
         `done` and `total` are prefills of the run in progress. `text` is the result in a sentence, or the error.
         """
-        status, text = self._end
-        if self._is_measuring:
+        if self._is_measuring:  # first: a run that has ended has set its end
             status, text = "measuring", ""
-        elif not status:
+        elif self._end[0]:
+            status, text = self._end
+        else:
             stored = self._engine.calibration
             status, text = ("stored", stored.verdict) if stored else ("none", "")
         done, total = self._done

@@ -325,7 +325,7 @@ async def checks(state: Server, tenant: Caller) -> Response:
 async def show_calibration(request: Request, state: Server) -> Response:
     """Return the calibration's progress in prefills, `done` of `total`, or its result as a `text`.
 
-    `status` is none, measuring, unfinished (too few prompts were measured by now), failed or stored.
+    `status` is none, measuring, unfinished (it can go on), failed or stored.
     """
     return json_response(await result(request, state.working, state.calibrator.status))
 

@@ -316,7 +316,7 @@ class _Measured:
         self._setup = _digest(json.dumps([settings, namespace, texts]).encode())
         self._kept: dict[str, Any] = {}  # by digest of the prompt; None = nothing to recompute
         self.trials: list[Trial] = []
-        with contextlib.suppress(StoreError, ValueError, KeyError, TypeError):  # damaged: measured again
+        with contextlib.suppress(StoreError, ValueError, KeyError, TypeError, AttributeError):  # damaged: measured again
             kept = cost.read(store.read_text(TRIALS)).get(self._setup, {})
             self._kept = {prompt: trial and Trial.from_dict(trial) for prompt, trial in kept.items()}
         self._is_changed, self._written = False, time.monotonic()

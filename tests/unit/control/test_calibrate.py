@@ -281,9 +281,13 @@ def test_what_was_measured_is_used_on_the_same_chunks_and_settings_only(
     (folder / TRIALS).write_text('{"x": 1')
     warmed.calibrate(PROMPTS[:1], **short)
     assert len(measured) == 6, "damaged"
+    kept = json.loads((folder / TRIALS).read_text())
+    (folder / TRIALS).write_text(json.dumps(dict.fromkeys(kept, [])))
+    warmed.calibrate(PROMPTS[:1], **short)
+    assert len(measured) == 7, "damaged"
     warmed.reset_calibration()
     warmed.calibrate(PROMPTS[:1], **short)
-    assert len(measured) == 7
+    assert len(measured) == 8
 
 
 def test_prompts_without_anything_to_recompute_are_remembered(warmed: BlendEngine, measured: list[list[int]]) -> None:

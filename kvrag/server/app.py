@@ -337,7 +337,7 @@ async def calibrate(request: Request, state: Server) -> Response:
     It takes up to ten minutes, and answers are slower meanwhile.
     """
     if state.is_shared:
-        how = "run `kvrag calibrate` on the server's store"
+        how = "run `kvrag calibrate` on its store, and restart the server"
         raise ApiError(403, f"a calibration would change the answers of all namespaces: {how}", "forbidden")
 
     def work() -> dict[str, Any]:

@@ -118,7 +118,7 @@ def test_namespaces_that_share_a_store_may_not_change_each_other(engine: BlendEn
     with serving(engine, key="one", api_keys=keys) as served:
         response = served.http.post("/v1/calibration")
         assert response.status_code == 403
-        assert "run `kvrag calibrate`" in response.json()["error"]["message"]
+        assert "run `kvrag calibrate` on its store, and restart the server" in response.json()["error"]["message"]
         assert status(served)["status"] == "none"
         assert served.http.get("/samples.json").json()["calibrates"] is False
 

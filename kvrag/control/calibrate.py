@@ -311,12 +311,11 @@ class _Measured:
     """
 
     def __init__(self, store: KVStore, namespace: str, settings: list[Any]) -> None:
-        self._store = store
-        texts = sorted(entry.text_key for entry in store.entries(0) if entry.namespace == namespace)
-        self._setup = _digest(json.dumps([settings, namespace, texts]).encode())
+        self._store, self._namespace, self._settings = store, namespace, settings
+        self._setup = self._digest_setup()
         self._kept: dict[str, Any] = {}  # by digest of the prompt; None = nothing to recompute
         self.trials: list[Trial] = []
-        with contextlib.suppress(StoreError, ValueError, KeyError, TypeError):  # damaged: measured again
+        with contextlib.suppress(StoreError, ValueError, KeyError, TypeError, AttributeError):  # damaged
             kept = cost.read(store.read_text(TRIALS)).get(self._setup, {})
             self._kept = {prompt: trial and Trial.from_dict(trial) for prompt, trial in kept.items()}
         self._is_changed, self._written = False, time.monotonic()
@@ -344,15 +343,21 @@ class _Measured:
                     records.append(record)
                     progress(number * steps + len(records), self._number * steps)
                 full, *others = records
-                self._kept[digest] = Trial.of(full, others) if others[-1].inexact_tokens else None
-                self._is_changed = True
+                trial = Trial.of(full, others) if others[-1].inexact_tokens else None
+                if trial or self._digest_setup() == self._setup:  # else documents may have been deleted meanwhile
+                    self._kept[digest] = trial
+                    self._is_changed = True
                 if time.monotonic() - self._written > _WRITE_S:
                     self.write()
             progress((number + 1) * steps, self._number * steps)
-            if trial := self._kept[digest]:
+            if trial := self._kept.get(digest):
                 self.trials.append(trial)
             else:
                 self._left_out += 1
+
+    def _digest_setup(self) -> str:
+        texts = sorted(entry.text_key for entry in self._store.entries(0) if entry.namespace == self._namespace)
+        return _digest(json.dumps([self._settings, self._namespace, texts]).encode())
 
     def write(self) -> None:
         """Keep what was measured beside the chunks."""

@@ -325,7 +325,7 @@ async def checks(state: Server, tenant: Caller) -> Response:
 async def show_calibration(request: Request, state: Server) -> Response:
     """Return the calibration's progress in prefills, `done` of `total`, or its result as a `text`.
 
-    `status` is none, measuring, unfinished (too few prompts were measured by now), failed or stored.
+    `status` is none, measuring, unfinished (it can go on), failed or stored.
     """
     return json_response(await result(request, state.working, state.calibrator.status))
 
@@ -337,7 +337,7 @@ async def calibrate(request: Request, state: Server) -> Response:
     It takes up to ten minutes, and answers are slower meanwhile.
     """
     if state.is_shared:
-        how = "run `kvrag calibrate` on the server's store"
+        how = "run `kvrag calibrate` on its store, and restart the server"
         raise ApiError(403, f"a calibration would change the answers of all namespaces: {how}", "forbidden")
 
     def work() -> dict[str, Any]:

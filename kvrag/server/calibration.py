@@ -7,7 +7,7 @@ from typing import Any
 
 from kvrag.engine import BlendEngine
 from kvrag.errors import AbandonedError
-from kvrag.scheduling.waiting import is_left
+from kvrag.scheduling.waiting import check_left, is_left
 from kvrag.server.api_errors import describe, log
 from kvrag.server.corpus import Corpus
 
@@ -48,7 +48,7 @@ class Calibrator:
     def status(self) -> dict[str, Any]:
         """Return the status as plain JSON types.
 
-        `status` is "none", "measuring", "unfinished" (too few prompts were measured by now), "failed" or "stored".
+        `status` is "none", "measuring", "unfinished" (it can go on), "failed" or "stored".
         `done` and `total` are prefills of the run in progress. `text` is the result in a sentence, or the error.
         """
         if self._is_measuring:  # first: a run that has ended has set its end
@@ -57,7 +57,7 @@ class Calibrator:
             status, text = self._end
         else:
             stored = self._engine.calibration
-            status, text = ("stored", stored.verdict) if stored else ("none", "")
+            status, text = ("stored", "; ".join([stored.verdict, *stored.notes])) if stored else ("none", "")
         done, total = self._done
         return {"object": "calibration", "status": status, "done": done, "total": total, "text": text}
 
@@ -75,7 +75,8 @@ class Calibrator:
                 progress=self._note,
             )
             if not found.is_usable:
-                self._end = "unfinished", found.notes[-1]
+                done, total = self._done
+                self._end = "unfinished" if done < total else "failed", found.notes[-1]
         except AbandonedError:
             self._end = "unfinished", "stopped: run it again to go on"
         except Exception as error:
@@ -87,4 +88,5 @@ class Calibrator:
 
     def _search(self, query: str, k: int) -> list[str]:
         assert self._corpus is not None
+        check_left()
         return [hit.text for hit in self._corpus.search(query, k, 0)]

@@ -285,7 +285,12 @@ async function showCalibration(method = "GET") {
   if (isMeasuring) measuring = setTimeout(() => showCalibration().catch(sayCalibration), POLL_MS);
 }
 
-const sayCalibration = (error) => ($("calibrated").textContent = error.message);
+function sayCalibration(error) {
+  $("calibrate").textContent = "Calibrate"; // shows what is still in progress, if the server answers again
+  $("measured").hidden = true;
+  $("calibrated").textContent = error.message;
+  $("calibrated").classList.add("problem");
+}
 
 const isFull = ({ policy }) => policy === "full";
 
@@ -518,7 +523,7 @@ async function start() {
     samples = await (await call("samples.json")).json();
     if (!samples.is_adaptive) $("recompute").options[0].text = "as the server is set";
     $("calibration").hidden = !samples.calibrates;
-    if (samples.calibrates) await showCalibration();
+    if (samples.calibrates) await showCalibration().catch(sayCalibration);
     hasCorpus = names.includes(`${model}-rag`);
     if (!hasCorpus) {
       $("sidebar").hidden = true;

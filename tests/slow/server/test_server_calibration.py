@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,34 @@ def test_too_few_documents_are_named(engine: BlendEngine, tmp_path: Path) -> Non
         status(served, "POST")
         until(lambda: status(served)["status"] != "measuring")
         found = status(served)
-        assert found["status"] == "unfinished"
+        assert found["status"] == "failed", "it cannot go on"
         assert f"a default takes {PROMPTS}" in found["text"]
+
+
+def test_a_result_that_cannot_be_stored_says_so(
+    served: Served, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.http.post("/v1/chunks", json={"texts": TEXTS, "document": "a"}).raise_for_status()
+    monkeypatch.setattr(type(engine.store), "read_only", True)
+    status(served, "POST")
+    until(lambda: status(served)["status"] != "measuring")
+    assert engine.calibration is not None
+    assert status(served)["text"].startswith(f"{engine.calibration.verdict}; valid for this process only: ")
+
+
+def test_making_prompts_can_be_stopped(engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = make_corpus(engine, tmp_path)
+    with serving(engine, corpus) as served:
+        served.http.post("/v1/corpus", json={"id": "a", "text": " ".join(CHUNKS)}).raise_for_status()
+        until(lambda: served.http.get("/v1/corpus/a").json()["status"] == "ready")
+
+        def measure(search: Callable[[str, int], list[str]], **_: object) -> None:
+            while True:
+                search("harp", 2)
+
+        monkeypatch.setattr(engine, "calibrate", measure)
+        assert status(served, "POST")["status"] == "measuring"
+        assert status(served, "DELETE")["status"] == "unfinished"
 
 
 def test_namespaces_that_share_a_store_may_not_change_each_other(engine: BlendEngine) -> None:
@@ -92,7 +118,7 @@ def test_namespaces_that_share_a_store_may_not_change_each_other(engine: BlendEn
     with serving(engine, key="one", api_keys=keys) as served:
         response = served.http.post("/v1/calibration")
         assert response.status_code == 403
-        assert "run `kvrag calibrate`" in response.json()["error"]["message"]
+        assert "run `kvrag calibrate` on its store, and restart the server" in response.json()["error"]["message"]
         assert status(served)["status"] == "none"
         assert served.http.get("/samples.json").json()["calibrates"] is False
 

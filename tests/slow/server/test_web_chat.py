@@ -354,6 +354,34 @@ def test_it_is_calibrated_from_the_page(page: Any, model_folder: Path, tmp_path:
         assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
+def test_a_calibration_that_is_lost_says_so(page: Any, url: str) -> None:
+    answers = [{"status": "measuring", "done": 1, "total": 2, "text": ""}]
+    message = "/" + "folder" * 100
+
+    def calibration(route: Any) -> None:
+        if answers:
+            return route.fulfill(json=answers.pop())
+        return route.fulfill(status=500, json={"error": {"message": message}})
+
+    samples = {"documents": [], "questions": [], "is_chat": True, "is_adaptive": True, "calibrates": True}
+    page.route("**/samples.json", lambda route: route.fulfill(json=samples))
+    page.route("**/v1/calibration", calibration)
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.goto(url)
+    page.locator("#calibrated.problem", has_text=message).wait_for()
+    assert page.inner_text("#calibrate") == "Calibrate"
+    assert page.is_hidden("#measured")
+    box = page.locator("#calibrated").bounding_box()
+    assert box["x"] + box["width"] <= 390
+    answers.append({"status": "measuring", "done": 1, "total": 2, "text": ""})
+    page.click("#calibrate")
+    page.locator("#calibrate", has_text="Stop").wait_for()
+
+    page.reload()
+    page.locator("#calibrated.problem", has_text=message).wait_for()
+    page.locator("#summary", has_text=re.compile(r"\d")).wait_for()  # the page works without it
+
+
 def test_an_answer_that_pauses_says_so(page: Any, url: str) -> None:
     script(page, {"content": "Yusuf"})
     page.goto(url)

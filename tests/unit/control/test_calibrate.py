@@ -281,9 +281,13 @@ def test_what_was_measured_is_used_on_the_same_chunks_and_settings_only(
     (folder / TRIALS).write_text('{"x": 1')
     warmed.calibrate(PROMPTS[:1], **short)
     assert len(measured) == 6, "damaged"
+    kept = json.loads((folder / TRIALS).read_text())
+    (folder / TRIALS).write_text(json.dumps({setup: [] for setup in kept}))
+    warmed.calibrate(PROMPTS[:1], **short)
+    assert len(measured) == 7, "damaged"
     warmed.reset_calibration()
     warmed.calibrate(PROMPTS[:1], **short)
-    assert len(measured) == 7
+    assert len(measured) == 8
 
 
 def test_prompts_without_anything_to_recompute_are_remembered(warmed: BlendEngine, measured: list[list[int]]) -> None:
@@ -291,6 +295,19 @@ def test_prompts_without_anything_to_recompute_are_remembered(warmed: BlendEngin
         with pytest.raises(StoreError, match="nothing to recompute"):
             warmed.calibrate([messages("Never warmed.")])
     assert len(measured) == 1
+
+
+def test_a_document_deleted_meanwhile_is_measured_once_it_is_back(engine: BlendEngine) -> None:
+    short: dict[str, Any] = {"ratios": (0.9,), "tokens": 2, "save": False}
+    engine.warm(CHUNKS, document="a")
+
+    def forget(done: int, total: int) -> None:
+        if done == total // 2:
+            engine.forget("a")
+
+    assert engine.calibrate(PROMPTS[:2], progress=forget, **short).curve[0].prompts == 1
+    engine.warm(CHUNKS, document="a")
+    assert engine.calibrate(PROMPTS[:2], **short).curve[0].prompts == 2
 
 
 def test_a_readable_result(warmed: BlendEngine) -> None:

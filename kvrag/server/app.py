@@ -21,6 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import Response
 
+from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError
 from kvrag.reader.samples import of as samples_of
@@ -339,12 +340,19 @@ async def calibrate(request: Request, state: Server) -> Response:
     if state.is_shared:
         how = "run `kvrag calibrate` on its store, and restart the server"
         raise ApiError(403, f"a calibration would change the answers of all namespaces: {how}", "forbidden")
+    if not _is_adaptive(state.engine.config):
+        how = "start the server without --ratio, --margin and --policy"
+        raise ApiError(400, f"this server's recompute is set, so a calibration would change nothing: {how}")
 
     def work() -> dict[str, Any]:
         state.calibrator.start()
         return state.calibrator.status()
 
     return json_response(await result(request, state.working, work), 202)
+
+
+def _is_adaptive(config: BlendConfig) -> bool:
+    return config.ratio is None and config.margin != 0 and config.policy not in ("none", "full")
 
 
 @router.delete("/v1/calibration")
@@ -389,8 +397,7 @@ async def samples(request: Request, state: Server) -> Response:
         fitting = samples_of(state.engine.model.name)
         names, questions = list(fitting.documents()), list(fitting.questions)
         shown = {"documents": names, "questions": questions, "is_chat": fitting.is_chat}
-        config = state.engine.config
-        is_adaptive = config.ratio is None and config.margin != 0 and config.policy not in ("none", "full")
+        is_adaptive = _is_adaptive(state.engine.config)
         return json_response({**shown, "is_adaptive": is_adaptive, "calibrates": is_adaptive and not state.is_shared})
 
     return await result(request, state.working, work)

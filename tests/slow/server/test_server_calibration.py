@@ -11,7 +11,7 @@ import pytest
 from blending import CHUNKS
 from serving import Served, make_corpus, serving, until
 
-from kvrag import BlendEngine
+from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.control.calibrate import PROMPTS
 from kvrag.scheduling import waiting
 from kvrag.server.calibration import Calibrator
@@ -121,6 +121,17 @@ def test_namespaces_that_share_a_store_may_not_change_each_other(engine: BlendEn
         assert "run `kvrag calibrate` on its store, and restart the server" in response.json()["error"]["message"]
         assert status(served)["status"] == "none"
         assert served.http.get("/samples.json").json()["calibrates"] is False
+
+
+@pytest.mark.parametrize("setting", [{"ratio": 0.15}, {"margin": 0.0}, {"policy": "full"}])
+def test_a_server_with_a_setting_of_its_own_measures_nothing(
+    model: Model, tmp_path: Path, setting: dict[str, Any]
+) -> None:
+    with BlendEngine(model, tmp_path, BlendConfig(**setting)) as engine, serving(engine) as served:
+        response = served.http.post("/v1/calibration")
+        assert response.status_code == 400
+        assert "start the server without --ratio" in response.json()["error"]["message"]
+        assert status(served)["status"] == "none"
 
 
 def test_a_stopped_server_does_not_wait_for_it(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:

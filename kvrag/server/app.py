@@ -337,18 +337,24 @@ async def calibrate(request: Request, state: Server) -> Response:
 
     It takes up to ten minutes, and answers are slower meanwhile.
     """
-    if state.is_shared:
-        how = "run `kvrag calibrate` on its store, and restart the server"
-        raise ApiError(403, f"a calibration would change the answers of all namespaces: {how}", "forbidden")
-    if not _is_adaptive(state.engine.config):
-        how = "start the server without --ratio, --margin and --policy"
-        raise ApiError(400, f"this server's recompute is set, so a calibration would change nothing: {how}")
+    if reason := _uncalibrated(state):
+        raise ApiError(403, f"this server cannot be calibrated: {reason}")
 
     def work() -> dict[str, Any]:
         state.calibrator.start()
         return state.calibrator.status()
 
     return json_response(await result(request, state.working, work), 202)
+
+
+def _uncalibrated(state: State) -> str:
+    """Return why this server cannot be calibrated, and the way out; "" = it can."""
+    if state.is_shared or state.is_replica:
+        shared = "several namespaces" if state.is_shared else "several servers"
+        return f"{shared} use its store, so run `kvrag calibrate` on that, and restart the server"
+    if not _is_adaptive(state.engine.config):
+        return "what it recomputes is set, so start it without --ratio, --margin and --policy"
+    return ""
 
 
 def _is_adaptive(config: BlendConfig) -> bool:
@@ -397,8 +403,8 @@ async def samples(request: Request, state: Server) -> Response:
         fitting = samples_of(state.engine.model.name)
         names, questions = list(fitting.documents()), list(fitting.questions)
         shown = {"documents": names, "questions": questions, "is_chat": fitting.is_chat}
-        is_adaptive = _is_adaptive(state.engine.config)
-        return json_response({**shown, "is_adaptive": is_adaptive, "calibrates": is_adaptive and not state.is_shared})
+        shown |= {"is_adaptive": _is_adaptive(state.engine.config), "calibrates": not _uncalibrated(state)}
+        return json_response(shown)
 
     return await result(request, state.working, work)
 
@@ -419,13 +425,16 @@ async def metrics(tenant: Caller) -> Response:
     return Response(tenant.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[Corpus] = ()) -> FastAPI:
+def create_app(
+    engine: BlendEngine, settings: ServerSettings, corpora: Sequence[Corpus] = (), is_replica: bool = False
+) -> FastAPI:
     """Return an ASGI app that answers with an engine. It closes neither the engine nor the corpora's indexes.
 
     Args:
         corpora: One per namespace in `settings.namespaces`; empty = no -rag model, embeddings and `/v1/corpus`.
+        is_replica: Other servers answer under the same address.
     """
-    state = State(engine, settings, corpora)
+    state = State(engine, settings, corpora, is_replica)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 from blending import CHUNKS
-from serving import Served, make_corpus, serving, until
+from fastapi.testclient import TestClient
+from serving import NAME, Served, make_corpus, serving, until
 
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.control.calibrate import PROMPTS
 from kvrag.scheduling import waiting
+from kvrag.server.app import create_app
 from kvrag.server.calibration import Calibrator
-from kvrag.server.settings import ApiKey
+from kvrag.server.settings import ApiKey, ServerSettings
 
 NAMES, TOWNS = ("Mira Brel", "Kan Dror", "Zel Vinford", "Ada Holm"), ("Florton", "Stelburg", "Stinmouth", "Grelville")
 TEXTS = [
@@ -118,9 +120,19 @@ def test_namespaces_that_share_a_store_may_not_change_each_other(engine: BlendEn
     with serving(engine, key="one", api_keys=keys) as served:
         response = served.http.post("/v1/calibration")
         assert response.status_code == 403
-        assert "run `kvrag calibrate` on its store, and restart the server" in response.json()["error"]["message"]
+        assert response.json()["error"]["message"] == (
+            "this server cannot be calibrated: several namespaces use its store, so run `kvrag calibrate` on that, "
+            "and restart the server"
+        )
         assert status(served)["status"] == "none"
         assert served.http.get("/samples.json").json()["calibrates"] is False
+
+
+def test_a_replica_is_not_calibrated_alone(engine: BlendEngine) -> None:
+    app = create_app(engine, ServerSettings(name=NAME), is_replica=True)
+    client = TestClient(app, "http://127.0.0.1")
+    assert "several servers use its store" in client.post("/v1/calibration").json()["error"]["message"]
+    assert client.get("/samples.json").json()["calibrates"] is False
 
 
 @pytest.mark.parametrize("setting", [{"ratio": 0.15}, {"margin": 0.0}, {"policy": "full"}])
@@ -129,8 +141,8 @@ def test_a_server_with_a_setting_of_its_own_measures_nothing(
 ) -> None:
     with BlendEngine(model, tmp_path, BlendConfig(**setting)) as engine, serving(engine) as served:
         response = served.http.post("/v1/calibration")
-        assert response.status_code == 400
-        assert "start the server without --ratio" in response.json()["error"]["message"]
+        assert response.status_code == 403
+        assert "start it without --ratio" in response.json()["error"]["message"]
         assert status(served)["status"] == "none"
 
 

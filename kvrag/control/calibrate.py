@@ -128,13 +128,11 @@ class Calibration:
     @property
     def is_usable(self) -> bool:
         """False if it has too few prompts to become the default."""
-        return bool(self.curve) and self.curve[0].prompts >= PROMPTS
+        return self.curve[0].prompts >= PROMPTS
 
     @property
     def verdict(self) -> str:
         """The result in a sentence."""
-        if not self.adaptive:
-            return "made by an earlier version, which counted first tokens: run `kvrag calibrate` again"
         chosen = self.adaptive[-1]
         share = chosen.low if self.sure else chosen.share
         kept = (
@@ -152,8 +150,6 @@ class Calibration:
 
     def __str__(self) -> str:
         """Return a table, the caveats and the verdict."""
-        if not self.curve:
-            return self.verdict
         ties = f"{self.near_ties} of {self.tokens} are near ties"
         heads = f"  {'':<18}{'kept':>11}   {'95 % interval':<15}{'identical':>9}{'KL':>8}{'rows':>7}"
         chosen, default = (self.adaptive[-1].ratio, self.adaptive[-1].margin or None), (0.0, MARGIN)
@@ -186,10 +182,10 @@ class Calibration:
         """Parse the JSON of `to_json`; raises ValueError if it is invalid."""
         try:
             fields = json.loads(text)
-            if "start" not in fields:  # made before recompute was adaptive, by first tokens
-                fields |= {"start": fields["ratio"], "curve": ()}
             for name in ("curve", "adaptive"):
-                fields[name] = tuple(Agreement(**point) for point in fields.get(name, ()))
+                fields[name] = tuple(Agreement(**point) for point in fields[name])
+                if not fields[name]:
+                    raise ValueError(f"{name} is empty")
             fields["notes"] = tuple(fields["notes"])
             calibration = cls(**fields)
             for ratio in (calibration.ratio, calibration.start):
@@ -206,7 +202,6 @@ class Calibration:
         if self.policy != config.policy:
             return f"policy {self.policy}, not {config.policy}"
         settings = settings_of(config)
-        # stored ones may have settings of policies, which are part of the policy now
         different = [name for name, value in settings.items() if value != self.settings.get(name)]
         return f"other settings ({', '.join(different)})" if different else ""
 

@@ -337,6 +337,8 @@ async def calibrate(request: Request, state: Server) -> Response:
 
     It takes up to ten minutes, and answers are slower meanwhile.
     """
+    if (await request.body()).strip() not in (b"", b"{}"):
+        raise ApiError(400, "a calibration takes no options here: `kvrag calibrate` does", "invalid_value")
     if reason := _uncalibrated(state):
         raise ApiError(403, f"this server cannot be calibrated: {reason}")
 

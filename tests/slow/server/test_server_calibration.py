@@ -62,6 +62,9 @@ def test_it_is_stopped_goes_on_and_becomes_the_default(served: Served, engine: B
 
 
 def test_errors_are_reported(served: Served, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    response = served.http.post("/v1/calibration", json={"minutes": 3})
+    assert response.status_code == 400
+    assert "takes no options here" in response.json()["error"]["message"]
     status(served, "POST")
     until(lambda: status(served)["status"] != "measuring")
     failed = status(served)

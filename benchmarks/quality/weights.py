@@ -38,6 +38,7 @@ from benchmarks.quality.questions import (
     retrieve,
 )
 from benchmarks.quality.rows import QuestionRow
+from benchmarks.quality.variants import code_digest
 from benchmarks.quality.worlds import WORLDS, world_rows
 from benchmarks.settings import run_settings
 from kvrag import BlendConfig, BlendEngine, Model
@@ -109,9 +110,13 @@ def main() -> None:
     model = Model.from_pretrained(args.model, dtype=args.dtype)
     rows = _rows(args, model)
     print(
-        run_settings(model), f"{len(rows)} questions, seed {args.seed}", f"python -m {shlex.join(sys.argv)}", flush=True
+        run_settings(model),
+        f"{len(rows)} questions, seed {args.seed}",
+        f"{parser.prog} {shlex.join(sys.argv[1:])}",
+        flush=True,
     )
-    settings = {**{name: str(value) for name, value in vars(args).items() if name not in ("n", "out")}}
+    settings = {name: str(value) for name, value in vars(args).items() if name not in ("n", "out")}
+    settings |= {"fingerprint": model.fingerprint.digest, "code": code_digest()}
     journal = Journal(args.out, settings, Answered)
     with ExitStack() as stack:
         arms = _arms(args, model, stack)
@@ -123,6 +128,8 @@ def main() -> None:
         except KeyboardInterrupt:
             say("interrupted")
     done = [journal.rows[row.key] for row in rows if row.key in journal.rows]
+    if not done:
+        raise SystemExit("no question was finished")
     print("\n".join(lines(done)), flush=True)
 
 

@@ -427,7 +427,9 @@ def test_a_calibration_that_cannot_be_read_is_read_again(warmed: BlendEngine, mo
 
 
 @pytest.mark.parametrize(
-    "changes", [{"ratio": 7.0}, {"start": -1.0}, {"margin": -0.5}, {"margin": math.nan}, {"adaptive": ()}], ids=str
+    "changes",
+    [{"ratio": 7.0}, {"start": -1.0}, {"margin": -0.5}, {"margin": math.nan}, {"adaptive": ()}, {"curve": ()}],
+    ids=str,
 )
 def test_a_stored_number_out_of_range_is_damage(changes: dict[str, Any], warmed: BlendEngine) -> None:
     _kept(warmed, **changes)

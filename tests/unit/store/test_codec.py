@@ -267,10 +267,8 @@ def test_it_is_found_again_after_a_restart(packing: BlendEngine, model: Model) -
 def test_other_families(family: str, tokenizer: Any) -> None:
     model_type, changes = FAMILIES[family]
     model = Model(build(model_type, **changes), tokenizer, family)
-    assert all(check.passed for check in verify(partial(BlendEngine, model, codec="int8"), 40))
-    # with weights drawn at random, 4 bits may change the logits by more than the gate lets pass
-    checks = verify(partial(BlendEngine, model, codec="int4"), 40)
-    assert {check.name for check in checks if not check.passed} <= {"plain reuse of int4 chunks = of native ones"}
+    for codec in LOSSY:
+        assert all(check.passed for check in verify(partial(BlendEngine, model, codec=codec), 40))
 
 
 def test_the_gate_compares_stitched_chunks_with_unpacked_ones(model: Model, tokenizer: Any) -> None:

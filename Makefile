@@ -11,7 +11,7 @@ setup: .venv/.done
 OLDEST := transformers==5.19.*
 
 PROJECTS := pyproject.toml constraints.txt $(wildcard integrations/*/pyproject.toml)
-FRAMEWORKS := -e integrations/adapt-kvrag -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag -e integrations/llama-index-vector-stores-kvrag
+FRAMEWORKS := -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag -e integrations/llama-index-vector-stores-kvrag
 # CONSTRAINTS=/dev/null installs the newest versions
 CONSTRAINTS ?= constraints.txt
 INSTALL := $(BIN)/pip install --quiet -c $(CONSTRAINTS)
@@ -93,7 +93,6 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy scripts/*.py
-	cd integrations/adapt-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p adapt_kvrag
 	cd integrations/langchain-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p langchain_kvrag
 	cd integrations/llama-index-llms-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p llama_index.llms.kvrag
 	cd integrations/llama-index-vector-stores-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p llama_index.vector_stores.kvrag

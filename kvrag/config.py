@@ -361,7 +361,6 @@ class ModelOptions:
     quantization: str | None = option(
         None, "int8 = round the weights to 8 bits: faster answers on CPUs", check_choice, choices=QUANTIZATIONS
     )
-    adapter: str | Path | None = option(None, "folder of a LoRA adapter (PEFT) that chunks are encoded with")
     store_states: bool = switch("store the states at each chunk's end too, of models that keep some (hybrids)")
 
 
@@ -503,7 +502,6 @@ class LoadOptions(TypedDict, total=False):
     preamble: bool
     compile_decode: bool
     quantization: str | None
-    adapter: str | Path | None
     store_states: bool
 
 

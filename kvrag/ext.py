@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     # vLLM: a model for blending whose KV is in vLLM's pages, and the steps of a request
     from kvrag.backend.positions import Rows, attention_received, rotate, unrotate
     from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer, Tables
-    from kvrag.backend.transformers.adapter import digest, read
     from kvrag.backend.transformers.loading import auto_class, context_window, load, load_config, refuse_failures
     from kvrag.backend.transformers.loading import rope_parameters, stable_length
     from kvrag.backend.transformers.model import fingerprint
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from kvrag.memory.conversation import CachedPrefix
     from kvrag.memory.tier import MemoryTier
     from kvrag.request import Pipeline
-    # vLLM and adapt
     from kvrag.config import DEFAULT_RATIO
     from kvrag.reuse.request_state import RequestState
     # vLLM and Ray: which model and which store, and what is forgotten
@@ -65,24 +63,7 @@ if TYPE_CHECKING:
     from kvrag.server.settings import ServerSettings
     from kvrag.store import open_store
     from kvrag.store.values import text_key
-    # Ray and adapt: what commands print
     from kvrag.cli.common import progress, say
-    # adapt: its command, prompts to train on, and blending as a differentiable pass
-    from kvrag.backend.hub import check_model
-    from kvrag.backend.positions import Chunked
-    from kvrag.backend.transformers.adapter import CONFIG, PLAIN, PREFIX, WEIGHTS, Adapter, LowRank, active_adapter
-    from kvrag.backend.transformers.rows import BlendLayer, StopForward, as_argument
-    from kvrag.cli.common import (
-        DTYPES, add_number, add_setting, duration, existing_path, read_files, read_questions, require_extra,
-    )
-    from kvrag.config import DEFAULT_CONTEXT
-    from kvrag.control.agreement import compare
-    from kvrag.control.prompts import CONTINUATION, Gap, Search, ask, find_gaps, make_prompts, render, search_by_words
-    from kvrag.errors import reason_of
-    from kvrag.reader.samples import HANDBOOK
-    from kvrag.retrieval.documents import splitter
-    from kvrag.reuse.select import select
-    from kvrag.store.durable import TEMPORARY, delete_left, write_file
 # fmt: on
 
 _IMPORTS = (node for node in ast.walk(ast.parse(Path(__file__).read_text("utf-8"))) if isinstance(node, ast.ImportFrom))

@@ -25,8 +25,8 @@ class Fingerprint:
     """Everything that determines whether stored KV may be loaded.
 
     `weights` hashes samples of every parameter and buffer, so it covers revisions, merged adapters and quantisation.
-    `model` is a display name and not part of the digest: two names of the same weights share their KV. `adapter` is the
-    digest of the adapter that chunks are encoded with; "" = none. `states`: the states at a chunk's end are stored too.
+    `model` is a display name and not part of the digest: two names of the same weights share their KV.
+    `states`: the states at a chunk's end are stored too.
     """
 
     model: str
@@ -37,7 +37,6 @@ class Fingerprint:
     preamble: tuple[int, ...]
     codec: str = "native"  # one of `kvrag.config.CODECS`
     format: int = FORMAT
-    adapter: str = ""
     states: bool = False
 
     @classmethod
@@ -53,7 +52,7 @@ class Fingerprint:
 
     def parts(self) -> dict[str, str]:
         """Return the fields as strings, for the store and for error messages."""
-        return {name: json.dumps(value) for name, value in asdict(self).items()}
+        return {"adapter": '""', **{name: json.dumps(value) for name, value in asdict(self).items()}}  # had one once
 
     @cached_property
     def digest(self) -> str:

@@ -110,7 +110,6 @@ class EngineSettings:
     trust_remote_code: bool = _of("trust_remote_code")
     compile_decode: bool = _of("compile_decode")
     quantization: str | None = _of("quantization")
-    adapter: str | None = _of("adapter")
     store_states: bool = _of("store_states")
     learn: bool = _of("learn")
     check: float = _of("check")

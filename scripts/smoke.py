@@ -10,7 +10,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import adapt_kvrag
 import langchain_kvrag
 import llama_index.llms.kvrag
 import llama_index.vector_stores.kvrag
@@ -34,7 +33,6 @@ from kvrag.server.settings import ServerSettings
 
 PACKAGES = {
     "kvrag": kvrag,
-    "adapt-kvrag": adapt_kvrag,
     "langchain-kvrag": langchain_kvrag,
     "llama-index-llms-kvrag": llama_index.llms.kvrag,
     "llama-index-vector-stores-kvrag": llama_index.vector_stores.kvrag,
@@ -117,7 +115,6 @@ def server(chunks: list[str]) -> None:
 
 def plugins() -> None:
     """Check that the command line finds the commands of other packages."""
-    assert find("adapt", "command", "kvrag adapt").__name__ == "adapt_kvrag.command"
     assert [find("ray", name, "--ray").__module__ for name in ("warm", "serve")] == [
         "ray_kvrag.warm",
         "ray_kvrag.serve",

@@ -213,7 +213,7 @@ def load_model(args: argparse.Namespace) -> Model:
     check_model(args.model)
     from kvrag.backend.transformers import Model  # slow to import: mistakes are reported before
 
-    model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device, adapter=args.adapter)
+    model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device)
     if not args.json and not model.tokenizer.has_chat_template:
         say("the model has no chat template: prompts are plain text")
     return model

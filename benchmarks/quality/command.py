@@ -150,11 +150,7 @@ def run(args: argparse.Namespace) -> int:
     data |= {"code": code_digest()} | ({"missing": args.missing} if args.missing else {})
     measured: list[dict[str, Any]] = []
     for length, preamble, codec, config in itertools.product(lengths or [0], preambles, codecs, configs):
-        variant = (
-            model
-            if preamble == "on"
-            else Model(model.hf, model.tokenizer.hf, model.name, True, preamble=False, adapter=model.adapter)
-        )
+        variant = model if preamble == "on" else Model(model.hf, model.tokenizer.hf, model.name, True, preamble=False)
         asked = [_variant(row, length, args.missing, model) for row in rows]
         evaluation = answers.evaluate(args, variant, asked, data, cells, config, codec)
         tables = results.tables(evaluation.tasks, cells, evaluation.journal)

@@ -72,8 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=int, choices=WORLDS, help=world)
     context = "tokens that chunks are encoded with; 0 = alone (default: 256)"
     parser.add_argument("--context-tokens", type=at_least(0), default=DEFAULT_CONTEXT, metavar="N", help=context)
-    adapter = "adapter that chunks are encoded with"
-    parser.add_argument("--adapter", type=existing_path, metavar="FOLDER", help=adapter)
     parser.add_argument("--instruction", default=INSTRUCTION, metavar="TEXT", help=f"default: {INSTRUCTION}")
     parser.add_argument("--tokens", **number, default=32, help="maximum length of an answer (default: 32)")
     parser.add_argument("--n", **number, help="number of questions (default: all; with --musique 50)")
@@ -102,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     check_model(args.model)
     torch.set_num_threads(args.threads)
     arms = tuple(dict.fromkeys((FULL, *args.arms)))
-    model = Model.from_pretrained(args.model, dtype=args.dtype, adapter=args.adapter)
+    model = Model.from_pretrained(args.model, dtype=args.dtype)
     if args.world:
         rows: Sequence[QuestionRow] = world_rows(args.n or 100, args.seed, args.world)
     elif args.musique:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -171,10 +171,6 @@ class Backend(Outline, Protocol):
 
     def waiting(self) -> AbstractContextManager[None]:
         """Release the model while this thread waits for a disk during its forward pass."""
-
-    def encoding(self) -> AbstractContextManager[None]:
-        """Apply the adapter for encoding, if there is one, to the forward passes of this thread."""
-        return nullcontext()
 
     def forward(self, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> Tensor:
         """Run the model's own forward pass. Changes `cache`. Returns (B, V) float32 logits after the last token.

@@ -133,7 +133,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "dtype", choices=DTYPES)
     add_setting(parser, "device")
     add_setting(parser, "quantization")
-    add_setting(parser, "adapter", metavar="FOLDER")
     add_setting(parser, "store_states")
 
 
@@ -212,7 +211,7 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
     from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine, default_store
 
-    settings = {name: getattr(args, name) for name in ("dtype", "device", "quantization", "adapter", "store_states")}
+    settings = {name: getattr(args, name) for name in ("dtype", "device", "quantization", "store_states")}
     model = Model.from_pretrained(args.model, **settings, compile_decode=getattr(args, "compile_decode", False))
     store = default_store(model, args.codec) if args.store is None else args.store
     if is_warmed and args.store is None and not (store / "chunks").is_dir():
@@ -340,14 +339,6 @@ def read_questions(path: Path) -> list[str]:
 def say(message: str) -> None:
     """Print a line to stderr; stdout is reserved for results."""
     print(f"{_CLEAR if sys.stderr.isatty() else ''}{message}", file=sys.stderr, flush=True)
-
-
-def duration(seconds: float) -> str:
-    """Format a duration: 45 s, 12 min, 1 h 30 min."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def human_bytes(size: float) -> str:

@@ -14,7 +14,6 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from kvrag import __version__
-from kvrag.cli.plugin import find
 from kvrag.errors import KvragError, out_of_memory
 
 _COMMANDS = {  # modules of kvrag.cli, with their help
@@ -25,7 +24,6 @@ _COMMANDS = {  # modules of kvrag.cli, with their help
     "explain": "explain what was reused of a prompt, and why not more",
     "serve": "serve a model and a corpus with OpenAI's API",
     "calibrate": "find how much to recompute on your model and corpus",
-    "adapt": "train an adapter that makes stored KV agree better with full prefill",
     "estimate": "estimate disk usage before you ingest",
     "store": "show, check or clean up a store",
     "verify": "test that blending is exact on your model",
@@ -78,12 +76,7 @@ def add_command(subparsers: Any, name: str, module: str, help_text: str, is_want
     leaf.set_defaults(module=module, parser=leaf)
     if is_wanted:
         leaf.add_argument("--json", action="store_true", help="print only JSON on stdout: the result")
-        _load(module).add_arguments(leaf)
-
-
-def _load(module: str) -> Any:
-    """Return the module of a command; that of `kvrag adapt` is in a package of its own."""
-    return find("adapt", "command", "kvrag adapt") if module == "kvrag.cli.adapt" else import_module(module)
+        import_module(module).add_arguments(leaf)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,7 +129,7 @@ def _execute(make_parser: Callable[[Sequence[str]], Parser], argv: Sequence[str]
             args.parser.unknown(unknown)
         args.program = parser.prog
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # bars of transformers, too: they would disturb ours
-        return int(_load(args.module).run(args))
+        return int(import_module(args.module).run(args))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # closed pipe, for example by `head`
         return 1

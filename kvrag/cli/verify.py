@@ -16,7 +16,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "model", default="reader")
     add_setting(parser, "dtype", "dtype to compute in; float32 is the strictest test", choices=DTYPES)
     add_setting(parser, "quantization")
-    add_setting(parser, "adapter", metavar="FOLDER")
     add_setting(parser, "store_states")
     add_setting(parser, "codec", "codec of stored chunks, to see its error")
     parser.add_argument("--chunk-tokens", type=at_least(1), metavar="N", help="length of the four test chunks")
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from kvrag.engine import BlendEngine
     from kvrag.inspect.gate import verify
 
-    names = ("allow_unverified", "compile_decode", "quantization", "adapter", "store_states")
+    names = ("allow_unverified", "compile_decode", "quantization", "store_states")
     options = {name: getattr(args, name) for name in names}
     model = Model.from_pretrained(args.model, dtype=args.dtype, **options)
     checks = verify(partial(BlendEngine, model, codec=args.codec), args.chunk_tokens, lambda name: say(f"... {name}"))

@@ -45,7 +45,6 @@ _LOCAL = (
     "dtype",
     "device",
     "quantization",
-    "adapter",
     "store_states",
     "context_tokens",
     "embedder",

@@ -258,7 +258,7 @@ class Tuning:
         first, encoded_alone = request.runs[0], not request.matches[0].context_tokens
         after_preamble = first.offset == 0 and first.start == len(self._backend.preamble)
         after_preamble = after_preamble and encoded_alone
-        after_preamble = after_preamble and not (self._backend.fingerprint.adapter or self._backend.keeps_states)
+        after_preamble = after_preamble and not self._backend.keeps_states
         reused = sum(map(len, request.runs))
         return Workload(
             prompt=len(request.ids),

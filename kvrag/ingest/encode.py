@@ -70,7 +70,7 @@ def encode(
     for batch in [*_batches(whole, batch_tokens(model), most_unequal), *([tree] for tree in branching)]:
         encoded = _encode_batch(model, batch)
         while True:
-            with torch.inference_mode(), model.encoding():  # not while this generator is suspended
+            with torch.inference_mode():  # not while this generator is suspended
                 if (complete := next(encoded, None)) is None:
                     break
             yield from complete.items()

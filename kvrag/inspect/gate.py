@@ -81,8 +81,8 @@ def verify(
                     tolerance + _LOGITS[engine.codec],
                 )
                 checks.append(_check_logits(model, ids, name, plain.logits, unpacked, limit))
-            # else only recomputed tokens equal full prefill's: an adapter changes what is stored, and states may not be
-            is_exact = not model.fingerprint.adapter and model.keeps_states == model.stores_states
+            # else only recomputed tokens equal full prefill's: a model's states may not be stored
+            is_exact = model.keeps_states == model.stores_states
             if is_exact and not model.keeps_states:  # else the first layer with KV may be a later one
                 reused = plain.reused.nonzero().squeeze(1)
                 keys, expected = (layer[:, :, reused] for layer in (plain.cache.layer(0)[0], _layer0_keys(model, ids)))

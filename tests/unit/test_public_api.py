@@ -56,18 +56,15 @@ PUBLIC = [
 ]
 
 EXT = """
-active_adapter Adapter add_arguments add_number add_setting Adding ADDRESS ApiError as_argument ask
-attention_received auto_class Backend bind BlendLayer Branch build bytes_per_token CachedKV CachedPrefix Catalog
-check_bytes check_model check_names check_namespace check_option Choosing Chunked ChunkIndex ChunkTokenizer compare
-CONFIG connect context_window CONTINUATION DEFAULT_CONTEXT DEFAULT_EMBEDDER DEFAULT_RATIO delete_left describe
-digest drop DTYPES duration error_response Existing existing_path find_gaps find_gone Fingerprint fingerprint forget
-Gap Guard HANDBOOK hash_weights HeldBriefly HERE human_bytes Id Ingestion is_shared join KVCache LayerSource
-LLMFields load load_config load_embedder load_tokenizer LONGER Lookup LowRank make_prompts Match MemoryTier
-naming_places Observer OfProcess open_engine open_index open_store parameters_of Pipeline PLAIN PREFIX Present
-Problem progress read read_chunks read_config read_files read_questions read_settings reason_of refuse_failures
-render RequestState require_extra rope_parameters rotate Rows say Search search_by_words select ServerSettings
-splitter stable_length StopForward Tables template_call TEMPORARY text_key Tokenizer TOTALS Tuning uncancelled
-unrotate VectorStoreKV WEIGHTS write_file
+add_arguments Adding ADDRESS ApiError attention_received auto_class Backend bind Branch build bytes_per_token
+CachedKV CachedPrefix Catalog check_bytes check_names check_namespace check_option Choosing ChunkIndex
+ChunkTokenizer connect context_window DEFAULT_EMBEDDER DEFAULT_RATIO describe drop error_response Existing
+find_gone Fingerprint fingerprint forget Guard hash_weights HeldBriefly HERE human_bytes Id Ingestion is_shared
+join KVCache LayerSource LLMFields load load_config load_embedder load_tokenizer LONGER Lookup Match MemoryTier
+naming_places Observer OfProcess open_engine open_index open_store parameters_of Pipeline Present Problem
+progress read_chunks read_config read_settings refuse_failures RequestState rope_parameters rotate Rows say
+ServerSettings stable_length Tables template_call text_key Tokenizer TOTALS Tuning uncancelled unrotate
+VectorStoreKV
 """.split()  # noqa: SIM905
 
 CLASSES = [name for name in PUBLIC if name != "POLICIES"]
@@ -161,7 +158,7 @@ def test_the_signature_of_a_model_shows_its_options() -> None:
     assert list(shown) == [
         *("name_or_path", "dtype", "device", "device_map", "revision", "attn_implementation"),
         *("trust_remote_code", "allow_unverified", "preamble", "compile_decode"),
-        *("quantization", "adapter", "store_states"),
+        *("quantization", "store_states"),
     ]
     assert (shown["dtype"].default, shown["device"].default, shown["preamble"].default) == ("auto", None, True)
 

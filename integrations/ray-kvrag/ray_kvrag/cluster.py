@@ -110,7 +110,6 @@ def on_all_machines(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any
     options = {name: value for name, value in vars(args).items() if name not in ("parser", "module")}
     if Path(args.model).is_dir():  # workers run in other folders
         options["model"] = str(Path(args.model).absolute())
-    options["adapter"] = _absolute(args.adapter)
     if args.store is not None and is_shared(args.store):
         return options | {"store_cache": _absolute(args.store_cache)}
     if len(cluster.cpus) > 1:

@@ -72,13 +72,12 @@ def test_resources_of_a_worker(cpus: Any, gpus: int, device: Any, workers: int, 
 def test_a_folder_is_for_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    args = argparse.Namespace(model="model", store="kv", store_cache=None, adapter=None, parser=None)
+    args = argparse.Namespace(model="model", store="kv", store_cache=None, parser=None)
     alone = on_all_machines(args, Cluster(False, (2,), 0))
     assert alone == {
         "model": str(tmp_path / "model"),
         "store": str(tmp_path / "kv"),
         "store_cache": None,
-        "adapter": None,
     }
     with pytest.raises(SettingError, match="the folder kv belongs to one machine, and the cluster has 2: pass --store"):
         on_all_machines(args, Cluster(False, (2, 2), 0))

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from kvrag import ContextWindowError, SettingError, UnsupportedModelError
+from kvrag import ContextWindowError, UnsupportedModelError
 from kvrag.ext import (
     Backend,
     Branch,
@@ -305,12 +305,6 @@ class VllmBackend(Backend):
 
     def waiting(self) -> AbstractContextManager[None]:
         """Do nothing: passes never wait for storage."""
-        return nullcontext()
-
-    def encoding(self) -> AbstractContextManager[None]:
-        """Raise SettingError if chunks are encoded with an adapter, which vLLM does not apply to single passes."""
-        if self.fingerprint.adapter:
-            raise SettingError("vLLM cannot encode with an adapter: use `kvrag warm --adapter` on this store")
         return nullcontext()
 
     def forward(self, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ token again, samples, and decodes as usual.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvrag import FileStore, KvragError, KVStore, ModelLoadError, SharedStore, UnsupportedModelError
-from kvrag.ext import digest, is_shared, read
+from kvrag.ext import is_shared
 from vllm_kvrag import compat
 from vllm_kvrag.fingerprint import fingerprint_of, tokenizer_of
 from vllm_kvrag.params import ConnectorSettings
@@ -125,9 +125,6 @@ class KvragConnector(KVConnectorBase_V1, SupportsHMA):
     def _open_store(self) -> None:
         """Open the store and compare its fingerprint."""
         try:
-            if self._settings.adapter:
-                adapter = digest(read(self._settings.adapter)[0])
-                self._fingerprint = replace(self._fingerprint, adapter=adapter)
             self._store = open_store(self._settings)
             self._store.bind(self._fingerprint.stored_as(self._settings.codec))
         except KvragError as error:

@@ -27,7 +27,6 @@ class ConnectorSettings:
         store_cache: Folder of the local copies of a shared store; None = `~/.cache/kvrag/shared`.
         rows_per_step: Maximum number of rows that a step computes for blending and for vLLM's batch together; None =
             vLLM's `max_num_batched_tokens`.
-        adapter: Folder of the adapter that the store's chunks were encoded with; the store is then only read.
     """
 
     store: Path | str
@@ -37,7 +36,6 @@ class ConnectorSettings:
     max_bytes: int | None = None
     rows_per_step: int | None = None
     store_cache: str | None = None
-    adapter: str | None = None
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
@@ -62,8 +60,6 @@ class ConnectorSettings:
         settings = cls(store, BlendConfig(**blend), **values)
         check_option("codec", settings.codec)
         check_option("ram_bytes", settings.ram_bytes)
-        if not isinstance(settings.adapter, str | None):
-            raise SettingError(f"adapter must be a folder, got {settings.adapter!r:.80}")
         if settings.store_cache is not None:
             if isinstance(store, Path):
                 raise SettingError("store_cache is the folder of local copies of a shared store: leave it out")

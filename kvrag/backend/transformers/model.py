@@ -18,9 +18,6 @@ from transformers import LogitsProcessorList
 from kvrag.backend.positions import rotate, unrotate
 from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer, Tables
 from kvrag.backend.transformers import loading
-from kvrag.backend.transformers.adapter import Adapter
-from kvrag.backend.transformers.adapter import load as load_adapter
-from kvrag.backend.transformers.adapter import read as read_adapter
 from kvrag.backend.transformers.compiled import CompiledForward
 from kvrag.backend.transformers.interruptible import MOST, Interruptible
 from kvrag.backend.transformers.rotary import probe
@@ -82,7 +79,6 @@ class Model(Backend):
         allow_unverified: bool = False,
         preamble: bool = True,
         compile_decode: bool = False,
-        adapter: str | Path | Adapter | None = None,
         store_states: bool = False,
     ) -> None:
         """Wrap a loaded transformers model and its tokenizer. For the options and errors, see `from_pretrained`."""
@@ -122,11 +118,9 @@ class Model(Backend):
         numbers = sum(state.numel() for state in self._states.values())
         self.bytes_per_chunk = numbers * self.dtype.itemsize if store_states else 0
         self.hidden_size: int = self.config.hidden_size
-        self.adapter = adapter if isinstance(adapter, Adapter | None) else load_adapter(adapter, hf, self.name)
         if compile_decode:
             self._compile()
-        digest = self.adapter.digest if self.adapter else ""
-        self.fingerprint = replace(fingerprint(self.name, hf, self.tokenizer), adapter=digest, states=store_states)
+        self.fingerprint = replace(fingerprint(self.name, hf, self.tokenizer), states=store_states)
 
     @classmethod
     @show_options(LoadOptions, LOAD_DEFAULTS)
@@ -145,7 +139,6 @@ class Model(Backend):
             compile_decode: Compile decode steps with `torch.compile`, on a GPU with CUDA graphs. Takes up to minutes.
             quantization: `"int8"` rounds the weights of the linear layers to 8 bits: on CPUs, an answer's tokens come
                 about twice as fast. It is another model with other stored KV.
-            adapter: Folder of a LoRA adapter in PEFT's format that is active only while chunks are encoded.
             store_states: Store the states at each chunk's end too, for models that keep some: a recomputed tail begins
                 with those of the chunk before it. Costs `bytes_per_chunk`, and chunks are encoded up to the last layer.
 
@@ -155,10 +148,8 @@ class Model(Backend):
             SettingError: A setting is unknown, torch is too old for `compile_decode`, or there are no states to store.
         """
         settings = fill_options("from_pretrained()", LOAD_DEFAULTS, options)
-        if settings["adapter"]:
-            read_adapter(settings["adapter"])  # before the slow loading
         key = json.dumps([str(name_or_path), settings], default=str)
-        own = {option: settings.pop(option) for option in ("preamble", "compile_decode", "adapter", "store_states")}
+        own = {option: settings.pop(option) for option in ("preamble", "compile_decode", "store_states")}
         name = str(name_or_path)
         allow = settings["allow_unverified"]
         return _shared.get(key, lambda: cls(*loading.load(name, **settings), name, allow, **own))
@@ -289,10 +280,6 @@ class Model(Backend):
             return
         with suspended(self.config), self.lock.released():
             yield
-
-    def encoding(self) -> AbstractContextManager[None]:
-        """See `Backend.encoding`."""
-        return self.adapter.active() if self.adapter else nullcontext()
 
     def forward(self, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> Tensor:
         """See `Backend.forward`."""

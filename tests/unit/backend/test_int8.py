@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import save_adapter
 from blending import relative
 from families import build
 
@@ -70,14 +69,6 @@ def test_families_pass_the_gate(family: str, tokenizer: Any) -> None:
     assert _layers(model.hf)
     checks = verify(partial(BlendEngine, model), 48)
     assert [check.name for check in checks if not check.passed] == []
-
-
-def test_with_an_adapter_the_gate_passes(tokenizer: Any, tmp_path: Path) -> None:
-    hf = quantize(build("llama"), "int8")
-    plain = Model(hf, tokenizer, "llama")
-    adapted = Model(hf, tokenizer, "llama", adapter=save_adapter(hf, tmp_path))
-    assert adapted.fingerprint.digest != plain.fingerprint.digest
-    assert [check.name for check in verify(partial(BlendEngine, adapted), 48) if not check.passed] == []
 
 
 def test_a_weight_that_two_layers_share_stays_shared(tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""`--ray`, the options that need it, and `kvrag adapt`. Runs without Ray."""
+"""`--ray` and the options that need it. Runs without Ray."""
 
 from __future__ import annotations
 
@@ -67,21 +67,3 @@ def test_the_command_of_the_installed_package_runs(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("kvrag.tracing.on_cluster", lambda args: args.port, raising=False)
     install(monkeypatch, EntryPoint("serve", "kvrag.tracing:on_cluster", "kvrag.ray"))
     assert main(["serve", "--port", "7", "--ray", "head:6379"]) == 7
-
-
-@pytest.mark.parametrize("words", [["adapt", "--docs", "docs", "--out", "out"], ["adapt", "--help"], ["adapt"]])
-def test_adapt_is_a_package_of_its_own(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    install(monkeypatch, EntryPoint("command", "test:missing", "another.group"))
-    assert main(words) == 1
-    assert capsys.readouterr().err == "kvrag: kvrag adapt needs adapt-kvrag: pip install adapt-kvrag\n"
-    assert main(["warm", "adapt"]) == 1
-    assert "adapt-kvrag" not in capsys.readouterr().err  # a folder of that name needs no package
-
-
-def test_the_options_of_adapt_are_those_of_the_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.tracing.add_arguments", lambda parser: parser.add_argument("--epochs"), raising=False)
-    monkeypatch.setattr("kvrag.tracing.run", lambda args: int(args.epochs), raising=False)
-    install(monkeypatch, EntryPoint("command", "kvrag.tracing", "kvrag.adapt"))
-    assert main(["adapt", "--epochs", "7"]) == 7

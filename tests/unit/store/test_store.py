@@ -736,6 +736,19 @@ def test_kv_of_another_model_is_refused_and_the_difference_named(tmp_path: Path,
     store.close()
 
 
+def test_stores_of_releases_with_adapters_are_read_if_they_had_none(tmp_path: Path) -> None:
+    assert FINGERPRINT.digest == "6bb8ab75aef9c272a400191a66d3c743"
+    assert json.loads(FINGERPRINT.parts()["adapter"]) == ""
+    opened(tmp_path).close()
+    owner = tmp_path / "fingerprint.json"
+    theirs = json.loads(owner.read_text()) | {"adapter": json.dumps("x"), "digest": "0" * 32}
+    owner.write_text(json.dumps(theirs))
+    store = FileStore(tmp_path, min_free_bytes=0)
+    with pytest.raises(FingerprintMismatchError, match=r"different: adapter\): adapters are no longer read"):
+        store.bind(FINGERPRINT)
+    store.close()
+
+
 def test_another_name_of_the_same_weights_shares_the_store(tmp_path: Path) -> None:
     opened(tmp_path).close()
     store = FileStore(tmp_path, min_free_bytes=0)

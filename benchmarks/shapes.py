@@ -53,11 +53,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def random_model(
-    shape: str,
-    num_layers: int | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str | None = None,
-    compile_decode: bool = False,
+    shape: str, num_layers: int | None = None, dtype: torch.dtype = torch.bfloat16, device: str | None = None
 ) -> Model:
     """Return a model of that shape, or of its first `num_layers` layers, with the bundled reader's tokenizer.
 
@@ -73,7 +69,7 @@ def random_model(
     with torch.device(device or default_device()):
         hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
     name = f"{shape} shape, {config.num_hidden_layers} layers, random weights"
-    return Model(hf, tokenizer, name, compile_decode=compile_decode)
+    return Model(hf, tokenizer, name)
 
 
 def one_token_words(model: Model) -> list[str]:

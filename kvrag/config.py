@@ -357,7 +357,6 @@ class ModelOptions:
     trust_remote_code: bool = switch("run the Python code that a model repository ships")
     allow_unverified: bool = False
     preamble: bool = True
-    compile_decode: bool = switch("compile decode steps, for GPUs; loading then takes up to minutes longer")
     quantization: str | None = option(
         None, "int8 = round the weights to 8 bits: faster answers on CPUs", check_choice, choices=QUANTIZATIONS
     )
@@ -500,7 +499,6 @@ class LoadOptions(TypedDict, total=False):
     trust_remote_code: bool
     allow_unverified: bool
     preamble: bool
-    compile_decode: bool
     quantization: str | None
     store_states: bool
 

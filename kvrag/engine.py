@@ -378,7 +378,7 @@ class BlendEngine(OfProcess):
 
     @_show
     async def agenerate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
-        """Like `generate`, off the event loop; cancelling it stops the work, also within a layer of the prefill."""
+        """Like `generate`, off the event loop; cancelling it stops the work, also between two layers of the prefill."""
         async with aclosing(self.astream(prompt, **options)) as deltas:
             return join([delta async for delta in deltas])
 

@@ -108,7 +108,6 @@ class EngineSettings:
     revision: str | None = _of("revision")
     attn_implementation: str | None = _of("attn_implementation")
     trust_remote_code: bool = _of("trust_remote_code")
-    compile_decode: bool = _of("compile_decode")
     quantization: str | None = _of("quantization")
     store_states: bool = _of("store_states")
     learn: bool = _of("learn")

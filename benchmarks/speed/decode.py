@@ -32,12 +32,7 @@ from kvrag.types import Delta
 ROWS = 8
 """Default number of answers that are decoded together."""
 _LONGER = 7  # tokens that each prompt has more than the one before
-_RATIOS = (
-    ("alone", "generate"),
-    ("together", "alone"),
-    ("compiled_alone", "alone"),
-    ("compiled_together", "together"),
-)
+_RATIOS = (("alone", "generate"), ("together", "alone"))
 
 
 def measure(
@@ -46,7 +41,6 @@ def measure(
     prompt_tokens: int = 96,
     answer_tokens: int = 24,
     repeats: int = 3,
-    compiled: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Return tokens per second by name, medians over the rounds after one warm-up round, and `settings`.
@@ -59,30 +53,22 @@ def measure(
         prompt_tokens: Length of the shortest prompt.
         answer_tokens: Length of an answer.
         repeats: Rounds.
-        compiled: Also measure compiled steps, see `Model.from_pretrained`.
     """
-    nets = {"": net}
-    if compiled:
-        progress("compiling the decode steps")
-        nets["compiled_"] = Model(net.hf, net.tokenizer.hf, net.name, compile_decode=True)
-    for model in nets.values():
-        model.__dict__["eos_ids"] = frozenset()  # every answer has its full length
+    net.__dict__["eos_ids"] = frozenset()  # every answer has its full length
     prompts = [torch.randint(1000, (prompt_tokens + _LONGER * row,)) for row in range(rows)]
     rates: dict[str, list[float]] = defaultdict(list)
     for repeat in range(repeats + 1):
         progress(f"round {repeat} of {repeats}" if repeat else "warm-up round")
-        measured = {"generate": _generate(net, prompts[0], answer_tokens)}
-        for kind, model in nets.items():
-            measured[f"{kind}alone"] = _rate(model, prompts[:1], answer_tokens)
-            measured[f"{kind}together"] = _rate(model, prompts, answer_tokens)
+        measured = {
+            "generate": _generate(net, prompts[0], answer_tokens),
+            "alone": _rate(net, prompts[:1], answer_tokens),
+            "together": _rate(net, prompts, answer_tokens),
+        }
         for name, rate in measured.items() if repeat else ():
             rates[name].append(rate)
     result: dict[str, Any] = {name: statistics.median(values) for name, values in rates.items()}
     for name, other in _RATIOS:
-        if name in rates:
-            result[f"{name}_to_{other}"] = statistics.median(
-                a / b for a, b in zip(rates[name], rates[other], strict=True)
-            )
+        result[f"{name}_to_{other}"] = statistics.median(a / b for a, b in zip(rates[name], rates[other], strict=True))
     sizes = {"rows": rows, "prompt_tokens": prompt_tokens, "answer_tokens": answer_tokens, "repeats": repeats}
     return result | {"settings": run_settings(net) | sizes}
 
@@ -128,7 +114,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--answer-tokens", type=at_least(2), default=24, metavar="N", help="tokens of an answer (default: 24)"
     )
-    parser.add_argument("--compiled", action="store_true", help="also measure compiled decode steps (torch.compile)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -136,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     sizes = (args.rows, args.prompt_tokens, args.answer_tokens, args.repeats)
     print(f"building a random model of {args.model}'s shape", file=sys.stderr, flush=True)
     net = random_model(args.model, args.layers)
-    rates = measure(net, *sizes, args.compiled, lambda line: print(line, file=sys.stderr, flush=True))
+    rates = measure(net, *sizes, lambda line: print(line, file=sys.stderr, flush=True))
     if args.json:
         print(json.dumps(rates))
         return 0
@@ -145,9 +130,4 @@ def run(args: argparse.Namespace) -> int:
     print(f"kvrag, one answer {rates['alone']:>19.1f} tokens/s   {rates['alone_to_generate']:.2f}x model.generate")
     together = f"kvrag, {args.rows} answers together"
     print(f"{together:<26} {rates['together']:>10.1f} tokens/s   {rates['together_to_alone']:.2f}x one answer")
-    if args.compiled:
-        ratio = f"{rates['compiled_alone_to_alone']:.2f}x"
-        print(f"compiled, one answer {rates['compiled_alone']:>16.1f} tokens/s   {ratio}")
-        together, ratio = f"compiled, {args.rows} together", f"{rates['compiled_together_to_together']:.2f}x"
-        print(f"{together:<26} {rates['compiled_together']:>10.1f} tokens/s   {ratio}")
     return 0

@@ -101,7 +101,6 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> list[P
     run = GpuCheck(args.seconds, progress)
     for dtype in (torch.float32, torch.bfloat16):
         run.part(f"gate, {str(dtype).removeprefix('torch.')}", partial(_gate, args, dtype))
-    run.part("gate, float32, compiled decode steps", partial(_gate, args, torch.float32, compile_decode=True))
     for shape in args.models:
         net = run.part(f"{shape}: build", partial(random_model, shape, args.layers, device=args.device))
         if net is None:
@@ -118,9 +117,9 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> list[P
     return run.parts
 
 
-def _gate(args: argparse.Namespace, dtype: torch.dtype, compile_decode: bool = False) -> list[dict[str, Any]]:
+def _gate(args: argparse.Namespace, dtype: torch.dtype) -> list[dict[str, Any]]:
     num_layers = min(args.layers or _GATE_LAYERS, _GATE_LAYERS)
-    model = random_model(args.models[0], num_layers, dtype, args.device, compile_decode)
+    model = random_model(args.models[0], num_layers, dtype, args.device)
     checks = verify(partial(BlendEngine, model))
     return [asdict(check) for check in checks]
 

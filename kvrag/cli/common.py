@@ -212,7 +212,7 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
     from kvrag.engine import BlendEngine, default_store
 
     settings = {name: getattr(args, name) for name in ("dtype", "device", "quantization", "store_states")}
-    model = Model.from_pretrained(args.model, **settings, compile_decode=getattr(args, "compile_decode", False))
+    model = Model.from_pretrained(args.model, **settings)
     store = default_store(model, args.codec) if args.store is None else args.store
     if is_warmed and args.store is None and not (store / "chunks").is_dir():
         raise _nothing_warmed(store)

@@ -51,7 +51,6 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag serve`."""
     add_engine_arguments(parser)
-    add_setting(parser, "compile_decode")
     add_answer_arguments(parser)
     where = parser.add_argument_group("address and access")
     host = "address to listen on (default: 127.0.0.1, for this machine only)"

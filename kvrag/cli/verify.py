@@ -20,7 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "codec", "codec of stored chunks, to see its error")
     parser.add_argument("--chunk-tokens", type=at_least(1), metavar="N", help="length of the four test chunks")
     parser.add_argument("--allow-unverified", action="store_true", help="allow an untested model family")
-    add_setting(parser, "compile_decode")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     from kvrag.engine import BlendEngine
     from kvrag.inspect.gate import verify
 
-    names = ("allow_unverified", "compile_decode", "quantization", "store_states")
+    names = ("allow_unverified", "quantization", "store_states")
     options = {name: getattr(args, name) for name in names}
     model = Model.from_pretrained(args.model, dtype=args.dtype, **options)
     checks = verify(partial(BlendEngine, model, codec=args.codec), args.chunk_tokens, lambda name: say(f"... {name}"))

@@ -413,11 +413,6 @@ def test_an_untested_family_needs_allow_unverified(tokenizer: Any) -> None:
     assert Model(hf, tokenizer, allow_unverified=True).num_layers == 4
 
 
-def test_latents_cannot_be_compiled(tokenizer: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"cannot be compiled \(MLA\): load it without compile_decode"):
-        Model(build("deepseek_v3"), tokenizer, compile_decode=True)
-
-
 def test_memory_that_is_full_is_not_blamed_on_the_architecture(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -31,7 +31,6 @@ from kvrag import (
     Model,
     OutOfMemoryError,
     SettingError,
-    UnsupportedModelError,
 )
 from kvrag.backend.transformers import BlendCache
 from kvrag.backend.transformers.rows import as_argument
@@ -265,14 +264,12 @@ def test_prompts_are_prefilled_in_full_until_a_calibration(hybrid_engine: BlendE
     assert (plan(BlendConfig()).config.policy, plan(BlendConfig()).ratio, found.start) == ("tail", 0.3, 0.3)
 
 
-def test_what_hybrids_cannot_do_is_refused_in_one_line(hybrid_engine: BlendEngine, tokenizer: Any) -> None:
+def test_what_hybrids_cannot_do_is_refused_in_one_line(hybrid_engine: BlendEngine) -> None:
     model = hybrid_engine.model
     for policy in ("hkvd", "first_k", "random", "query:first_tokens=4"):
         with pytest.raises(SettingError, match=r"^policy \S+ recomputes scattered tokens, .*leave policy out"):
             hybrid_engine.generate(PROMPT, policy=policy, ratio=0.3)
         hybrid_engine.generate(PROMPT, policy="none", max_new_tokens=1)
-    with pytest.raises(UnsupportedModelError, match=r"layers that keep a state\): load it without compile_decode"):
-        Model(model.hf, tokenizer, compile_decode=True)
     assert prepare(hybrid_engine, model.tokenizer.render(PROMPT), 0.0).report.recomputed_tokens == 0
     assert BlendConfig().policy == "query"
 

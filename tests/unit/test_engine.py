@@ -731,42 +731,33 @@ def _leaving_at(last: int) -> Iterator[Checks]:
         is_left.reset(token)
 
 
-@pytest.fixture
-def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("interruptible", "model"):
-        monkeypatch.setattr(f"kvrag.backend.transformers.{module}.MOST", 1 << 20)
-
-
-@pytest.mark.usefixtures("_small_parts")
 @pytest.mark.parametrize("policy", ["full", "query", "hkvd"])
 def test_nothing_of_a_prefill_that_ends_at_any_check_is_used(policy: str, engine: BlendEngine) -> None:
-    """Also within a layer, and in the prefill after a conversation."""
+    """Also in the prefill after a conversation."""
     engine.warm(CHUNKS[:2])
     own = plain_logits(engine.model.hf, engine.model.tokenizer.render(PROMPT))[-1]
     before = engine.store.stats()
     with _leaving_at(10**9) as checks:
         engine.generate(PROMPT, policy=policy, ratio=0.3, max_new_tokens=1, history="exact")
     num, engine = checks.count, _engine(engine.model, Path(before.path))
-    assert num > 12 * engine.model.num_layers
+    assert num >= engine.model.num_layers
     for last in range(1, num + 1):
         with _leaving_at(last), pytest.raises(AbandonedError):
             engine.generate(PROMPT, policy=policy, ratio=0.3, max_new_tokens=1)
         assert engine._answering._conversations.num_bytes == 0
         assert not engine.model.lock.held
-        if last % 7 == 0:
-            logits = prepare(engine, engine.model.tokenizer.render(PROMPT), 1.0, policy).logits
-            assert relative(logits[0], own) <= 1e-5
+        logits = prepare(engine, engine.model.tokenizer.render(PROMPT), 1.0, policy).logits
+        assert relative(logits[0], own) <= 1e-5
     after = engine.store.stats()
     assert (after.chunks, after.bytes) == (before.chunks, before.bytes)
     assert engine.generate(PROMPT, ratio=1.0, max_new_tokens=1).report.conversation_tokens == 0
 
 
-@pytest.mark.usefixtures("_small_parts")
 def test_no_chunk_of_an_encoding_that_ends_at_any_check_is_stored(engine: BlendEngine) -> None:
     with _leaving_at(10**9) as checks, _engine(engine.model, engine.store.path.with_name("other")) as other:
         other.warm(CHUNKS)
-    assert checks.count > 12 * engine.model.num_layers
-    for last in range(1, checks.count + 1, 3):
+    assert checks.count >= engine.model.num_layers
+    for last in range(1, checks.count + 1):
         with _leaving_at(last), pytest.raises(AbandonedError):
             engine.warm(CHUNKS)
     assert engine.store.stats().chunks == 0

@@ -157,7 +157,7 @@ def test_the_signature_of_a_model_shows_its_options() -> None:
     shown = inspect.signature(kvrag.Model.from_pretrained).parameters
     assert list(shown) == [
         *("name_or_path", "dtype", "device", "device_map", "revision", "attn_implementation"),
-        *("trust_remote_code", "allow_unverified", "preamble", "compile_decode"),
+        *("trust_remote_code", "allow_unverified", "preamble"),
         *("quantization", "store_states"),
     ]
     assert (shown["dtype"].default, shown["device"].default, shown["preamble"].default) == ("auto", None, True)

@@ -18,13 +18,10 @@ from transformers import LogitsProcessorList
 from kvrag.backend.positions import rotate, unrotate
 from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer, Tables
 from kvrag.backend.transformers import loading
-from kvrag.backend.transformers.compiled import CompiledForward
-from kvrag.backend.transformers.interruptible import MOST, Interruptible
 from kvrag.backend.transformers.rotary import probe
 from kvrag.backend.transformers.rows import (
     AttentionObserver,
     BlendCache,
-    Calls,
     States,
     Step,
     StepCache,
@@ -36,7 +33,7 @@ from kvrag.backend.transformers.rows import (
 )
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import LOAD_DEFAULTS, LoadOptions, Sampling, fill_options, show_options
-from kvrag.errors import ContextWindowError, KvragError, SettingError, UnsupportedModelError, reason_of
+from kvrag.errors import ContextWindowError, SettingError, UnsupportedModelError
 from kvrag.fingerprint import Fingerprint, hash_weights
 from kvrag.process import Shared, reporting_memory
 from kvrag.scheduling.waiting import FairLock, check_left
@@ -78,7 +75,6 @@ class Model(Backend):
         name: str | None = None,
         allow_unverified: bool = False,
         preamble: bool = True,
-        compile_decode: bool = False,
         store_states: bool = False,
     ) -> None:
         """Wrap a loaded transformers model and its tokenizer. For the options and errors, see `from_pretrained`."""
@@ -102,15 +98,12 @@ class Model(Backend):
         loading.refuse_attention(self.config._attn_implementation)
         self.stable_length = loading.stable_length(rope, self.context_window)
         self.recompute_threshold = loading.recompute_threshold(self.config, self.stable_length)
-        self._calls: Calls = {}
-        self._compiled: CompiledForward | None = None
         with loading.refuse_failures(hf.config):
             attending = loading.attending_layers(self.config)
             found = probe(hf, attending, self.keeps_states, shift=min(37, self.stable_length // 4))
             self._rotary, self._devices, self.bytes_per_token, self.is_latent = found
             self.num_layers = len(self._rotary)
             self._attending, self._places = attending, attending[: self.num_layers]
-            self._layer_bytes = sum(weights.nbytes for weights in hf.parameters()) // self.config.num_hidden_layers
             self._check_attention()
             self._states = self._check_states() if self.keeps_states else {}
             self.tables(torch.arange(_TRIAL_TOKENS))
@@ -118,8 +111,6 @@ class Model(Backend):
         numbers = sum(state.numel() for state in self._states.values())
         self.bytes_per_chunk = numbers * self.dtype.itemsize if store_states else 0
         self.hidden_size: int = self.config.hidden_size
-        if compile_decode:
-            self._compile()
         self.fingerprint = replace(fingerprint(self.name, hf, self.tokenizer), states=store_states)
 
     @classmethod
@@ -136,7 +127,6 @@ class Model(Backend):
             revision, attn_implementation, trust_remote_code: As in transformers.
             allow_unverified: Accept a family that is not in `loading.FAMILIES`; check it with `kvrag verify`.
             preamble: False = encode chunks without a preamble, for comparison.
-            compile_decode: Compile decode steps with `torch.compile`, on a GPU with CUDA graphs. Takes up to minutes.
             quantization: `"int8"` rounds the weights of the linear layers to 8 bits: on CPUs, an answer's tokens come
                 about twice as fast. It is another model with other stored KV.
             store_states: Store the states at each chunk's end too, for models that keep some: a recomputed tail begins
@@ -144,12 +134,12 @@ class Model(Backend):
 
         Raises:
             ModelLoadError: Unknown name, no network, or damaged files.
-            UnsupportedModelError: The model cannot be blended exactly, or its decode steps cannot be compiled.
-            SettingError: A setting is unknown, torch is too old for `compile_decode`, or there are no states to store.
+            UnsupportedModelError: The model cannot be blended exactly.
+            SettingError: A setting is unknown, or there are no states to store.
         """
         settings = fill_options("from_pretrained()", LOAD_DEFAULTS, options)
         key = json.dumps([str(name_or_path), settings], default=str)
-        own = {option: settings.pop(option) for option in ("preamble", "compile_decode", "store_states")}
+        own = {option: settings.pop(option) for option in ("preamble", "store_states")}
         name = str(name_or_path)
         allow = settings["allow_unverified"]
         return _shared.get(key, lambda: cls(*loading.load(name, **settings), name, allow, **own))
@@ -187,25 +177,6 @@ class Model(Backend):
                     "a pass of several tokens"
                 )
         return {key: state.new_zeros(()).expand(state.shape) for key, state in expected.items()}
-
-    def _compile(self) -> None:
-        """Compile the decode steps of one row and of several; raise UnsupportedModelError if that is impossible."""
-        if self.is_latent or self.keeps_states:
-            why = "MLA" if self.is_latent else "layers that keep a state"
-            raise UnsupportedModelError(
-                f"the decode steps of {self.name} cannot be compiled ({why}): load it without compile_decode"
-            )
-        self._compiled = CompiledForward(self.hf, self.device)
-        try:
-            for num_rows in (1, 2):
-                self.forward_each([0] * num_rows, [self.new_cache(1) for _ in range(num_rows)])
-        except KvragError:
-            raise
-        except Exception as error:  # dynamo, inductor, triton and the C++ compiler raise different types
-            raise UnsupportedModelError(
-                f"the decode steps of {self.name} cannot be compiled "
-                f"({reason_of(error)}): load it without compile_decode"
-            ) from error
 
     @property
     def waits(self) -> int:
@@ -293,7 +264,7 @@ class Model(Backend):
         """
         ids = torch.tensor(tokens)[:, None]
         with self.lock.first():
-            return self._compiled.run(self._step, ids, caches) if self._compiled else self._step(ids, caches)
+            return self._step(ids, caches)
 
     def can_share_steps(self, length: int) -> bool:
         """Return whether a cache of this length can be one of several in a decode step.
@@ -387,7 +358,7 @@ class Model(Backend):
                 end = cache.stop
             if self.keeps_states:
                 cache.begin_states(int(positions[0]), end)
-            with attention, self._interruptible(ids.numel(), end), reporting_memory():
+            with attention, reporting_memory():
                 output = self.hf(
                     input_ids=ids.to(self.device),
                     position_ids=positions[None].to(self.device),
@@ -415,19 +386,11 @@ class Model(Backend):
             "use_cache": True,
             **self._last_logits_only,
         }
-        with attention_of(self.config, Step(step, positions, self.windows, self._calls)), reporting_memory():
-            if self._compiled:
-                logits = self._compiled(**arguments)
-            else:
-                logits = self.hf(**arguments, **as_argument(self.hf, step)).logits
+        with attention_of(self.config, Step(step, positions, self.windows)), reporting_memory():
+            logits = self.hf(**arguments, **as_argument(self.hf, step)).logits
             if self.keeps_states:
                 step.end_states()
         return logits[:, -1].float()
-
-    def _interruptible(self, num_rows: int, num_keys: int) -> AbstractContextManager[Any]:
-        """Return what makes a pass end within a layer too, if a layer may take long."""
-        work = num_rows * (self._layer_bytes + num_keys * self.config.hidden_size * self.dtype.itemsize)
-        return Interruptible() if self.device.type == "cpu" and work > MOST else nullcontext()
 
     def _pause(self) -> None:
         """Between two layers, end this pass if nobody waits for it, or let another thread's decode step run."""

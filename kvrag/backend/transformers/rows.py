@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -283,26 +283,10 @@ class BlendCache(StatefulCache):
         return {position: states for position, states in (*self._first.items(), *self._ends, self._now) if states}
 
 
-class NoCache(StatefulCache):
-    """The cache of a decode step, of which the model sees only the new keys and values, and whose positions it gets."""
-
-    def __init__(self, layers: Sequence[BlendLayer] = ()) -> None:
-        super().__init__(layers=list(layers))
-        self.held = {}
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values."""
-        return key_states, value_states
-
-    def get_seq_length(self, *_: Any) -> int:
-        """Return 0."""
-        return 0
-
-
-class StepCache(NoCache):
+class StepCache(StatefulCache):
     """One decode step of several caches of different lengths: row b of the new keys and values is appended to cache b.
+
+    The model sees only the new keys and values, and is given their positions.
 
     Attributes:
         fresh: Layer -> its new keys, as the model passed them.
@@ -311,7 +295,8 @@ class StepCache(NoCache):
 
     def __init__(self, caches: Sequence[BlendCache]) -> None:
         """Begin a step. The caches append from now on."""
-        super().__init__(caches[0].layers)
+        super().__init__(layers=list(caches[0].layers))
+        self.held = {}
         self._caches = caches
         for cache in caches:
             cache.rows = cache.pause = None
@@ -326,6 +311,10 @@ class StepCache(NoCache):
         self.states[layer_idx] = [cache.update(key[None], value[None], layer_idx) for cache, key, value in rows]
         self.fresh[layer_idx] = key_states
         return key_states, value_states
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Return 0."""
+        return 0
 
     def begin_states(self) -> None:
         """Take the rows' states for a step."""
@@ -383,27 +372,12 @@ class _Pass(Rows):
 
 @dataclass(frozen=True)
 class Step:
-    """State of one thread's decode step: (B, 1) tokens, each of which attends to the keys of its own row.
-
-    `calls` are recorded by a step that is not compiled; compiled ones read them.
-    """
+    """State of one thread's decode step: (B, 1) tokens, each of which attends to the keys of its own row."""
 
     cache: StepCache
     positions: Tensor  # (B, 1), on the model's device
     windows: Sequence[int | None]
-    calls: Calls
 
-
-class Call(NamedTuple):
-    """A call of the attention interface: by which module, with which keyword arguments, on the KV of which layer."""
-
-    module: nn.Module
-    settings: dict[str, Any]
-    source: int
-
-
-Calls = dict[int, Call]
-"""Layer -> its call."""
 
 _current = threading.local()
 _usual: dict[int, str] = {}
@@ -474,20 +448,13 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend like `config._attn_implementation`: (1, HG, S, D) queries -> (1, S, HG, D)."""
-    if torch.compiler.is_compiling():
-        return _attend_in_step(query, key, value, cast(int, module.layer_idx)), None
     now: _Pass | Step | None = getattr(_current, "state", None)
     if now is None:  # another thread's pass
         return _usual_attention(module)(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is None or attention_mask.numel() != 1:
         raise ValueError("its attention uses custom masks")  # rejected when the model is loaded
     if isinstance(now, Step):
-        layer = cast(int, module.layer_idx)
-        if layer not in now.calls:
-            # of other steps, too: parameters, but no tensors
-            settings = {k: v for k, v in kwargs.items() if isinstance(v, nn.Parameter) or not isinstance(v, Tensor)}
-            now.calls[layer] = Call(module, settings, _source(layer, key, hasattr(module, "expand_kv"), now.cache))
-        return _in_rows(module, query, now, **kwargs), None
+        return _in_rows(module, query, now, _source(module, key, now.cache), **kwargs), None
     positions = torch.cat([now.rows, *(branch.rows for _, branch in now.branches[1:])])
     query = _with_temperature(module, query, positions)
     if not now.branches:
@@ -503,30 +470,10 @@ def _attend(
     return torch.cat(attended, dim=1), None
 
 
-@torch.library.custom_op(
-    "kvrag::attend_in_step",
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, int layer) -> Tensor",
-    tags=[torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else [],
-)
-def _attend_in_step(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
-    """Append one token per row and attend, inside of a compiled step: (B, HG, 1, D) queries -> (B, 1, HG, D)."""
-    now: Step = _current.state
-    module, settings, source = now.calls[layer]
-    if source == layer:
-        now.cache.update(key, value, layer)
-    return _in_rows(module, query, now, **settings).contiguous()
-
-
-@_attend_in_step.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
-    return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])
-
-
-def _source(layer: int, key: Tensor, is_latent: bool, cache: StepCache) -> int:
+def _source(module: nn.Module, key: Tensor, cache: StepCache) -> int:
     """Return the layer whose KV a layer attends to: its own, or an earlier one's if it has none."""
-    for number, fresh in cache.fresh.items():
-        if fresh is key or (number == layer and is_latent):
+    for number, fresh in reversed(cache.fresh.items()):
+        if fresh is key or (number == module.layer_idx and hasattr(module, "expand_kv")):
             return number
     raise ValueError("it attends to other keys than those in its cache")  # rejected when the model is loaded
 
@@ -589,11 +536,14 @@ def _at_rows(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, now: 
     return torch.cat(blocks, dim=1)
 
 
-def _in_rows(module: nn.Module, query: Tensor, now: Step, **kwargs: Any) -> Tensor:
-    """Attend row by row: (B, HG, 1, D) queries, each to the keys of its own row within the window -> (B, 1, HG, D)."""
+def _in_rows(module: nn.Module, query: Tensor, now: Step, source: int, **kwargs: Any) -> Tensor:
+    """Attend row by row: (B, HG, 1, D) queries, each to its own row's keys within the window -> (B, 1, HG, D).
+
+    `source` is the layer whose KV they attend to.
+    """
     layer = cast(int, module.layer_idx)
     window, on_cpu, attend = now.windows[layer], _on_cpu(module, query), _usual_attention(module)
-    states = now.cache.states[now.calls[layer].source]
+    states = now.cache.states[source]
     query = _with_temperature(module, query, now.positions)
     expand = getattr(module, "expand_kv", None)  # from latents (MLA)
     attended = []

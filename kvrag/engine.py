@@ -51,6 +51,7 @@ from kvrag.scheduling.bridge import off_loop, once, together
 from kvrag.scheduling.waiting import is_left
 from kvrag.store import KVStore, open_store
 from kvrag.store.base import no_progress
+from kvrag.store.caches import default_folder
 from kvrag.store.values import text_key
 from kvrag.tracing import traced
 from kvrag.types import Answer, BlendReport, CheckStats, Delta, LearnStats, Messages, TokenIds, WarmReport, join
@@ -66,7 +67,7 @@ def _shared_key(name_or_path: str | Path, settings: dict[str, Any]) -> str:
 
 def default_store(model: Model, codec: str) -> Path:
     """Return the folder of a model's store if none is given."""
-    return Path.home() / ".cache" / "kvrag" / model.fingerprint.stored_as(codec).digest
+    return default_folder() / model.fingerprint.stored_as(codec).digest
 
 
 class BlendEngine(OfProcess):

@@ -1,10 +1,10 @@
-"""`kvrag store`: show, check, clean up or copy a store, and set budgets."""
+"""`kvrag store`: show, check or clean up a store, set budgets, and list or delete the stores of former models."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from math import inf
@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from kvrag.cli.common import (
     add_engine_arguments,
-    add_number,
     at_least,
     existing_store,
     human_bytes,
     open_engine,
     progress,
 )
-from kvrag.config import CODECS
 from kvrag.errors import SettingError
 
 if TYPE_CHECKING:
     from kvrag.store import KVStore
+    from kvrag.store.caches import Cached
 
 Result = tuple[dict[str, Any], str, bool]
 """The result as JSON and as text, and whether all is well."""
@@ -33,13 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag store`."""
     parser.add_argument(
         "action",
-        choices=("stats", "check", "gc", "copy", "budget"),
+        choices=(*_ACTIONS, *_DEFAULT_STORES),
         help="stats: show contents; check: verify chunks, quarantine damaged ones; gc: delete unused chunks and files; "
-        "copy: copy what TARGET lacks from SOURCE; budget: set the size beyond which a namespace's chunks are evicted",
+        "budget: set the size beyond which a namespace's chunks are evicted; list: show the stores of all models under "
+        "~/.cache/kvrag; prune: delete those that were not used for a while",
     )
-    parser.add_argument("stores", nargs="*", metavar="SOURCE TARGET", help="copy: folders or URLs")
-    parser.add_argument("--to-codec", choices=CODECS, help="copy: convert chunks in native precision")
-    add_number(parser, "--unused-days", 7.0, "gc also deletes texts of requests unused for N days")
+    days = "gc also deletes texts of requests unused for N days (default: 7), prune stores (default: 30)"
+    parser.add_argument("--unused-days", type=at_least(0, float), metavar="N", help=days)
+    parser.add_argument("--keep", nargs="+", default=[], metavar="MODEL", help="prune: keep the stores of these models")
+    parser.add_argument("--yes", action="store_true", help="prune: delete; without it, show what would be deleted")
     parser.add_argument("--gib", type=_gib, metavar="N", help="budget: size of --namespace in GiB, or none")
     add_engine_arguments(parser)
 
@@ -51,11 +52,11 @@ def _gib(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Run the action; return 1 if chunks are damaged or cannot be read."""
-    if args.action == "copy":
-        result, text, is_well = _copy(args)
+    if args.action in _DEFAULT_STORES:
+        if args.store is not None:
+            raise SettingError(f"{args.action} is about the stores under ~/.cache/kvrag: leave out --store")
+        result, text, is_well = _DEFAULT_STORES[args.action](args)
     else:
-        if args.stores:
-            raise SettingError(f"name the store with --store {args.stores[0]}")
         if args.action == "budget" and args.gib is None:
             raise SettingError("budget needs --gib N, or --gib none; `kvrag store stats` shows the budgets")
         with _open(args) as store:
@@ -71,42 +72,11 @@ def _open(args: argparse.Namespace) -> Iterator[KVStore]:
         with open_engine(args, is_warmed=True) as engine:
             yield engine.store
         return
-    with closing(_connect(existing_store(args.store), args.store_cache)) as store:
+    name = existing_store(args.store)  # before the slow imports
+    from kvrag.store import open_store
+
+    with closing(open_store(name, args.store_cache)) as store:
         yield store
-
-
-def _connect(name: str, cache: str | None, keep_copies: bool = True) -> KVStore:
-    from kvrag.store import FileStore, SharedStore, is_shared
-
-    return SharedStore(name, cache, keep_copies=keep_copies) if is_shared(name) else FileStore(name)
-
-
-def _copy(args: argparse.Namespace) -> Result:
-    if len(args.stores) != 2:
-        raise SettingError("copy needs two stores: kvrag store copy SOURCE TARGET")
-    from kvrag.control.calibrate import FILE
-    from kvrag.store.copy import copy_store
-
-    source, target = args.stores
-    with (
-        closing(_connect(existing_store(source), args.store_cache, False)) as source_store,
-        closing(_connect(target, args.store_cache, False)) as target_store,
-    ):
-        with progress("copying", args.json) as report:
-            copied = copy_store(source_store, target_store, args.to_codec, report)
-        calibration = source_store.read_text(FILE)
-        if calibration and args.to_codec is None and not target_store.read_text(FILE):
-            target_store.change_text(FILE, lambda _: calibration)
-    size = human_bytes(copied.bytes)
-    lines = [f"{copied.copied} chunks copied ({size}), {copied.present} were there; {copied.documents} documents"]
-    if copied.documents:
-        lines.append(
-            "the index for `kvrag ask` and the server's corpus is not copied: "
-            f"run `kvrag warm DOCS --store {target}`, which encodes nothing"
-        )
-    if copied.unreadable:
-        lines.append(f"{copied.unreadable} chunks could not be read and were left out: run `kvrag store check`")
-    return asdict(copied), "\n".join(lines), not copied.unreadable
 
 
 def _stats(store: KVStore, args: argparse.Namespace) -> Result:
@@ -129,18 +99,20 @@ def _stats(store: KVStore, args: argparse.Namespace) -> Result:
         result["local"] = {"path": copies.path, "chunks": copies.chunks, "bytes": copies.bytes}
         lines.append(f"copies     {copies.chunks} chunks ({human_bytes(copies.bytes)}) in {copies.path}")
     if any(part.namespace or part.max_bytes for part in stats.namespaces):
-        heads = ("namespace", "texts", "chunks", "tokens", "bytes", "budget", "documents")
-        rows: list[tuple[str, ...]] = [heads]
+        rows = [("namespace", "texts", "chunks", "tokens", "bytes", "budget", "documents")]
         for part in stats.namespaces:
             budget = "-" if part.max_bytes is None else human_bytes(part.max_bytes)
             counts = part.texts, part.chunks, part.tokens, human_bytes(part.bytes), budget, part.documents
             rows.append((part.namespace or "(default)", *map(str, counts)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines.append("")
-        for name, *values in rows:
-            padded = (f"{value:>{width}}" for value, width in zip(values, widths[1:], strict=True))
-            lines.append("  ".join([f"{name:{widths[0]}}", *padded]))
+        lines += ["", *_table(rows)]
     return result, "\n".join(lines), True
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, all columns but the first aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = ([f"{value:>{width}}" for value, width in zip(row, widths, strict=True)] for row in rows)
+    return ["  ".join([row[0].ljust(widths[0]), *cells[1:]]) for row, cells in zip(rows, padded, strict=True)]
 
 
 def _check(store: KVStore, args: argparse.Namespace) -> Result:
@@ -168,8 +140,39 @@ def _budget(store: KVStore, args: argparse.Namespace) -> Result:
 
 
 def _gc(store: KVStore, args: argparse.Namespace) -> Result:
-    chunks, files = store.gc(args.unused_days)
+    chunks, files = store.gc(7.0 if args.unused_days is None else args.unused_days)
     return {"chunks": chunks, "files": files}, f"deleted {chunks} chunks, {files} files", True
 
 
+def _list(args: argparse.Namespace) -> Result:
+    from kvrag.store.caches import cached, default_folder
+
+    found = cached()
+    rows = [("model", "dtype", "codec", "size", "last used", "folder")]
+    rows += [_row(store) for store in found if not store.problem]
+    lines = _table(rows) if len(rows) > 1 else [f"no stores under {default_folder()}"]
+    lines += [f"{store.problem} ({human_bytes(store.bytes)})" for store in found if store.problem]
+    return {"stores": [store.to_dict() for store in found]}, "\n".join(lines), True
+
+
+def _row(store: Cached) -> tuple[str, ...]:
+    size, used = human_bytes(store.bytes), f"{store.unused_days:.0f} days ago"
+    return store.model, store.dtype, store.codec, size, used, store.path.name
+
+
+def _prune(args: argparse.Namespace) -> Result:
+    from kvrag.store.caches import cached, delete
+
+    days = 30.0 if args.unused_days is None else args.unused_days
+    stores = [store for store in cached() if not store.problem and store.unused_days >= days]
+    stores = [store for store in stores if store.model not in args.keep]
+    in_use = [store for store in stores if args.yes and not delete(store)]
+    gone = [store for store in stores if store not in in_use]
+    lines = ["  ".join(_row(store)) + ": kept, a process uses it" * (store in in_use) for store in stores]
+    size = human_bytes(sum(store.bytes for store in gone))
+    lines.append(f"{'deleted' if args.yes else 'to be deleted with --yes'}: {len(gone)} stores ({size})")
+    return {"deleted" if args.yes else "unused": [store.to_dict() for store in gone]}, "\n".join(lines), True
+
+
 _ACTIONS = {"stats": _stats, "check": _check, "gc": _gc, "budget": _budget}
+_DEFAULT_STORES = {"list": _list, "prune": _prune}

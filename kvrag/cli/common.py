@@ -211,6 +211,7 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
     from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine, default_store
 
+    say_if_reader(args)
     settings = {name: getattr(args, name) for name in ("dtype", "device", "quantization", "store_states")}
     model = Model.from_pretrained(args.model, **settings)
     store = default_store(model, args.codec) if args.store is None else args.store
@@ -218,6 +219,15 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
         raise _nothing_warmed(store)
     options: Any = {name: getattr(args, name) for name in ENGINE_DEFAULTS if name in args}
     return BlendEngine(model, store, config, **options)
+
+
+def say_if_reader(args: argparse.Namespace) -> None:
+    """Say that the bundled reader is used, and what it is for, unless it is for `kvrag demo`."""
+    if args.model == READER and "parser" in args:
+        say(
+            f"model: {READER}, the bundled one, which knows only the made-up world of `kvrag demo`. For your own "
+            "documents pass a model of the hub, such as --model Qwen/Qwen2.5-1.5B-Instruct"
+        )
 
 
 def _check_owner(store: str, model: str) -> None:

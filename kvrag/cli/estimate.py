@@ -7,7 +7,7 @@ import json
 
 from kvrag.backend.gguf import read_header
 from kvrag.backend.hub import check_model
-from kvrag.cli.common import DTYPES, add_number, add_setting, at_least, human_bytes, read_files
+from kvrag.cli.common import DTYPES, add_number, add_setting, at_least, human_bytes, read_files, say_if_reader
 from kvrag.config import CODECS
 from kvrag.errors import SettingError
 from kvrag.retrieval import documents
@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if args.paths:
         documents.find(args.paths)  # report mistakes before the slow imports
     check_model(args.model)
+    say_if_reader(args)
     import torch
 
     from kvrag.backend.transformers.loading import bytes_per_token, head_dim, kv_dtype, load_config

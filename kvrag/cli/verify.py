@@ -8,7 +8,7 @@ from dataclasses import asdict
 from functools import partial
 
 from kvrag.backend.hub import check_model
-from kvrag.cli.common import DTYPES, add_setting, at_least, say
+from kvrag.cli.common import DTYPES, add_setting, at_least, say, say_if_reader
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the checks; return 1 if one failed."""
     check_model(args.model)
+    say_if_reader(args)
     from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine
     from kvrag.inspect.gate import verify

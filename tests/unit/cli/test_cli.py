@@ -763,6 +763,19 @@ def test_an_unknown_model_is_one_line(command: list[str], fails: Callable[..., s
     assert "HF_HUB_OFFLINE" in message
 
 
+@pytest.mark.parametrize("command", ["ask Who? --max-tokens 1", "chat", "explain Who?", "estimate", "warm README.md"])
+def test_the_bundled_reader_says_that_it_knows_only_its_own_world(
+    command: str, warmed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    shutil.copytree(warmed, tmp_path / "kv")
+    store = [] if command == "estimate" else ["--store", str(tmp_path / "kv")]
+    assert main([*command.split(), *store]) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("model: reader, ")]
+    assert len(told) == 1
+    assert "pass a model of the hub, such as --model " in told[0]
+
+
 def test_chat_answers_line_by_line(
     warmed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,7 +99,7 @@ def _stats(store: KVStore, args: argparse.Namespace) -> Result:
         result["local"] = {"path": copies.path, "chunks": copies.chunks, "bytes": copies.bytes}
         lines.append(f"copies     {copies.chunks} chunks ({human_bytes(copies.bytes)}) in {copies.path}")
     if any(part.namespace or part.max_bytes for part in stats.namespaces):
-        rows = [("namespace", "texts", "chunks", "tokens", "bytes", "budget", "documents")]
+        rows: list[tuple[str, ...]] = [("namespace", "texts", "chunks", "tokens", "bytes", "budget", "documents")]
         for part in stats.namespaces:
             budget = "-" if part.max_bytes is None else human_bytes(part.max_bytes)
             counts = part.texts, part.chunks, part.tokens, human_bytes(part.bytes), budget, part.documents
@@ -148,7 +148,7 @@ def _list(args: argparse.Namespace) -> Result:
     from kvrag.store.caches import cached, default_folder
 
     found = cached()
-    rows = [("model", "dtype", "codec", "size", "last used", "folder")]
+    rows: list[tuple[str, ...]] = [("model", "dtype", "codec", "size", "last used", "folder")]
     rows += [_row(store) for store in found if not store.problem]
     lines = _table(rows) if len(rows) > 1 else [f"no stores under {default_folder()}"]
     lines += [f"{store.problem} ({human_bytes(store.bytes)})" for store in found if store.problem]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing
@@ -42,7 +43,7 @@ from kvrag.inspect.explain import explain
 from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.gate import Check, verify
 from kvrag.memory.tier import MemoryTier, Prefetcher
-from kvrag.process import OfProcess, Shared, own_team
+from kvrag.process import Shared, check_process, own_team
 from kvrag.progress import watched
 from kvrag.request import Pipeline
 from kvrag.reuse.load import device_tier
@@ -70,7 +71,7 @@ def default_store(model: Model, codec: str) -> Path:
     return default_folder() / model.fingerprint.stored_as(codec).digest
 
 
-class BlendEngine(OfProcess):
+class BlendEngine:
     """Answers prompts from pre-encoded chunks. Thread-safe; not for use in forked processes.
 
     `config` has the defaults of every answer; `ratio` and `policy` can be given per call.
@@ -110,7 +111,7 @@ class BlendEngine(OfProcess):
         self._pipeline = Pipeline(model, self.store, memory, self._lookup, self._tuning, codec)
         self._prefetcher = Prefetcher(self.store, self._pipeline.memory)
         self._answering = Answering(model, self._pipeline, self._ingestion, chosen)
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
 
     @classmethod
     @show_options(LoadingOptions, ENGINE_DEFAULTS | LOAD_DEFAULTS)
@@ -223,6 +224,7 @@ class BlendEngine(OfProcess):
         ignored. Only the free share of the RAM tier is used, and answers do not depend on it. Errors of reading are
         reported by the answers themselves.
         """
+        self._check_process()
         check_namespace(namespace)
         if chunks := [text for text in check_list("texts", texts) if isinstance(text, str)]:
             text_keys = (text_key(namespace, self.encode(text)) for text in chunks)  # in the other thread
@@ -234,6 +236,7 @@ class BlendEngine(OfProcess):
         Their files, their KV in RAM and the conversations that contain it are deleted when this returns. Answers in
         progress complete with the KV that they have read, which is not kept.
         """
+        self._check_process()
         remove = partial(self._ingestion.forget, document, check_namespace(namespace))
         return self._answering.forgetting.forget(remove, namespace)
 
@@ -242,6 +245,7 @@ class BlendEngine(OfProcess):
 
         Chunks of a warmed document stay.
         """
+        self._check_process()
         return self._answering.forget_learned(check_namespace(namespace))
 
     @property
@@ -251,6 +255,7 @@ class BlendEngine(OfProcess):
 
     def learned_in(self, namespace: str | None) -> LearnStats | None:
         """Return the counters of learning in a namespace, None = in all; None if it is off."""
+        self._check_process()
         return self._answering.learner.stats(namespace) if self._answering.learner else None
 
     @property
@@ -260,10 +265,12 @@ class BlendEngine(OfProcess):
 
     def checked_in(self, namespace: str | None) -> CheckStats | None:
         """Return the counts of the checked answers of a namespace, None = of all; None if `check` is 0."""
+        self._check_process()
         return self._answering.checker.stats(namespace) if self._answering.checker else None
 
     def documents(self, prefix: str = "", *, namespace: str = "") -> list[str]:
         """Return the names of the namespace's documents that start with `prefix` and have chunks, sorted."""
+        self._check_process()
         check_names(prefix)
         return list(self.store.documents(prefix, check_namespace(namespace)))
 
@@ -534,6 +541,7 @@ class BlendEngine(OfProcess):
         goes_on: bool = False,
     ) -> RequestState:
         """Prefill prompt ids from stored chunks and, with `goes_on`, from a conversation; see `kvrag.request`."""
+        self._check_process()
         request = RequestState(ids, config or self.config, namespace, notes)
         if goes_on:
             self._answering.begin(request)
@@ -546,12 +554,17 @@ class BlendEngine(OfProcess):
     def __getstate__(self) -> Any:
         raise TypeError("an engine cannot be pickled: create one in each process, or pass model= instead of engine=")
 
+    def _check_process(self) -> None:
+        check_process(self._process, "this engine")
+
     def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise KvragError("the engine is closed: create a new one")
 
     def close(self) -> None:
         """Release the store and the conversations. Pending answers end with their own KV."""
+        self._check_process()
         if not self._closed:
             self._closed = True
             self._prefetcher.close()

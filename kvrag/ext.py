@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kvrag.types import join
     from kvrag.vectorstore import Adding, Existing, Id, Present, VectorStoreKV, uncancelled
     # LangChain: its embeddings and its record manager
-    from kvrag.process import HeldBriefly, OfProcess
     from kvrag.retrieval.index import DEFAULT_EMBEDDER, load_embedder
     from kvrag.store.schema import connect
     # vLLM: a model for blending whose KV is in vLLM's pages, and the steps of a request

@@ -23,7 +23,6 @@ from kvrag.errors import (
     StoreFullError,
     needing,
 )
-from kvrag.process import OfProcess, keep_for_ever
 from kvrag.tracing import trace_headers
 
 KEY_VARIABLE = "KVRAG_API_KEY"
@@ -56,7 +55,7 @@ def root_of(base_url: str) -> str:
     return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-class Connection(OfProcess):
+class Connection:
     """A server, and the SDK's clients for it: a blocking one, or one per event loop. Thread-safe.
 
     The coroutines of a blocking connection never suspend; see `kvrag.blocking`.
@@ -65,7 +64,9 @@ class Connection(OfProcess):
     def __init__(
         self, base_url: str, api_key: str | None, timeout: float | None, max_retries: int | None, is_blocking: bool
     ) -> None:
-        self._renew()
+        self._lock = threading.Lock()
+        # by process and loop; None = the blocking one
+        self._clients: dict[tuple[int, asyncio.AbstractEventLoop | None], Any] = {}
         self.root = root_of(base_url)  # without /v1
         check_timeout(timeout)
         if max_retries is not None:
@@ -82,30 +83,24 @@ class Connection(OfProcess):
         self._settings |= {"base_url": f"{self.root}/v1", "api_key": key}
         self._is_blocking = is_blocking
 
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
-        self._clients: dict[asyncio.AbstractEventLoop | None, Any] = {}  # None = the blocking one
-
-    def _after_fork(self) -> None:
-        keep_for_ever(self._clients)  # two processes must not share a connection
-        self._renew()
-
     def _client(self) -> Any:
         loop = None if self._is_blocking else asyncio.get_running_loop()
+        own = os.getpid(), loop  # two processes must not share a connection
         with self._lock:
-            for other in [other for other in self._clients if other is not None and other.is_closed()]:
-                del self._clients[other]
-            if loop not in self._clients:
+            for process, other in list(self._clients):
+                if process == os.getpid() and other is not None and other.is_closed():
+                    del self._clients[process, other]
+            if own not in self._clients:
                 kind = self._openai.OpenAI if loop is None else self._openai.AsyncOpenAI
-                self._clients[loop] = kind(**self._settings)
-            return self._clients[loop]
+                self._clients[own] = kind(**self._settings)
+            return self._clients[own]
 
     def close(self) -> None:
         """Close the blocking client's connections; those of an event loop end with it."""
         with self._lock:
-            clients, self._clients = self._clients, {}
-        if None in clients:
-            clients[None].close()
+            client = self._clients.pop((os.getpid(), None), None)
+        if client is not None:
+            client.close()
 
     async def send(self, method: str, path: str, **arguments: Any) -> Body:
         """Return the JSON of a response. Further arguments are those of the SDK's `get`, `post` and `delete`."""

@@ -8,6 +8,7 @@ answer of a request: its format, its tokens so far, its report.
 from __future__ import annotations
 
 import math
+import os
 import time
 import weakref
 from collections import deque
@@ -27,7 +28,7 @@ from kvrag.errors import ModelError, OutOfMemoryError, SettingError
 from kvrag.generate.grammar import Constraint, constrain
 from kvrag.generate.parse import Thoughts
 from kvrag.generate.prompt import Prepared
-from kvrag.process import per_process, release_team
+from kvrag.process import release_team
 from kvrag.reuse.blend import Completion
 from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.waiting import SharedSteps, is_left
@@ -189,11 +190,11 @@ def _rewind(rows: Sequence[Row], lengths: Sequence[int]) -> None:
         row.cache.set_length(length)
 
 
-_batches = per_process(lambda: weakref.WeakKeyDictionary[Model, Batch]())
+_batches = weakref.WeakKeyDictionary[Model, dict[int, Batch]]()  # by process
 
 
 def _batch_of(model: Model) -> Batch:
-    return _batches().setdefault(model, Batch())
+    return _batches.setdefault(model, {}).setdefault(os.getpid(), Batch())
 
 
 class Row:

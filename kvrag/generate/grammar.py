@@ -17,7 +17,6 @@ from kvrag.backend.transformers import Model, Tokenizer
 from kvrag.config import Grammar
 from kvrag.errors import ModelError, SettingError, UnsupportedModelError, first_line
 from kvrag.generate.schema import enforceable
-from kvrag.process import HeldBriefly
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -35,7 +34,7 @@ _JSON_STYLE = {
 _MOST_CHARACTERS, _STACK = 1 << 20, 512 << 20
 
 _tokenizers: weakref.WeakKeyDictionary[Model, LLTokenizer] = weakref.WeakKeyDictionary()
-_creating = HeldBriefly()
+_creating = threading.Lock()
 
 
 class Constraint:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from kvrag.config import check_text
 from kvrag.errors import KvragError, SettingError, StoreError, needing, reason_of
-from kvrag.process import HeldBriefly, OfProcess, own_team
+from kvrag.process import own_team
 from kvrag.store.schema import connect
 from kvrag.types import Messages
 
@@ -88,7 +88,7 @@ def fitting(hits: list[Hit], model: Any, prompt: str | Messages) -> list[Hit]:
     return hits[: max(1, sum(total <= room for total in totals))]
 
 
-_embedding = HeldBriefly()  # tokenizers fail when used by two threads at once
+_embedding = threading.Lock()  # tokenizers fail when used by two threads at once
 
 
 @cache
@@ -97,7 +97,7 @@ def _encoder(name: str) -> Any:
     return load_embedder(name)
 
 
-class ChunkIndex(OfProcess):
+class ChunkIndex:
     """Finds chunks by meaning. A text that is in several documents is stored once. Thread-safe."""
 
     def __init__(self, path: str | Path, embedder: str | None = None) -> None:

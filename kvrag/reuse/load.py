@@ -6,6 +6,7 @@ Chunks that are damaged or cannot be read are left out, so that their tokens are
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
@@ -20,7 +21,7 @@ from kvrag.backend.protocol import Backend
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError, out_of_memory
 from kvrag.index.catalog import Match
 from kvrag.memory.tier import MemoryTier
-from kvrag.process import own_team, per_process, reporting_memory
+from kvrag.process import own_team, reporting_memory
 from kvrag.reuse.request_state import RequestState, Trace
 from kvrag.store import ChunkReader, KVStore
 from kvrag.store.values import text_key, unpack
@@ -136,8 +137,13 @@ class Recovery:
 
 _AHEAD = 4  # layers read before they are needed
 _LANES = 4  # chunks of a layer that are read at the same time
-_pool = per_process(lambda: ThreadPoolExecutor(16, "kvrag-layer"))
-_lanes = per_process(lambda: ThreadPoolExecutor(16, "kvrag-read"))  # tasks of `_pool` wait for it
+
+
+@functools.cache
+def _pools(process: int) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+    """Return the threads of a process that lay out layers, and those that read, for which the others wait."""
+    return ThreadPoolExecutor(16, "kvrag-layer"), ThreadPoolExecutor(16, "kvrag-read")
+
 
 _Chunks = dict[str, tuple[Tensor, Tensor]]
 """Chunk key -> position-free keys and values of one layer, each (H, T, D)."""
@@ -223,7 +229,7 @@ class LayerLoader:
             return
         # all layers at once would fill a device whose memory the engine has divided up
         prepare = self._prepare if self._backend.passes_may_wait else self._read
-        self._reads[number] = _pool().submit(prepare, number)
+        self._reads[number] = _pools(os.getpid())[0].submit(prepare, number)
 
     @own_team()
     def _prepare(self, number: int) -> _Laid:
@@ -234,7 +240,7 @@ class LayerLoader:
         if self._is_in_memory:
             return self._read_some(number, readers)
         parts = [readers[lane::_LANES] for lane in range(min(_LANES, len(readers)))]
-        lanes = [_lanes().submit(self._read_some, number, part) for part in parts]
+        lanes = [_pools(os.getpid())[1].submit(self._read_some, number, part) for part in parts]
         wait(lanes)  # also if one fails: the readers are closed then
         return {key: layer for lane in lanes for key, layer in lane.result().items()}
 

@@ -12,7 +12,7 @@ from contextvars import copy_context
 from queue import SimpleQueue
 from typing import TypeVar
 
-from kvrag.process import refuse
+from kvrag.process import check_process
 from kvrag.scheduling.waiting import check_left, held, is_left
 
 T = TypeVar("T")
@@ -84,8 +84,7 @@ def together(generators: Sequence[Generator[T, None, None]]) -> Generator[tuple[
             pool.submit(copy_context().run, run, number)
         num_running = len(generators)
         while num_running:
-            if process != os.getpid():
-                raise refuse("this stream")
+            check_process(process, "this stream")
             number, item = made.get()
             if isinstance(item, BaseException):
                 raise item

@@ -6,6 +6,7 @@ answers share their steps (`SharedSteps`), which `kvrag.generate.decode` compute
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 from kvrag.errors import AbandonedError
-from kvrag.process import OfProcess, release_team
+from kvrag.process import check_process, release_team
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ def check_left() -> None:
         raise AbandonedError("the work was abandoned, because its consumer has left")
 
 
-class FairLock(OfProcess):
+class FairLock:
     """A mutex that serves waiting threads in order of arrival, with a share for those that enter by `first`.
 
     A forked process can use it, unless it was held at that time.
@@ -44,11 +45,8 @@ class FairLock(OfProcess):
         self._waiting: deque[threading.Event] = deque()
         self._first: deque[threading.Event] = deque()
         self._first_at = 0.0
-        self._held = False
+        self._held = 0  # process of the thread that holds it, 0 = none
         self._of_thread = threading.local()
-
-    def _after_fork(self) -> None:
-        super()._after_fork() if self._held else self.__init__()  # type: ignore[misc]
 
     @property
     def waits(self) -> int:
@@ -97,7 +95,9 @@ class FairLock(OfProcess):
     def _acquire(self, queue: deque[threading.Event], at_front: bool = False, may_leave: bool = False) -> None:
         turn = threading.Event()
         with self._mutex:
-            is_free, self._held = not self._held, True
+            if not (is_free := not self._held):
+                check_process(self._held, "this model")
+            self._held = os.getpid()
             if not is_free:
                 queue.insert(0 if at_front else len(queue), turn)
         if not is_free:
@@ -123,10 +123,10 @@ class FairLock(OfProcess):
                 release_team()
                 queue.popleft().set()  # handed over: stays held
             else:
-                self._held = False
+                self._held = 0
 
 
-class SharedSteps(OfProcess):
+class SharedSteps:
     """Steps that advance the answers of several consumers at once. Thread-safe.
 
     There is no thread for them. A consumer that needs a step runs it for all, unless another one is doing so already.
@@ -134,11 +134,12 @@ class SharedSteps(OfProcess):
     """
 
     def __init__(self) -> None:
-        self._is_led = False
+        self._is_led, self._process = False, os.getpid()
         self._changed = threading.Condition()
 
     def run_until(self, is_ready: Callable[[], bool], step: Callable[[], None]) -> None:
         """Return when the consumer's answer is ready; run steps until it is, while no other consumer does."""
+        check_process(self._process, "this answer")
         while not is_ready():
             leads = False
             try:
@@ -185,7 +186,7 @@ class Admitted:
             self._changed.notify_all()
 
 
-class Admission(OfProcess):
+class Admission:
     """Admits answers in order of arrival while their KV fits into `max_bytes`, and always one. Thread-safe.
 
     A consumer that asks for an answer while it reads another one would wait for itself. For such a consumer, only the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import threading
 import time
 import uuid
@@ -23,7 +24,7 @@ from filelock import FileLock
 from kvrag.config import check_budget, check_namespace, check_number
 from kvrag.errors import DamagedChunkError, StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.fingerprint import Fingerprint
-from kvrag.process import OfProcess
+from kvrag.process import check_process
 from kvrag.store import chunkfile
 from kvrag.store.chunkfile import SUFFIX, PackedChunk
 from kvrag.store.durable import BOOT
@@ -60,7 +61,7 @@ class StoreCheck:
     unreadable: int  # at the moment
 
 
-class KVStore(OfProcess, ABC):
+class KVStore(ABC):
     """A store of one model's chunk KV under one codec.
 
     Its manifest, in a local folder, answers every query except for the content of chunks. All methods are thread-safe;
@@ -79,7 +80,7 @@ class KVStore(OfProcess, ABC):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._touched: Counter[str] = Counter()  # under _lock
-        self._bound, self._has_warned = "", False
+        self._bound, self._has_warned, self._process = "", False, os.getpid()
 
     @property
     def catalog_folder(self) -> Path:
@@ -92,6 +93,7 @@ class KVStore(OfProcess, ABC):
 
     def read_ahead(self, keys: Sequence[str]) -> None:
         """Start to read these chunks, all of which are about to be opened, and return at once, if reading is slow."""
+        return
 
     @abstractmethod
     def read_text(self, name: str) -> str | None:
@@ -167,13 +169,15 @@ class KVStore(OfProcess, ABC):
 
     def check_room(self, needed: float) -> None:
         """Raise StoreFullError if the disk has no room for that many bytes. A bucket has no size."""
+        return
 
     @abstractmethod
     def _correct(self, row: ManifestRow) -> None:
         """Replace a chunk's rows by this one."""
 
     def _check_open(self) -> None:
-        """Raise StoreError if the store cannot be used."""
+        """Raise StoreError if the store cannot be used, SettingError in a forked process."""
+        check_process(self._process, "this store")
 
     @property
     def _current(self) -> Manifest:

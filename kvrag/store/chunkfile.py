@@ -32,7 +32,6 @@ from torch import Tensor
 
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, out_of_memory
 from kvrag.fingerprint import FORMAT
-from kvrag.process import per_process
 from kvrag.store.values import ChunkRecord, chunk_key
 
 SUFFIX = ".safetensors"
@@ -263,12 +262,12 @@ class _OpenFile:
 
 
 _kept: weakref.WeakSet[_OpenFile] = weakref.WeakSet()
-_keeping = per_process(threading.Lock)
+_keeping = threading.Lock()
 
 
 def _may_stay_open(file: _OpenFile) -> bool:
     """Return whether a reader may keep its file open: readers get a quarter of the limit, sockets need some too."""
-    with _keeping():
+    with _keeping:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         has_room = len(_kept) < min(soft if soft > 0 else 1024, 4096) // 4
         if has_room:

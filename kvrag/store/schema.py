@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import math
@@ -14,12 +15,13 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
 from kvrag.errors import StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.fingerprint import FORMAT
-from kvrag.process import OfProcess, keep_for_ever, refuse
+from kvrag.process import check_process, refuse
 from kvrag.store.owner import old_format
 
 logger = logging.getLogger("kvrag")
@@ -98,7 +100,7 @@ END;
 COUNT = "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2"
 
 
-class Database(OfProcess):
+class Database:
     """SQLite in WAL mode: readers never wait, writers of several processes are serialised.
 
     A file that did not exist, or was damaged and has been moved aside, is created with the counter `INCOMPLETE`.
@@ -278,21 +280,36 @@ class Database(OfProcess):
                 self._connection.close()
 
 
+def _in_its_process(name: str) -> Any:
+    """Return a method of connections that raises SettingError in a forked process."""
+    run = getattr(sqlite3.Connection, name)
+
+    def method(self: SQLiteFile, *arguments: Any) -> Any:
+        check_process(self._process, str(self.path))
+        return run(self, *arguments)
+
+    return method
+
+
 class SQLiteFile(sqlite3.Connection):
-    """A connection whose file a forked process does not open; see `connect`."""
+    """A connection that a forked process does not use, and whose file it does not open; see `connect`."""
 
     def __init__(self, path: Path, options: str) -> None:
         """Open the file."""
         if (file := _file(path)) and file in _inherited:
             raise refuse(str(path))
+        self.path, self._process = path, os.getpid()
         super().__init__(
             f"{path.absolute().as_uri()}{options}", uri=True, timeout=60, isolation_level=None, check_same_thread=False
         )
         self.file = _file(path)
         _connections.add(self)
 
+    execute, executemany, executescript = map(_in_its_process, ("execute", "executemany", "executescript"))
+
     def close(self) -> None:
         """Close the file, for children as well."""
+        check_process(self._process, str(self.path))
         super().close()
         _connections.discard(self)
 
@@ -320,7 +337,7 @@ def _file(path: Path) -> tuple[int, int] | None:
 
 def _after_fork() -> None:
     for connection in list(_connections):
-        keep_for_ever(connection)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))  # or its end would close the file, also for the parent
         _inherited.add(connection.file)
     _connections.clear()
 

@@ -177,6 +177,7 @@ class SharedStore(KVStore):
         self._local.remove(keys)
 
     def _check_open(self) -> None:
+        super()._check_open()
         if self._is_closed:
             raise StoreError(f"the store {self.url} is closed")
         if not self._is_open:
@@ -455,6 +456,7 @@ class SharedStore(KVStore):
             self._writers.submit(guarded)
 
     def close(self) -> None:
+        super()._check_open()
         was_open, self._is_closed = self._is_open and not self._is_closed, True
         if was_open:
             ending = threading.Thread(target=self._end, name="kvrag-close", daemon=True)

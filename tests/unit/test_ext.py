@@ -20,7 +20,7 @@ import sys
 import kvrag.ext
 heavy = {"torch", "transformers", "faiss", "sentence_transformers", "pydantic", "fastapi"} & set(sys.modules)
 assert not heavy, heavy
-kvrag.ext.say, kvrag.ext.OfProcess, kvrag.ext.check_option
+kvrag.ext.say, kvrag.ext.check_option
 heavy = {"torch", "transformers", "faiss", "sentence_transformers", "fastapi"} & set(sys.modules)
 assert not heavy, heavy
 """

@@ -17,7 +17,6 @@ from forks import forked
 
 from kvrag import BlendEngine, FileStore, KvragError, Model, RemoteEngine, SettingError, process
 from kvrag.engine import _shared
-from kvrag.generate.grammar import _creating
 from kvrag.retrieval.index import ChunkIndex
 from kvrag.scheduling.waiting import FairLock
 
@@ -61,16 +60,16 @@ USES: dict[str, Callable[[BlendEngine], object]] = {
 
 @pytest.mark.parametrize("use", USES)
 def test_an_engine_is_refused_in_a_child(used: BlendEngine, use: str) -> None:
-    assert _refusal(lambda: USES[use](used)).startswith(f"this BlendEngine {REFUSED}")
+    assert _refusal(lambda: USES[use](used)).startswith(f"this engine {REFUSED}")
     assert used.documents() == ["a"]
     assert used.warm(CHUNKS, document="a").new == 0
 
 
-@pytest.mark.parametrize("use", ["missing", "remove", "touch", "close"])
+@pytest.mark.parametrize("use", ["missing", "remove", "close"])
 def test_a_store_is_refused_in_a_child(used: BlendEngine, use: str) -> None:
     store = used.store
     work: Callable[[], object] = store.close if use == "close" else lambda: getattr(store, use)(["key"])
-    assert _refusal(work).startswith(f"this FileStore {REFUSED}")
+    assert REFUSED in _refusal(work)
 
 
 def test_answers_in_progress_are_refused_in_a_child(used: BlendEngine) -> None:
@@ -119,20 +118,15 @@ def test_a_shared_engine_is_created_anew_in_a_child(tmp_path: Path) -> None:
         assert forked(lambda: BlendEngine.shared("reader", **settings).warm(CHUNKS[:1]).new) == 1
 
 
-@pytest.mark.parametrize("held", ["model", "tokenizer", "grammars"])
-def test_a_lock_that_another_thread_held_does_not_block_a_child(model: Model, tmp_path: Path, held: str) -> None:
+def test_a_model_that_another_thread_uses_does_not_block_a_child(model: Model, tmp_path: Path) -> None:
     def use() -> None:
         with _opened(model, tmp_path) as engine:
             engine.warm(CHUNKS)
-            engine.model.tokenizer.generation_prompt_length()
-            with _creating:
-                pass
 
-    lock = {"model": model.lock, "tokenizer": model.tokenizer._lock, "grammars": _creating}[held]
     ready, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with lock:
+        with model.lock:
             ready.set()
             over.wait()
 
@@ -161,7 +155,7 @@ def test_torch_does_not_block_a_child() -> None:
 def test_an_index_is_refused_in_a_child(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
     with ChunkIndex(path) as index:
-        assert _refusal(lambda: len(index)).startswith(f"this ChunkIndex {REFUSED}")
+        assert _refusal(lambda: len(index)).startswith(f"{path} {REFUSED}")
         assert _refusal(lambda: len(ChunkIndex(path))).startswith(f"{path} {REFUSED}")
     assert forked(lambda: len(ChunkIndex(path))) == 0
 
@@ -169,8 +163,7 @@ def test_an_index_is_refused_in_a_child(tmp_path: Path) -> None:
 def test_a_child_has_connections_of_its_own() -> None:
     connection = RemoteEngine("http://127.0.0.1:9", "m")._blocking
     client = connection._client()
-    with connection._lock:  # as of a thread that sends a request
-        assert forked(lambda: connection._client() is not client)
+    assert forked(lambda: connection._client() is not client)
     assert connection._client() is client
 
 
@@ -180,7 +173,7 @@ def test_the_child_of_a_child_is_refused(used: BlendEngine, model: Model) -> Non
             used.documents()
         forked(used.documents)
 
-    with model.lock, pytest.raises(KvragError, match=f"this BlendEngine {REFUSED}"):
+    with model.lock, pytest.raises(KvragError, match=f"this engine {REFUSED}"):
         forked(use)
 
 

@@ -59,9 +59,9 @@ EXT = """
 add_arguments Adding ADDRESS ApiError attention_received auto_class Backend bind Branch build bytes_per_token
 CachedKV CachedPrefix Catalog check_bytes check_names check_namespace check_option Choosing ChunkIndex
 ChunkTokenizer connect context_window DEFAULT_EMBEDDER DEFAULT_RATIO describe drop error_response Existing
-find_gone Fingerprint fingerprint forget Guard hash_weights HeldBriefly HERE human_bytes Id Ingestion is_shared
+find_gone Fingerprint fingerprint forget Guard hash_weights HERE human_bytes Id Ingestion is_shared
 join KVCache LayerSource LLMFields load load_config load_embedder load_tokenizer LONGER Lookup Match MemoryTier
-naming_places Observer OfProcess open_engine open_index open_store parameters_of Pipeline Present Problem
+naming_places Observer open_engine open_index open_store parameters_of Pipeline Present Problem
 progress read_chunks read_config read_settings refuse_failures RequestState rope_parameters rotate Rows say
 ServerSettings stable_length Tables template_call text_key Tokenizer TOTALS Tuning uncancelled unrotate
 VectorStoreKV

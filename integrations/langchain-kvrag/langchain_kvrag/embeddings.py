@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from langchain_core.embeddings import Embeddings
 
 from kvrag import SettingError
-from kvrag.ext import DEFAULT_EMBEDDER, HeldBriefly, load_embedder
+from kvrag.ext import DEFAULT_EMBEDDER, load_embedder
 
 
 # instead of HuggingFaceEmbeddings, which ignores a model's prompts, fails in threads, and pins huggingface-hub<2
@@ -42,7 +43,7 @@ class SentenceTransformerEmbeddings(Embeddings):
             raise SettingError(f"batch_size must be at least 1, got {batch_size}")
         self.model, self.batch_size, self.normalize = str(model), batch_size, normalize
         self._encoder = load_embedder(self.model, "langchain-kvrag[sentence-transformers]", **settings)
-        self._lock = HeldBriefly()  # fast tokenizers fail if two threads use them at once
+        self._lock = threading.Lock()  # fast tokenizers fail if two threads use them at once
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """Return one vector per text, using the model's prompt for documents if it has one."""

@@ -16,7 +16,7 @@ from typing import Any
 from langchain_core.indexing import RecordManager
 
 from kvrag import StoreError
-from kvrag.ext import OfProcess, connect
+from kvrag.ext import connect
 
 # instead of langchain-classic's SQLRecordManager, which loses the source of renewed records after a failed indexing
 _SCHEMA = """
@@ -45,7 +45,7 @@ def _off_the_loop(name: str) -> Any:
     return method
 
 
-class SQLiteRecordManager(OfProcess, RecordManager):
+class SQLiteRecordManager(RecordManager):
     """Record manager in one SQLite file, safe for several threads and processes."""
 
     def __init__(self, namespace: str, path: str | Path) -> None:

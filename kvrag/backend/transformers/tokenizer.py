@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import re
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -22,7 +23,6 @@ from transformers.utils.chat_parsing import ResponseParser
 
 from kvrag.config import check_text
 from kvrag.errors import PromptError
-from kvrag.process import HeldBriefly
 from kvrag.types import Messages, TokenIds
 
 _LONGEST_CHARACTER = 8  # tokens: four bytes, with room for tokens without text
@@ -56,7 +56,7 @@ class Tokenizer:
 
     def __init__(self, hf: Any, model_name: str, preamble: bool = True) -> None:
         self.hf, self._name = hf, model_name
-        self._lock = _locks.setdefault(hf, HeldBriefly())
+        self._lock = _locks.setdefault(hf, threading.Lock())
         self._renders_tools: dict[str, bool] = {}
         self._generation_prompts: LRUCache[str, int] = LRUCache(_TEMPLATES)
         self._shown: LRUCache[str, bool] = LRUCache(_TEMPLATES)  # kinds of prompts whose messages are all rendered
@@ -379,7 +379,7 @@ class TextStream:
         return str(self._hf.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False))
 
 
-_locks: WeakKeyDictionary[Any, HeldBriefly] = WeakKeyDictionary()
+_locks: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
 """Locks of tokenizers, which keep state about control tokens: one thread at a time, in all models."""
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import kvrag
-from kvrag import ext
 
 PUBLIC = [
     "POLICIES",
@@ -55,18 +54,6 @@ PUBLIC = [
     "WarmReport",
 ]
 
-EXT = """
-add_arguments Adding ADDRESS ApiError attention_received auto_class Backend bind Branch build bytes_per_token
-CachedKV CachedPrefix Catalog check_bytes check_names check_namespace check_option Choosing ChunkIndex
-ChunkTokenizer connect context_window DEFAULT_EMBEDDER DEFAULT_RATIO describe drop error_response Existing
-find_gone Fingerprint fingerprint forget Guard hash_weights HERE human_bytes Id Ingestion is_shared
-join KVCache LayerSource LLMFields load load_config load_embedder load_tokenizer LONGER Lookup Match MemoryTier
-naming_places Observer open_engine open_index open_store parameters_of Pipeline Present Problem
-progress read_chunks read_config read_settings refuse_failures RequestState rope_parameters rotate Rows say
-ServerSettings stable_length Tables template_call text_key Tokenizer TOTALS Tuning uncancelled unrotate
-VectorStoreKV
-""".split()  # noqa: SIM905
-
 CLASSES = [name for name in PUBLIC if name != "POLICIES"]
 
 METHODS = {
@@ -100,10 +87,6 @@ else:
 
 def test_the_public_names() -> None:
     assert kvrag.__all__ == PUBLIC
-
-
-def test_the_names_for_integrations() -> None:
-    assert sorted(ext._MODULES, key=lambda name: (name.lower(), name)) == EXT
 
 
 def test_every_public_class_and_method_says_what_it_is_for() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from kvrag import KvragError, SettingError
-from kvrag.ext import ADDRESS, HERE, is_shared, say
+from kvrag.ext.commands import ADDRESS, HERE, is_shared, say
 
 _CONNECT_S = 5.0
 

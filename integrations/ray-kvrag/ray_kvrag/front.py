@@ -10,7 +10,7 @@ from contextlib import aclosing
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvrag.ext import ApiError, Guard, ServerSettings, describe, error_response
+from kvrag.ext.commands import ApiError, Guard, ServerSettings, describe, error_response
 from ray_kvrag.routing import Route
 
 logger = logging.getLogger("kvrag")

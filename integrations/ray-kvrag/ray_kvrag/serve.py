@@ -27,7 +27,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from kvrag import KvragError, SettingError
-from kvrag.ext import ServerSettings, add_arguments, bind, build, read_config, read_settings, say
+from kvrag.ext.commands import ServerSettings, add_arguments, bind, build, read_config, read_settings, say
 from ray_kvrag.cluster import Cluster, connect, current_cluster, on_all_machines
 from ray_kvrag.front import ServerLost, front
 from ray_kvrag.routing import Route

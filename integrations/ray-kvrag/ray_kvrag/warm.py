@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from kvrag import BlendConfig, KvragError, SettingError
-from kvrag.ext import (
+from kvrag.ext.commands import (
     TOTALS,
     Fingerprint,
     Problem,
@@ -39,7 +39,8 @@ from ray_kvrag.cluster import Cluster, connect, on_all_machines, report_missing
 
 if TYPE_CHECKING:
     from kvrag import BlendEngine, KVStore
-    from kvrag.ext import ChunkIndex, ChunkTokenizer, Tokenizer
+    from kvrag.ext.commands import ChunkIndex
+    from kvrag.ext.models import ChunkTokenizer, Tokenizer
 
 _REPORT_AFTER_S = 30.0  # without any worker: report the missing resources
 _TRIES = 3  # per document whose workers die: it may be the cause
@@ -301,7 +302,7 @@ class ClusterPlan:
 
 def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
     """Split the files in this process, and encode their chunks on the Ray cluster in `args.ray`."""
-    from kvrag.ext import open_store
+    from kvrag.ext.models import open_store
 
     with ExitStack() as stack:
         cluster = stack.enter_context(connect(args.ray))
@@ -331,7 +332,7 @@ def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
 
 def _load_tokenizer(args: argparse.Namespace, facts: Facts) -> Tokenizer:
     """Load the tokenizer of the cluster's model in this process."""
-    from kvrag.ext import Tokenizer, load_tokenizer
+    from kvrag.ext.models import Tokenizer, load_tokenizer
 
     tokenizer = Tokenizer(load_tokenizer(args.model), args.model)
     if tokenizer.digest != facts.fingerprint.tokenizer:
@@ -341,7 +342,7 @@ def _load_tokenizer(args: argparse.Namespace, facts: Facts) -> Tokenizer:
 
 def _prune(store: KVStore, index: ChunkIndex, gone: Sequence[str], namespace: str, tokenizer: Tokenizer) -> int:
     """Drop the documents that are gone; see `drop`."""
-    from kvrag.ext import Catalog, forget
+    from kvrag.ext.models import Catalog, forget
 
     with closing(Catalog(store)) as catalog:
         where = namespace, store, catalog, tokenizer.decode, lambda keys: None
@@ -352,7 +353,7 @@ def _make_plan(
     args: argparse.Namespace, facts: Facts, store: KVStore, index: ChunkIndex, tokenizer: Tokenizer
 ) -> ClusterPlan:
     """Read and split all files, and determine which documents are warm."""
-    from kvrag.ext import Choosing
+    from kvrag.ext.models import Choosing
 
     config = BlendConfig(context_tokens=args.context_tokens)
     choosing = Choosing(_ModelOutline(facts, tokenizer), store, config, facts.fingerprint)

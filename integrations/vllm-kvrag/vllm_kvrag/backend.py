@@ -25,7 +25,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvrag import ContextWindowError, UnsupportedModelError
-from kvrag.ext import (
+from kvrag.ext.models import (
     Backend,
     Branch,
     CachedKV,

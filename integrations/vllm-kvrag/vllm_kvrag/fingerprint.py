@@ -18,7 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from kvrag import ModelLoadError, UnsupportedModelError
-from kvrag.ext import (
+from kvrag.ext.models import (
     Fingerprint,
     Tokenizer,
     auto_class,

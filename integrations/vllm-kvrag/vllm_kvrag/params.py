@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrag import BlendConfig, SettingError
-from kvrag.ext import check_bytes, check_names, check_namespace, check_option, is_shared
+from kvrag.ext.models import check_bytes, check_names, check_namespace, check_option, is_shared
 
 MODES = ("blend", "warm", "off", "forget", "documents", "report")
 

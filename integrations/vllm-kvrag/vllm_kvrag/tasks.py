@@ -9,17 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvrag import BlendConfig, KvragError, KVStore
-from kvrag.ext import (
-    CachedPrefix,
-    Ingestion,
-    Lookup,
-    Match,
-    MemoryTier,
-    Pipeline,
-    RequestState,
-    Tuning,
-    forget,
-)
+from kvrag.ext.models import CachedPrefix, Ingestion, Lookup, Match, MemoryTier, Pipeline, RequestState, Tuning, forget
 from vllm_kvrag.params import RequestParams
 from vllm_kvrag.runner import Job
 

@@ -37,7 +37,7 @@ from llama_index.core.types import BasePydanticProgram, Model
 from llama_index.llms.kvrag.messages import assistant_message, template_messages
 
 from kvrag import Answer, BlendReport, CallPiece, Delta, InvalidCall, LLMSettings, ToolCall
-from kvrag.ext import LONGER, LLMFields, parameters_of
+from kvrag.ext.frameworks import LONGER, LLMFields, parameters_of
 
 _Prompt = str | list[dict[str, Any]]
 

@@ -18,7 +18,7 @@ from llama_index.core.vector_stores.types import (
 from llama_index.llms.kvrag.base import BlendLLM, source_name
 
 from kvrag import SettingError, WarmReport
-from kvrag.ext import Adding, Existing, Id, Present, VectorStoreKV, naming_places
+from kvrag.ext.frameworks import Adding, Existing, Id, Present, VectorStoreKV, naming_places
 
 
 class KVWarmVectorStore(BasePydanticVectorStore):

@@ -1,0 +1,20 @@
+"""What ray-kvrag imports for its commands, `warm` and `serve` on a cluster, and for the server's front."""
+
+# mypy: implicit-reexport
+# ruff: noqa: F401
+
+from __future__ import annotations
+
+from kvrag.cli.common import human_bytes, open_engine, open_index, progress, say
+from kvrag.cli.plugin import ADDRESS, HERE
+from kvrag.cli.serve import add_arguments, build, read_config, read_settings
+from kvrag.cli.warm import TOTALS, bytes_per_token, drop, find_gone, read_chunks
+from kvrag.fingerprint import Fingerprint
+from kvrag.retrieval.documents import Problem
+from kvrag.retrieval.index import ChunkIndex
+from kvrag.server.api_errors import ApiError, describe, error_response
+from kvrag.server.guard import Guard
+from kvrag.server.run import bind
+from kvrag.server.settings import ServerSettings
+from kvrag.store import is_shared
+from kvrag.store.values import text_key

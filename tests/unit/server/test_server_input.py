@@ -173,7 +173,7 @@ def test_null_is_absent_in_known_and_unknown_fields(path: str) -> None:
     ]
     assert kind.model_validate(named | body | dict.fromkeys([*optional, "audio", "best_of_all"])) == plain
     for field in (name for name, field in kind.model_fields.items() if field.is_required()):
-        with pytest.raises(ApiError, match=f"Invalid type for '{field}': expected .* but got null"):
+        with pytest.raises(ApiError, match=f"Invalid '{field}': Input should be .*, got None"):
             parse(json.dumps(named | body | {field: None}).encode(), kind)
     with pytest.raises(ApiError, match="Unknown parameter: 'audio'"):
         parse(json.dumps(named | body | {"audio": {}}).encode(), kind)
@@ -218,20 +218,6 @@ def test_many_mistakes_cost_as_much_as_one(kind: type[schemas.Request], changes:
 def test_numbers_that_json_lacks_are_refused(number: str) -> None:
     with pytest.raises(ApiError, match="not valid JSON"):
         parse(f'{{"model": "m", "input": "a", "metadata": {{"a": {number}}}}}'.encode(), ResponsesRequest)
-
-
-@pytest.mark.parametrize("item", [{"role": "user", "content": "a"}, {}, []])
-def test_a_body_has_a_limited_number_of_fields_and_lists(item: Any) -> None:
-    content = json.dumps({"model": "m", "messages": [item] * 101_000}).encode()
-    with pytest.raises(ApiError, match="more than 100000 fields or lists") as wrong:
-        parse(content, schemas.ChatRequest)
-    assert wrong.value.status == 400
-
-
-def test_brackets_in_a_text_are_no_lists() -> None:
-    text = '["\\' * 101_000
-    read = parse(json.dumps({"model": "m", "prompt": text}).encode(), schemas.CompletionRequest)
-    assert read.prompt == text
 
 
 # -------------------------------------------------------------------- queues

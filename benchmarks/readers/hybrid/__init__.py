@@ -1,1 +1,0 @@
-"""A hybrid of recurrent and attention layers, made of the bundled reader."""

@@ -8,33 +8,23 @@ from collections.abc import Sequence
 from kvrag.cli.main import Parser, add_command, execute
 
 _COMMANDS: dict[str, tuple[str, str]] = {
-    "agents": ("benchmarks.speed.agents", "measure the time to first token where agents edit their history"),
-    "frameworks": (
-        "benchmarks.speed.agent_frameworks",
-        "measure reuse over conversations with the frameworks' agents",
-    ),
     "answers": (
         "benchmarks.quality.answers",
         "measure how many of full prefill's answers your model keeps on your documents or questions",
     ),
-    "chat": ("benchmarks.speed.chat", "measure the time to first token over the turns of a conversation"),
-    "codec": ("benchmarks.speed.codec", "measure size and error of the 8- and 4-bit codecs"),
     "decay": ("benchmarks.speed.decay", "measure whether reuse lasts over thousands of prompts, in a bounded store"),
     "decode": ("benchmarks.speed.decode", "measure decoding: several answers together, and one"),
     "gpu": ("benchmarks.speed.gpu", "check a GPU: exactness, time to first token, ingestion, a profile"),
-    "ingest": ("benchmarks.speed.ingest", "measure the encoding speed"),
     "kept": (
         "benchmarks.quality.kept",
         "measure right and kept answers and the time to the first token, per setting of the engine",
     ),
-    "match": ("benchmarks.speed.match", "measure the speed of matching prompts with stored chunks"),
     "serve": ("benchmarks.speed.serve", "load-test a running server"),
     "ttft": (
         "benchmarks.speed.ttft",
         "measure the limits of the time to first token: computing and loading, each alone",
     ),
     "vllm": ("benchmarks.speed.vllm", "measure vLLM with vllm-kvrag against vLLM alone, under load"),
-    "workloads": ("benchmarks.speed.workloads", "measure LMCache's and vLLM's public workloads, also on any server"),
     "quality": (
         "benchmarks.quality.command",
         "measure answer quality on the readers' worlds, or as `answers`, with more settings",

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks.quality import answers, results
 from benchmarks.quality.answers import comma_separated
 from benchmarks.quality.grid import make_cells
-from benchmarks.quality.retrieved import check_size, draw_corpus, open_index, retrieved_rows
 from benchmarks.quality.rows import QuestionRow
 from benchmarks.quality.variants import code_digest, leave_out, make_configs, rechunk, split_policies
-from benchmarks.quality.worlds import ARTICLES, WORLDS, world_of, world_rows
+from benchmarks.quality.worlds import WORLDS, world_of, world_rows
 from kvrag.backend.transformers import Model
-from kvrag.cli.common import at_least, checked, progress, require_extra
+from kvrag.cli.common import at_least, checked
 from kvrag.config import CODECS, BlendConfig, check_option
 from kvrag.errors import SettingError
 
@@ -83,27 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against", default=_AGAINST, metavar="POLICY", help=f"policy to compare with (default: {_AGAINST})"
     )
     study.add_argument(
-        "--top-k", type=at_least(1), metavar="K", help="chunks to retrieve for a prompt (default: with --docs 4)"
-    )
-    study.add_argument(
         "--world",
         type=int,
         choices=WORLDS,
         help="the world to draw from without --docs and --data (default: the one the reader was trained on)",
-    )
-    study.add_argument(
-        "--articles",
-        type=at_least(1),
-        metavar="N",
-        help="with --top-k K, which retrieves K chunks for a prompt from an index of drawn articles: their number "
-        f"(default: {', '.join(f'{number} in world {world}' for world, number in ARTICLES.items())})",
-    )
-    study.add_argument(
-        "--around",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="neighbours to retrieve with each chunk of --top-k (default: 0)",
     )
 
 
@@ -183,33 +163,16 @@ def _variant(row: QuestionRow, length: int, missing: float, model: Model) -> Que
 
 def _check(args: argparse.Namespace) -> None:
     if args.docs is not None or args.data is not None:
-        for name in ("world", "articles", "around"):
-            if getattr(args, name):
-                raise SettingError(f"--{name} excludes --docs and --data: leave out one of them")
+        if args.world:
+            raise SettingError("--world excludes --docs and --data: leave out one of them")
         if args.docs is not None and args.missing:
             raise SettingError("--missing and --docs exclude each other: leave out one of them")
-    elif args.top_k is None and (args.articles is not None or args.around):
-        raise SettingError("--articles and --around need --top-k K")
+    elif args.top_k is not None:
+        raise SettingError("--top-k needs --docs")
 
 
 def _rows(args: argparse.Namespace) -> tuple[Sequence[QuestionRow], dict[str, Any]]:
     """Return the rows, and a description of their source that does not depend on their number."""
     world = args.world or world_of(args.model)
-    if args.top_k is None:
-        rows = [row for seed in dict.fromkeys(args.seed) for row in world_rows(args.samples, seed, world)]
-        return rows, {"file": WORLDS[world], "seed": args.seed, "digest": rows[0].key}
-    require_extra()
-    articles = ARTICLES[world] if args.articles is None else args.articles
-    rows = []
-    for seed in dict.fromkeys(args.seed):
-        corpus = draw_corpus(world, articles, seed)
-        check_size(corpus, args.samples, args.top_k)
-        with (
-            tempfile.TemporaryDirectory(prefix="kvrag-index-") as temporary,
-            progress("indexing", quiet=args.json) as update,
-            open_index(corpus, args.out or Path(temporary), update) as index,
-        ):
-            rows += retrieved_rows(corpus, index, args.samples, args.top_k, args.around)
-    around = f" with {args.around} around each" if args.around else ""
-    name = f"{WORLDS[world]}, top {args.top_k} of {len(corpus.chunks)} chunks{around}"
-    return rows, {"file": name, "seed": args.seed, "digest": corpus.digest, "embedder": index.embedder}
+    rows = [row for seed in dict.fromkeys(args.seed) for row in world_rows(args.samples, seed, world)]
+    return rows, {"file": WORLDS[world], "seed": args.seed, "digest": rows[0].key}

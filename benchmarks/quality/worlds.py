@@ -13,8 +13,6 @@ from benchmarks.readers.second import world as second
 from kvrag.errors import KvragError
 
 WORLDS = {1: "the reader's world", 2: "the second reader's world"}
-ARTICLES = {1: 1000, 2: 100}
-"""Default number of articles in an index, per world: their chunks are embedded in about a minute on two cores."""
 
 _ARTICLES = (4, 6)
 _PASSAGES = (12, 20)

@@ -11,16 +11,10 @@ like an earlier one ("exact"), and that also reuse it behind edits ("blend").
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import sys
-import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
 from langchain.agents import create_agent
@@ -35,10 +29,8 @@ from llama_index.core.tools import FunctionTool
 from llama_index.llms.kvrag import BlendLLM
 from pydantic import BaseModel, Field
 
-from kvrag import BlendConfig, BlendEngine, Grammar, Model
-from kvrag.cli.common import add_number, at_least, existing_path
+from kvrag import BlendEngine, Grammar
 from kvrag.control.prompts import search_by_words
-from kvrag.errors import SettingError
 
 WAYS = {"off": ("exact", 0), "exact": ("exact", 1 << 30), "blend": ("blend", 1 << 30)}
 """History and conversation_bytes, by way of answering."""
@@ -85,15 +77,6 @@ class Handbook:
         """Search the employees' handbook."""
         self.calls += 1
         return "\n\n".join(self._search(f"{self.question} {query}", _TOP_K))
-
-
-def sections(folder: Path) -> list[str]:
-    """Return the sections of all Markdown files in a folder."""
-    texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.md"))]
-    chunks = [section.strip() for text in texts for section in text.replace("\n## ", "\n\0## ").split("\0")]
-    if not chunks:
-        raise SettingError(f"no Markdown files in {folder}: run this in the root of the repository")
-    return chunks
 
 
 def langgraph(engine: BlendEngine, handbook: Handbook, max_tokens: int) -> Ask:
@@ -187,42 +170,6 @@ class Tokens:
         return cls(total("prompt"), total("reused") - kept - moved, kept, moved, computed)
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """The turns of a conversation with one framework, by way of answering, and how often each called the tool."""
-
-    framework: str
-    turns: dict[str, list[Tokens]]
-    calls: dict[str, int]
-
-
-def measure(
-    model: Model,
-    frameworks: Sequence[str],
-    chunks: list[str],
-    turns: int,
-    max_tokens: int,
-    ratio: float,
-    progress: Callable[[str], None] = lambda line: None,
-) -> Iterator[Conversation]:
-    """Hold the conversations, each beginning without KV of earlier ones, on chunks that were warmed."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name in frameworks:
-            rows: dict[str, list[Tokens]] = {}
-            calls: dict[str, int] = {}
-            for way, (history, conversation_bytes) in WAYS.items():
-                config = BlendConfig(ratio=ratio, controller="off", history=history)
-                with BlendEngine(model, folder, config, conversation_bytes=conversation_bytes) as engine:
-                    engine.warm(chunks)
-                    handbook = Handbook(chunks)
-                    rows[way] = []
-                    for number, reports in enumerate(converse(name, engine, handbook, turns, max_tokens), 1):
-                        progress(f"{name}, {way}, turn {number} of {turns}")
-                        rows[way].append(Tokens.of(reports))
-                    calls[way] = handbook.calls
-            yield Conversation(name, rows, calls)
-
-
 def converse(
     name: str, engine: BlendEngine, handbook: Handbook, turns: int, max_tokens: int
 ) -> Iterator[list[dict[str, Any]]]:
@@ -231,76 +178,3 @@ def converse(
     with asyncio.Runner() as runner:
         for handbook.question in islice(cycle(QUESTIONS), turns):
             yield runner.run(ask(handbook.question))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--model", default="smollm2", help="model id, folder or smollm2 (default)")
-    parser.add_argument(
-        "--layers",
-        type=at_least(1),
-        metavar="N",
-        help="use only the first N layers: faster, and the answers are worthless",
-    )
-    parser.add_argument(
-        "--docs", type=existing_path, default="examples/handbook", metavar="FOLDER", help="Markdown files"
-    )
-    parser.add_argument("--frameworks", nargs="+", default=list(FRAMEWORKS), choices=FRAMEWORKS, help="default: all")
-    add_number(parser, "--turns", 10, "number of turns", least=1)
-    add_number(parser, "--max-tokens", 64, "maximum length of an answer, in tokens", least=64)  # calls have to fit
-    add_number(parser, "--ratio", 0.15, "recompute ratio", most=1)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Measure and print the results."""
-    chunks, model = sections(args.docs), _load(args.model, args.layers)
-    settings = {"model": model.name, "turns": args.turns, "max_tokens": args.max_tokens, "ratio": args.ratio}
-    settings |= {
-        name: version(name) for name in ("kvrag", "langchain", "langgraph", "llama-index-core", "transformers")
-    }
-    conversations = []
-    if not args.json:
-        print(", ".join(f"{name} {value}" for name, value in settings.items()))
-    for conversation in measure(
-        model,
-        args.frameworks,
-        chunks,
-        args.turns,
-        args.max_tokens,
-        args.ratio,
-        lambda line: print(line, file=sys.stderr),
-    ):
-        conversations.append(asdict(conversation))
-        if not args.json:
-            _print(conversation)
-    if args.json:
-        print(json.dumps({"conversations": conversations, "settings": settings}))
-    return 0
-
-
-def _load(name: str, layers: int | None) -> Model:
-    model = Model.from_pretrained(name)
-    if layers is None:
-        return model
-    model.hf.config.num_hidden_layers, model.hf.model.layers = layers, model.hf.model.layers[:layers]
-    return Model(model.hf, model.tokenizer.hf, f"{model.name}, {layers} layers")
-
-
-def _print(conversation: Conversation) -> None:
-    """Print a table: every way has the columns in which it is not always 0."""
-    columns = {"off": ("prompt", "chunks", "computed"), "exact": ("prompt", "chunks", "kept", "computed")}
-    columns["blend"] = (*columns["exact"][:-1], "moved", "computed")
-    print(f"\n{conversation.framework}, tool calls: {conversation.calls}")
-    print("    " + "  |".join(f"{way:>{9 * len(names)}}" for way, names in columns.items()))
-    print("turn" + "  |".join("".join(f"{name:>9}" for name in names) for names in columns.values()))
-    for number, rows in enumerate(zip(*(conversation.turns[way] for way in columns), strict=True), 1):
-        cells = (
-            "".join(f"{getattr(row, name):>9}" for name in names)
-            for row, names in zip(rows, columns.values(), strict=True)
-        )
-        print(f"{number:>4}" + "  |".join(cells))
-    for way, turns in conversation.turns.items():
-        shares = [
-            sum(row.computed for row in rows) / sum(row.prompt for row in rows) for rows in (turns, turns[1:]) if rows
-        ]
-        print(f"{way}: computed", ", from turn 2 on ".join(f"{share:.1%}" for share in shares))

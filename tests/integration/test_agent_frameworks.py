@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from agent_frameworks import FRAMEWORKS, WAYS, Handbook, Tokens, converse
 from families import build
 from langchain_core.tracers import LangChainTracer
 from langchain_kvrag import ChatBlend
@@ -20,7 +21,6 @@ from llama_index.llms.kvrag import BlendLLM
 from serving import NAME, serving
 from templates import tokenizer_of
 
-from benchmarks.speed.agent_frameworks import FRAMEWORKS, WAYS, Handbook, Tokens, converse
 from kvrag import BlendConfig, BlendEngine, Model
 
 TURNS = 10

@@ -1,7 +1,7 @@
 """The matcher compared with a brute-force definition, and its CPU time on hostile texts.
 
-Random cases have few tokens in the vocabulary, periods, near-duplicates and gaps. The hostile corpora are those of
-`python -m benchmarks match`, with fewer texts in short runs.
+Random cases have few tokens in the vocabulary, periods, near-duplicates and gaps. Short runs have fewer
+texts in the hostile corpora.
 """
 
 from __future__ import annotations

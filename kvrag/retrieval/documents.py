@@ -186,14 +186,19 @@ def splitter(count: Callable[[str], int], chunk_tokens: int, overlap: int) -> Ca
     """
     check_lengths(chunk_tokens, overlap)
     with needing(EXTRA):
-        from langchain_text_splitters import RecursiveCharacterTextSplitter
+        from kvrag.retrieval.split import MarkdownSplitter
     of_word = lru_cache(1 << 16)(count)  # a long line is measured word by word
-    split = RecursiveCharacterTextSplitter(
-        chunk_size=chunk_tokens,
-        chunk_overlap=overlap,
-        length_function=lambda text: of_word(text) if len(text) <= _WORD else count(text),
-    )
-    return lambda texts: [chunk for text in texts for chunk in split.split_text(text)]
+
+    def length(text: str) -> int:
+        return of_word(text) if len(text) <= _WORD else count(text)
+
+    def split(text: str, size: int) -> list[str]:
+        chunks = MarkdownSplitter(chunk_size=size, chunk_overlap=min(overlap, size - 1), length_function=length)
+        found = chunks.split_text(text)
+        excess = max(map(length, found), default=0) - chunk_tokens
+        return found if excess <= 0 or excess >= size else split(text, size - excess)
+
+    return lambda texts: [chunk for text in texts for chunk in split(text, chunk_tokens)]
 
 
 def page_numbers(chunks: Sequence[str], texts: Sequence[str], pages: Sequence[int]) -> dict[str, tuple[int, int]]:

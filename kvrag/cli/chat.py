@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise SettingError("--port and --no-browser need --web")
     args.top_k = args.top_k or 4
     history: Messages = []  # questions and answers, without the retrieved chunks
+    asked: list[str] = []
     last: BlendReport | None = None
     require_extra()
     with open_engine(args, is_warmed=True) as engine, open_index(engine.store, args.namespace) as index:
@@ -62,12 +63,13 @@ def run(args: argparse.Namespace) -> int:
             if question == "/report":
                 say(json.dumps(last.to_dict(), indent=1) if last else "there is no answer yet")
                 continue
-            hits, message = retrieve(engine, index, question, args)
+            hits, message = retrieve(engine, index, question, args, asked)
             try:
                 text, last = _answer(engine, history, message, args)
             except PromptError as error:
                 say(f"kvrag: {error}")
                 continue
+            asked.append(question)
             history += [{"role": "user", "content": f"Question: {question}"}, {"role": "assistant", "content": text}]
             print_answer(hits, text, last, args, question=question)
     return 0

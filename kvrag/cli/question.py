@@ -30,15 +30,15 @@ def template(engine: BlendEngine) -> str:
 
 
 def retrieve(
-    engine: BlendEngine, index: ChunkIndex, question: str, args: argparse.Namespace
+    engine: BlendEngine, index: ChunkIndex, question: str, args: argparse.Namespace, before: Sequence[str] = ()
 ) -> tuple[list[Hit], dict[str, str]]:
-    """Return the chunks for a question that fit into the window, and the message with them."""
+    """Return the chunks for a question that fit into the window, and the message with them; see `ChunkIndex.search`."""
     from kvrag.retrieval.index import fitting
 
     def message(hits: Sequence[Hit]) -> dict[str, str]:
         return {"role": "user", "content": fill(template(engine), [hit.text for hit in hits], question)}
 
-    found = index.search(question, args.top_k, args.around)
+    found = index.search(question, args.top_k, args.around, before)
     hits = fitting(found, engine.model, as_prompt(engine, [message([])]))
     if len(hits) < len(found):
         say(f"{len(hits)} of {len(found)} chunks fit into the window of {engine.context_window} tokens")

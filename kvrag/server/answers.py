@@ -50,7 +50,9 @@ def chat_work(state: State, tenant: Tenant, request: ChatRequest) -> Work:
         if retrieves:
             wanted = (request.retrieval or Retrieval()).model_dump(exclude_none=True)
             wanted = {"top_k": settings.top_k, "around": settings.around} | wanted
-            found = tenant.require_corpus().search(_question(messages)[1], **wanted)
+            number, question = _question(messages)
+            before = [_text(message) for message in messages[:number] if message["role"] == "user"]
+            found = tenant.require_corpus().search(question, **wanted, before=before)
             hits = fitting(found, engine.model, _with_context(messages, settings, []))
             yield hits
             texts = [hit.text for hit in hits]
@@ -113,14 +115,20 @@ def _question(messages: Messages) -> tuple[int, str]:
     numbers = [number for number, message in enumerate(messages) if message["role"] == "user"]
     if not numbers:
         raise PromptError("the messages contain no user message: add one with the question")
-    content = messages[numbers[-1]]["content"]
-    if isinstance(content, list):
-        if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
-            raise PromptError("only text is supported: the last user message has other content")
-        content = "".join(part["text"] for part in content)
+    content = _text(messages[numbers[-1]])
     if not content.strip():
         raise PromptError("the last user message is empty: put the question into it")
     return numbers[-1], content
+
+
+def _text(message: dict[str, Any]) -> str:
+    """Return the text of a user message."""
+    content = message["content"]
+    if isinstance(content, list):
+        if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
+            raise PromptError("only text is supported: a user message has other content")
+        return "".join(part["text"] for part in content)
+    return str(content)
 
 
 async def respond(request: Request, state: State, tenant: Tenant, work: Work, builder: Builder) -> Response:

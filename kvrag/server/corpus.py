@@ -144,9 +144,9 @@ class Corpus:
             )
             return [status for status in statuses if status is not None]
 
-    def search(self, question: str, top_k: int, around: int) -> list[Hit]:
-        """Return the chunks nearest to a question; raise ApiError if the corpus is empty."""
-        hits = self.index.search(question, top_k, around)
+    def search(self, question: str, top_k: int, around: int, before: Sequence[str] = ()) -> list[Hit]:
+        """Return the chunks nearest to a question, see `ChunkIndex.search`; raise ApiError if the corpus is empty."""
+        hits = self.index.search(question, top_k, around, before)
         if not hits:
             how = "add documents with POST /v1/corpus, or run `kvrag warm PATH`, and wait until they are ready"
             raise ApiError(400, f"the corpus is empty: {how}", "corpus_empty")

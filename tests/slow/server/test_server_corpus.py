@@ -107,6 +107,26 @@ def test_retrieved_chunks_that_do_not_fit_into_the_window_are_left_out(corpus: C
     assert len(hits("Who plays the harp? " * 100)) < len(kept)
 
 
+def test_a_question_is_retrieved_with_those_before(corpus: Corpus, engine: BlendEngine) -> None:
+    for number, text in enumerate(CHUNKS):
+        corpus.add(f"{number}", [text])
+    corpus.start()
+    until(lambda: set(statuses(corpus).values()) == {"ready"})
+
+    def best(*questions: Any) -> str:
+        messages = [{"role": "user", "content": question} for question in questions]
+        asked = ChatRequest.model_validate({"model": "tiny-rag", "messages": messages})
+        state = State(engine, ServerSettings(name="tiny", top_k=1), [corpus])
+        work = chat_work(state, state.tenants[""], asked)()
+        ((hit,), _) = next(work), work.close()
+        return hit.text
+
+    for text in CHUNKS:
+        assert best(text, "And what else?") == text
+        assert best([{"type": "text", "text": text}], "And what else?") == text
+        assert best(text, CHUNKS[0]) == CHUNKS[0]
+
+
 def test_a_document_in_progress_is_listed_and_can_be_dropped(
     corpus: Corpus, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

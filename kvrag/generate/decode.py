@@ -240,7 +240,8 @@ class Row:
         self.token = int(ids[-1])
         self._state: Tensor | None = None  # of the generator, before the last draw
         self._generator = None if sampling.seed is None else torch.Generator(logits.device).manual_seed(sampling.seed)
-        self._text = _Text(TextStream(model.tokenizer.hf, control_tokens), sampling.stop, thoughts)
+        stop = sampling.stop or model.tokenizer.stop
+        self._text = _Text(TextStream(model.tokenizer.hf, control_tokens), stop, thoughts)
         self.advance(logits, self.draw(logits).tolist())
 
     @property

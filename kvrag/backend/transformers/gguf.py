@@ -1,24 +1,30 @@
 """GGUF files as transformers models: configuration, tokenizer, and dequantised weights.
 
 transformers' own loader leaves out settings that change the result: Llama 3's RoPE, windows, the RoPE base of some
-architectures, how some vocabularies split texts. Here, a file with a setting that would be lost is refused.
+architectures, how vocabularies split and merge texts. Here, a file with a setting that would be lost is refused.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import re
 from math import prod
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tokenizers import pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 from transformers import AutoConfig, TokenizersBackend
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvrag.backend.gguf import Header, Tensor
+from kvrag.backend.gguf import Header, Tensor, modelfile
 from kvrag.errors import ModelLoadError, UnsupportedModelError, reason_of
+
+logger = logging.getLogger("kvrag")
 
 MODEL_TYPES = {
     "gemma2": "gemma2",
@@ -62,17 +68,37 @@ _READ_ELSEWHERE = {
     *("vocab_size", "tensor_data_layout", "use_parallel_residual"),
 }
 _BIASES = {"attention_bias": "attn_q", "use_bias": "attn_q", "use_qkv_bias": "attn_q", "mlp_bias": "ffn_up"}
-_SCALING, _STOPS = "rope.scaling.", [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
+_SCALING = "rope.scaling."
 _FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _SCALES_BY_WIDTH = {"gemma2": 46, "gemma3": 62}  # layers of the only size that does
 
-# names of how a byte-level vocabulary splits texts, besides those that transformers knows
-_AS_GPT2 = (None, "default", "gpt-2", "phi-2", "olmo", "mpt")
-_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
-_LLAMA3 = ("llama3", "llama-v3", "llama-bpe")
-_WHOLE_WORDS = (*_LLAMA3, "falcon3", "tekken", "lfm2")  # a word that is a token needs no merges
+_GGML, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = "tokenizer.ggml.", 2, 3, 4, 6
+_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_KEYS = re.compile(
+    r"model|pre|tokens|token_type|scores|merges|add_bos_token|add_space_prefix|tokenizer\.chat_template(\.\w+)?"
+    r"|(bos|eos|eot|eom|unknown|padding)_token_id|eos_token_ids"
+    # harmless: EOS behind texts to train on, roles in tasks of code and of BERT, a copy of the tokenizer, an index
+    r"|add_eos_token|(fim_\w+|prefix|suffix|middle|seperator|cls|mask)_token_id|token_type_count"
+    r"|tokenizer\.(huggingface\.json|chat_templates)"
+)
+"""What a file may say of its tokenizer; anything else must be False, or is refused."""
 
+# how a byte-level vocabulary splits texts, one way after the other, besides those that transformers knows
+_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt"), (_WORDS,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _WORDS)),
+    "default": (r"[\p{P}$+<=>^~|]+", _WORDS, r"\p{N}+", "[0-9]{3}"),
+    "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}"),
+}
+_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
+"""Those in which a word that is a token needs no merges, and BOS is added by default."""
+
+_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+"""Tokens that end an answer, whatever the metadata says, as in llama.cpp."""
+
+_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")  # Ollama's, that transformers has, too
 _ORIGINAL = "use the model's original files"
 
 
@@ -132,6 +158,7 @@ def config_of(header: Header) -> Any:
         fields["query_pre_attn_scalar"] = width // heads if by_width else head_dim
     if hasattr(default, "use_parallel_residual"):
         fields["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
+    special = _special_ids(header)
     config = AutoConfig.for_model(
         MODEL_TYPES[architecture],
         **fields,
@@ -139,9 +166,9 @@ def config_of(header: Header) -> Any:
         vocab_size=tensors["token_embd.weight"].shape[0],
         tie_word_embeddings="output.weight" not in tensors,
         dtype=header.dtype,
-        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        pad_token_id=metadata.get("tokenizer.ggml.padding_token_id"),
-        eos_token_id=sorted({metadata[key] for key in _STOPS if key in metadata}),
+        bos_token_id=special.get("bos"),
+        pad_token_id=special.get("padding"),
+        eos_token_id=sorted({special[name] for name in ("eos", "eot", "eom") if name in special}),
     )
     if lost := [name for name, value in fields.items() if getattr(config, name) != value]:
         _refuse(header, f"its {lost[0]} would be lost: {_ORIGINAL}")
@@ -192,29 +219,120 @@ def tokenizer_of(header: Header) -> Any:
     """Return the tokenizer of a GGUF file, with its chat template.
 
     Raises:
-        UnsupportedModelError: It splits texts in an unknown way.
+        UnsupportedModelError: It would give other ids than llama.cpp's, or has a setting that would be lost.
         ModelLoadError: The chat template is broken.
     """
-    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    from transformers.integrations.gguf.reader import read_gguf_metadata
 
-    architecture, parts, settings = get_gguf_tokenizer(str(header.path))
-    way = parts.get("pre_tokenizer_type")
-    if parts.get("tokenizer_type") == "gpt2" and way not in (*_AS_GPT2, *_DIGITS, *GGUF_PRE_TOKENIZER_SPLITS):
-        _refuse(header, f"how its tokenizer {way!r} splits texts is unknown: {_ORIGINAL}")
-    backend, _ = convert_gguf_tokenizer(architecture, parts)
-    if way in _DIGITS:
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
-    if isinstance(backend.model, BPE):
-        backend.model.continuing_subword_prefix = backend.model.end_of_word_suffix = None
-        backend.model.ignore_merges = way in _WHOLE_WORDS
-    if way in _LLAMA3:
-        settings.setdefault("add_bos_token", True)
-    length = header.metadata[f"{architecture}.context_length"]
-    hf = TokenizersBackend(tokenizer_object=backend, model_max_length=length, **settings)
+    metadata, arrays = header.metadata, [f"{_GGML}tokens", f"{_GGML}merges"]
+    part = {key.removeprefix(_GGML): value for key, value in metadata.items() if key.startswith("tokenizer.")}
+    if lost := [key for key, value in part.items() if not _KEYS.fullmatch(key) and value is not False]:
+        _refuse(header, f"its tokenizer's setting {lost[0]} would be lost: {_ORIGINAL}")
+    texts, _ = read_gguf_metadata(str(header.path), arrays)
+    part |= {key.removeprefix(_GGML): texts[key] for key in arrays if key in texts}
+    part["tokens"] = tokens = [text or f"[EMPTY_{number}]" for number, text in enumerate(part["tokens"])]
+    part["vocab"] = {text: number for number, text in enumerate(tokens)}
+    part["token_type"] = kinds = part.get("token_type") or [1] * len(tokens)
+    special, is_spm = {name: tokens[number] for name, number in _special_ids(header).items()}, part["model"] == "llama"
+    if part["model"] not in ("llama", "gpt2") or len(part["vocab"]) != len(tokens):
+        _refuse(header, f"its tokenizer of the kind {part['model']!r} is not read: {_ORIGINAL}")
+    backend = _sentencepiece(header, part, special.get("unknown")) if is_spm else _byte_level(header, part)
+    # no metadata say so; llama.cpp goes by the name, of which converters write several
+    strips = re.search("phi-?3", f"{metadata.get('general.name')} {is_spm and header.architecture}".lower()) is not None
+    for text, kind in zip(tokens, kinds, strict=True):
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
+            rstrip = strips and text not in ("<unk>", "<s>", "<|endoftext|>")
+            backend.add_tokens([AddedToken(text, rstrip=rstrip, normalized=False, special=kind != _USER_DEFINED)])
+    template = part.get("tokenizer.chat_template")
+    named = {key[24:]: text for key, text in part.items() if key.startswith("tokenizer.chat_template.")}
+    hf = TokenizersBackend(
+        tokenizer_object=backend,
+        model_max_length=metadata[f"{header.architecture}.context_length"],
+        chat_template={"default": template, **named} if template and named else template,
+        add_bos_token=part.get("add_bos_token", is_spm or part.get("pre") in _LLAMA3),
+        **{role: special.get(name) for role, name in _ROLES.items()},
+    )
     if hf.chat_template is not None:
         _check_template(header, hf)
     return hf
+
+
+def _special_ids(header: Header) -> dict[str, int]:
+    """Return the ids of special tokens by name. One outside the vocabulary is ignored, as by llama.cpp."""
+    ids = {"bos": 1, "eos": 2, "unknown": 0} if header.metadata.get(f"{_GGML}model") == "llama" else {}
+    size = header.metadata.get(f"{_GGML}tokens", 0)
+    for key, number in header.metadata.items():
+        if key.startswith(_GGML) and key.endswith("_token_id") and 0 <= number < size:
+            ids[key.removeprefix(_GGML).removesuffix("_token_id")] = number
+    return {name: number for name, number in ids.items() if number < size}
+
+
+def _sentencepiece(header: Header, part: dict[str, Any], unknown: str | None) -> Backend:
+    """Return a tokenizer that joins neighbours to the token with the best score."""
+    tokens, kinds, vocab = part["tokens"], part["token_type"], part["vocab"]
+    scores = part.get("scores") or [0.0] * len(tokens)
+    found = [
+        (number, text[:cut], text[cut:])
+        for text, number in vocab.items()
+        if kinds[number] not in (_UNKNOWN, _CONTROL, _BYTE)
+        for cut in range(1, len(text))
+        if text[:cut] in vocab and text[cut:] in vocab
+    ]
+    found.sort(key=lambda merge: (-scores[merge[0]], -len(merge[1])))
+    merges = [(left, right) for _, left, right in found]
+    if "merges" in part and len({scores[number] for number, *_ in found}) == 1:  # placeholders of a converter
+        merges, found = _pairs(part["merges"]), []
+    first: dict[tuple[float, str], int] = {}
+    for rank, (number, left, _) in enumerate(found):
+        first.setdefault((scores[number], left), rank)
+    for rank, (number, _, right) in enumerate(found):
+        other, _, _ = found[min(rank, first.get((scores[number], right), rank))]
+        # of equal neighbours, the first in a text goes first, as no ranks can say; runs of one character come out right
+        if other != number and len({*tokens[number], *tokens[other]}) > 1:
+            both = f"{tokens[number]!r} and {tokens[other]!r}"
+            _refuse(header, f"{both} of its tokenizer overlap and have the same score: {_ORIGINAL}")
+    backend = Backend(BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    before: list[Any] = [normalizers.Replace(" ", "\u2581")]
+    after: list[Any] = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if part.get("add_space_prefix", True):
+        before, after = [normalizers.Prepend("\u2581"), *before], [*after, decoders.Strip(" ", 1, 0)]
+    backend.normalizer, backend.decoder = normalizers.Sequence(before), decoders.Sequence(after)
+    return backend
+
+
+def _byte_level(header: Header, part: dict[str, Any]) -> Backend:
+    """Return a tokenizer that joins the bytes of words in the order of the merges."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    way = part.get("pre", "default")
+    split = GGUF_PRE_TOKENIZER_SPLITS.get("qwen2" if way == "stablelm2" else way)
+    if split is None and way not in _SPLITS:
+        _refuse(header, f"how its tokenizer {way!r} splits texts is unknown: {_ORIGINAL}")
+    backend = Backend(BPE(part["vocab"], _pairs(part["merges"]), ignore_merges=way in _LLAMA3))
+    words = [pre_tokenizers.Split(Regex(split), "isolated") for split in _SPLITS.get(way, (split,))]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*words, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _pairs(merges: list[str]) -> list[tuple[str, str]]:
+    return [(merge[:at], merge[at + 1 :]) for merge in merges for at in (merge.index(" ", 1),)]
+
+
+def set_defaults(header: Header, hf: Any, generation: Any) -> None:
+    """Set on tokenizer and generation config what ends answers, and what Ollama's model adds; log the rest of it."""
+    layers, listed = modelfile(header.name), header.metadata.get(f"{_GGML}eos_token_ids", ())
+    options = json.loads(layers.pop("params", "{}"))
+    hf.default_system, hf.default_stop = layers.pop("system", ""), tuple(options.pop("stop", ()))
+    ends = {hf.backend_tokenizer.token_to_id(text) for text in (*_ENDS, *hf.default_stop)} - {None}
+    generation.eos_token_id = sorted({*ends, *generation.eos_token_id, *listed})
+    given = {key.replace("repeat", "repetition"): options.pop(key) for key in _OPTIONS if key in options}
+    if "temperature" in given:
+        given |= {"do_sample": given["temperature"] > 0, "temperature": given["temperature"] or None}
+    generation.update(**given)
+    if left := [*(kind.upper() for kind, text in layers.items() if text != hf.chat_template), *options]:
+        said = "%s: of its Modelfile, not applied: %s; prompts follow the chat template in the GGUF file"
+        logger.warning(said, header.name, ", ".join(left))
 
 
 def _check_template(header: Header, hf: Any) -> None:

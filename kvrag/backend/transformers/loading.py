@@ -113,6 +113,8 @@ def load(
             raise ModelLoadError(f"cannot load model {name!r}: its files have no weights for {missing[0]}")
         if unused := _left_out(model, info["unexpected_keys"]):
             raise ModelLoadError(f"cannot load model {name!r}: {unused}: it is another model's config.json")
+        if header is not None:
+            gguf.set_defaults(header, tokenizer, model.generation_config)
         if device_map is None:
             model = model.to(device or default_device())
         model = quantize(model, quantization)

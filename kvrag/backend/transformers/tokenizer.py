@@ -56,6 +56,7 @@ class Tokenizer:
 
     def __init__(self, hf: Any, model_name: str, preamble: bool = True) -> None:
         self.hf, self._name = hf, model_name
+        self._system, self.stop = getattr(hf, "default_system", ""), tuple(getattr(hf, "default_stop", ()))
         self._lock = _locks.setdefault(hf, threading.Lock())
         self._renders_tools: dict[str, bool] = {}
         self._generation_prompts: LRUCache[str, int] = LRUCache(_TEMPLATES)
@@ -74,10 +75,10 @@ class Tokenizer:
     def render(self, prompt: str | Messages | TokenIds, /, **template: Any) -> list[int]:
         """Return the ids of a prompt, tokenised once.
 
-        Token ids are returned unchanged. A string is encoded unchanged, with the tokenizer's own BOS. Messages are
-        rendered with the chat template, to which `template` is passed. Only the template writes control tokens: those
-        in a message stay text. If the template rejects the messages, they are merged and tried again: first consecutive
-        messages of one role, then the system message into the first user message.
+        Token ids are returned unchanged. A string is encoded unchanged, with the tokenizer's own BOS, without an end
+        token. Messages are rendered with the chat template, to which `template` is passed. Only the template writes
+        control tokens: those in a message stay text. If the template rejects the messages, they are merged and tried
+        again: first consecutive messages of one role, then the system message into the first user message.
         """
         if is_token_ids(prompt):
             if unknown := [token for token in prompt if not 0 <= token < len(self.hf)]:
@@ -89,6 +90,7 @@ class Tokenizer:
                 raise PromptError("the prompt is empty")
             with self._lock:
                 ids = list(self.hf(prompt)["input_ids"])
+            ids = ids[: len(ids) - self._num_appended]
             if not ids:
                 raise PromptError("the prompt is empty after tokenisation: pass a text")
             return ids
@@ -99,6 +101,8 @@ class Tokenizer:
             raise PromptError("the prompt is empty: pass at least one message")
         if not any(message.get("content") or message.get("tool_calls") for message in messages):
             raise PromptError("the prompt is empty: no message has content")
+        if self._system and messages[0]["role"] not in ("system", "developer"):
+            messages.insert(0, {"role": "system", "content": self._system})
         refusals = []
         for variant in _variants(messages):
             try:
@@ -185,6 +189,13 @@ class Tokenizer:
         """Return the text of generated ids, with or without the control tokens among them."""
         text = self.hf.decode(ids, skip_special_tokens=not control_tokens, clean_up_tokenization_spaces=False)
         return str(text)
+
+    @cached_property
+    def _num_appended(self) -> int:
+        """Number of tokens that the tokenizer puts behind a text, such as EOS of `add_eos_token`."""
+        with self._lock:
+            ids, text = self.hf("a")["input_ids"], self.hf.encode("a", add_special_tokens=False)
+        return next((n for n in range(len(ids)) if ids[: len(ids) - n][-len(text) :] == text), 0)
 
     @cached_property
     def _anchor(self) -> list[int]:

@@ -23,7 +23,7 @@ from kvrag.backend import gguf
 from kvrag.backend.gguf import find, read_header
 from kvrag.cli.main import main
 
-DIGEST = "ab" * 32
+DIGEST, PARAMS = "ab" * 32, "ef" * 32
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,9 @@ def ollama(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
     (tmp_path / "ollama" / "blobs").mkdir(parents=True)
     (tmp_path / "ollama" / "blobs" / f"sha256-{DIGEST}").symlink_to(path)
+    (tmp_path / "ollama" / "blobs" / f"sha256-{PARAMS}").write_text("{}")
     for name in ("registry.ollama.ai/library/tiny/latest", "registry.ollama.ai/a/tiny/8b", "hf.co/a/Tiny-GGUF/Q8_0"):
-        _manifest(tmp_path / "ollama", name, {"model": DIGEST, "params": "cd" * 32})
+        _manifest(tmp_path / "ollama", name, {"model": DIGEST, "params": PARAMS})
     return tmp_path / "ollama"
 
 

@@ -1,0 +1,81 @@
+"""llama.cpp's own tests of tokenizers: its vocabularies, texts and ids, in the source package of llama-cpp-python."""
+
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gguf")
+pytest.importorskip("transformers", minversion="5.24")
+
+from kvrag import UnsupportedModelError
+from kvrag.backend.gguf import _read
+from kvrag.backend.transformers.gguf import tokenizer_of
+
+PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
+SEPARATOR = "\n__ggml_vocab_test__\n"
+
+READ = (
+    *("command-r", "deepseek-coder", "gpt-2", "llama-bpe", "llama-spm", "mpt", "phi-3"),
+    *("qwen2", "qwen35", "refact", "starcoder"),
+)
+REFUSED = {
+    "bert-bge": "the kind 'bert' is not read",
+    "deepseek-llm": "how its tokenizer 'deepseek-llm' splits texts is unknown",
+    "falcon": "how its tokenizer 'falcon' splits texts is unknown",
+    "gemma-4": "the kind 'gemma4' is not read",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(pytestconfig: pytest.Config) -> Path:
+    """llama.cpp's folder of vocabularies, downloaded from PyPI once."""
+    cache = Path(pytestconfig.cache.mkdir("llama-cpp"))  # type: ignore[union-attr]
+    models = cache / f"llama_cpp_python-{VERSION}" / "vendor" / "llama.cpp" / "models"
+    if models.is_dir():
+        return models
+    options = ("--no-deps", "--no-binary", PACKAGE, "--dest", str(cache), f"{PACKAGE}=={VERSION}")
+    done = subprocess.run([sys.executable, "-m", "pip", "download", *options], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"{PACKAGE} cannot be downloaded: {(done.stderr.strip() or 'no reason given').splitlines()[-1]}")
+    package = next(cache.glob("*.tar.gz"))
+    with tarfile.open(package) as archive:
+        archive.extractall(cache, [m for m in archive.getmembers() if "/ggml-vocab-" in m.name], filter="data")
+    package.unlink()
+    return models
+
+
+def _tokenizer(path: Path) -> Any:
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        header = _read(path.name, path, data)
+    return tokenizer_of(replace(header, metadata=header.metadata | {f"{header.architecture}.context_length": 4096}))
+
+
+@pytest.mark.parametrize("name", READ)
+def test_ids_are_those_of_llama_cpp(name: str, folder: Path) -> None:
+    path = folder / f"ggml-vocab-{name}.gguf"
+    texts = Path(f"{path}.inp").read_bytes().decode().removesuffix(SEPARATOR).split(SEPARATOR)
+    rows = [[int(token) for token in line.split()] for line in Path(f"{path}.out").read_text().splitlines()]
+    assert len(texts) > 40
+    hf = _tokenizer(path)
+    found = [hf.encode(text, add_special_tokens=False, split_special_tokens=True) for text in texts]
+    wrong = {text: (ids, row) for text, ids, row in zip(texts, found, rows, strict=True) if ids != row}
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_vocabularies_are_refused(name: str, folder: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=REFUSED[name]):
+        _tokenizer(folder / f"ggml-vocab-{name}.gguf")
+
+
+def test_every_vocabulary_is_read_or_refused(folder: Path) -> None:
+    names = {path.name.removeprefix("ggml-vocab-").removesuffix(".gguf.out") for path in folder.glob("*.out")}
+    assert names == {*READ, *REFUSED}

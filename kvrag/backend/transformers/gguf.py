@@ -76,9 +76,9 @@ _SCALES_BY_WIDTH = {"gemma2": 46, "gemma3": 62}  # layers of the only size that 
 _GGML, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = "tokenizer.ggml.", 2, 3, 4, 6
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _KEYS = re.compile(
-    r"model|pre|tokens|token_type|scores|merges|add_bos_token|add_space_prefix|tokenizer\.chat_template(\.\w+)?"
-    r"|(bos|eos|eot|eom|unknown|padding)_token_id|eos_token_ids"
-    # harmless: EOS behind texts to train on, roles in tasks of code and of BERT, a copy of the tokenizer, an index
+    r"model|pre|tokens|token_type|scores|merges|add_bos_token|add_space_prefix|(bos|eos|eot|eom|unknown|padding)_token_id"
+    r"|eos_token_ids|tokenizer\.chat_template(\.\w+)?"
+    # harmless: EOS behind texts to train on; tokens in tasks of code and of BERT; a copy of the tokenizer; names
     r"|add_eos_token|(fim_\w+|prefix|suffix|middle|seperator|cls|mask)_token_id|token_type_count"
     r"|tokenizer\.(huggingface\.json|chat_templates)"
 )
@@ -239,10 +239,18 @@ def tokenizer_of(header: Header) -> Any:
     backend = _sentencepiece(header, part, special.get("unknown")) if is_spm else _byte_level(header, part)
     # no metadata say so; llama.cpp goes by the name, of which converters write several
     strips = re.search("phi-?3", f"{metadata.get('general.name')} {is_spm and header.architecture}".lower()) is not None
-    for text, kind in zip(tokens, kinds, strict=True):
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
-            rstrip = strips and text not in ("<unk>", "<s>", "<|endoftext|>")
-            backend.add_tokens([AddedToken(text, rstrip=rstrip, normalized=False, special=kind != _USER_DEFINED)])
+    own = {special.get("bos"), special.get("eos"), *_ENDS}  # some files call them normal
+    added: dict[str | None, AddedToken] = {
+        text: AddedToken(
+            text,
+            rstrip=strips and text not in ("<unk>", "<s>", "<|endoftext|>"),
+            normalized=False,
+            special=kind != _USER_DEFINED or text in own,
+        )
+        for text, kind in zip(tokens, kinds, strict=True)
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or text in own
+    }
+    backend.add_tokens([*added.values()])
     template = part.get("tokenizer.chat_template")
     named = {key[24:]: text for key, text in part.items() if key.startswith("tokenizer.chat_template.")}
     hf = TokenizersBackend(
@@ -250,7 +258,7 @@ def tokenizer_of(header: Header) -> Any:
         model_max_length=metadata[f"{header.architecture}.context_length"],
         chat_template={"default": template, **named} if template and named else template,
         add_bos_token=part.get("add_bos_token", is_spm or part.get("pre") in _LLAMA3),
-        **{role: special.get(name) for role, name in _ROLES.items()},
+        **{role: added.get(special.get(name)) for role, name in _ROLES.items()},
     )
     if hf.chat_template is not None:
         _check_template(header, hf)

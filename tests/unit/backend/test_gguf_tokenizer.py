@@ -394,3 +394,18 @@ def test_tokens_that_end_answers_are_found_by_their_text(tmp_path: Path, tokeniz
     path = write_gguf(tmp_path / "tiny.gguf", "llama", hf, tokenizer, tokenizer__chat_template=TEMPLATE, **given)
     model = Model.from_pretrained(path)
     assert model.eos_ids == {2, SPM["tokens"].index("<|end|>")}
+
+
+def test_normal_tokens_stay_text_though_a_role_has_them(load: Load) -> None:
+    hf = load(tokenizer__ggml__padding_token_id=SPM["tokens"].index("b"))
+    assert tokens(hf, "ab") == [S + "ab"]
+    assert hf.pad_token is None
+
+
+def test_an_end_token_is_found_though_the_file_calls_it_normal(load: Load) -> None:
+    kinds = [
+        1 if text in ("</s>", "<|end|>") else kind for text, kind in zip(SPM["tokens"], SPM["token_type"], strict=True)
+    ]
+    hf = load(tokenizer__ggml__token_type=kinds)
+    assert tokens(hf, "a<|end|></s>") == [S + "a", "<|end|>", "</s>"]
+    assert hf.decode(hf.encode("a<|end|></s>", add_special_tokens=False), skip_special_tokens=True) == "a"

@@ -73,7 +73,7 @@ _FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_f
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _SCALES_BY_WIDTH = {"gemma2": 46, "gemma3": 62}  # layers of the only size that does
 
-_GGML, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = "tokenizer.ggml.", 2, 3, 4, 6
+_GGML, _NORMAL, _UNKNOWN, _CONTROL, _ADDED, _BYTE = "tokenizer.ggml.", 1, 2, 3, 4, 6
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _KEYS = re.compile(
     r"model|pre|tokens|token_type|scores|merges|add_bos_token|add_space_prefix|(bos|eos|eot|eom|unknown|padding)_token_id"
@@ -92,6 +92,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "default": (r"[\p{P}$+<=>^~|]+", _WORDS, r"\p{N}+", "[0-9]{3}"),
     "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}"),
 }
+_PLAIN = ("<unk>", "<s>", "<|endoftext|>")  # tokens of Phi-3 that leave the white space behind them
 _LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
 """Those in which a word that is a token needs no merges, and BOS is added by default."""
 
@@ -232,7 +233,7 @@ def tokenizer_of(header: Header) -> Any:
     part |= {key.removeprefix(_GGML): texts[key] for key in arrays if key in texts}
     part["tokens"] = tokens = [text or f"[EMPTY_{number}]" for number, text in enumerate(part["tokens"])]
     part["vocab"] = {text: number for number, text in enumerate(tokens)}
-    part["token_type"] = kinds = part.get("token_type") or [1] * len(tokens)
+    part["token_type"] = kinds = part.get("token_type") or [_NORMAL] * len(tokens)
     special, is_spm = {name: tokens[number] for name, number in _special_ids(header).items()}, part["model"] == "llama"
     if part["model"] not in ("llama", "gpt2") or len(part["vocab"]) != len(tokens):
         _refuse(header, f"its tokenizer of the kind {part['model']!r} is not read: {_ORIGINAL}")
@@ -242,13 +243,10 @@ def tokenizer_of(header: Header) -> Any:
     own = {special.get("bos"), special.get("eos"), *_ENDS}  # some files call them normal
     added: dict[str | None, AddedToken] = {
         text: AddedToken(
-            text,
-            rstrip=strips and text not in ("<unk>", "<s>", "<|endoftext|>"),
-            normalized=False,
-            special=kind != _USER_DEFINED or text in own,
+            text, rstrip=strips and text not in _PLAIN, normalized=False, special=kind != _ADDED or text in own
         )
         for text, kind in zip(tokens, kinds, strict=True)
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or text in own
+        if kind in (_UNKNOWN, _CONTROL, _ADDED) or text in own
     }
     backend.add_tokens([*added.values()])
     template = part.get("tokenizer.chat_template")
@@ -288,8 +286,8 @@ def _sentencepiece(header: Header, part: dict[str, Any], unknown: str | None) ->
     ]
     found.sort(key=lambda merge: (-scores[merge[0]], -len(merge[1])))
     merges = [(left, right) for _, left, right in found]
-    if "merges" in part and len({scores[number] for number, *_ in found}) == 1:  # placeholders of a converter
-        merges, found = _pairs(part["merges"]), []
+    if "merges" in part and len({scores[number] for number, *_ in found if kinds[number] == _NORMAL}) == 1:
+        merges, found = _pairs(part["merges"]), []  # the scores are placeholders
     first: dict[tuple[float, str], int] = {}
     for rank, (number, left, _) in enumerate(found):
         first.setdefault((scores[number], left), rank)
@@ -333,7 +331,7 @@ def set_defaults(header: Header, hf: Any, generation: Any) -> None:
     options = json.loads(layers.pop("params", "{}"))
     hf.default_system, hf.default_stop = layers.pop("system", ""), tuple(options.pop("stop", ()))
     ends = {hf.backend_tokenizer.token_to_id(text) for text in (*_ENDS, *hf.default_stop)} - {None}
-    generation.eos_token_id = sorted({*ends, *generation.eos_token_id, *listed})
+    generation.eos_token_id = sorted({*ends, *(generation.eos_token_id or ()), *listed})
     given = {key.replace("repeat", "repetition"): options.pop(key) for key in _OPTIONS if key in options}
     if "temperature" in given:
         given |= {"do_sample": given["temperature"] > 0, "temperature": given["temperature"] or None}

@@ -227,8 +227,9 @@ def tokenizer_of(header: Header) -> Any:
 
     metadata, arrays = header.metadata, [f"{_GGML}tokens", f"{_GGML}merges"]
     part = {key.removeprefix(_GGML): value for key, value in metadata.items() if key.startswith("tokenizer.")}
-    if lost := [key for key, value in part.items() if not _KEYS.fullmatch(key) and value is not False]:
-        _refuse(header, f"its tokenizer's setting {lost[0]} would be lost: {_ORIGINAL}")
+    for key, value in metadata.items():
+        if key.startswith("tokenizer.") and not _KEYS.fullmatch(key.removeprefix(_GGML)) and value is not False:
+            _refuse(header, f"its setting {key} would be lost: {_ORIGINAL}")
     texts, _ = read_gguf_metadata(str(header.path), arrays)
     part |= {key.removeprefix(_GGML): texts[key] for key in arrays if key in texts}
     part["tokens"] = tokens = [text or f"[EMPTY_{number}]" for number, text in enumerate(part["tokens"])]
@@ -329,7 +330,7 @@ def set_defaults(header: Header, hf: Any, generation: Any) -> None:
     """Set on tokenizer and generation config what ends answers, and what Ollama's model adds; log the rest of it."""
     layers, listed = modelfile(header.name), header.metadata.get(f"{_GGML}eos_token_ids", ())
     options = json.loads(layers.pop("params", "{}"))
-    hf.default_system, hf.default_stop = layers.pop("system", ""), tuple(options.pop("stop", ()))
+    hf.default_system, hf.default_stop = hf.chat_template and layers.pop("system", ""), tuple(options.pop("stop", ()))
     ends = {hf.backend_tokenizer.token_to_id(text) for text in (*_ENDS, *hf.default_stop)} - {None}
     generation.eos_token_id = sorted({*ends, *(generation.eos_token_id or ()), *listed})
     given = {key.replace("repeat", "repetition"): options.pop(key) for key in _OPTIONS if key in options}
@@ -337,7 +338,7 @@ def set_defaults(header: Header, hf: Any, generation: Any) -> None:
         given |= {"do_sample": given["temperature"] > 0, "temperature": given["temperature"] or None}
     generation.update(**given)
     if left := [*(kind.upper() for kind, text in layers.items() if text != hf.chat_template), *options]:
-        said = "%s: of its Modelfile, not applied: %s; prompts follow the chat template in the GGUF file"
+        said = "%s: of its Modelfile, not applied: %s; a chat template is read from its GGUF file only"
         logger.warning(said, header.name, ", ".join(left))
 
 

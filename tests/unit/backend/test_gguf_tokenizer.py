@@ -175,6 +175,13 @@ def test_special_tokens_outside_the_vocabulary_are_ignored(load: Load) -> None:
     assert (hf.bos_token, hf.eos_token, hf.pad_token) == ("<s>", "</s>", None)  # the defaults of these vocabularies
 
 
+def test_a_model_whose_end_token_is_outside_the_vocabulary(tmp_path: Path, tokenizer: Any) -> None:
+    wide = {"tokenizer__ggml__eos_token_id": 1 << 20}
+    model = Model.from_pretrained(write_gguf(tmp_path / "tiny.gguf", "llama", build("llama"), tokenizer, **wide))
+    assert model.tokenizer.hf.eos_token is None
+    assert model.eos_ids == set()
+
+
 def test_a_model_with_special_tokens_outside_the_vocabulary(tmp_path: Path, tokenizer: Any) -> None:
     wide = {f"tokenizer__ggml__{name}_token_id": 1 << 20 for name in ("bos", "padding", "eot")}
     model = Model.from_pretrained(write_gguf(tmp_path / "tiny.gguf", "llama", build("llama"), tokenizer, **wide))
@@ -197,8 +204,8 @@ def test_a_model_with_special_tokens_outside_the_vocabulary(tmp_path: Path, toke
     ],
 )
 def test_an_unknown_setting_is_refused_by_name(key: str, value: Any, load: Load) -> None:
-    name = key.removeprefix("ggml__").replace("__", ".")
-    with pytest.raises(UnsupportedModelError, match=f"its tokenizer's setting .*{name} would be lost"):
+    name = key.replace("__", ".")
+    with pytest.raises(UnsupportedModelError, match=f"its setting tokenizer.{name} would be lost"):
         load(**{f"tokenizer__{key}": value})
 
 
@@ -376,8 +383,17 @@ def test_what_ollama_says_and_kvrag_leaves_out_is_one_line(pull: Load, caplog: p
     said = [record.getMessage() for record in caplog.records if record.name == "kvrag"]
     assert said == [
         "ollama:tiny: of its Modelfile, not applied: TEMPLATE, MESSAGES, num_ctx; "
-        "prompts follow the chat template in the GGUF file"
+        "a chat template is read from its GGUF file only"
     ]
+
+
+def test_ollamas_system_message_is_left_out_without_a_chat_template(
+    pull: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "kvrag"):
+        model = Model.from_pretrained(pull({"system": "Be brief."}, tokenizer__chat_template=None))
+    assert "not applied: SYSTEM;" in caplog.text
+    assert "brief" not in model.tokenizer.decode(model.tokenizer.render("Hello"))
 
 
 def test_a_model_of_ollama_of_which_all_is_applied_says_nothing(pull: Load, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, Self
 
 Messages = list[dict[str, Any]]  # as in transformers' chat templates: {"role": ..., "content": ...}
@@ -205,6 +205,13 @@ class CallPiece:
     id: str = ""
 
 
+def add_piece(calls: dict[int, CallPiece], piece: CallPiece) -> None:
+    """Add a piece to its call among those so far, by index."""
+    if before := calls.get(piece.index):
+        piece = replace(before, name=before.name + piece.name, arguments=before.arguments + piece.arguments)
+    calls[piece.index] = piece
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """Log probability of a generated token, by the model's logits before any sampling setting."""
@@ -262,6 +269,15 @@ class Delta:
 
     def __post_init__(self) -> None:
         _count(self)
+
+
+def with_first_call(delta: Delta, calls: Mapping[int, CallPiece]) -> Delta:
+    """Return a delta without the tool calls after the first of the answer; `calls` are those before this delta."""
+    pieces = tuple(piece for piece in delta.call_pieces if piece.index == 0)
+    ids = {piece.id for piece in (*calls.values(), *pieces) if piece.index == 0}
+    valid = tuple(call for call in delta.tool_calls if call.id in ids)
+    invalid = tuple(call for call in delta.invalid_calls if call.id in ids)
+    return replace(delta, call_pieces=pieces, tool_calls=valid, invalid_calls=invalid)
 
 
 def join(deltas: Iterable[Delta]) -> Answer:

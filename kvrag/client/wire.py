@@ -21,7 +21,7 @@ from kvrag.config import (
     named_texts,
 )
 from kvrag.errors import PromptError, ServerError
-from kvrag.types import BlendReport, CallPiece, Delta, InvalidCall, Messages, ToolCall
+from kvrag.types import BlendReport, CallPiece, Delta, InvalidCall, Messages, ToolCall, add_piece
 
 _SAMPLING = [field.name for field in fields(Sampling) if field.name != "logprobs"]
 _SAME = {*_SAMPLING, "tools"} - {"max_new_tokens"}  # as OpenAI and vLLM name them
@@ -155,10 +155,9 @@ def _add_call(calls: dict[int, CallPiece], part: Body) -> CallPiece:
     """Return the piece of a tool call; add it to the call."""
     index, function = part["index"], part.get("function") or {}
     piece = CallPiece(index, function.get("arguments") or "", function.get("name") or "")
-    if (before := calls.get(index)) is None:
-        piece = calls[index] = replace(piece, id=part.get("id") or uuid.uuid4().hex[:9])
-    else:
-        calls[index] = replace(before, name=before.name + piece.name, arguments=before.arguments + piece.arguments)
+    if index not in calls:
+        piece = replace(piece, id=part.get("id") or uuid.uuid4().hex[:9])
+    add_piece(calls, piece)
     return piece
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from kvrag.backend.transformers.tokenizer import AnswerRegions, Tokenizer
 from kvrag.generate.dialects import HERMES, SWITCHES, Dialect, Kind, translate
 from kvrag.generate.grammar import literal
-from kvrag.types import CallPiece, Delta, InvalidCall, ToolCall
+from kvrag.types import CallPiece, Delta, InvalidCall, ToolCall, add_piece
 
 _ABSENT = "\0"  # occurs in no prompt
 _JSON = json.JSONDecoder(strict=False)
@@ -269,8 +269,7 @@ class AnswerParser:
 
     def _send(self, call: _OpenCall, arguments: str) -> None:
         if arguments:
-            piece = self._pieces.get(call.index, CallPiece(call.index, ""))
-            self._pieces[call.index] = replace(piece, arguments=piece.arguments + arguments)
+            add_piece(self._pieces, CallPiece(call.index, arguments))
 
 
 def _calls(text: str) -> list[ToolCall]:

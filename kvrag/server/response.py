@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from kvrag.engine import BlendEngine
 from kvrag.retrieval.index import Hit
 from kvrag.server.schemas import AnswerFields, ChatRequest
-from kvrag.types import Answer, CallPiece, Delta, TokenLogprob, join
+from kvrag.types import Answer, CallPiece, Delta, TokenLogprob, add_piece, join, with_first_call
 
 Piece = tuple[int, Delta] | list[Hit]
 """A piece of an answer: first the retrieved chunks, if any, then the number of a choice and its next delta."""
@@ -28,13 +28,13 @@ class Choice:
 
     Attributes:
         has_one_call: Tool calls after the first are dropped.
-        calls: Tool calls in OpenAI's form.
+        calls: Tool calls, by index.
         offset: Length of the text of the tokens whose log probabilities were sent.
     """
 
     has_one_call: bool = False
     deltas: list[Delta] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: dict[int, CallPiece] = field(default_factory=dict)
     offset: int = 0
 
     @cached_property
@@ -49,14 +49,12 @@ class Choice:
 
     def add(self, delta: Delta) -> Delta:
         """Add a delta; return it without the calls that the client does not see."""
-        pieces = tuple(piece for piece in delta.call_pieces if piece.index == 0 or not self.has_one_call)
-        for piece in pieces:
-            if piece.id:
-                function = {"name": piece.name, "arguments": ""}
-                self.calls.append({"id": piece.id, "type": "function", "function": function})
-            self.calls[piece.index]["function"]["arguments"] += piece.arguments
+        if self.has_one_call:
+            delta = with_first_call(delta, self.calls)
+        for piece in delta.call_pieces:
+            add_piece(self.calls, piece)
         self.deltas.append(delta)
-        return replace(delta, call_pieces=pieces)
+        return delta
 
 
 class Builder:
@@ -148,7 +146,7 @@ class ResponseBuilder(Builder):
             return body | {"text": answer.text}
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if choice.calls:
-            message |= {"content": answer.text or None, "tool_calls": choice.calls}
+            message |= {"content": answer.text or None, "tool_calls": [_call(call) for call in choice.calls.values()]}
         return body | {"message": message | _thought(answer.reasoning)}
 
     def _content(self, delta: Delta) -> Any:
@@ -156,7 +154,7 @@ class ResponseBuilder(Builder):
             return delta.text
         content: dict[str, Any] = _thought(delta.reasoning) | ({"content": delta.text} if delta.text else {})
         if delta.call_pieces:
-            content["tool_calls"] = [_fragment(piece) for piece in delta.call_pieces]
+            content["tool_calls"] = [{"index": piece.index, **_call(piece)} for piece in delta.call_pieces]
         return content
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any] | None:
@@ -209,8 +207,9 @@ def _thought(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
-def _fragment(piece: CallPiece) -> dict[str, Any]:
+def _call(piece: CallPiece) -> dict[str, Any]:
+    """Return a call, or its next part, in OpenAI's form."""
     function = {"arguments": piece.arguments}
     if not piece.id:
-        return {"index": piece.index, "function": function}
-    return {"index": piece.index, "id": piece.id, "type": "function", "function": {"name": piece.name, **function}}
+        return {"function": function}
+    return {"id": piece.id, "type": "function", "function": {"name": piece.name, **function}}

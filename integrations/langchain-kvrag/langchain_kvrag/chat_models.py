@@ -27,8 +27,8 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.json import parse_partial_json
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
-from kvrag import Answer, BlendEngine, Delta, LLMSettings, PromptError, RemoteEngine, SettingError
-from kvrag.ext.frameworks import LONGER, join, parameters_of
+from kvrag import Answer, BlendEngine, CallPiece, Delta, LLMSettings, PromptError, RemoteEngine, SettingError
+from kvrag.ext.frameworks import LONGER, add_piece, join, parameters_of, with_first_call
 from langchain_kvrag.messages import template_messages
 from langchain_kvrag.settings import BlendSettings, achunks, chunks, langchain_errors, usage
 
@@ -269,7 +269,7 @@ class ChatChunkBuilder:
         self._model_name, self._one_call, self._as_blocks = model_name, one_call, as_blocks
         self._deltas: list[Delta] = []
         self._num_blocks, self._last_block = 0, ""  # the type of the last one
-        self._ids: dict[str, int] = {}  # index of each call
+        self._calls: dict[int, CallPiece] = {}
 
     def add(self, delta: Delta) -> ChatGenerationChunk | None:
         """Return the chunk for the next delta; None if it has no content and is the first.
@@ -277,7 +277,7 @@ class ChatChunkBuilder:
         LangChain would keep its empty string in front of a thought.
         """
         if self._one_call:
-            delta = _without_later_calls(delta, self._ids)
+            delta = with_first_call(delta, self._calls)
         self._deltas.append(delta)
         if not any(one.text or one.reasoning or one.call_pieces or one.report for one in self._deltas):
             return None
@@ -287,9 +287,10 @@ class ChatChunkBuilder:
             )
             for piece in delta.call_pieces
         }
-        self._ids |= {piece.id: piece.index for piece in delta.call_pieces if piece.id}
+        for part in delta.call_pieces:
+            add_piece(self._calls, part)
         for call in delta.invalid_calls:
-            index = self._ids[call.id]
+            index = next(known.index for known in self._calls.values() if known.id == call.id)
             piece = pieces.setdefault(index, tool_call_chunk(args="", index=index))
             piece["args"] = (piece["args"] or "") + _unparsable_end(call.arguments)
         message = AIMessageChunk(content=self._content(delta), tool_call_chunks=list(pieces.values()))
@@ -319,16 +320,6 @@ def _blocks(said: Answer | Delta) -> list[dict[str, Any]]:
     """Return the thought and the text as LangChain's standard blocks."""
     parts = {"reasoning": said.reasoning, "text": said.text}
     return [{"type": kind, kind: text} for kind, text in parts.items() if text]
-
-
-def _without_later_calls(delta: Delta, ids: dict[str, int]) -> Delta:
-    first = {*ids, *(piece.id for piece in delta.call_pieces if piece.index == 0)}
-    return replace(
-        delta,
-        call_pieces=tuple(piece for piece in delta.call_pieces if piece.index == 0),
-        tool_calls=tuple(call for call in delta.tool_calls if call.id in first),
-        invalid_calls=tuple(call for call in delta.invalid_calls if call.id in first),
-    )
 
 
 def _is_json_schema(schema: Any) -> bool:

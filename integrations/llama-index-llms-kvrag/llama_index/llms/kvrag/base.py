@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing, closing
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
@@ -36,8 +36,8 @@ from llama_index.core.tools.types import BaseTool, ToolMetadata
 from llama_index.core.types import BasePydanticProgram, Model
 from llama_index.llms.kvrag.messages import assistant_message, template_messages
 
-from kvrag import Answer, BlendReport, CallPiece, Delta, InvalidCall, LLMSettings, ToolCall
-from kvrag.ext.frameworks import LONGER, LLMFields, parameters_of
+from kvrag import Answer, BlendReport, Delta, LLMSettings
+from kvrag.ext.frameworks import LONGER, LLMFields, add_piece, parameters_of
 
 _Prompt = str | list[dict[str, Any]]
 
@@ -298,25 +298,12 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """A tool call; `arguments` is a dict if it is complete and valid, otherwise JSON text."""
-
-    name: str
-    id: str
-    arguments: dict[str, Any] | str
-
-    def add(self, piece: CallPiece) -> _Call:
-        assert isinstance(self.arguments, str)
-        return _Call(self.name or piece.name, self.id or piece.id, self.arguments + piece.arguments)
-
-
-@dataclass(frozen=True, slots=True)
 class _Response:
-    """The response so far, with its latest delta."""
+    """The response so far, with its latest delta. `calls` are tool calls by index, `CallPiece`s while incomplete."""
 
     text: str = ""
     delta: str | None = None
-    calls: tuple[_Call, ...] = ()
+    calls: Mapping[int, Any] = field(default_factory=dict)
     num_tokens: int = 0
     thought: str = ""
     thought_delta: str = ""
@@ -326,11 +313,9 @@ class _Response:
     @classmethod
     def of_answer(cls, answer: Answer) -> _Response:
         raw = _raw(answer.report, answer.num_tokens, answer.reasoning_tokens, answer.finish_reason)
-        calls: list[ToolCall | InvalidCall] = [*answer.tool_calls, *answer.invalid_calls]
-        parsed = tuple(_Call(call.name, call.id, call.arguments) for call in calls)
         return cls(
             answer.text,
-            calls=parsed,
+            calls=dict(enumerate([*answer.tool_calls, *answer.invalid_calls])),
             num_tokens=answer.num_tokens,
             thought=answer.reasoning,
             thought_tokens=answer.reasoning_tokens,
@@ -341,14 +326,13 @@ class _Response:
         num_tokens = self.num_tokens + delta.num_tokens
         thought_tokens = self.thought_tokens + delta.reasoning_tokens
         raw = None if delta.report is None else _raw(delta.report, num_tokens, thought_tokens, delta.finish_reason)
-        calls = dict(enumerate(self.calls))
+        calls, complete = dict(self.calls), {call.id: call for call in delta.tool_calls}
         for piece in delta.call_pieces:
-            calls[piece.index] = calls.get(piece.index, _Call("", "", "")).add(piece)
-        complete = {call.id: _Call(call.name, call.id, call.arguments) for call in delta.tool_calls}
+            add_piece(calls, piece)
         return _Response(
             self.text + delta.text,
             delta.text,
-            tuple(complete.get(call.id, call) for call in calls.values()),
+            {index: complete.get(call.id, call) for index, call in calls.items()},
             num_tokens,
             self.thought + delta.reasoning,
             delta.reasoning,
@@ -441,7 +425,8 @@ def _completion(response: _Response) -> CompletionResponse:
 
 def _chat(response: _Response) -> ChatResponse:
     calls = [
-        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments) for call in response.calls
+        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
+        for call in response.calls.values()
     ]
     thoughts = [ThinkingBlock(content=response.thought, num_tokens=response.thought_tokens)] if response.thought else []
     return ChatResponse(

@@ -5,17 +5,27 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from kvrag.errors import KvragError, needing, out_of_memory, reason_of
-from kvrag.retrieval.formats import EXTRA, MAX_BYTES, READERS, UnreadableError, as_text, jsonl, without_surrogates
+from kvrag.retrieval.formats import (
+    EXTRA,
+    MAX_BYTES,
+    READERS,
+    TooLongError,
+    UnreadableError,
+    as_text,
+    jsonl,
+    without_surrogates,
+)
 
 SUFFIXES = (".txt", ".md", *READERS, ".jsonl")
-_MAX_LINES = 100  # skipped lines of a file that are listed
+_MAX_PROBLEMS = 100  # of a file that are listed
 _WORD = 32  # characters of a word whose length in tokens is remembered
 
 
@@ -53,13 +63,37 @@ class Content:
     texts: list[str] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    _num_lines: int = 0
+    _num_problems: int = 0
+    _part: str = ""
 
     def note(self, message: str, line: int | None = None) -> None:
-        """Add a problem. Only the first 100 lines are listed."""
-        self._num_lines += line is not None
-        if line is None or self._num_lines <= _MAX_LINES:
-            self.problems.append(Problem(self.file, message, line))
+        """Add a problem. Only the first 100 are listed."""
+        self._num_problems += 1
+        if self._num_problems <= _MAX_PROBLEMS:
+            self.problems.append(Problem(self.file, f"{self._part}{message}", line))
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Name a part of the file in its problems. If it cannot be read, note that, and go on."""
+        outer, self._part = self._part, f"{name}: "
+        try:
+            yield
+        except TooLongError:
+            raise
+        except UnreadableError as error:
+            self.note(f"skipped: {error}")
+        except KvragError:  # a package is not installed
+            raise
+        except Exception as error:  # pypdf, zipfile and lxml raise various types
+            if _out_of_memory(error):
+                raise
+            self.note(f"skipped: it is broken ({reason_of(error)})")
+        finally:
+            self._part = outer
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return out_of_memory(error) or "ERR_NO_MEMORY" in str(getattr(error, "error_log", ""))  # lxml's
 
 
 def find(paths: Iterable[str | Path]) -> tuple[list[Path], list[Problem]]:
@@ -137,17 +171,18 @@ def parse(name: str, kind: str, content: bytes, text_field: str = "text") -> Con
             jsonl(content, parsed, text_field) if kind == ".jsonl" else [READERS.get(kind, as_text)(content, parsed)]
         )
         parsed.texts = [without_surrogates(text) for text in texts if text.strip()]
-        if not parsed.texts and not parsed._num_lines:
+        if not parsed.texts and not any("skipped" in problem.message for problem in parsed.problems):
             raise UnreadableError("the file contains no text")
     except UnreadableError as error:
         parsed.note(f"skipped: {error}")
     except KvragError:  # a package is not installed
         raise
-    except Exception as error:  # pypdf, python-docx, openpyxl, zipfile and lxml raise various types
+    except Exception as error:  # pypdf, zipfile and lxml raise various types
         why = f"it is a broken or protected {kind[1:].upper()} file ({reason_of(error)})"
-        parsed.note(f"skipped: {'reading it takes too much memory: split it' if out_of_memory(error) else why}")
-    if parsed._num_lines > _MAX_LINES:
-        parsed.note(f"skipped: {parsed._num_lines - _MAX_LINES} more lines")
+        parsed.note(f"skipped: {'reading it takes too much memory: split it' if _out_of_memory(error) else why}")
+    if (more := parsed._num_problems - _MAX_PROBLEMS) > 0:
+        what = "parts" if parsed.problems[-1].line is None else "lines"
+        parsed.problems.append(Problem(name, f"skipped: {more} more {what}"))
     return parsed
 
 

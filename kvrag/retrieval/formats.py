@@ -14,13 +14,19 @@ import posixpath
 import re
 import unicodedata
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import nullcontext
+from datetime import datetime
+from functools import partial
 from io import BytesIO, StringIO
-from itertools import accumulate, islice, zip_longest
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import accumulate, chain, islice, pairwise
+from statistics import median_high
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 from kvrag.errors import needing
+from kvrag.retrieval.markup import HTML, OFFICE, OPEN, PICTURES, Markup, Reader, Target
 
 if TYPE_CHECKING:
     from kvrag.retrieval.documents import Content
@@ -32,8 +38,9 @@ MAX_BYTES = 1 << 30  # splitting a text takes several times its size in memory
 _MAX_XML_BYTES = 64 << 20  # in an Office document: parsed XML takes about 20 times its size
 _MAX_TEXT = 64 << 20  # characters or cells; repeated cells, column names and pages make a text longer than its file
 _MAX_RATIO = 100  # of an archive: Office documents shrink to a tenth
-_MAX_ROWS = 1 << 20  # of a sheet, as in Excel
-_SAMPLE = 200  # lines to guess an encoding from
+_SAMPLE = 200  # lines to guess an encoding or the header of a table from
+_MAX_NAMED = 20  # pages or cells
+_STRAY = 8  # a text has fewer NUL bytes than one in so many; UTF-16 of English has one in two
 _PLAUSIBLE = 1 << 16  # characters to check a guess with
 _CSV_SAMPLE = 1 << 16  # characters to guess a delimiter from
 
@@ -52,22 +59,13 @@ _DECLARED = re.compile(rb"<(?:meta|\?xml)\b[^>]{0,200}?(?:charset|encoding)\s*=\
 _ZIP, _OLD_OFFICE = b"PK\3\4", b"\xd0\xcf\x11\xe0"
 _OLD = "it is protected by a password, or an old .doc, .xls or .ppt: save it as .docx without a password (.xlsx, .pptx)"
 
-# local names of elements: HTML's, PowerPoint's (tbl, tc, fld) and OpenDocument's (table-row)
-_BLOCKS = {
-    *("address", "article", "aside", "blockquote", "body", "br", "caption", "center", "dd", "details", "dialog", "div"),
-    *("dl", "dt", "fieldset", "figcaption", "figure", "footer", "form", "h", "h1", "h2", "h3", "h4", "h5", "h6"),
-    *("head", "header", "hr", "legend", "li", "line-break", "main", "menu", "nav", "ol", "optgroup", "option", "p"),
-    *("pre", "search", "section", "select", "summary", "tbody", "tfoot", "thead", "title", "ul"),
-}
-_TABLES, _ROWS, _CELLS = {"table", "tbl"}, {"tr", "table-row"}, {"td", "th", "tc", "table-cell"}
-_HIDDEN = {
-    *("script", "style", "noscript", "template"),
-    *("tracked-changes", "annotation", "timing", "Fallback", "fld", "tableStyleId"),
-}
-
 
 class UnreadableError(Exception):
-    """A file or a line without readable text. The message gives the reason."""
+    """A file, a part of it or a line without readable text. The message gives the reason."""
+
+
+class TooLongError(UnreadableError):
+    """The text of a file is too long, not that of a part."""
 
 
 # ---------------------------------------------------------------- encodings
@@ -82,8 +80,11 @@ def as_text(content: bytes, parsed: Content, declared: str | None = None) -> str
     if kind := _kind_of(content):
         raise UnreadableError(kind)
     bom = next(filter(content.startswith, _BOMS), None)
+    is_clean = bool(bom) or b"\0" not in content
+    if not is_clean and content.count(0) * _STRAY < len(content):
+        content = content.replace(b"\0", b"")
     for encoding in [_BOMS[bom]] if bom else ["utf-8", *filter(None, [declared])]:
-        if (text := _decode_or_none(content, encoding)) is not None:
+        if (text := _decode_or_none(content, encoding)) is not None and (is_clean or _is_plausible(text)):
             return text
     for encoding in () if bom else _guesses(content):
         if (text := _decode_or_none(content, encoding)) is not None and _is_plausible(text):
@@ -148,115 +149,186 @@ def _kind_of(content: bytes) -> str:
 # ---------------------------------------------------------------- bounds
 
 
-def _within(parts: Iterable[Part], content: bytes) -> Iterator[Part]:
-    """Yield texts, or rows of cells, as long as together they are not much longer than the file."""
+def _spending(content: bytes) -> Callable[[int], None]:
+    """Return a function that counts characters or cells, and raises an error once they are far more than the file's."""
     left = _MAX_TEXT + 8 * len(content)
-    for part in parts:
-        left -= len(part)
+
+    def spend(number: int) -> None:
+        nonlocal left
+        left -= number
         if left < 0:
-            raise UnreadableError("its text is far larger than the file, by repeated cells, names or pages: split it")
+            raise TooLongError("its text is far larger than the file, by repeated cells, names or pages: split it")
+
+    return spend
+
+
+def _within(parts: Iterable[Part], content: bytes) -> Iterator[Part]:
+    """Yield texts as long as together they are not much longer than the file."""
+    spend = _spending(content)
+    for part in parts:
+        spend(len(part))
         yield part
 
 
-def _unzipped(content: bytes, streamed: str = "/") -> zipfile.ZipFile:
-    """Open an archive whose files unpack to a bounded size. `zipfile` stops at the sizes that the archive names.
-
-    Args:
-        streamed: Folder whose XML is not parsed as a whole.
-    """
-    if content.startswith(_OLD_OFFICE):
-        raise UnreadableError(_OLD)
-    archive = zipfile.ZipFile(BytesIO(content))
-    members = archive.infolist()
-    if any(member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for member in members):
-        raise UnreadableError("its parts are compressed in an unusual way: save it anew")  # may take gigabytes
-    parts = {member.filename: member.file_size for member in members}
-    xml = (size for name, size in parts.items() if name.endswith((".xml", ".rels")) and not name.startswith(streamed))
-    if sum(parts.values()) > min(MAX_BYTES, _MAX_XML_BYTES + _MAX_RATIO * len(content)) or sum(xml) > _MAX_XML_BYTES:
-        raise UnreadableError("the document is larger than 64 MiB of text or 1 GiB when unpacked: split it")
-    return archive
+# ---------------------------------------------------------------- documents of several parts
 
 
-# ---------------------------------------------------------------- markup
+class _Archive:
+    """The parts of a document. One that cannot be read is noted, and the others are read."""
 
+    def __init__(self, content: bytes, parsed: Content, streamed: str = "/") -> None:
+        """Open a document whose parts unpack to a bounded size: `zipfile` stops at the sizes that the document names.
 
-class _Lines:
-    """Target of an lxml parser: blocks become lines, table rows become lines of cells. Builds no tree."""
+        Args:
+            streamed: Folder whose XML is not parsed as a whole.
+        """
+        with needing(EXTRA):
+            from lxml import etree
+        self._etree, self.parsed, self.spend = etree, parsed, _spending(content)
+        if content.startswith(_OLD_OFFICE):
+            raise UnreadableError(_OLD)
+        self._zip = zipfile.ZipFile(BytesIO(content))
+        members = self._zip.infolist()
+        if any(member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for member in members):
+            raise UnreadableError("its parts are compressed in an unusual way: save it anew")  # may take gigabytes
+        sizes = {each.filename: each.file_size for each in members}
+        xml = sum(sizes[name] for name in sizes if name.endswith((".xml", ".rels")) and not name.startswith(streamed))
+        if sum(sizes.values()) > min(MAX_BYTES, _MAX_XML_BYTES + _MAX_RATIO * len(content)) or xml > _MAX_XML_BYTES:
+            raise UnreadableError("the document is larger than 64 MiB of text or 1 GiB when unpacked: split it")
+        self._names = {name.casefold(): name for name in sizes}
+        self._read, self.lost = set[str](), Counter[str]()
 
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-        self._line: list[str] = []
-        self._tables: list[list[list[str]]] = []  # of each open table, the lines of each cell of the open row
-        self._hidden = self._pre = 0
+    def __contains__(self, part: str) -> bool:
+        return part.casefold() in self._names
 
-    def start(self, tag: str, attributes: object) -> None:
-        """Begin an element."""
-        name = tag.rpartition("}")[2]
-        if self._hidden or name in _HIDDEN:
-            self._hidden += 1
-        elif name in _TABLES:
-            self._end_line()
-            if self._tables:  # a row with a table in it is layout
-                self._end_row(is_layout=True)
-            self._tables.append([])
-        elif name in _CELLS and self._tables:
-            self._end_line()
-            self._tables[-1].append([])
-        elif name in _BLOCKS or name in _ROWS or name in _CELLS:
-            self._end_line()
-            self._pre += name == "pre"
-        elif name == "tab":
-            self._line.append(" ")
+    def open(self, part: str) -> IO[bytes]:
+        """Open a part, whatever the case of its name."""
+        if part not in self:
+            raise zipfile.BadZipFile(f"{part} is missing")
+        return self._zip.open(self._names[part.casefold()])
 
-    def end(self, tag: str) -> None:
-        """End an element."""
-        name = tag.rpartition("}")[2]
-        if self._hidden:
-            self._hidden -= 1
-        elif name in _TABLES or name in _ROWS:
-            self._end_line()
-            if self._tables:
-                self._end_row()
-            if name in _TABLES:
-                self._tables.pop()
-        elif name in _BLOCKS or name in _CELLS:
-            self._end_line()
-            self._pre -= name == "pre"
+    def elements(self, part: str, *names: str) -> Iterator[Any]:
+        """Yield the elements with these names; each is gone when the next is read."""
+        with self.open(part) as file:
+            tags = [f"{{*}}{name}" for name in names]
+            for _, element in self._etree.iterparse(file, tag=tags, resolve_entities=False, no_network=True):
+                yield element
+                element.clear()
+                while element.getprevious() is not None:
+                    del element.getparent()[0]
 
-    def data(self, text: str) -> None:
-        """Add text."""
-        if self._hidden:
+    def root(self, part: str) -> Any:
+        """Return the root of an XML part."""
+        options = {"resolve_entities": False, "no_network": True, "remove_comments": True, "remove_pis": True}
+        with self.open(part) as file:
+            return self._etree.parse(file, self._etree.XMLParser(**options)).getroot()
+
+    def lines(self, part: str, markup: Markup, between: str = "\n", **options: Any) -> str:
+        """Return the text of an XML part."""
+        return _text(self.root(part), Reader(markup, self.spend, self.lost, **options), between)
+
+    def related(self, part: str) -> dict[str, tuple[str, str]]:
+        """Return the parts that a part of an Office document refers to, and their kinds, by the names it gives them."""
+        folder, name = posixpath.split(part)
+        relations, found = posixpath.join(folder, "_rels", f"{name}.rels"), {}
+        if relations in self:
+            with self.parsed.part(relations):
+                for each in self.root(relations).iter("{*}Relationship"):
+                    if each.get("TargetMode") != "External":
+                        target = posixpath.normpath(posixpath.join("/", folder, each.get("Target")))[1:]
+                        found[each.get("Id")] = target, posixpath.basename(each.get("Type"))
+        return found
+
+    def main(self, part: str) -> str:
+        """Return the name of the part with the text, which is mostly `part`."""
+        return next((target for target, kind in self.related("").values() if kind == "officeDocument"), part)
+
+    def office(self, part: str, kind: str, name: str = "", between: str = "\n") -> Iterator[str]:
+        """Yield the text of a part of an Office document, and of those that belong to it, unless they have been read.
+
+        Args:
+            kind: Of its relation; that of the main part is not caught if it cannot be read.
+        """
+        if part in self._read:
             return
-        first, *lines = text.split("\n") if self._pre else [text]
-        self._line.append(first)
-        for line in lines:
-            self._end_line()
-            self._line.append(line)
+        self._read.add(part)
+        related, notes = self.related(part), dict[str, str]()
 
-    def close(self) -> str:
-        """Return all lines."""
-        self._end_line()
-        while self._tables:
-            self._end_row()
-            self._tables.pop()
-        return "\n".join(self._lines)
+        def refer(id: str) -> str:
+            target, its_kind = related.get(id, ("", ""))
+            return "\n".join(self.office(target, its_kind)) if its_kind in _REFERRED else ""
 
-    def _end_line(self) -> None:
-        line = "".join(self._line)
-        line = line.rstrip() if self._pre else " ".join(line.split())
-        self._line = []
-        if line:
-            cells = self._tables[-1] if self._tables else None
-            (cells[-1] if cells else self._lines).append(line)
+        comments = []
+        for target, its_kind in related.values():
+            if its_kind in _NOTES:
+                with self.parsed.part(target):
+                    comments.append(self.lines(target, OFFICE, notes=notes))
+        with self.parsed.part(name or part) if kind else nullcontext():
+            if kind != "worksheet":
+                is_layout = kind in ("slideLayout", "slideMaster")
+                yield self.lines(part, OFFICE, refer=refer, notes=notes, between=between, is_layout=is_layout)
+        yield from (*notes.values(), *comments)
+        for target, its_kind in related.values():
+            if its_kind in _BELONGING and kind != "slideMaster":
+                yield from self.office(target, its_kind)
 
-    def _end_row(self, is_layout: bool = False) -> None:
-        cells = self._tables[-1]
-        self._tables[-1] = []
-        if is_layout or len(cells) == 1:
-            for cell in cells:
-                self._lines += cell
-        elif any(cells):
-            self._lines.append(" | ".join(" ".join(cell) for cell in cells))
+    def end(self) -> None:
+        """Note what was not read."""
+        for what, number in self.lost.items():
+            self.parsed.note(f"skipped: {number} {what}")
+
+
+_REFERRED = {"chart", "chartEx", "chartUserShapes", "diagramData", "header", "footer"}
+_NOTES = {"footnotes", "endnotes", "comments", "threadedComment"}
+_BELONGING = {"notesSlide", "slideLayout", "slideMaster", "drawing"}
+
+
+def _docx(content: bytes, parsed: Content) -> str:
+    archive = _Archive(content, parsed)
+    texts = list(archive.office(archive.main("word/document.xml"), "", between="\n\n"))
+    archive.end()
+    return "\n\n".join(filter(None, texts))
+
+
+def _pptx(content: bytes, parsed: Content) -> str:
+    archive, texts = _Archive(content, parsed), list[str]()
+    show = archive.main("ppt/presentation.xml")
+    slides = archive.related(show)
+    named = archive.root(show).xpath("//*[local-name()='sldId']/@*[namespace-uri()]")
+    for number, id in enumerate(dict.fromkeys(named), 1):
+        texts += archive.office(slides.get(id, (id, ""))[0], "slide", f"slide {number}")
+    archive.end()
+    return "\n\n".join(filter(None, texts))
+
+
+def _odt(content: bytes, parsed: Content) -> str:
+    archive, texts = _Archive(content, parsed), []
+
+    def refer(name: str) -> str:
+        part = posixpath.normpath(f"{name}/content.xml")
+        if part in archive:
+            with parsed.part(part):
+                return archive.lines(part, OPEN)
+        return ""
+
+    texts.append(archive.lines("content.xml", OPEN, refer=refer))
+    if "styles.xml" in archive:  # headers and footers
+        with parsed.part("styles.xml"):
+            texts.append(archive.lines("styles.xml", OPEN))
+    archive.end()
+    return "\n".join(filter(None, texts))
+
+
+def _epub(content: bytes, parsed: Content) -> str:
+    archive, texts = _Archive(content, parsed), list[str]()
+    package = archive.root("META-INF/container.xml").find(".//{*}rootfile").get("full-path")
+    root = archive.root(package)
+    files = {item.get("id"): item.get("href") for item in root.iterfind("{*}manifest/{*}item")}
+    for id in dict.fromkeys(each.get("idref") for each in root.iterfind("{*}spine/{*}itemref")):
+        name = posixpath.normpath(posixpath.join(posixpath.dirname(package), unquote(files.get(id) or str(id))))
+        with parsed.part(name), archive.open(name) as chapter:
+            texts.append(_html(chapter.read(), parsed))
+    return "\n\n".join(filter(None, texts))
 
 
 def _html(content: bytes, parsed: Content) -> str:
@@ -264,142 +336,195 @@ def _html(content: bytes, parsed: Content) -> str:
         from lxml import etree
     named = _DECLARED.search(content, 0, 1 << 16)
     text = as_text(content, parsed, named.group(1).decode() if named else None)
-    parser = etree.HTMLParser(target=_Lines(), huge_tree=True)
-    parser.feed(text or " ")
-    return parser.close()
+    parser = etree.HTMLParser(target=Target(etree.TreeBuilder()), huge_tree=True)
+    parser.feed(f"<html>{text}")
+    return _text(parser.close(), Reader(HTML, _spending(content), Counter()))
 
 
-def _xml_lines(archive: zipfile.ZipFile, name: str) -> str:
-    """Return the lines of a document in an archive."""
-    from lxml import etree
-
-    with archive.open(name) as file:
-        return etree.parse(file, etree.XMLParser(target=_Lines(), resolve_entities=False, no_network=True))
-
-
-def _xml(archive: zipfile.ZipFile, name: str) -> Any:
-    """Return the root of an XML file in an archive."""
-    with needing(EXTRA):
-        from lxml import etree
-    return etree.fromstring(archive.read(name), etree.XMLParser(resolve_entities=False, no_network=True))
+def _text(root: Any, reader: Reader, between: str = "\n") -> str:
+    text = between.join(reader.blocks(root))
+    if not text and next(root.iter(*(f"{{*}}{name}" for name in PICTURES)), None) is not None:
+        raise UnreadableError("it has no text, only pictures: run OCR first")
+    return text
 
 
-# ---------------------------------------------------------------- kinds of files
+# ---------------------------------------------------------------- PDF
 
 
 def _pdf(content: bytes, parsed: Content) -> str:
     with needing(EXTRA):
         from pypdf import PdfReader
     logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns about many valid PDFs
-    texts = (without_surrogates(page.extract_text()) + "\n\n" for page in PdfReader(BytesIO(content)).pages)
-    pages = list(_within(texts, content))
-    if not any(page.strip() for page in pages):
+    reader, drawn = PdfReader(BytesIO(content)), list[int]()
+
+    def texts() -> Iterator[str]:
+        for number, page in enumerate(reader.pages, 1):
+            text = ""
+            with parsed.part(f"page {number}"):
+                text = "\n".join(filter(None, [page.extract_text(), *dict.fromkeys(_entries(page))]))
+                contents = None if text.strip() else page.get_contents()
+                if contents is not None and _PAINTS.search(contents.get_data()):
+                    drawn.append(number)
+            yield without_surrogates(text) + "\n\n"
+
+    pages = list(_within(texts(), content))
+    if drawn and not any(page.strip() for page in pages):
         raise UnreadableError("the PDF has no text, only images: run OCR first, for example with ocrmypdf")
+    if drawn:
+        parsed.note(f"skipped: {_listed('page', drawn)} without text, only images: run OCR first, such as ocrmypdf")
+    root = reader.root_object
+    if "/EmbeddedFiles" in root.get("/Names", {}):
+        parsed.note("skipped: the files attached to it")
+    if "/XFA" in (form := root.get("/AcroForm", {})) and not form.get("/Fields"):
+        parsed.note("skipped: its form, which only Adobe's programs show: print it to a PDF")
     parsed.pages = list(accumulate(map(len, pages[:-1]), initial=0))
     return "".join(pages).removesuffix("\n\n")
 
 
-def _docx(content: bytes, parsed: Content) -> str:
-    with needing(EXTRA):
-        from docx import Document
-    _unzipped(content)
-    return "\n\n".join(_within(_blocks(Document(BytesIO(content)), content), content))
+_PAINTS = re.compile(rb"(?:^|\s)(?:Do|EI|[fFBb]\*?|[Ss]|sh)(?=\s|$)")
 
 
-def _blocks(container: Any, content: bytes) -> Iterator[str]:
-    """Yield the paragraphs and the tables of a Word document or of a table cell."""
-    for block in container.iter_inner_content():
-        yield "\n".join(_within(_table_rows(block, content), content)) if hasattr(block, "rows") else block.text
+def _entries(page: Any) -> Iterator[str]:
+    """Yield what was typed into the fields of a page's form, and its comments."""
+    for each in page.annotations or ():
+        field = each.get_object()
+        if (kind := field.get("/Subtype")) != "/Widget":
+            yield "" if kind in ("/Link", "/Popup") else str(field.get("/Contents", ""))
+            continue
+        found = dict(field)
+        for _ in range(_MAX_PARENTS):
+            found = {**(field := field.get("/Parent", {})), **found}
+        is_secret = found.get("/FT") == "/Sig" or (found.get("/FT") == "/Tx" and int(found.get("/Ff", 0)) & _PASSWORD)
+        if not is_secret and (value := found.get("/V", "/Off")) != "/Off":
+            shown = {str(pair[0]): str(pair[1]) for pair in found.get("/Opt", ()) if isinstance(pair, list)}
+            texts = [str(each) for each in (value if isinstance(value, list) else [value])]
+            name = found.get("/TU") or found.get("/T", "")
+            yield f"{name}: {', '.join(shown.get(text, text).removeprefix('/') for text in texts)}"
 
 
-def _table_rows(table: Any, content: bytes) -> Iterator[str]:
-    """Yield the rows of a Word table. A cell over several rows is repeated in each, one over several columns is not."""
-    from docx.table import _Cell
-
-    above: dict[int, str] = {}
-    for row in table._tbl.tr_lst:  # row.cells has an item for each column that a cell claims to span
-        column, texts = row.grid_before, dict[int, str]()
-        for cell in row.tc_lst:
-            is_continued = cell.vMerge == "continue" and column in above
-            texts[column] = above[column] if is_continued else " ".join(_blocks(_Cell(cell, table), content))
-            column += cell.grid_span
-        yield " | ".join(texts.values())
-        above = texts
+_MAX_PARENTS, _PASSWORD = 8, 1 << 13  # of a field
 
 
-def _pptx(content: bytes, parsed: Content) -> str:
-    archive = _unzipped(content)
-    slides = [part for part, kind in _related(archive, "ppt/presentation.xml", "{*}sldIdLst/{*}sldId")]
-    parts = [
-        part
-        for slide in dict.fromkeys(slides)
-        for part in (slide, *(part for part, kind in _related(archive, slide) if kind.endswith("/notesSlide")))
-    ]
-    return "\n\n".join(filter(None, _within((_xml_lines(archive, part) for part in parts), content)))
+def _listed(what: str, numbers: Sequence[object]) -> str:
+    """Return "page 3", or "pages 3, 4, 9"; of many, the first."""
+    more = f" and {len(numbers) - _MAX_NAMED} more" if len(numbers) > _MAX_NAMED else ""
+    return f"{what}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:_MAX_NAMED]))}{more}"
 
 
-def _related(archive: zipfile.ZipFile, part: str, named_by: str | None = None) -> Iterator[tuple[str, str]]:
-    """Yield the parts that a part of an Office document refers to, and their kinds.
-
-    Args:
-        named_by: Path of the elements in the part that name them, in order; None = all.
-    """
-    folder, name = posixpath.split(part)
-    if (relations := f"{folder}/_rels/{name}.rels") not in archive.namelist():
-        return
-    found = {
-        each.get("Id"): (posixpath.normpath(posixpath.join("/", folder, each.get("Target")))[1:], each.get("Type"))
-        for each in _xml(archive, relations).iter("{*}Relationship")
-        if each.get("TargetMode") != "External"
-    }
-    elements = _xml(archive, part).iterfind(named_by) if named_by else ()
-    ids = [value for each in elements for key, value in each.items() if key.endswith("}id")] if named_by else found
-    yield from (found[each] for each in ids if each in found)
-
-
-def _odt(content: bytes, parsed: Content) -> str:
-    with needing(EXTRA):
-        return _xml_lines(_unzipped(content), "content.xml")
-
-
-def _epub(content: bytes, parsed: Content) -> str:
-    archive = _unzipped(content)
-    package = _xml(archive, "META-INF/container.xml").find(".//{*}rootfile").get("full-path")
-    root = _xml(archive, package)
-    files = {item.get("id"): item.get("href") for item in root.iterfind("{*}manifest/{*}item")}
-    chapters = dict.fromkeys(files.get(each.get("idref")) for each in root.iterfind("{*}spine/{*}itemref"))
-    names = [posixpath.normpath(posixpath.join(posixpath.dirname(package), unquote(name))) for name in chapters if name]
-    texts = (_html(archive.read(name), parsed) for name in names)
-    return "\n\n".join(filter(None, _within(texts, content)))
+# ---------------------------------------------------------------- tables with names of columns
 
 
 def _xlsx(content: bytes, parsed: Content) -> str:
     """Return the sheets as paragraphs: the name, then the rows as those of a CSV."""
-    with needing(EXTRA):
-        from openpyxl import load_workbook
-    _unzipped(content, "xl/worksheets/")
-    book = load_workbook(BytesIO(content), read_only=True, data_only=True, keep_links=False)
+    archive = _Archive(content, parsed, "xl/worksheets/")
+    main = archive.main("xl/workbook.xml")
+    sheets, root = archive.related(main), archive.root(main)
+    parts = {kind: target for target, kind in sheets.values()}
+    is_1904 = root.xpath("string(*[local-name()='workbookPr']/@date1904)") in ("1", "true")
+    epoch = datetime(1904, 1, 1) if is_1904 else datetime(1899, 12, 30)
+    cells = _Cells(archive, epoch, parts.get("sharedStrings"), parts.get("styles"))
 
     def paragraphs() -> Iterator[str]:
-        for sheet in book.worksheets:
-            sheet.reset_dimensions()  # those in the file may be wrong
-            values = _within(islice(sheet.iter_rows(values_only=True), _MAX_ROWS), content)
-            rows = filter(any, (list(map(_shown, row)) for row in values))
-            header = next(rows, None)
-            if header is not None:
-                records = _records(header, rows)
-                yield sheet.title
-                yield next(records, " | ".join(filter(None, header)))  # the header may be all that it has
-                yield from records
+        for sheet in root.iterfind("{*}sheets/{*}sheet"):
+            name = sheet.get("name", "")
+            part = sheets.get(next((value for key, value in sheet.items() if key.endswith("}id")), ""), ("", ""))[0]
+            with parsed.part(name):
+                found = chain(_records(cells.rows(part)), archive.office(part, "worksheet"), cells.end())
+                for number, text in enumerate(filter(None, found)):
+                    yield from (text,) if number else (name, text)
+        archive.end()
 
     return "\n\n".join(_within(paragraphs(), content))
 
 
-def _shown(value: object) -> str:
-    """Return the value of a cell as a spreadsheet shows it, or nearly so."""
-    if value is None:
-        return ""
-    return f"{value:.15g}" if isinstance(value, float) else str(value).strip().removesuffix(" 00:00:00")
+class _Cells:
+    """The cells of sheets as a spreadsheet shows them, or nearly so."""
+
+    def __init__(self, archive: _Archive, epoch: datetime, strings: str | None, styles: str | None) -> None:
+        with needing(EXTRA):
+            from openpyxl.styles import numbers
+            from openpyxl.utils.datetime import from_excel
+        self._archive, self._moment, self._strings = archive, partial(from_excel, epoch=epoch), list[str]()
+        self._dates = dict[int, bool]()  # styles of dates, and whether they show a length of time
+        if strings:
+            with archive.parsed.part(strings):
+                self._strings = [_rich(each) for each in archive.elements(strings, "si")]
+        if styles:
+            with archive.parsed.part(styles):
+                root = archive.root(styles)
+                codes = {int(each.get("numFmtId")): each.get("formatCode") for each in root.iter("{*}numFmt")}
+                for style, each in enumerate(root.iterfind("{*}cellXfs/{*}xf")):
+                    id = int(each.get("numFmtId", 0))
+                    if numbers.is_date_format(code := codes.get(id) or numbers.BUILTIN_FORMATS.get(id, "")):
+                        self._dates[style] = numbers.is_timedelta_format(code)
+
+    def rows(self, part: str) -> Iterator[dict[int, str]]:
+        """Yield the cells of each row by column, merged cells in all that they cover; {} for empty rows."""
+        merges, width, self._unknown, self._margins = defaultdict[int, list[Any]](list), 0, list[str](), list[str]()
+        for each in self._archive.elements(part, "row", "mergeCell", *_MARGINS):
+            if each.tag.endswith("}row"):
+                places = (cell.get("r") for cell in each.iterchildren("{*}c", reversed=True) if len(cell))
+                width = max(width, _place(next(places, ""))[0] or len(each))
+            elif each.tag.endswith("}mergeCell"):
+                (left, top), (right, bottom) = map(_place, each.get("ref").split(":"))
+                merges[top].append((left, right, bottom))
+            elif text := " ".join(_MARGIN_CODE.sub(" ", each.text or "").split()):
+                self._margins.append(text)
+        covering, number = list[tuple[int, int, int, str]](), 0
+        for row in self._archive.elements(part, "row"):
+            last, number, column, cells = number, int(row.get("r") or number + 1), 0, dict[int, str]()
+            for cell in row.iterchildren("{*}c"):
+                column = _place(cell.get("r"))[0] or column + 1
+                cells[column] = self._shown(cell)
+            covering = [each for each in covering if number <= each[2]]
+            covering += [(left, right, bottom, cells.get(left, "")) for left, right, bottom in merges.pop(number, ())]
+            for left, right, _, text in covering:
+                self._archive.spend(max(0, min(right, width) - left))
+                cells |= dict.fromkeys(range(left, min(right, width) + 1), text)
+            yield from [{}] * (number > last + 1)
+            yield {column: cells[column] for column in sorted(cells) if cells[column]}
+
+    def end(self) -> Iterator[str]:
+        """Yield the sheet's headers and footers, and note its formulas without a result."""
+        yield from dict.fromkeys(self._margins)
+        if self._unknown:
+            why = "no result is stored: open it in a spreadsheet, and save it"
+            self._archive.parsed.note(f"skipped: {_listed('formula', self._unknown)}: {why}")
+
+    def _shown(self, cell: Any) -> str:
+        kind, value = cell.get("t", "n"), (cell.findtext("{*}v") or "").strip()
+        if kind == "inlineStr":
+            return "".join(map(_rich, cell.iterfind("{*}is"))).strip()
+        if kind == "n" and not value and cell.find("{*}f") is not None:
+            self._unknown.append(cell.get("r", "without a place"))
+        if kind == "s" and value:
+            return self._strings[int(value)].strip() if self._strings else ""
+        if kind != "n" or not value:  # a formula's text, an error
+            return str(value == "1") if kind == "b" else value
+        try:
+            if (is_length := self._dates.get(int(cell.get("s", 0)))) is not None:
+                return str(self._moment(float(value), timedelta=is_length)).removesuffix(" 00:00:00")
+            return f"{float(value):.15g}"
+        except (ValueError, OverflowError):  # such as a date before 1900
+            return value
+
+
+_MARGINS = "oddHeader", "oddFooter", "evenHeader", "evenFooter", "firstHeader", "firstFooter"
+_MARGIN_CODE = re.compile(r'&(?:"[^"]*"|\d+|K[\dA-Fa-f+-]{6}|[A-Za-z])')
+
+
+def _rich(element: Any) -> str:
+    return "".join(each.text or "" for path in ("{*}t", "{*}r/{*}t") for each in element.iterfind(path))
+
+
+def _place(name: str | None) -> tuple[int, int]:
+    """Return the column and row of a cell, from 1, or 0 if they are not named."""
+    found = re.match(r"\$?([A-Z]{1,3})\$?(\d{1,10})", name or "")
+    return (
+        (sum((ord(letter) - 64) * 26**at for at, letter in enumerate(found[1][::-1])), int(found[2]))
+        if found
+        else (0, 0)
+    )
 
 
 def _csv(content: bytes, parsed: Content) -> str:
@@ -409,49 +534,77 @@ def _csv(content: bytes, parsed: Content) -> str:
     reader = csv.reader(StringIO(text, newline=None), delimiter=named[1] if named else _delimiter(text))
     if named:
         next(reader)
-    rows = _rows(reader, parsed)
-    return "\n\n".join(_within(_records(next(rows, []), rows), content))
+    return "\n\n".join(_within(_records(_rows(reader, parsed)), content))
 
 
 _QUOTED = re.compile(r'(^|[,;\t|])"(?:[^"]|"")*+"(?=[,;\t|]|$)', re.MULTILINE)
 
 
 def _delimiter(text: str) -> str:
-    """Return the delimiter that divides the first rows into as many fields as the header."""
+    """Return the delimiter that divides most of the first rows into the same number of fields."""
     sample = _QUOTED.sub(r"\1_", text[:_CSV_SAMPLE].replace("\r\n", "\n").replace("\r", "\n"))
     lines = [line for line in sample.split("\n") if line.strip()][:_SAMPLE]
 
     def score(delimiter: str) -> tuple[int, float, bool, int]:
         counts = [line.count(delimiter) for line in lines]
-        if not any(counts[:1]):
-            return 0, 0.0, False, 0
+        [(number, times)] = Counter(filter(None, counts)).most_common(1) or [(0, 0)]  # a title has none
         in_prose = sum(line.count(delimiter + " ") for line in lines)  # a comma before a space
-        return counts.count(counts[0]), 1 - in_prose / sum(counts), delimiter == "\t", counts[0]
+        return times, 1 - in_prose / max(1, sum(counts)), delimiter == "\t", number
 
     return max("\t;|,", key=score)
 
 
-def _rows(reader: Any, parsed: Content) -> Iterator[list[str]]:
-    """Yield the rows that are not empty. A row that cannot be read is noted."""
+def _rows(reader: Any, parsed: Content) -> Iterator[dict[int, str]]:
+    """Yield the values of each row by column. A row that cannot be read is noted."""
     while True:
         start = reader.line_num + 1
         try:
-            row = [value.strip() for value in next(reader)]
+            yield {column: text for column, value in enumerate(next(reader)) if (text := value.strip())}
         except StopIteration:
             return
         except csv.Error as error:  # a field is too long, mostly because of a quote that is not closed
             parsed.note(f"skipped: the row cannot be read ({error}): check its quotes", start)
-            continue
-        if any(row):
-            yield row
 
 
-def _records(header: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
-    """Yield each row that is not empty as lines `column: value`."""
-    for row in rows:
-        fields = zip_longest(header, row, fillvalue="")
-        if record := "\n".join(f"{name}: {value}" if name else value for name, value in fields if value):
-            yield record
+def _records(rows: Iterator[dict[int, str]]) -> Iterator[str]:
+    """Yield the titles above a table, then each row that is not empty as lines `column: value`."""
+    first = list(islice(rows, _SAMPLE))
+    at = _header(first)
+    yield from (" | ".join(dict.fromkeys(row.values())) for row in first[:at] if row)
+    names = dict(first[at]) if at < len(first) else {}
+    while at + 1 < len(first) and _is_grouped(names, first[at + 1]):  # such as years above quarters
+        at += 1
+        both = ((column, (names.get(column), first[at].get(column))) for column in sorted({*names, *first[at]}))
+        names = {column: " ".join(dict.fromkeys(filter(None, each))) for column, each in both}
+    has_rows = False
+    for row in chain(first[at + 1 :], rows):
+        if row:
+            has_rows = True
+            yield "\n".join(f"{names[column]}: {value}" if column in names else value for column, value in row.items())
+    if not has_rows and names:
+        yield " | ".join(names.values())
+
+
+def _header(rows: list[dict[int, str]]) -> int:
+    """Return the index of the row with the names of columns: titles above it have fewer values than the table."""
+    widths = [len(set(row.values())) for row in rows]  # a merged title is one value
+    filled = [index for index, width in enumerate(widths) if width]
+    if not (wide := [width for width in widths if width > 1]):
+        return filled[0] if filled else len(rows)
+    typical, left = median_high(wide), min(min(row) for row in rows if row)
+    full = next(index for index in filled if widths[index] >= typical)
+    for index in filled:
+        is_label = typical == 2 and min(rows[index]) > left  # rows have names, and their column has none
+        if is_label or index == full or (widths[index] * 2 > typical and all(widths[index:full])):
+            return index
+    return full
+
+
+def _is_grouped(names: dict[int, str], row: dict[int, str]) -> bool:
+    """Return whether names stand above several columns, whose own names are in the next row."""
+    is_wide = any(left + 1 == right and names[left] == names[right] for left, right in pairwise(names))
+    are_names = not any(re.fullmatch(r"[\d.,:/ %-]+", value) for value in row.values())
+    return is_wide and are_names and len(set(row.values())) >= 2
 
 
 def jsonl(content: bytes, parsed: Content, text_field: str) -> list[str]:

@@ -103,7 +103,9 @@ def pptx(slide: str, repeated: int = 1) -> bytes:
 
 
 def odt(body: str, before: str = "") -> bytes:
-    names = " ".join(f'xmlns:{name}="urn:oasis:names:tc:opendocument:xmlns:{name}:1.0"' for name in ("text", "table"))
+    names = " ".join(
+        f'xmlns:{name}="urn:oasis:names:tc:opendocument:xmlns:{name}:1.0"' for name in ("text", "table", "draw")
+    )
     content = f"{before}<document {names}>{body}</document>"
     return zipped({"mimetype": "application/vnd.oasis.opendocument.text", "content.xml": content})
 

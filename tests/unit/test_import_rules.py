@@ -77,7 +77,7 @@ ONLY_IN: dict[str, set[str]] = {
     "matplotlib": set(),
     "pypdf": {"retrieval/formats.py"},
     "lxml": {"retrieval/formats.py"},
-    "docx": {"retrieval/formats.py"},
+    "docx": set(),
     "openpyxl": {"retrieval/formats.py"},
     "charset_normalizer": {"retrieval/formats.py"},
     "fastapi": {"server"},

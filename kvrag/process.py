@@ -15,8 +15,9 @@ import ctypes
 import functools
 import os
 import sys
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
@@ -66,6 +67,7 @@ class Shared(Generic[T]):
 
 
 _SOFT = 1  # omp_pause_soft
+_CROWD_S = 1.0  # seconds over which the load is measured
 
 
 @contextmanager
@@ -105,6 +107,53 @@ def _release() -> Callable[[], object] | None:
             library = ctypes.CDLL(str(path), mode=no_load)
             return functools.partial(library.omp_pause_resource, _SOFT, library.omp_get_initial_device())
     return None
+
+
+def cpu() -> tuple[float, float, float]:
+    """Return the machine's CPU time so far, in ticks: in all, idle, and of this process; zeros except on Linux."""
+    try:
+        ticks = [int(word) for word in Path("/proc/stat").read_text().split(maxsplit=9)[1:9]]
+    except OSError:
+        return 0, 0, 0
+    return sum(ticks), sum(ticks[3:5]), time.process_time() * os.sysconf("SC_CLK_TCK")
+
+
+def shares(start: Sequence[float], stop: Sequence[float]) -> tuple[float, float]:
+    """Return the shares of the CPU that other processes took between two results of `cpu`, and that nobody took."""
+    total, idle, own = (after - before for before, after in zip(start, stop, strict=True))
+    return (total - idle - own) / max(total, 1), idle / max(total, 1)
+
+
+class Crowd:
+    """Notices that other processes take cores that this one's OpenMP threads need.
+
+    After every operation the threads wait for the slowest one. If that shares its core, a token takes 10 times as long
+    with two threads as with one.
+    """
+
+    def __init__(self) -> None:
+        """See `start`."""
+        self.start()
+
+    def start(self) -> None:
+        """Measure from now on."""
+        self._since, self._cpu, self._is_told = time.monotonic(), cpu(), False
+
+    def advice(self, threads: int) -> str:
+        """Return what to set if other processes left less than `threads` cores in the last seconds, but only once."""
+        if self._is_told or threads == 1 or time.monotonic() - self._since < _CROWD_S:
+            return ""
+        start, self._since, self._cpu = self._cpu, time.monotonic(), cpu()
+        cores = os.cpu_count() or 1
+        taken = shares(start, self._cpu)[0] * cores
+        free = max(1, round(cores - taken))
+        self._is_told = free < threads
+        wait = f"other processes use {taken:.1f} of {cores} cores, and torch's {threads} threads wait for each other"
+        return f"{wait}: OMP_NUM_THREADS={free} is faster while this lasts" if self._is_told else ""
+
+
+crowd = Crowd()  # since this was imported: loading torch and a model takes long enough to tell
+os.register_at_fork(after_in_child=crowd.start)  # processor time begins at 0 again
 
 
 @contextmanager

@@ -45,11 +45,12 @@ from benchmarks.settings import run_settings
 from kvrag.backend.hub import check_model
 from kvrag.backend.transformers import Model
 from kvrag.cli.common import DTYPES, at_least, existing_path, progress, require_extra, say
-from kvrag.cli.demo import busy_note, cpu
+from kvrag.cli.demo import busy_note
 from kvrag.config import DEFAULT_CONTEXT, BlendConfig, check_option
 from kvrag.control.agreement import wilson
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError, SettingError
+from kvrag.process import cpu
 
 _BOTH = ("right", "kept")
 _OF_QUESTIONS = ("questions", "docs", "k", "chunk_tokens")

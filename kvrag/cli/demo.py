@@ -8,7 +8,6 @@ import os
 import platform
 import statistics
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from kvrag.backend.hub import READER
 from kvrag.cli import warm
 from kvrag.cli.common import human_bytes, open_engine, open_index, progress, require_extra, say
+from kvrag.process import cpu, shares
 from kvrag.reader.samples import ARTICLES, ENCODED_ALONE, Sample
 from kvrag.types import Answer
 
@@ -102,31 +102,16 @@ def _ask_all(sample: Sample, ways: Ways, store: str, quiet: bool) -> tuple[dict[
     return warmed | {"dtype": str(engine.model.dtype).removeprefix("torch.")}, answers
 
 
-def cpu() -> tuple[float, float, float]:
-    """Return the machine's CPU time so far, in ticks: in all, idle, and of this process; zeros except on Linux."""
-    try:
-        ticks = [int(word) for word in Path("/proc/stat").read_text().split(maxsplit=9)[1:9]]
-    except OSError:
-        return 0, 0, 0
-    return sum(ticks), sum(ticks[3:5]), time.process_time() * os.sysconf("SC_CLK_TCK")
-
-
-def _others(start: Sequence[float], stop: Sequence[float]) -> tuple[float, float]:
-    """Return the shares of the CPU that other processes took between two results of `cpu`, and that nobody took."""
-    total, idle, own = (after - before for before, after in zip(start, stop, strict=True))
-    return (total - idle - own) / max(total, 1), idle / max(total, 1)
-
-
 def warn_if_busy(start: Sequence[float]) -> None:
     """Say so if other processes have taken much of the CPU since a result of `cpu`: measuring takes longer then."""
-    others, _ = _others(start, cpu())
+    others, _ = shares(start, cpu())
     if others > _BUSY:
         say(f"Machine busy: other processes take {others:.0%} of the CPU. This takes longer, and times may not compare")
 
 
 def busy_note(start: Sequence[float], stop: Sequence[float]) -> list[str]:
     """Return a note if other processes slowed this one down between two results of `cpu`, else nothing."""
-    others, idle = _others(start, stop)
+    others, idle = shares(start, stop)
     note = f"Machine busy: other processes took {others:.0%} of the CPU, so times may not compare"
     return [note] if others > _BUSY and idle < 0.25 else []
 

@@ -8,6 +8,7 @@ machines.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import platform
 import time
@@ -22,10 +23,13 @@ from kvrag.control.calibrate import Calibration
 from kvrag.control.cost import CostModel, Speed, Workload, blend_seconds, full_seconds
 from kvrag.control.counts import FIRST_TOKENS, AnswerCounts
 from kvrag.errors import SettingError, StoreError
+from kvrag.process import crowd
 from kvrag.reuse.request_state import RequestState, Trace
 from kvrag.reuse.select import selecting
 from kvrag.store import ChunkReader, KVStore
 from kvrag.store.values import tokens_of
+
+logger = logging.getLogger("kvrag")
 
 LEAST = 0.05
 """Ratio below which adaptive recompute does not begin."""
@@ -157,6 +161,7 @@ class Tuning:
         self._machine = f"{backend.fingerprint.digest} {platform.node()} {device} {torch.get_num_threads()} threads"
         self._costs, self.counts = CostModel(backend.hidden_size), AnswerCounts(store, backend.fingerprint.digest)
         self._speed_kept = time.monotonic()
+        self._look_for_crowd()
         with cost.recalling(store, cost.FILE):
             if (measured := cost.read(store.read_text(cost.FILE)).get(self._machine)) is not None:
                 self._costs.take(measured)
@@ -287,8 +292,13 @@ class Tuning:
             pairs: Number of pairs of a token and a key that it attends to.
             cpu: Processor time of the thread in these seconds.
         """
+        self._look_for_crowd()
         if not self._waited(seconds, cpu):
             self._costs.observe_pass("encode", tokens, pairs, seconds, passes)
+
+    def _look_for_crowd(self) -> None:
+        if self._backend.device.type == "cpu" and (advice := crowd.advice(torch.get_num_threads())):
+            logger.warning(advice)
 
     def _waited(self, seconds: float, cpu: float) -> bool:
         """Return whether a thread that computes waited for processors; one that uses a GPU waits for the GPU."""
@@ -300,6 +310,7 @@ class Tuning:
         Args:
             rows: Number of computed positions.
         """
+        self._look_for_crowd()
         pass_s = trace.own_seconds["blend"]  # without waiting for the store, and without layout
         if trace.is_contended or self._waited(pass_s, trace.cpu_seconds["blend"]):
             return

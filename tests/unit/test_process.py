@@ -268,3 +268,49 @@ def test_a_lock_handed_over_leaves_no_team(releases: list[int]) -> None:
             pass
     other.join()
     assert releases == [threading.get_ident()]
+
+
+# ---------------------------------------------------------------- other processes
+
+
+@pytest.mark.parametrize(
+    ("others", "own", "threads", "free"),
+    [
+        (1.0, 1.0, 2, 1),  # a busy core
+        (1.9, 0.1, 2, 1),
+        (0.3, 1.7, 2, None),  # nearly alone
+        (1.0, 1.0, 1, None),  # one thread waits for no other
+        (0.0, 2.0, 2, None),
+    ],
+)
+def test_what_other_processes_take_from_threads_is_noticed_once(
+    others: float, own: float, threads: int, free: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two cores, with 100 ticks a second each."""
+    now = 0.0
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    monkeypatch.setattr(process, "cpu", lambda: (200 * now, (2 - others - own) * 100 * now, own * 100 * now))
+    crowd = process.Crowd()
+    now = 0.9
+    assert crowd.advice(threads) == "", "too early to tell"
+    now = 6.0
+    said = crowd.advice(threads)
+    if free is None:
+        assert said == ""
+    else:
+        assert f"other processes use {others:.1f} of 2 cores" in said
+        assert f"OMP_NUM_THREADS={free} is faster" in said
+    now = 20.0
+    assert crowd.advice(threads) == ""
+
+
+def test_a_crowded_machine_is_logged(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process.Crowd, "advice", lambda self, threads: f"too many for {threads}")
+    engine.warm(["A text that is long enough to become a chunk of its own, in every way that counts here."])
+    assert "too many for 1" in caplog.text
+    caplog.clear()
+    engine.generate("Who?", max_new_tokens=2)
+    assert "too many for 1" in caplog.text

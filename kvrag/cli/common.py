@@ -323,7 +323,7 @@ def read_files(args: argparse.Namespace, title: str, problems: list[Problem]) ->
     for problem in problems:
         say(str(problem))
     if not num_read:
-        raise KvragError(f"no text: none of {len(paths)} files could be read")
+        raise KvragError(f"no text: none of {counted(len(paths), 'file')} could be read")
 
 
 def read_text(path: Path) -> str:
@@ -349,6 +349,19 @@ def read_questions(path: Path) -> list[str]:
 def say(message: str) -> None:
     """Print a line to stderr; stdout is reserved for results."""
     print(f"{_CLEAR if sys.stderr.isatty() else ''}{message}", file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Format a duration: 45 s, 12 min, 1 h 30 min."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def counted(number: int, noun: str) -> str:
+    """Format a number of things: 1 document, 2 documents."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def human_bytes(size: float) -> str:

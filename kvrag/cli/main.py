@@ -24,8 +24,8 @@ _COMMANDS = {  # modules of kvrag.cli, with their help
     "explain": "explain what was reused of a prompt, and why not more",
     "serve": "serve a model and a corpus with OpenAI's API",
     "calibrate": "find how much to recompute on your model and corpus",
-    "estimate": "estimate disk usage before you ingest",
-    "store": "show, check or clean up a store",
+    "estimate": "estimate disk usage and time before you ingest",
+    "store": "show, check or clean up stores",
     "verify": "test that blending is exact on your model",
 }
 _INTERRUPTED = 128 + signal.SIGINT

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvrag.cli.common import (
     add_engine_arguments,
     at_least,
+    counted,
     existing_store,
     human_bytes,
     open_engine,
@@ -118,7 +119,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 def _check(store: KVStore, args: argparse.Namespace) -> Result:
     with progress("checking", args.json) as report:
         result = store.check(report)
-    lines = [f"{result.sound} chunks are sound, {result.damaged} damaged"]
+    lines = [f"{counted(result.sound, 'sound chunk')}, {result.damaged} damaged"]
     if result.adopted:
         lines.append(f"{result.adopted} of the sound chunks were missing from the store's index and were added to it")
     if result.repaired:
@@ -135,13 +136,15 @@ def _budget(store: KVStore, args: argparse.Namespace) -> Result:
     evicted = store.set_budget(args.namespace, max_bytes)
     text = f"{args.namespace or '(default)'}: {'no budget' if max_bytes is None else human_bytes(max_bytes)}"
     if evicted:
-        text += f"\nevicted {evicted} chunks: prompts compute them, until there is room and their documents are warmed"
+        text += (
+            f"\nevicted {counted(evicted, 'chunk')}, which prompts compute until there is room and a document is warmed"
+        )
     return {"namespace": args.namespace, "max_bytes": max_bytes, "evicted": evicted}, text, True
 
 
 def _gc(store: KVStore, args: argparse.Namespace) -> Result:
     chunks, files = store.gc(7.0 if args.unused_days is None else args.unused_days)
-    return {"chunks": chunks, "files": files}, f"deleted {chunks} chunks, {files} files", True
+    return {"chunks": chunks, "files": files}, f"deleted {counted(chunks, 'chunk')}, {counted(files, 'file')}", True
 
 
 def _list(args: argparse.Namespace) -> Result:
@@ -156,7 +159,7 @@ def _list(args: argparse.Namespace) -> Result:
 
 
 def _row(store: Cached) -> tuple[str, ...]:
-    size, used = human_bytes(store.bytes), f"{store.unused_days:.0f} days ago"
+    size, used = human_bytes(store.bytes), f"{counted(round(store.unused_days), 'day')} ago"
     return store.model, store.dtype, store.codec, size, used, store.path.name
 
 
@@ -170,7 +173,7 @@ def _prune(args: argparse.Namespace) -> Result:
     gone = [store for store in stores if store not in in_use]
     lines = ["  ".join(_row(store)) + ": kept, a process uses it" * (store in in_use) for store in stores]
     size = human_bytes(sum(store.bytes for store in gone))
-    lines.append(f"{'deleted' if args.yes else 'to be deleted with --yes'}: {len(gone)} stores ({size})")
+    lines.append(f"{'deleted' if args.yes else 'to be deleted with --yes'}: {counted(len(gone), 'store')} ({size})")
     return {"deleted" if args.yes else "unused": [store.to_dict() for store in gone]}, "\n".join(lines), True
 
 

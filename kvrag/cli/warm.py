@@ -17,6 +17,7 @@ from kvrag.cli.common import (
     add_corpus_arguments,
     add_engine_arguments,
     at_least,
+    counted,
     human_bytes,
     open_engine,
     open_index,
@@ -96,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
         kept = str(error) or "encoded chunks are kept"
         raise KeyboardInterrupt(f"interrupted; {kept}: run the command again to resume") from None
     if result["skipped"]:
-        result["warnings"].append(f"{result['skipped']} chunks are too short: they can be retrieved but not reused")
+        short = counted(result["skipped"], "short chunk")
+        result["warnings"].append(f"{short} can be retrieved but not reused")
     gone, problems = result["gone"], result["problems"]
     result |= {"seconds": time.perf_counter() - started, "problems": [problem.to_dict() for problem in problems]}
     if args.json:
@@ -105,11 +107,12 @@ def run(args: argparse.Namespace) -> int:
         for warning in result["warnings"]:
             say(warning)
         if gone:
-            done = f"{result['dropped']} chunks were dropped" if args.prune else "pass --prune to drop them"
-            say(f"the files of {len(gone)} documents no longer exist ({_named(gone)}): {done}")
+            done = f"dropped {counted(result['dropped'], 'chunk')}" if args.prune else "pass --prune to drop them"
+            say(f"the files of {counted(len(gone), 'document')} no longer exist ({_named(gone)}): {done}")
         print(
-            f"{result['chunks']} chunks: {result['new']} new, {result['reused']} reused; {result['tokens']} tokens and "
-            f"{human_bytes(result['bytes'])} written in {result['seconds']:.1f} s"
+            f"{counted(result['chunks'], 'chunk')}: {result['new']} new, {result['reused']} reused; "
+            f"{counted(result['tokens'], 'token')} and {human_bytes(result['bytes'])} written "
+            f"in {result['seconds']:.1f} s"
         )
     unreadable = [problem.file for problem in problems if problem.is_unreadable]
     if unreadable:
@@ -128,9 +131,11 @@ def warm_here(args: argparse.Namespace) -> dict[str, Any]:
         new = _new_tokens(engine, chunks, args.namespace)
         needed = new * bytes_per_token(engine, args.chunk_tokens)
         need = (
-            f"{new} new tokens: needs {human_bytes(needed)} in {place}" if new else f"nothing new to encode for {place}"
+            f"{counted(new, 'new token')}: needs {human_bytes(needed)} in {place}"
+            if new
+            else f"nothing new to encode for {place}"
         )
-        say(f"{len(chunks)} documents, {need}")
+        say(f"{counted(len(chunks), 'document')}, {need}")
         store.check_room(needed)
 
         def add(name: str) -> int:
@@ -152,7 +157,7 @@ def warm_on_server(args: argparse.Namespace) -> dict[str, Any]:
         gone = find_gone(args.paths, lambda prefix: engine.documents(prefix, namespace=args.namespace))
         dropped = sum(engine.forget(name, namespace=args.namespace) for name in gone) if args.prune else 0
         chunks, _, problems = read_chunks(args, _tokenizer(args.tokenizer or engine.model_name, engine))
-        say(f"{len(chunks)} documents, for {engine.model_name} on {args.server}")
+        say(f"{counted(len(chunks), 'document')}, for {engine.model_name} on {args.server}")
         result = _encode(engine, chunks, args, problems) | {"gone": gone, "dropped": dropped, "problems": problems}
         return result | {"server": args.server, "model": engine.model_name}
 

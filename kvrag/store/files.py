@@ -135,8 +135,8 @@ class FileStore(KVStore):
             free = shutil.disk_usage(self.path).free
         if needed and free - needed < self.min_free_bytes:
             raise StoreFullError(
-                f"the disk of {self.path} has {free / 1e9:.1f} GB free; {needed / 1e9:.3f} GB are needed and "
-                f"{self.min_free_bytes / 1e9:.1f} GB must stay free: free space, or choose another folder"
+                f"the disk of {self.path} has {free / 2**30:.1f} GiB free; {needed / 2**30:.3f} GiB are needed and "
+                f"{self.min_free_bytes / 2**30:.1f} GiB must stay free: free space, or choose another folder"
             )
 
     def _limits(self) -> dict[str | None, int]:

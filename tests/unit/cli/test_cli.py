@@ -627,7 +627,7 @@ def test_warm_refuses_what_the_disk_cannot_hold(
     usage = shutil.disk_usage(tmp_path)._replace(free=(1 << 30) + 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     message = fails("warm", folder, "--store", tmp_path / "kv")
-    assert "has 1.1 GB free" in message
+    assert "has 1.0 GiB free" in message
     assert "must stay free" in message
     assert keys(tmp_path / "kv") == set()
 
@@ -843,6 +843,26 @@ def test_estimate_needs_no_weights_and_counts_a_corpus(tmp_path: Path, folder: P
     result = as_json("estimate", folder, "--model", tmp_path, "--dtype", "float32")
     assert result["tokens"] == tokens
     assert result["bytes_per_token"] == 2 * model.bytes_per_token
+
+
+def test_estimate_knows_how_long_warming_takes_once_this_machine_has_warmed(
+    folder: Path, tmp_path: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["estimate", "--tokens", "1000"]) == 0
+    assert "time to warm: not known before this machine's first `kvrag warm`" in capsys.readouterr().out
+    as_json("warm", CORPUS)
+    (store,) = (tmp_path / ".cache" / "kvrag").iterdir()
+    (kept,) = json.loads((store / "speed.json").read_text()).values()
+    _, tokens, _, seconds = map(sum, zip(*kept["passes"]["encode"], strict=True))
+    estimate = as_json("estimate", "--tokens", 100_000)
+    assert estimate["warm_tokens_per_s"] == pytest.approx(tokens / seconds)
+    assert estimate["warm_s"] == pytest.approx(130_000 * seconds / tokens)
+    assert as_json("estimate", "--dtype", "float32")["warm_tokens_per_s"] is None, "another dtype"
+    assert main(["estimate", "--tokens", "100000"]) == 0
+    assert re.search(r"time to warm: about .+, at [\d,]+ tokens/s", capsys.readouterr().out)
+    (store / "speed.json").write_text("[")
+    assert as_json("estimate")["warm_tokens_per_s"] is None
 
 
 def test_store_stats_and_gc(warmed: Path, as_json: Json) -> None:

@@ -1830,7 +1830,7 @@ def test_the_command_line_looks_into_a_store(tmp_path: Path, capsys: pytest.Capt
     content[len(content) // 8] ^= 1
     path.write_bytes(content)
     assert main(["store", "check", *folder]) == 1
-    assert "0 chunks are sound, 1 damaged" in capsys.readouterr().out
+    assert "0 sound chunks, 1 damaged" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- the RAM tier

@@ -115,7 +115,7 @@ def server(chunks: list[str]) -> None:
 
 def plugins() -> None:
     """Check that the command line finds the commands of other packages."""
-    assert [find("ray", name, "--ray").__module__ for name in ("warm", "serve")] == [
+    assert [find(name).__module__ for name in ("warm", "serve")] == [
         "ray_kvrag.warm",
         "ray_kvrag.serve",
     ]

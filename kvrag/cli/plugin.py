@@ -1,4 +1,4 @@
-"""Commands of packages that are installed apart, found by their entry points; `--ray` and its address."""
+"""`--ray`: its address, and the commands of ray-kvrag, found by their entry points."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ HERE = "here"
 ADDRESS = re.compile(r"(ray://)?(?P<host>[\w.-]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
 
 
-def find(group: str, name: str, needing: str) -> Any:
-    """Return what the package GROUP-kvrag has under this name in the group `kvrag.GROUP` of its entry points.
-
-    Raises:
-        KvragError: The package is not installed. `needing` is the option or command that needs it.
-    """
-    for entry_point in entry_points(group=f"kvrag.{group}", name=name):
+def find(name: str) -> Any:
+    """Return the command of ray-kvrag with this name; raises KvragError if the package is not installed."""
+    for entry_point in entry_points(group="kvrag.ray", name=name):
         return entry_point.load()
-    raise KvragError(f"{needing} needs {group}-kvrag: pip install {group}-kvrag")
+    raise KvragError("--ray needs ray-kvrag: pip install ray-kvrag")
 
 
 def add_ray_argument(parser: argparse._ActionsContainer, about: str) -> None:

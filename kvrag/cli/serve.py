@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
     require_extra("server")
     if args.ray is not None:
-        return int(find("ray", "serve", "--ray")(args))
+        return int(find("serve")(args))
     if args.replicas != (1, 1):
         raise SettingError("--replicas needs --ray")
     settings, config = read_settings(args), read_config(args)  # report mistakes before the slow imports

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
             result = warm_on_server(args)
         else:
             args.model = args.model or "reader"
-            result = (warm_here if args.ray is None else find("ray", "warm", "--ray"))(args)
+            result = (warm_here if args.ray is None else find("warm"))(args)
     except KeyboardInterrupt as error:
         kept = str(error) or "encoded chunks are kept"
         raise KeyboardInterrupt(f"interrupted; {kept}: run the command again to resume") from None

@@ -67,7 +67,7 @@ class Shared(Generic[T]):
 
 
 _SOFT = 1  # omp_pause_soft
-_CROWD_S = 1.0  # seconds over which the load is measured
+_CROWD_TICKS = 100  # over which the load of each core is measured: a second
 
 
 @contextmanager
@@ -124,36 +124,23 @@ def shares(start: Sequence[float], stop: Sequence[float]) -> tuple[float, float]
     return (total - idle - own) / max(total, 1), idle / max(total, 1)
 
 
-class Crowd:
-    """Notices that other processes take cores that this one's OpenMP threads need.
+_measured = [cpu()]  # when this was imported: loading torch and a model takes long enough to tell
 
-    After every operation the threads wait for the slowest one. If that shares its core, a token takes 10 times as long
-    with two threads as with one.
+
+def crowding(threads: int) -> str:
+    """Return what to set if other processes have left less than `threads` cores since the last call, but only once.
+
+    OpenMP's threads wait for the slowest of them after every operation. If that shares its core, a token takes 10 times
+    as long with two threads as with one.
     """
-
-    def __init__(self) -> None:
-        """See `start`."""
-        self.start()
-
-    def start(self) -> None:
-        """Measure from now on."""
-        self._since, self._cpu, self._is_told = time.monotonic(), cpu(), False
-
-    def advice(self, threads: int) -> str:
-        """Return what to set if other processes left less than `threads` cores in the last seconds, but only once."""
-        if self._is_told or threads == 1 or time.monotonic() - self._since < _CROWD_S:
-            return ""
-        start, self._since, self._cpu = self._cpu, time.monotonic(), cpu()
-        cores = os.cpu_count() or 1
-        taken = shares(start, self._cpu)[0] * cores
-        free = max(1, round(cores - taken))
-        self._is_told = free < threads
-        wait = f"other processes use {taken:.1f} of {cores} cores, and torch's {threads} threads wait for each other"
-        return f"{wait}: OMP_NUM_THREADS={free} is faster while this lasts" if self._is_told else ""
-
-
-crowd = Crowd()  # since this was imported: loading torch and a model takes long enough to tell
-os.register_at_fork(after_in_child=crowd.start)  # processor time begins at 0 again
+    now, cores = cpu(), os.cpu_count() or 1
+    if not _measured or now[0] - _measured[0][0] < cores * _CROWD_TICKS:
+        return ""
+    taken = cores * shares(_measured[0], now)[0]
+    free = max(1, round(cores - taken))
+    _measured[:] = [now] if free >= threads else []
+    wait = f"other processes use {taken:.1f} of {cores} cores, and torch's {threads} threads wait for each other"
+    return "" if _measured else f"{wait}: OMP_NUM_THREADS={free} is faster while this lasts"
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvrag.backend.hub import READER
 from kvrag.cli import warm
-from kvrag.cli.common import human_bytes, open_engine, open_index, progress, require_extra, say
+from kvrag.cli.common import human_bytes, open_engine, open_index, progress, require_extra
 from kvrag.process import cpu, shares
 from kvrag.reader.samples import ARTICLES, ENCODED_ALONE, Sample
 from kvrag.types import Answer
@@ -56,8 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the answers to two sets of questions, and the times and counts of the second one."""
     require_extra()
-    started = cpu()
-    warn_if_busy(started)
 
     def show(*lines: str) -> None:
         if not args.json:
@@ -100,13 +98,6 @@ def _ask_all(sample: Sample, ways: Ways, store: str, quiet: bool) -> tuple[dict[
                     answers.append(DemoAnswer(question, expected, way, text, text == expected, *numbers))
                 show(number, len(sample.questions))
     return warmed | {"dtype": str(engine.model.dtype).removeprefix("torch.")}, answers
-
-
-def warn_if_busy(start: Sequence[float]) -> None:
-    """Say so if other processes have taken much of the CPU since a result of `cpu`: measuring takes longer then."""
-    others, _ = shares(start, cpu())
-    if others > _BUSY:
-        say(f"Machine busy: other processes take {others:.0%} of the CPU. This takes longer, and times may not compare")
 
 
 def busy_note(start: Sequence[float], stop: Sequence[float]) -> list[str]:

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             raise SettingError("budget needs --gib N, or --gib none; `kvrag store stats` shows the budgets")
         with _open(args) as store:
             result, text, is_well = _ACTIONS[args.action](store, args)
-    print(json.dumps(result) if args.json else text)
+    print(json.dumps(result, default=str) if args.json else text)  # paths as texts
     return 0 if is_well else 1
 
 
@@ -155,7 +155,7 @@ def _list(args: argparse.Namespace) -> Result:
     rows += [_row(store) for store in found if not store.problem]
     lines = _table(rows) if len(rows) > 1 else [f"no stores under {default_folder()}"]
     lines += [f"{store.problem} ({human_bytes(store.bytes)})" for store in found if store.problem]
-    return {"stores": [store.to_dict() for store in found]}, "\n".join(lines), True
+    return {"stores": [asdict(store) for store in found]}, "\n".join(lines), True
 
 
 def _row(store: Cached) -> tuple[str, ...]:
@@ -174,7 +174,7 @@ def _prune(args: argparse.Namespace) -> Result:
     lines = ["  ".join(_row(store)) + ": kept, a process uses it" * (store in in_use) for store in stores]
     size = human_bytes(sum(store.bytes for store in gone))
     lines.append(f"{'deleted' if args.yes else 'to be deleted with --yes'}: {counted(len(gone), 'store')} ({size})")
-    return {"deleted" if args.yes else "unused": [store.to_dict() for store in gone]}, "\n".join(lines), True
+    return {"deleted" if args.yes else "unused": [asdict(store) for store in gone]}, "\n".join(lines), True
 
 
 _ACTIONS = {"stats": _stats, "check": _check, "gc": _gc, "budget": _budget}

@@ -23,7 +23,7 @@ from kvrag.control.calibrate import Calibration
 from kvrag.control.cost import CostModel, Speed, Workload, blend_seconds, full_seconds
 from kvrag.control.counts import FIRST_TOKENS, AnswerCounts
 from kvrag.errors import SettingError, StoreError
-from kvrag.process import crowd
+from kvrag.process import crowding
 from kvrag.reuse.request_state import RequestState, Trace
 from kvrag.reuse.select import selecting
 from kvrag.store import ChunkReader, KVStore
@@ -297,7 +297,7 @@ class Tuning:
             self._costs.observe_pass("encode", tokens, pairs, seconds, passes)
 
     def _look_for_crowd(self) -> None:
-        if self._backend.device.type == "cpu" and (advice := crowd.advice(torch.get_num_threads())):
+        if self._backend.device.type == "cpu" and (advice := crowding(torch.get_num_threads())):
             logger.warning(advice)
 
     def _waited(self, seconds: float, cpu: float) -> bool:

@@ -7,11 +7,9 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvrag.errors import StoreError
 from kvrag.store.base import MANIFEST
@@ -45,10 +43,6 @@ class Cached:
         """Return the days since the last use."""
         return (time.time() - self.used) / 86400
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return {**asdict(self), "path": str(self.path)}
-
 
 def default_folder() -> Path:
     """Return the folder of the default stores."""
@@ -63,25 +57,20 @@ def cached() -> list[Cached]:
 
 
 def _look_at(path: Path) -> Cached:
-    sizes = sum(state.st_size for state in _states(path, deep=True))
-    used = max((state.st_mtime for state in _states(path)), default=path.stat().st_mtime)
+    size, used = 0, path.stat().st_mtime
+    for parent, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                state = os.lstat(os.path.join(parent, name))
+                size += state.st_size
+                used = max(used, state.st_mtime)
     try:
         owner = read_owner(path) or read_owner(path / "local")
         if not owner or not (path / MANIFEST).is_file():
             raise StoreError(f"{path} is not a store")
     except StoreError as error:
-        return Cached(path, sizes, used, problem=str(error))
-    return Cached(path, sizes, used, json.loads(owner["model"]), json.loads(owner["dtype"]), codec_of(owner))
-
-
-def _states(path: Path, deep: bool = False) -> Iterator[os.stat_result]:
-    """Yield the states of the files in a folder; every use of a store changes one of those that are not `deep`."""
-    for parent, folders, names in os.walk(path):
-        if not deep:
-            folders.clear()
-        for name in names:
-            with suppress(FileNotFoundError):  # deleted meanwhile
-                yield os.lstat(os.path.join(parent, name))
+        return Cached(path, size, used, problem=str(error))
+    return Cached(path, size, used, json.loads(owner["model"]), json.loads(owner["dtype"]), codec_of(owner))
 
 
 def delete(store: Cached) -> bool:

@@ -287,28 +287,29 @@ def test_what_other_processes_take_from_threads_is_noticed_once(
     others: float, own: float, threads: int, free: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On two cores, with 100 ticks a second each."""
-    now = 0.0
+
+    def cpu(seconds: float) -> tuple[float, float, float]:
+        return 200 * seconds, (2 - others - own) * 100 * seconds, own * 100 * seconds
+
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    monkeypatch.setattr(process, "cpu", lambda: (200 * now, (2 - others - own) * 100 * now, own * 100 * now))
-    crowd = process.Crowd()
-    now = 0.9
-    assert crowd.advice(threads) == "", "too early to tell"
-    now = 6.0
-    said = crowd.advice(threads)
+    monkeypatch.setattr(process, "_measured", [cpu(1.0)])
+    monkeypatch.setattr(process, "cpu", lambda: cpu(1.9))
+    assert process.crowding(threads) == "", "too early to tell"
+    monkeypatch.setattr(process, "cpu", lambda: cpu(3.0))
+    said = process.crowding(threads)
     if free is None:
         assert said == ""
     else:
         assert f"other processes use {others:.1f} of 2 cores" in said
         assert f"OMP_NUM_THREADS={free} is faster" in said
-    now = 20.0
-    assert crowd.advice(threads) == ""
+    monkeypatch.setattr(process, "cpu", lambda: cpu(20.0))
+    assert process.crowding(threads) == ""
 
 
 def test_a_crowded_machine_is_logged(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(process.Crowd, "advice", lambda self, threads: f"too many for {threads}")
+    monkeypatch.setattr("kvrag.control.tuning.crowding", lambda threads: f"too many for {threads}")
     engine.warm(["A text that is long enough to become a chunk of its own, in every way that counts here."])
     assert "too many for 1" in caplog.text
     caplog.clear()

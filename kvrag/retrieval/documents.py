@@ -13,19 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from kvrag.errors import KvragError, needing, out_of_memory, reason_of
-from kvrag.retrieval.formats import (
-    EXTRA,
-    MAX_BYTES,
-    READERS,
-    TooLongError,
-    UnreadableError,
-    as_text,
-    jsonl,
-    without_surrogates,
-)
+from kvrag.retrieval import formats
+from kvrag.retrieval.formats import EXTRA, READERS, TooLongError, UnreadableError, without_surrogates
 
 SUFFIXES = (".txt", ".md", *READERS, ".jsonl")
 _MAX_PROBLEMS = 100  # of a file that are listed
+_MAX_TEXT = 64 << 20  # characters or cells; repeated cells, column names and pages make a text longer than its file
 _WORD = 32  # characters of a word whose length in tokens is remembered
 
 
@@ -57,20 +50,35 @@ class Content:
 
     Attributes:
         pages: Offsets at which the pages of a PDF begin in its text; empty for other kinds.
+        lost: What is shown and not read, and how often.
     """
 
     file: str
     texts: list[str] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    lost: Counter[str] = field(default_factory=Counter, repr=False)
     _num_problems: int = 0
     _part: str = ""
+    _left: int = field(default=_MAX_TEXT, compare=False)
 
     def note(self, message: str, line: int | None = None) -> None:
         """Add a problem. Only the first 100 are listed."""
         self._num_problems += 1
         if self._num_problems <= _MAX_PROBLEMS:
             self.problems.append(Problem(self.file, f"{self._part}{message}", line))
+
+    def spend(self, number: int) -> None:
+        """Count characters or cells; raise an error once they are far more than the file's."""
+        self._left -= number
+        if self._left < 0:
+            raise TooLongError("its text is far larger than the file, by repeated cells, names or pages: split it")
+
+    def within(self, parts: Iterable[str]) -> Iterator[str]:
+        """Yield texts as long as together they are not far longer than the file."""
+        for part in parts:
+            self.spend(len(part))
+            yield part
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -164,13 +172,17 @@ def parse(name: str, kind: str, content: bytes, text_field: str = "text") -> Con
     Raises:
         KvragError: A package for its kind is not installed.
     """
-    parsed = Content(name)
+    parsed = Content(name, _left=_MAX_TEXT + 8 * len(content))
     try:
         kind = kind.lower()
         texts = (
-            jsonl(content, parsed, text_field) if kind == ".jsonl" else [READERS.get(kind, as_text)(content, parsed)]
+            formats.jsonl(content, parsed, text_field)
+            if kind == ".jsonl"
+            else [READERS.get(kind, formats.as_text)(content, parsed)]
         )
         parsed.texts = [without_surrogates(text) for text in texts if text.strip()]
+        for what, number in parsed.lost.items():
+            parsed.note(f"skipped: {number} {what}")
         if not parsed.texts and not any("skipped" in problem.message for problem in parsed.problems):
             raise UnreadableError("the file contains no text")
     except UnreadableError as error:
@@ -198,7 +210,7 @@ def read(path: Path, text_field: str = "text", parse: Callable[[str, str, bytes,
             content.note("skipped: it is not a regular file")
         elif content.file != str(path):
             content.note("skipped: its name is not valid in this locale's encoding: rename it, or set LC_ALL=C.UTF-8")
-        elif path.stat().st_size > MAX_BYTES:
+        elif path.stat().st_size > formats.MAX_BYTES:
             content.note("skipped: the file is larger than 1 GiB: split it")
         else:
             return parse(str(path), path.suffix, path.read_bytes(), text_field)

@@ -15,14 +15,14 @@ import re
 import unicodedata
 import zipfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import datetime
 from functools import partial
 from io import BytesIO, StringIO
 from itertools import accumulate, chain, islice, pairwise
 from statistics import median_high
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from kvrag.errors import needing
@@ -31,16 +31,13 @@ from kvrag.retrieval.markup import HTML, OFFICE, OPEN, PICTURES, Markup, Reader,
 if TYPE_CHECKING:
     from kvrag.retrieval.documents import Content
 
-Part = TypeVar("Part", bound=Sized)
-
 EXTRA = "kvrag[cli]"
 MAX_BYTES = 1 << 30  # splitting a text takes several times its size in memory
 _MAX_XML_BYTES = 64 << 20  # in an Office document: parsed XML takes about 20 times its size
-_MAX_TEXT = 64 << 20  # characters or cells; repeated cells, column names and pages make a text longer than its file
 _MAX_RATIO = 100  # of an archive: Office documents shrink to a tenth
 _SAMPLE = 200  # lines to guess an encoding or the header of a table from
 _MAX_NAMED = 20  # pages or cells
-_STRAY = 8  # a text has fewer NUL bytes than one in so many; UTF-16 of English has one in two
+_STRAY, _IN_UTF_16 = 0.2, 0.02  # shares of NULs: what a text may have, and what UTF-16 has at least
 _PLAUSIBLE = 1 << 16  # characters to check a guess with
 _CSV_SAMPLE = 1 << 16  # characters to guess a delimiter from
 
@@ -80,11 +77,8 @@ def as_text(content: bytes, parsed: Content, declared: str | None = None) -> str
     if kind := _kind_of(content):
         raise UnreadableError(kind)
     bom = next(filter(content.startswith, _BOMS), None)
-    is_clean = bool(bom) or b"\0" not in content
-    if not is_clean and content.count(0) * _STRAY < len(content):
-        content = content.replace(b"\0", b"")
     for encoding in [_BOMS[bom]] if bom else ["utf-8", *filter(None, [declared])]:
-        if (text := _decode_or_none(content, encoding)) is not None and (is_clean or _is_plausible(text)):
+        if (text := _decode_or_none(content, encoding)) is not None:
             return text
     for encoding in () if bom else _guesses(content):
         if (text := _decode_or_none(content, encoding)) is not None and _is_plausible(text):
@@ -104,12 +98,15 @@ def _decode_or_none(content: bytes, encoding: str) -> str | None:
         text = content.decode(encoding)
     except (UnicodeError, LookupError):
         return None
-    return None if "\0" in text else text
+    if not (num_nul := text.count("\0")):
+        return text
+    is_stray = num_nul < _STRAY * len(text) and encoding not in ("utf-16-le", "utf-16-be")  # these are guesses
+    return text if is_stray and _is_plausible(text := text.replace("\0", "")) else None
 
 
 def _guesses(content: bytes) -> Iterator[str]:
     """Yield likely encodings of text that is not UTF-8, the likeliest first."""
-    if b"\0" in content:
+    if content.count(0) > max(1, _IN_UTF_16 * len(content)):
         # in UTF-16, one half of every ASCII character is 0
         is_little = content[1::2].count(0) > content[::2].count(0)
         yield "utf-16-le" if is_little else "utf-16-be"
@@ -119,7 +116,7 @@ def _guesses(content: bytes) -> Iterator[str]:
     high = re.compile(rb"[\x80-\xff]")
     starts = ((line, first.start()) for line in BytesIO(content) if (first := high.search(line)))
     sample = b"".join(line[start : start + 4096] for line, start in islice(starts, _SAMPLE))
-    for match in from_bytes(sample, cp_isolation=list(_ENCODINGS), enable_fallback=False):
+    for match in from_bytes(sample.replace(b"\0", b""), cp_isolation=list(_ENCODINGS), enable_fallback=False):
         yield match.encoding
 
 
@@ -146,30 +143,6 @@ def _kind_of(content: bytes) -> str:
     return ""
 
 
-# ---------------------------------------------------------------- bounds
-
-
-def _spending(content: bytes) -> Callable[[int], None]:
-    """Return a function that counts characters or cells, and raises an error once they are far more than the file's."""
-    left = _MAX_TEXT + 8 * len(content)
-
-    def spend(number: int) -> None:
-        nonlocal left
-        left -= number
-        if left < 0:
-            raise TooLongError("its text is far larger than the file, by repeated cells, names or pages: split it")
-
-    return spend
-
-
-def _within(parts: Iterable[Part], content: bytes) -> Iterator[Part]:
-    """Yield texts as long as together they are not much longer than the file."""
-    spend = _spending(content)
-    for part in parts:
-        spend(len(part))
-        yield part
-
-
 # ---------------------------------------------------------------- documents of several parts
 
 
@@ -184,7 +157,7 @@ class _Archive:
         """
         with needing(EXTRA):
             from lxml import etree
-        self._etree, self.parsed, self.spend = etree, parsed, _spending(content)
+        self._etree, self.parsed = etree, parsed
         if content.startswith(_OLD_OFFICE):
             raise UnreadableError(_OLD)
         self._zip = zipfile.ZipFile(BytesIO(content))
@@ -196,7 +169,7 @@ class _Archive:
         if sum(sizes.values()) > min(MAX_BYTES, _MAX_XML_BYTES + _MAX_RATIO * len(content)) or xml > _MAX_XML_BYTES:
             raise UnreadableError("the document is larger than 64 MiB of text or 1 GiB when unpacked: split it")
         self._names = {name.casefold(): name for name in sizes}
-        self._read, self.lost = set[str](), Counter[str]()
+        self._read = set[str]()
 
     def __contains__(self, part: str) -> bool:
         return part.casefold() in self._names
@@ -225,7 +198,7 @@ class _Archive:
 
     def lines(self, part: str, markup: Markup, between: str = "\n", **options: Any) -> str:
         """Return the text of an XML part."""
-        return _text(self.root(part), Reader(markup, self.spend, self.lost, **options), between)
+        return _text(self.root(part), Reader(markup, self.parsed.spend, self.parsed.lost, **options), between)
 
     def related(self, part: str) -> dict[str, tuple[str, str]]:
         """Return the parts that a part of an Office document refers to, and their kinds, by the names it gives them."""
@@ -272,11 +245,6 @@ class _Archive:
             if its_kind in _BELONGING and kind != "slideMaster":
                 yield from self.office(target, its_kind)
 
-    def end(self) -> None:
-        """Note what was not read."""
-        for what, number in self.lost.items():
-            self.parsed.note(f"skipped: {number} {what}")
-
 
 _REFERRED = {"chart", "chartEx", "chartUserShapes", "diagramData", "header", "footer"}
 _NOTES = {"footnotes", "endnotes", "comments", "threadedComment"}
@@ -285,9 +253,7 @@ _BELONGING = {"notesSlide", "slideLayout", "slideMaster", "drawing"}
 
 def _docx(content: bytes, parsed: Content) -> str:
     archive = _Archive(content, parsed)
-    texts = list(archive.office(archive.main("word/document.xml"), "", between="\n\n"))
-    archive.end()
-    return "\n\n".join(filter(None, texts))
+    return "\n\n".join(filter(None, archive.office(archive.main("word/document.xml"), "", between="\n\n")))
 
 
 def _pptx(content: bytes, parsed: Content) -> str:
@@ -297,7 +263,6 @@ def _pptx(content: bytes, parsed: Content) -> str:
     named = archive.root(show).xpath("//*[local-name()='sldId']/@*[namespace-uri()]")
     for number, id in enumerate(dict.fromkeys(named), 1):
         texts += archive.office(slides.get(id, (id, ""))[0], "slide", f"slide {number}")
-    archive.end()
     return "\n\n".join(filter(None, texts))
 
 
@@ -315,7 +280,6 @@ def _odt(content: bytes, parsed: Content) -> str:
     if "styles.xml" in archive:  # headers and footers
         with parsed.part("styles.xml"):
             texts.append(archive.lines("styles.xml", OPEN))
-    archive.end()
     return "\n".join(filter(None, texts))
 
 
@@ -338,7 +302,7 @@ def _html(content: bytes, parsed: Content) -> str:
     text = as_text(content, parsed, named.group(1).decode() if named else None)
     parser = etree.HTMLParser(target=Target(etree.TreeBuilder()), huge_tree=True)
     parser.feed(f"<html>{text}")
-    return _text(parser.close(), Reader(HTML, _spending(content), Counter()))
+    return _text(parser.close(), Reader(HTML, parsed.spend, parsed.lost))
 
 
 def _text(root: Any, reader: Reader, between: str = "\n") -> str:
@@ -362,25 +326,33 @@ def _pdf(content: bytes, parsed: Content) -> str:
             text = ""
             with parsed.part(f"page {number}"):
                 text = "\n".join(filter(None, [page.extract_text(), *dict.fromkeys(_entries(page))]))
-                contents = None if text.strip() else page.get_contents()
-                if contents is not None and _PAINTS.search(contents.get_data()):
+                if not text.strip() and _is_drawn(page):
                     drawn.append(number)
             yield without_surrogates(text) + "\n\n"
 
-    pages = list(_within(texts(), content))
+    root: Any = reader.root_object
+    pages = list(parsed.within(texts()))
     if drawn and not any(page.strip() for page in pages):
         raise UnreadableError("the PDF has no text, only images: run OCR first, for example with ocrmypdf")
     if drawn:
-        parsed.note(f"skipped: {_listed('page', drawn)} without text, only images: run OCR first, such as ocrmypdf")
-    root = reader.root_object
+        parsed.note(f"skipped: {_listed('page', drawn)} without readable text: of images, run OCR first (ocrmypdf)")
+    if (missing := int(root["/Pages"].get("/Count", 0)) - len(pages)) > 0:
+        parsed.note(f"skipped: {missing} pages that are missing from the file")
     if "/EmbeddedFiles" in root.get("/Names", {}):
         parsed.note("skipped: the files attached to it")
-    if "/XFA" in (form := root.get("/AcroForm", {})) and not form.get("/Fields"):
-        parsed.note("skipped: its form, which only Adobe's programs show: print it to a PDF")
     parsed.pages = list(accumulate(map(len, pages[:-1]), initial=0))
     return "".join(pages).removesuffix("\n\n")
 
 
+def _is_drawn(page: Any) -> bool:
+    """Return whether a page has graphics, or contents that cannot be unpacked."""
+    contents, streams = page.get_contents(), page.get("/Contents", [])
+    if contents is not None and (drawn := contents.get_data()):
+        return bool(_PAINTS.search(drawn))
+    return any(len(each.get_object()._data) > _EMPTY for each in (streams if isinstance(streams, list) else [streams]))
+
+
+_EMPTY = 16  # bytes of a packed stream without content
 _PAINTS = re.compile(rb"(?:^|\s)(?:Do|EI|[fFBb]\*?|[Ss]|sh)(?=\s|$)")
 
 
@@ -432,9 +404,8 @@ def _xlsx(content: bytes, parsed: Content) -> str:
                 found = chain(_records(cells.rows(part)), archive.office(part, "worksheet"), cells.end())
                 for number, text in enumerate(filter(None, found)):
                     yield from (text,) if number else (name, text)
-        archive.end()
 
-    return "\n\n".join(_within(paragraphs(), content))
+    return "\n\n".join(parsed.within(paragraphs()))
 
 
 class _Cells:
@@ -479,7 +450,7 @@ class _Cells:
             covering = [each for each in covering if number <= each[2]]
             covering += [(left, right, bottom, cells.get(left, "")) for left, right, bottom in merges.pop(number, ())]
             for left, right, _, text in covering:
-                self._archive.spend(max(0, min(right, width) - left))
+                self._archive.parsed.spend(max(0, min(right, width) - left))
                 cells |= dict.fromkeys(range(left, min(right, width) + 1), text)
             yield from [{}] * (number > last + 1)
             yield {column: cells[column] for column in sorted(cells) if cells[column]}
@@ -534,7 +505,7 @@ def _csv(content: bytes, parsed: Content) -> str:
     reader = csv.reader(StringIO(text, newline=None), delimiter=named[1] if named else _delimiter(text))
     if named:
         next(reader)
-    return "\n\n".join(_within(_records(_rows(reader, parsed)), content))
+    return "\n\n".join(parsed.within(_records(_rows(reader, parsed))))
 
 
 _QUOTED = re.compile(r'(^|[,;\t|])"(?:[^"]|"")*+"(?=[,;\t|]|$)', re.MULTILINE)

@@ -77,7 +77,8 @@ def test_a_stray_nul_is_left_out(name: str, content: bytes, text: str) -> None:
     found = parse(name, Path(name).suffix, content)
     assert found.texts[0].startswith(text)
     assert "\0" not in found.texts[0]
-    assert parse("a.txt", ".txt", GERMAN.encode("cp1252") + b"\0").texts == [GERMAN]
+    for encoding in ("cp1252", "utf-8-sig", "utf-16"):
+        assert parse("a.txt", ".txt", f"{GERMAN}\0".encode(encoding)).texts == [GERMAN]
 
 
 def test_a_page_that_names_its_encoding_needs_no_guess() -> None:

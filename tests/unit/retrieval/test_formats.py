@@ -17,7 +17,7 @@ from kvrag.retrieval.documents import parse
 NOTED = {  # what a format's file has that is not read
     ".docx": {"skipped: 1 embedded documents"},
     ".pdf": {
-        "skipped: page 2 without text, only images: run OCR first, such as ocrmypdf",
+        "skipped: page 2 without readable text: of images, run OCR first (ocrmypdf)",
         "skipped: the files attached to it",
     },
 }
@@ -401,6 +401,25 @@ def test_a_broken_page_is_noted_and_the_others_are_read() -> None:
     assert found.pages == [0, 2]
     [problem] = found.problems
     assert problem.message.startswith("page 1: skipped: it is broken (")
+
+
+def test_pages_that_are_missing_or_damaged_are_noted() -> None:
+    page = "<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]/Resources<</Font<</F 5 0 R>>>>/Contents {} 0 R>>"
+    made = hostile.pdf(
+        "<</Type/Catalog/Pages 2 0 R>>",
+        "<</Type/Pages/Kids[3 0 R 4 0 R 99 0 R]/Count 3>>",
+        page.format(6),
+        page.format(7),
+        "<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+        b"<</Filter/FlateDecode/Length 300>>\nstream\n" + b"x" * 300 + b"\nendstream",
+        hostile.stream(b"BT /F 9 Tf (The rest.) Tj ET"),
+    )
+    found = parse("a.pdf", ".pdf", made)
+    assert "The rest." in found.texts[0]
+    assert [problem.message.partition(":")[2] for problem in found.problems] == [
+        " page 1 without readable text: of images, run OCR first (ocrmypdf)",
+        " 1 pages that are missing from the file",
+    ]
 
 
 def test_many_problems_are_counted() -> None:

@@ -196,8 +196,10 @@ def openai_usage(answers: Sequence[Answer], per_prompt: int) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": answered,
         "total_tokens": prompt + answered,
-        # chunks encoded for this answer were not cached
-        "prompt_tokens_details": {"cached_tokens": sum(row.reused_tokens - row.created_tokens for row in reports)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(row.reused_tokens - row.created_tokens for row in reports),
+            "cache_write_tokens": sum(row.created_tokens for row in reports),
+        },
         "completion_tokens_details": {"reasoning_tokens": sum(answer.reasoning_tokens for answer in answers)},
     }
 

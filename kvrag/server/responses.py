@@ -105,8 +105,6 @@ class ResponsesRequest(Common, Contextual):
         fields["max_completion_tokens"] = self.max_output_tokens
         if _LOGPROBS in (self.include or ()):
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
-        if isinstance(self.tool_choice, dict) and "name" in self.tool_choice:
-            fields["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice["name"]}}
         if self.tools:
             functions = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in self.tools]
             fields["tools"] = [{"type": "function", "function": function} for function in functions]
@@ -157,6 +155,15 @@ def _required(value: Any, place: str) -> Any:
     return value
 
 
+def _shown_choice(choice: Any) -> Any:
+    """Return a tool choice, which may have the form of a chat, in that of a response."""
+    if isinstance(choice, dict):
+        function = choice.get("function", choice)
+        choice = function.get("name") if isinstance(function, dict) else None
+    choice = "required" if choice == "any" else choice
+    return choice if choice in ("auto", "none", "required") else {"type": "function", "name": choice}
+
+
 def _text(content: str | list[TextPart], between: str = "") -> str:
     return content if isinstance(content, str) else between.join(part.text for part in content)
 
@@ -180,7 +187,7 @@ class ResponsesBuilder(Builder):
             "incomplete_details": None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
-            "metadata": request.metadata or {},
+            "metadata": {name: str(value) for name, value in (request.metadata or {}).items()},
             "model": request.model,
             "output": self._output,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
@@ -189,7 +196,7 @@ class ResponsesBuilder(Builder):
             "store": False,
             "temperature": request.temperature,
             "text": {"format": (request.text and request.text.format) or {"type": "text"}},
-            "tool_choice": request.tool_choice or "auto",
+            "tool_choice": _shown_choice(request.tool_choice or "auto"),
             "tools": [tool.model_dump() for tool in request.tools or ()],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": request.top_p,

@@ -7,6 +7,7 @@ grows by half. The kernel is torch's own, `aten::_weight_int8pack_mm`.
 
 from __future__ import annotations
 
+import logging
 from typing import Any, cast
 
 import torch
@@ -17,8 +18,11 @@ from torch.nn.functional import linear
 from kvrag.config import check_option
 from kvrag.errors import SettingError
 
+logger = logging.getLogger("kvrag")
+
 _MOST_ROWS = 8  # of a pass that reads the 8-bit weights; beyond, the matrix product takes longer than reading
 _MULTIPLE = 32  # of columns, for the kernel
+_FUSED = 0.02  # share of the weights in 3 dimensions; convolutions have less
 
 
 class Int8Linear(Linear):
@@ -65,4 +69,8 @@ def quantize(hf: Any, quantization: str | None) -> Any:
         quantised = cast(Int8Linear, layer)
         for name, value in zip(("steps", "sizes"), done[weight.data_ptr()], strict=True):
             quantised.register_buffer(name, value, persistent=False)
+    sizes_of = [(weight.ndim, weight.numel()) for weight in hf.parameters()]
+    share = sum(size for ndim, size in sizes_of if ndim == 3) / max(1, sum(size for _, size in sizes_of))
+    if share > _FUSED:
+        logger.warning("int8 leaves %.0f %% of the weights as they are: those of its fused experts", 100 * share)
     return hf

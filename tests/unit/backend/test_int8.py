@@ -62,6 +62,20 @@ def test_an_empty_row_and_other_widths_are_left_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "is_said"), [("mixtral", True), ("deepseek_v3", True), ("llama", False), ("lfm2", False)]
+)
+def test_experts_that_stay_as_they_are_are_said_in_one_line(
+    family: str, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf = quantize(build(family), "int8")
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == is_said
+    left = sum(weight.numel() for name, weight in hf.named_parameters() if "experts" in name and weight.ndim == 3)
+    share = 100 * left / sum(weight.numel() for weight in hf.parameters())
+    assert said == [f"int8 leaves {share:.0f} % of the weights as they are: those of its fused experts"] * is_said
+
+
+@pytest.mark.parametrize(
     "family", ["llama", "qwen2", "gemma3", "gpt_oss", "mixtral", "deepseek_v3", "cohere2", "lfm2", "qwen3_next"]
 )
 def test_families_pass_the_gate(family: str, tokenizer: Any) -> None:

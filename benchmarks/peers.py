@@ -63,8 +63,8 @@ def kvrag(folder: Path, chunks: Sequence[list[int]]) -> Answer:
         started = time.perf_counter()
         done = engine.generate(ids, max_new_tokens=most, temperature=0)
         taken = time.perf_counter() - started
-        if done.report.reused_tokens < 0.75 * len(ids):  # all but the question and what is between chunks
-            raise SystemExit(f"only {done.report.reused_tokens} of {len(ids)} tokens were reused")
+        if done.report.fresh_tokens > 0.25 * len(ids):  # all but the question and what is between chunks
+            raise SystemExit(f"{done.report.fresh_tokens} of {len(ids)} tokens were not stored")
         return Answered(taken, list(done.token_ids))
 
     return answer
@@ -169,7 +169,7 @@ def vllm(folder: Path, chunks: Sequence[list[int]], keep: bool = True, **more: A
         if "error" in blended:
             raise SystemExit(blended["error"])
         computed, prefix = len(ids) - output.num_cached_tokens, output.num_cached_tokens
-        if blended.get("reused_tokens"):  # else vLLM itself has answered
+        if blended.get("reused_tokens") or blended.get("recomputed_tokens"):  # else vLLM itself has answered
             computed = blended["fresh_tokens"] + blended["recomputed_tokens"]
             prefix = blended["conversation_tokens"]
         return Answered(seconds, list(output.outputs[0].token_ids), computed, prefix)

@@ -244,10 +244,9 @@ def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Poi
                         times["full"].append(full_s)
                         times[policy].append(blend_s)
             selects = selecting(BlendConfig(policy=policy), net.num_layers)
-            inexact = report.reused_tokens - len(report.runs[0])
-            request = Workload(
-                report.prompt_tokens, report.reused_tokens, inexact, report.reused_tokens * size, selects
-            )
+            stored = report.prompt_tokens - report.fresh_tokens
+            inexact = stored - len(report.runs[0])
+            request = Workload(report.prompt_tokens, stored, inexact, stored * size, selects)
             speed = replace(learned, load=min(limit or learned.load, learned.load))
             medians = {name: statistics.median(values) for name, values in times.items()}
             points.append(

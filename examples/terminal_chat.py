@@ -75,7 +75,7 @@ def chat(llm: ChatBlend, vectors: KVWarmVectorStore, instruction: str, top_k: in
         print(
             f"\n  from {', '.join(sorted({document.metadata['source'] for document in retrieved}))}\n"
             f"  {report['reused_tokens']} of {report['prompt_tokens']} prompt tokens reused, "
-            f"{report['recomputed_tokens']} of them recomputed, first token after {report['ttft_s'] * 1000:.0f} ms"
+            f"{report['recomputed_tokens']} recomputed, first token after {report['ttft_s'] * 1000:.0f} ms"
         )
 
 

@@ -103,7 +103,7 @@ def main(url: str, server: subprocess.Popen[bytes] | None = None) -> None:
         print("  sources:", ", ".join(sources))
         print(
             f"  {report['reused_tokens']} of {report['prompt_tokens']} prompt tokens reused, "
-            f"{report['recomputed_tokens']} of them recomputed"
+            f"{report['recomputed_tokens']} recomputed"
         )
         print(f"  first token after {blended_s * 1000:.0f} ms, without reuse after {full_s * 1000:.0f} ms")
 

@@ -37,6 +37,6 @@ answer = engine.generate(
 print(question, answer.text.strip())
 print(
     f"{answer.report.reused_tokens} of {answer.report.prompt_tokens} prompt tokens reused, "
-    f"{answer.report.recomputed_tokens} of them recomputed"
+    f"{answer.report.recomputed_tokens} recomputed"
 )
 engine.close()

@@ -135,15 +135,12 @@ class Answering:
 
     def _prefill_with_documents(self, request: RequestState, question: Question) -> None:
         """Prefill the request of a question, with its documents."""
-        created = self._warm(question.documents, request) if question.documents else {}
+        request.created = created = self._warm(question.documents, request) if question.documents else {}
         self.prefill(request)
         if created and request.is_forgotten:
             self.forgetting.free(self._ingestion.forget_requests({*created.values()}, question.namespace))
         if self.learner:
             self.learner.observe(question.prepared.prompt, request, request.report.runs)
-        new = [run for run in request.report.runs if run.key in created]
-        created_tokens = sum(int(request.reused[run.start : run.stop].sum()) for run in new)
-        request.report = replace(request.report, created_tokens=created_tokens)
 
     def warm_prefix(self, questions: Sequence[Question]) -> int:
         """Compute and keep the beginning that several prompts share; see `BlendEngine.warm_prefix`."""

@@ -86,13 +86,11 @@ class Pipeline:
 
 
 def _report(request: RequestState, plan: Plan, trace: Trace, notes: Sequence[str]) -> BlendReport:
-    num_tokens, reused = len(request.ids), int(request.reused.sum())
+    num_tokens = len(request.ids)
     times: dict[str, Any] = {f"{step}_s": seconds for step, seconds in trace.seconds.items()}
     return BlendReport(
         prompt_tokens=num_tokens,
-        reused_tokens=reused,
-        recomputed_tokens=len(request.selected),
-        fresh_tokens=num_tokens - reused,
+        **request.counts(),
         runs=tuple(request.stored),
         policy=plan.config.policy,
         ratio=plan.ratio,

@@ -70,8 +70,7 @@ def _attributes(answer: Answer) -> dict[str, Any]:
     return {
         "gen_ai.response.finish_reasons": ("tool_calls" if is_call else answer.finish_reason,),
         "gen_ai.usage.input_tokens": report.prompt_tokens,
-        # chunks encoded for this answer were not cached
-        "gen_ai.usage.cache_read.input_tokens": report.reused_tokens - report.created_tokens,
+        "gen_ai.usage.cache_read.input_tokens": report.reused_tokens,
         "gen_ai.usage.cache_creation.input_tokens": report.created_tokens,
         "gen_ai.usage.reasoning.output_tokens": answer.reasoning_tokens,
         "kvrag.policy": report.policy,

@@ -121,9 +121,9 @@ class BlendReport(_Report):
 
     Attributes:
         prompt_tokens: Length of the prompt.
-        reused_tokens: Those whose KV came from the store or from earlier prompts.
-        recomputed_tokens: Reused tokens that were recomputed on all layers, those of `completed` included.
-        fresh_tokens: Those without stored KV.
+        reused_tokens: Those whose KV was never computed for this answer.
+        recomputed_tokens: Those with stored KV that were computed all the same, those of `completed` included.
+        fresh_tokens: Those without stored KV, in the store or from earlier prompts.
         runs: Runs of stored chunks in the prompt.
         policy, ratio: As they were applied; the ratio is the one that an adaptive answer began with.
         match_s: To find the chunks.
@@ -137,9 +137,9 @@ class BlendReport(_Report):
         exact: The answer equals full prefill's by construction.
         notes: Remarks, such as chunks that could not be read.
         decision: The controller's choice and its reason; "" if it made none.
-        created_tokens: Reused tokens that were encoded for this answer (its `documents`).
-        conversation_tokens: Reused tokens at the start, from earlier prompts and answers that begin alike.
-        moved_tokens: Reused tokens from another place of an earlier prompt, whose history was edited.
+        created_tokens: Those with stored KV that was encoded for this answer (its `documents`).
+        conversation_tokens: Those at the start with KV from earlier prompts and answers that begin alike.
+        moved_tokens: Those with KV from another place of an earlier prompt, whose history was edited.
         load_stall_s: Time that the forward pass waited for chunks; part of `select_s` and `blend_s`.
         completed: How the rest was recomputed because the model was unsure of a token; None = it was not.
     """

@@ -107,7 +107,7 @@ MUTATIONS = [
     Mutation("conversation with a lower ratio", "memory/conversation.py", "self.config.ratio >= config.ratio",
              "self.config.ratio <= config.ratio", "memory/test_conversations.py"),
     Mutation("LangChain's usage", "../integrations/langchain-kvrag/langchain_kvrag/settings.py",
-             "cache_read=report.reused_tokens - report.created_tokens", "cache_read=report.reused_tokens",
+             "cache_read=report.reused_tokens", "cache_read=report.prompt_tokens - report.fresh_tokens",
              LANGCHAIN),
     Mutation("LlamaIndex's usage", "../integrations/llama-index-llms-kvrag/llama_index/llms/kvrag/base.py",
              '"completion_tokens": num_tokens', '"completion_tokens": report.prompt_tokens', LLAMA),

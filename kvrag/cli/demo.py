@@ -120,13 +120,13 @@ def _alone_lines(answers: Sequence[DemoAnswer]) -> list[str]:
     """Return a table of the questions that plain reuse answers wrong, and how they were picked."""
     blended = [answer for answer in answers if answer.way == "blending"]
     recomputed = sum(answer.recomputed_tokens for answer in blended)
-    reused = sum(answer.reused_tokens for answer in blended)
+    stored = recomputed + sum(answer.reused_tokens for answer in blended)
     return [
         "Why blend? Plain reuse is wrong here (x)",
         "",
         "Articles of a made-up world in chunks of a few sentences, each encoded alone.",
         'Most say "he" or "the town"; the name is in another chunk. Plain reuse cannot',
-        f"connect the two. Blending recomputed {recomputed} of {reused} tokens.",
+        f"connect the two. Blending recomputed {recomputed} of {stored} tokens.",
         "",
         *_rows(answers, WAYS_ALONE),
         _row("right", [f"{right} of {asked}" for right, asked in _counts(answers, WAYS_ALONE)]),

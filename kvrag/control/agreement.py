@@ -47,6 +47,7 @@ class Record:
         margins: By how many nats each is more likely than the next one.
         text: Their text up to the first that differs; of an own answer, all of it.
         kl: KL of the first token's distribution to full prefill's, in nats.
+        reused_tokens: Those with stored KV, recomputed or not.
         inexact_tokens: Reused tokens that may deviate from full prefill.
         ttft_s: Seconds from ids to the first token.
     """
@@ -106,7 +107,8 @@ def compare(
         else:
             text = model.tokenizer.decode([token for token in tokens[: same + 1] if token != END])
         report = prefilled.report
-        counts = report.prompt_tokens, report.reused_tokens, len(prefilled.inexact), report.recomputed_tokens
+        stored = report.prompt_tokens - report.fresh_tokens
+        counts = report.prompt_tokens, stored, len(prefilled.inexact), report.recomputed_tokens
         yield Record(tokens, margins, text, divergence(reference, prefilled.logits), *counts, ttft_s)
 
 

@@ -67,10 +67,12 @@ def explain(
     findings = list(prompt.recognised(min_run) if retrieved is None else map(prompt.judge, texts))
     documents = _documents(store, prompt.chunks, answered.namespace)
     findings = [replace(finding, documents=documents.get(finding.key, ())) for finding in findings]
-    findings.sort(key=lambda finding: finding.reason == "reused")
+    findings.sort(key=lambda finding: finding.reason == "stored")
     summary = list(summary_of(answered.report))
-    if _is_empty(store, answered.namespace) or not (findings or answered.report.reused_tokens):
+    if _is_empty(store, answered.namespace) or not (findings or prompt.has_stored):
         summary.append(_nothing(store, answered, prompt, min_run))
+    if answered.completion:
+        summary.append("this was the prefill alone: once the model is unsure of a token, an answer recomputes the rest")
     stretches = tuple(_stretches(tokenizer, answered, documents))
     return Explanation(tuple(summary), stretches, tuple(findings), answered.report)
 
@@ -95,7 +97,7 @@ def _nothing(store: KVStore, answered: RequestState, prompt: _Prompt, min_run: i
     longest = max((len(run) for runs in prompt.runs.values() for run in runs), default=0)
     if 0 < longest < min_run:
         return f"at most {longest} of its tokens in a row are in a warmed chunk, and {min_run} are needed"
-    part = "the rest of it is in no warmed chunk" if answered.report.reused_tokens else "it contains no warmed chunk"
+    part = "the rest of it is in no warmed chunk" if prompt.has_stored else "it contains no warmed chunk"
     return f"{part}: warm texts as they are pasted"
 
 
@@ -139,7 +141,7 @@ def _parts(prompt: int, report: BlendReport) -> Iterator[tuple[int, int, Kind, R
         if end < run.start:
             yield end, run.start, "fresh", None
         end = min(run.stop, prompt - 1)  # the last token is never reused
-        yield run.start, end, "reused", run
+        yield run.start, end, "stored", run
     yield end, prompt, "fresh", None
 
 
@@ -166,14 +168,17 @@ class _Prompt:
     Attributes:
         chunks: Token ids of the stored chunks of which the prompt has at least `GRAM` tokens in a row, by key.
         runs: The runs of each of them.
+        has_stored: KV of some of its tokens was found.
     """
 
     def __init__(self, tokenizer: Tokenizer, find: Find, answered: RequestState, min_run: int) -> None:
         self._tokenizer, self._find, self._report, self._min_run = tokenizer, find, answered.report, min_run
         self._ids: list[int] = answered.ids.tolist()
-        self._reused = np.zeros(len(self._ids), bool)
+        self._stored = np.zeros(len(self._ids), bool)
         for start, stop, kind, _ in _parts(len(self._ids), answered.report):
-            self._reused[start:stop] = kind != "fresh"
+            self._stored[start:stop] = kind != "fresh"
+        self.has_stored, self._reused = bool(self._stored.any()), self._stored.copy()
+        self._reused[answered.recomputed.numpy()] = False
         self.chunks: dict[str, Ids] = {}
         self.runs: dict[str, list[Run]] = {}
         for run, chunk in find(self._ids, GRAM):
@@ -185,7 +190,7 @@ class _Prompt:
 
         A chunk is recognised by a run of at least `least` tokens, or by a large share of its tokens.
         """
-        known = self._reused.copy()
+        known = self._stored.copy()
         for key, runs in self.runs.items():
             ids: list[int] = self.chunks[key].tolist()
             if max(map(len, runs)) >= least or sum(map(len, runs)) >= _RECOGNISED * len(ids):
@@ -207,26 +212,27 @@ class _Prompt:
             key: Its key, if it is a stored chunk of the prompt.
         """
         ids = self._tokenizer.encode(text) if ids is None else ids
-        stored = [] if key else self._find(ids, self._min_run)
-        for run, chunk in stored:
+        same = [] if key else self._find(ids, self._min_run)
+        for run, chunk in same:
             if len(run) == len(chunk) == len(ids):
                 key, self.chunks[run.key] = run.key, chunk
         size, runs = len(ids), match([Segment.of([Entry(1, "", "", np.asarray(ids, np.uint32))])], self._ids, GRAM)
-        found, reused, long = np.zeros((3, size), bool)  # by its tokens: a prompt may contain a text twice
+        found, stored, reused, long = np.zeros((4, size), bool)  # by its tokens: a prompt may contain a text twice
         for run in runs:
             place = slice(run.offset, run.offset + len(run))
             found[place] = True
+            stored[place] |= self._stored[run.start : run.stop]
             reused[place] |= self._reused[run.start : run.stop]
             long[place] |= len(run) >= self._min_run
-        missed = int((long & ~reused).sum())
+        num_stored, missed = int(stored.sum()), int((long & ~stored).sum())
         finding = Finding(text, size, int(reused.sum()), "never warmed", key=key)
         if size < self._min_run:
             detail = f"chunks under {self._min_run} tokens are computed with the rest of the prompt"
-        elif size - finding.reused <= _EDGES:
-            return replace(finding, reason="reused")
+        elif size - num_stored <= _EDGES:
+            return replace(finding, reason="stored")
         # a splitter may have divided it into several chunks
-        elif not key and sum(len(run) for run, _ in stored) < _STORED * size:
-            part = f"{finding.reused} of its tokens are in stored chunks" if finding.reused else "in no stored chunk"
+        elif not key and sum(len(run) for run, _ in same) < _STORED * size:
+            part = f"{num_stored} of its tokens are in stored chunks" if num_stored else "in no stored chunk"
             detail = f"{part}: {_AS_PASTED}"
         elif size - found.sum() > _EDGES or missed <= _EDGES:
             return replace(finding, reason="changed", detail=self._difference(ids, runs, int(found.sum())))

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from kvrag.types import BlendReport
 
-Kind = Literal["fresh", "reused", "conversation"]
+Kind = Literal["fresh", "stored", "conversation"]
 
-Reason = Literal["reused", "changed", "never warmed"]
+Reason = Literal["stored", "changed", "never warmed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Stretch:
     """A part of the prompt, positions `start` to `stop` (half-open).
 
     Attributes:
-        kind: "reused" = a run of a chunk, "conversation" = kept from the turn before, "fresh" = neither.
+        kind: "stored" = a run of a chunk, "conversation" = kept from the turn before, "fresh" = neither.
         pieces: Its text in order, as (text, was recomputed) pairs; `recomputed` counts its recomputed tokens.
         key, offset, documents: For a run: the chunk, the run's offset in it, and the documents that hold it.
     """
@@ -44,7 +44,7 @@ class Stretch:
         if self.kind == "fresh":
             return ""
         origin = "the conversation so far"
-        if self.kind == "reused":
+        if self.kind == "stored":
             origin = f"{_name(self.documents, self.key)} from token {self.offset}"
         return f"{origin}, {self.recomputed} recomputed" if self.recomputed else origin
 
@@ -54,8 +54,8 @@ class Finding:
     """Finding about a chunk, or about a text that may be one.
 
     Attributes:
-        tokens: Length of the text; `reused` of them were reused in this prompt.
-        reason: "reused" = all but a few tokens at its ends; "changed" = the prompt has it in part or not at all;
+        tokens: Length of the text; the KV of `reused` of them was not computed for this prompt.
+        reason: "stored" = all but a few tokens at its ends; "changed" = the prompt has it in part or not at all;
             "never warmed" = it could not be reused.
         detail: What differs, or why and the remedy, in a sentence; "" if there is nothing to do.
         key, documents: The stored chunk and the documents that hold it; "" and none if it is not one.
@@ -138,7 +138,7 @@ class Explanation:
             for stretch in self.stretches
         )
         legend = (
-            '<p><span class="reused">reused</span> <span class="reused"><mark>reused and recomputed</mark></span> '
+            '<p><span class="stored">reused</span> <span class="stored"><mark>stored, but recomputed</mark></span> '
             '<span class="conversation">kept from the conversation</span> <span class="fresh">fresh</span></p>'
         )
         return f'<div class="kvrag-explain"><style>{_STYLE}</style>{summary}{table}{legend}<pre>{prompt}</pre></div>'
@@ -146,21 +146,19 @@ class Explanation:
 
 def summary_of(report: BlendReport) -> Iterator[str]:
     """Yield what was reused of a prompt, how long it took, and the report's notes."""
-    prompt, computed = report.prompt_tokens, report.fresh_tokens + report.recomputed_tokens
-    kept = f"{report.conversation_tokens} of them from the conversation, " if report.conversation_tokens else ""
     yield (
-        f"{prompt} prompt tokens: {report.reused_tokens} reused ({kept}{report.recomputed_tokens} of them recomputed), "
-        f"{report.fresh_tokens} fresh; first token after {report.ttft_s * 1000:.0f} ms "
+        f"{report.prompt_tokens} prompt tokens: {report.reused_tokens} reused, {report.recomputed_tokens} stored but "
+        f"recomputed, {report.fresh_tokens} fresh; first token after {report.ttft_s * 1000:.0f} ms "
         f"({'at first ' if report.completed else ''}policy {report.policy}, ratio {report.ratio:.2f})"
     )
-    if prompt > 1.05 * computed:  # else 1.0x
-        yield f"{computed / prompt:.0%} of the tokens were computed: at most {prompt / computed:.1f}x faster"
+    if report.conversation_tokens:
+        yield f"the first {report.conversation_tokens} tokens were kept from the conversation"
     seconds = {"matching": report.match_s, "waiting for chunks": report.load_stall_s, "stitching": report.stitch_s}
     seconds |= {"selecting": report.select_s, "computing": report.blend_s}
     yield "milliseconds: " + ", ".join(f"{name} {value * 1000:.0f}" for name, value in seconds.items())
     if done := report.completed:
-        rest = f"{done.rows} tokens were computed in {done.seconds * 1000:.0f} ms first"
-        yield f"the model was unsure of token {done.token + 1}: {rest}, and from it on the answer is full prefill's"
+        rest = f"{done.rows} tokens were then computed in {done.seconds * 1000:.0f} ms"
+        yield f"the model was unsure after {done.token} tokens: {rest}, and the answer went on as full prefill's"
     if report.policy == "full":
         yield "full prefill was used: nothing but a conversation is reused, whatever is stored"
     yield from filter(None, [report.decision, *report.notes])
@@ -181,7 +179,7 @@ _STYLE = """
 .kvrag-explain { color: #1c2733; background: #fff; font: 14px/1.5 system-ui, sans-serif; padding: 1em; }
 .kvrag-explain td, .kvrag-explain th { text-align: left; vertical-align: top; padding: 0.2em 0.8em 0.2em 0; }
 .kvrag-explain pre { white-space: pre-wrap; overflow-wrap: anywhere; }
-.kvrag-explain .reused { background: #d3efd8; border-left: 2px solid #4a9a5b; }
+.kvrag-explain .stored { background: #d3efd8; border-left: 2px solid #4a9a5b; }
 .kvrag-explain .conversation { background: #dbe7fb; border-left: 2px solid #5b7fc0; }
 .kvrag-explain .fresh { background: #f2f2f2; }
 .kvrag-explain mark { background: #ffc46b; color: inherit; }

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,7 @@ class RequestState:
     Attributes:
         config: Settings as they were asked for.
         notes: For the report.
+        created: Keys of chunks that were encoded for this answer.
         conversations: Those that may be continued; None = earlier prompts are not reused.
         asked: Position where the chat template's generation prompt begins, which the next turn may lack; 0 = unknown.
         prefix: First positions, from a conversation.
@@ -72,6 +73,7 @@ class RequestState:
     config: BlendConfig = field(default_factory=BlendConfig)
     namespace: str = ""
     notes: Sequence[str] = ()
+    created: Collection[str] = ()
     # begun
     conversations: Conversations | None = None
     asked: int = 0
@@ -229,9 +231,25 @@ class RequestState:
 
     def note_completed(self) -> None:
         """Enter into `recomputed` and the report what was recomputed while the model was unsure."""
-        if self.completion is not None and self.completion.completed:
-            self.recomputed, completed = self.inexact, self.completion.completed
-            self.report = replace(self.report, recomputed_tokens=len(self.recomputed), completed=completed)
+        completed = self.completion and self.completion.completed
+        if completed and not self.report.completed:
+            rest = torch.arange(len(self.ids)) >= len(self.ids) + completed.token - completed.rows
+            self.recomputed = (self.reused & rest.index_fill(0, self.selected, True)).nonzero().squeeze(1)
+            decision = f"{self.report.decision}; then on doubt all the rest" if self.report.decision else ""
+            self.report = replace(self.report, **self.counts(), completed=completed, decision=decision)
+
+    def counts(self) -> dict[str, int]:
+        """Return the report's numbers of tokens by what was computed so far."""
+        created = torch.zeros_like(self.reused)
+        for run in self.stored:
+            created[run.start : run.stop] = run.key in self.created
+        created &= self.reused
+        return {
+            "reused_tokens": int((self.reused & ~created.index_fill(0, self.recomputed, True)).sum()),
+            "recomputed_tokens": len(self.recomputed),
+            "fresh_tokens": int((~self.reused).sum()),
+            "created_tokens": int(created.sum()),
+        }
 
     @contextmanager
     def kv_freed_at_end(self) -> Iterator[None]:
@@ -239,6 +257,7 @@ class RequestState:
         try:
             yield
         finally:
+            self.note_completed()  # the consumer may have left before
             for name in ("cache", "logits"):
                 self.__dict__.pop(name, None)
             self.prefix = self.completion = self.conversations = None
@@ -363,7 +382,8 @@ class Watch:
         kept = report.conversation_tokens  # such as the system prompt, and earlier turns
         if self._has_warned or report.policy == "full" or report.prompt_tokens - kept < _LONG:
             return
-        if report.reused_tokens - kept >= _LITTLE * (report.prompt_tokens - kept):
+        stored = report.prompt_tokens - report.fresh_tokens  # recomputed or not
+        if stored - kept >= _LITTLE * (report.prompt_tokens - kept):
             self._misses = 0
             return
         try:
@@ -376,9 +396,9 @@ class Watch:
                 return
             self._has_warned = True
         logger.warning(
-            "only %d of %d tokens of a prompt were reused: %s. Inspect the last prompt with `print(engine.explain())` "
+            "only %d of %d tokens of a prompt are stored: %s. Inspect the last prompt with `print(engine.explain())` "
             "or with `explain()` of the LLM class, and any other with `kvrag explain PROMPT`. (Logged once.)",
-            report.reused_tokens,
+            stored,
             report.prompt_tokens,
             reason,
         )

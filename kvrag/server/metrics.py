@@ -44,7 +44,7 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         if with_process:
             ProcessCollector(registry=registry)
-        prompt = "Prompt tokens by source: reused, reused and recomputed, or computed without stored KV"
+        prompt = "Prompt tokens: reused without being computed, recomputed although stored, or computed otherwise"
         self._prompt = Counter("kvrag_prompt_tokens", prompt, ["source"], registry=registry)
         self._generated = Counter("kvrag_generation_tokens", "Generated tokens", registry=registry)
         self._finished = Counter("kvrag_request_success", "Answers", ["finished_reason"], registry=registry)
@@ -77,12 +77,9 @@ class Metrics:
 
     def answered(self, report: BlendReport, finish_reason: str, seconds: float) -> None:
         """Count a complete answer."""
-        # chunks encoded for this answer were computed, even though they were then read from the store
-        reused = report.reused_tokens - report.created_tokens
-        recomputed = min(report.recomputed_tokens, reused)
-        self._prompt.labels("cached").inc(reused - recomputed)
-        self._prompt.labels("recomputed").inc(recomputed)
-        self._prompt.labels("computed").inc(report.prompt_tokens - reused)
+        self._prompt.labels("cached").inc(report.reused_tokens)
+        self._prompt.labels("recomputed").inc(report.recomputed_tokens)
+        self._prompt.labels("computed").inc(report.prompt_tokens - report.reused_tokens - report.recomputed_tokens)
         self._finished.labels(finish_reason).inc()
         self._whole.observe(seconds)
         self._prefill.observe(report.ttft_s)

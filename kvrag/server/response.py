@@ -170,7 +170,7 @@ class ResponseBuilder(Builder):
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": starts}
 
     def _usage(self) -> dict[str, Any]:
-        # the choices of one prompt follow each other, and the report of its first answer has the cached tokens
+        # the choices of one prompt follow each other
         answers = [choice.answer for _, choice in sorted(self._choices.items())]
         return openai_usage(answers, self._request.n)
 
@@ -189,15 +189,16 @@ class ResponseBuilder(Builder):
 
 
 def openai_usage(answers: Sequence[Answer], per_prompt: int) -> dict[str, Any]:
-    """Return OpenAI's usage. The prompt of `per_prompt` answers counts once."""
-    reports = [answer.report for answer in answers[::per_prompt]]
-    prompt, answered = sum(row.prompt_tokens for row in reports), sum(answer.num_tokens for answer in answers)
+    """Return OpenAI's usage. The prompt of `per_prompt` answers counts once, with what was computed for any of them."""
+    reports = [answer.report for answer in answers]
+    prompts = [reports[start : start + per_prompt] for start in range(0, len(reports), per_prompt)]
+    prompt, answered = sum(rows[0].prompt_tokens for rows in prompts), sum(answer.num_tokens for answer in answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": answered,
         "total_tokens": prompt + answered,
         "prompt_tokens_details": {
-            "cached_tokens": sum(row.reused_tokens - row.created_tokens for row in reports),
+            "cached_tokens": sum(min(row.reused_tokens for row in rows) for rows in prompts),
             "cache_write_tokens": sum(row.created_tokens for row in reports),
         },
         "completion_tokens_details": {"reasoning_tokens": sum(answer.reasoning_tokens for answer in answers)},

@@ -79,11 +79,11 @@ def test_a_completed_answer_is_full_prefills(
             assert report.completed.token == number
             assert report.exact == (number == 0)
             assert report.recomputed_tokens > 80
-            told = f"the model was unsure of token {number + 1}: {report.completed.rows} tokens were computed"
+            told = f"the model was unsure after {number} tokens: {report.completed.rows} tokens were then computed"
             explained = str(engine.explain())
             assert told in explained
             assert "(at first policy query, ratio " in explained
-            assert "at most 1.0x faster" not in explained
+            assert "faster" not in explained
             said = list(answer.token_ids)
             assert said == _by_full_prefill(model, ids, said[:number], 12)
 

@@ -72,9 +72,9 @@ def test_random_conversations_with_edits(history: str, endless: Model, hf: Any, 
                     prompt, namespace=namespace, ratio=ratio, max_new_tokens=rng.randrange(1, 5), temperature=0
                 )
                 report = answer.report
-                assert report.reused_tokens + report.fresh_tokens == len(prompt)
-                assert report.reused_tokens == report.conversation_tokens + report.moved_tokens
-                assert report.reused_tokens <= _known(prompt, seen[namespace]), "text of another namespace"
+                stored = report.conversation_tokens + report.moved_tokens
+                assert stored == report.reused_tokens + report.recomputed_tokens == len(prompt) - report.fresh_tokens
+                assert stored <= _known(prompt, seen[namespace]), "text of another namespace"
                 if ratio == 1.0:
                     assert report.exact
                     assert relative(done[-1].logits[0], plain_logits(hf, prompt)[-1]) <= 1e-4

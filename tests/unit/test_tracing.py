@@ -76,7 +76,7 @@ def test_an_answer_is_a_span_with_its_steps(engine: BlendEngine, endless: Any, s
         "kvrag.ratio": 0.2,
         "kvrag.recomputed_tokens": report.recomputed_tokens,
     }
-    assert report.reused_tokens > report.recomputed_tokens > 0
+    assert min(report.reused_tokens, report.recomputed_tokens) > 0
     for name in STEPS:
         outer = found["blend" if name in ("stitch", "select") else "chat tiny"]
         assert found[name].parent == outer.context
@@ -103,7 +103,7 @@ def test_text_documents_and_calls(engine: BlendEngine, spans: Spans) -> None:
     report = engine.generate("\n".join(CHUNKS), documents=CHUNKS, **PLAIN).report
     said = spans()["text_completion tiny"].attributes or {}
     assert said["gen_ai.usage.cache_creation.input_tokens"] == report.created_tokens > 0
-    assert said["gen_ai.usage.cache_read.input_tokens"] == report.reused_tokens - report.created_tokens == 0
+    assert said["gen_ai.usage.cache_read.input_tokens"] == report.reused_tokens == 0
     tool: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
     assert engine.generate(PROMPT, tools=[tool], tool_choice="required", max_new_tokens=64).tool_calls
     assert (spans()["chat tiny"].attributes or {})["gen_ai.response.finish_reasons"] == ("tool_calls",)

@@ -83,9 +83,7 @@ def usage(answer: Answer) -> UsageMetadata:
         input_tokens=report.prompt_tokens,
         output_tokens=answer.num_tokens,
         total_tokens=report.prompt_tokens + answer.num_tokens,
-        input_token_details=InputTokenDetails(
-            cache_read=report.reused_tokens - report.created_tokens, cache_creation=report.created_tokens
-        ),
+        input_token_details=InputTokenDetails(cache_read=report.reused_tokens, cache_creation=report.created_tokens),
     )
     if answer.reasoning_tokens:
         counted["output_token_details"] = OutputTokenDetails(reasoning=answer.reasoning_tokens)

@@ -63,8 +63,7 @@ def test_a_prefix_of_a_chunk_that_was_encoded_under_other_frequencies_is_not_exa
     with started(model, tmp_path, max_model_len=2048) as engine:
         done = engine.ask(ids, ratio=1.0, policy="query")
         assert done.report is not None
-        assert done.report["reused_tokens"] == 60
-        assert done.report["recomputed_tokens"] == 60
+        assert (done.report["reused_tokens"], done.report["recomputed_tokens"]) == (0, 60)
         assert distance(done.logprobs, engine.full(ids).logprobs) < NEAR
 
 
@@ -78,7 +77,7 @@ def test_at_ratio_1_it_is_full_prefill(both: Both) -> None:
     for policy in ("query", "hkvd"):
         done = both.vllm.ask(prompt_of(*ORDER), 8, policy=policy, ratio=1.0)
         assert done.report is not None
-        assert done.report["reused_tokens"] > 150
+        assert done.report["reused_tokens"] + done.report["recomputed_tokens"] > 150
         assert done.report["exact"]
         assert distance(done.logprobs, full.logprobs) < NEAR
         assert done.tokens == full.tokens
@@ -110,7 +109,7 @@ def test_it_is_what_kvrags_own_engine_gives(both: Both, policy: str, prefilled: 
     done = both.vllm.ask(prompt_of(*ORDER), policy=policy, ratio=ratio)
     wanted = blended(both.kvrag, done.ids, ratio, policy)
     assert done.report is not None
-    assert done.report["reused_tokens"] == wanted.report.reused_tokens > 150
+    assert done.report["reused_tokens"] == wanted.report.reused_tokens > 100
     assert done.report["recomputed_tokens"] == wanted.report.recomputed_tokens
     if done.report["conversation_tokens"] == 0:
         assert torch.equal(prefilled[0].selected, wanted.selected)

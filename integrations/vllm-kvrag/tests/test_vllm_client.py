@@ -52,7 +52,7 @@ def test_an_answer_has_the_report(engine: RemoteEngine) -> None:
     assert len(report.runs) == 3
     assert report.prompt_tokens == engine.count_tokens(prompt)
     assert report.ratio == 0.5
-    assert report.recomputed_tokens == pytest.approx(report.reused_tokens / 2, abs=2)
+    assert report.recomputed_tokens == pytest.approx(report.reused_tokens, abs=3)
     assert not report.notes
 
 
@@ -62,7 +62,7 @@ def test_a_stream_has_the_report_too(engine: RemoteEngine) -> None:
     text, report = "".join(delta.text for delta in deltas), deltas[-1].report
     assert report is not None
     assert report.exact
-    assert report.recomputed_tokens == report.reused_tokens > 0
+    assert report.recomputed_tokens > report.reused_tokens == 0
     assert text == engine.generate(prompt, policy="full", max_new_tokens=6, temperature=0.0).text
     left = engine.stream(prompt, max_new_tokens=500)
     next(left)

@@ -53,7 +53,7 @@ def test_a_compiled_model(folder: Path, tmp_path: Path) -> None:
         full = engine.full(prompt, 4)
         done = engine.ask(prompt, 4, policy="query", ratio=1.0)
         assert done.report is not None
-        assert done.report["reused_tokens"] > 100
+        assert done.report["reused_tokens"] + done.report["recomputed_tokens"] > 100
         assert distance(done.logprobs, full.logprobs) < NEAR
         assert done.tokens == full.tokens
 

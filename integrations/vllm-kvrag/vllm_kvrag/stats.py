@@ -10,8 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 _COUNTERS = {
     "prompts": "Prompts that were blended.",
-    "tokens_reused": "Prompt tokens whose KV came from the store or from blended pages.",
-    "tokens_recomputed": "Reused tokens that were recomputed.",
+    "tokens_reused": "Prompt tokens whose KV was not computed for the answer.",
+    "tokens_recomputed": "Prompt tokens with KV in the store or in blended pages that were computed all the same.",
     "tokens_fresh": "Tokens of blended prompts without KV in the store or in blended pages.",
     "bytes_loaded": "Bytes read from the store.",
     "blend_seconds": "Seconds of blending, including waiting for other requests.",

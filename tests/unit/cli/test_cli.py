@@ -679,7 +679,7 @@ def test_the_answer_is_all_there_is_on_stdout(
     assert main(["ask", QUESTION, "--store", str(warmed), *CONTEXT, "--policy", "full"]) == 0
     captured = capsys.readouterr()
     assert captured.out == ANSWER + "\n"
-    assert "0 reused (0 of them recomputed)" in captured.err
+    assert "0 reused, 0 stored but recomputed" in captured.err
     assert "first token after" in captured.err
     assert "sources: corpus/ingla.txt" in captured.err
 
@@ -995,7 +995,7 @@ def test_the_demo_is_right_by_full_prefill_and_reports_the_rest(tmp_path: Path) 
     right = [(outcome["way"], outcome["correct"]) for outcome in result["alone"]]
     assert right == [("full prefill", True), ("plain reuse", False), ("blending", True)] * 5
     assert all(
-        0 < outcome["recomputed_tokens"] < 0.2 * outcome["reused_tokens"]
+        0 < outcome["recomputed_tokens"] < 0.25 * outcome["reused_tokens"]
         for outcome in result["alone"]
         if outcome["way"] == "blending"
     )

@@ -89,8 +89,8 @@ def test_at_ratio_1_the_next_turn_has_full_prefills_logits(policy: str, talk: Ta
         >= len(_ids(talk.engine, FIRST)) - talk.engine.model.tokenizer.generation_prompt_length()
     )
     assert [run.start >= report.conversation_tokens for run in report.runs] == [True, True]
-    assert report.reused_tokens == report.conversation_tokens + sum(map(len, report.runs))
-    assert report.reused_tokens + report.fresh_tokens == len(ids)
+    assert report.reused_tokens == report.conversation_tokens
+    assert report.reused_tokens + report.recomputed_tokens + report.fresh_tokens == len(ids)
     assert report.recomputed_tokens == sum(map(len, report.runs)), "KV of the conversation is not computed again"
 
 
@@ -335,7 +335,7 @@ def test_copying_a_conversation_is_not_measured_as_rotating(talk: Talk) -> None:
     meter.observe_stitch = lambda tokens, seconds: seen.append(tokens)  # type: ignore[method-assign]
     said = talk(FIRST, ratio=1.0)
     talk(_next(FIRST, said, CHUNKS[3]), ratio=1.0)
-    assert seen == [said.report.reused_tokens]
+    assert seen == [said.report.prompt_tokens - said.report.fresh_tokens]
 
 
 # ---------------------------------------------------------------- side by side
@@ -775,13 +775,13 @@ def test_behind_a_dropped_thought_the_history_is_blended(ratio: float, blending:
     report = blending(edited, ratio=ratio).report
     ids = _ids(blending.engine, edited)
     assert report.moved_tokens > 80
-    assert report.reused_tokens == report.conversation_tokens + report.moved_tokens + sum(map(len, report.runs))
-    assert report.reused_tokens + report.fresh_tokens == len(ids)
+    stored = report.conversation_tokens + report.moved_tokens + sum(map(len, report.runs))
+    assert stored == report.reused_tokens + report.recomputed_tokens == len(ids) - report.fresh_tokens
     assert report.fresh_tokens < 80, "about what is new"
     assert report.exact == (ratio == 1.0)
     if report.exact:
         assert relative(blending.logits, plain_logits(hf, ids)[-1]) <= 1e-5
-        assert report.recomputed_tokens == report.reused_tokens - report.conversation_tokens
+        assert report.reused_tokens == report.conversation_tokens
     follows = blending(_next(edited, "Nobody."), ratio=ratio).report
     assert follows.conversation_tokens > len(ids) - 5, "the edited conversation goes on like any other"
 

@@ -409,7 +409,7 @@ def _raw(report: BlendReport, num_tokens: int, thought_tokens: int, finish_reaso
         "prompt_tokens": report.prompt_tokens,
         "completion_tokens": num_tokens,
         "total_tokens": report.prompt_tokens + num_tokens,
-        "prompt_tokens_details": {"cached_tokens": report.reused_tokens - report.created_tokens},
+        "prompt_tokens_details": {"cached_tokens": report.reused_tokens},
     }
     if thought_tokens:
         usage["completion_tokens_details"] = {"reasoning_tokens": thought_tokens}

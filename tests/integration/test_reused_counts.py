@@ -1,0 +1,191 @@
+"""Reused are prompt tokens whose KV was never computed for an answer: in every report, usage, metric and line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blending import CHUNKS, messages
+from langchain_core.messages import AIMessageChunk
+from langchain_kvrag import ChatBlend
+from llama_index.core.llms import ChatMessage
+from llama_index.llms.kvrag import BlendLLM
+from openai import OpenAI
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from serving import NAME, Served, serving
+
+from kvrag import BlendConfig, BlendEngine, Model, RemoteEngine
+from kvrag.cli.question import print_answer
+from kvrag.reuse.blend import Completion
+from kvrag.types import join
+
+PROMPT = messages(
+    "What is known:", *(CHUNKS[number] for number in (2, 0, 3, 1))
+)  # no chunk is right after the preamble
+TEXT = PROMPT[0]["content"]
+OPTIONS: dict[str, Any] = {"temperature": 0, "max_new_tokens": 4}
+WIRE: dict[str, Any] = {"model": NAME, "temperature": 0}
+STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+
+Place = Callable[[BlendEngine, Served, Any], object]
+
+
+def _client(served: Served) -> OpenAI:
+    return OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+def _abandoned(engine: BlendEngine) -> int:
+    with closing(engine.stream(PROMPT, **OPTIONS)) as deltas:
+        for _ in range(3):
+            next(deltas)
+    return engine.explain().report.reused_tokens
+
+
+def _line(engine: BlendEngine, capture: Any) -> object:
+    answer = engine.generate(PROMPT, **OPTIONS)
+    print_answer([], answer.text, answer.report, argparse.Namespace(json=False))
+    [reused] = re.findall(r"(\d+) reused", capture.readouterr().err)
+    return int(reused)
+
+
+def _metric(engine: BlendEngine, served: Served, source: str) -> int:
+    served.ask(TEXT, max_tokens=4)
+    return int(served.metric(f'kvrag_prompt_tokens_total{{source="{source}"}}'))
+
+
+def _span(engine: BlendEngine, spans: InMemorySpanExporter) -> object:
+    engine.generate(PROMPT, **OPTIONS)
+    [chat] = [span for span in spans.get_finished_spans() if span.name.startswith("chat")]
+    return (chat.attributes or {})["gen_ai.usage.cache_read.input_tokens"]
+
+
+def _langchain(engine: BlendEngine, is_stream: bool) -> object:
+    llm = ChatBlend(engine=engine, temperature=0, max_tokens=4)
+    said: Any = sum(llm.stream(TEXT), start=AIMessageChunk("")) if is_stream else llm.invoke(TEXT)
+    return said.usage_metadata["input_token_details"]["cache_read"]
+
+
+def _llama_index(engine: BlendEngine, is_stream: bool) -> object:
+    llm, asked = BlendLLM(engine=engine, temperature=0, max_tokens=4), [ChatMessage(content=TEXT)]
+    said: Any = [*llm.stream_chat(asked)][-1] if is_stream else llm.chat(asked)
+    return said.raw["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def _chat(served: Served, **more: Any) -> Any:
+    said: Any = _client(served).chat.completions.create(messages=PROMPT, max_tokens=4, **WIRE, **more)  # type: ignore[arg-type]
+    return [*said][-1].usage if more else said.usage
+
+
+def _completion(served: Served, **more: Any) -> Any:
+    said: Any = _client(served).completions.create(prompt=TEXT, max_tokens=4, **WIRE, **more)
+    return [*said][-1].usage if more else said.usage
+
+
+def _response(served: Served, **more: Any) -> Any:
+    said: Any = _client(served).responses.create(input=TEXT, max_output_tokens=4, **WIRE, **more)
+    return [*said][-1].response.usage if more else said.usage
+
+
+PLACES: dict[str, Place] = {
+    "generate": lambda engine, served, test: engine.generate(PROMPT, **OPTIONS).report.reused_tokens,
+    "stream": lambda engine, served, test: join(engine.stream(PROMPT, **OPTIONS)).report.reused_tokens,
+    "an abandoned stream": lambda engine, served, test: _abandoned(engine),
+    "the command line": lambda engine, served, test: _line(engine, test.capture),
+    "a span": lambda engine, served, test: _span(engine, test.spans),
+    "LangChain": lambda engine, served, test: _langchain(engine, False),
+    "LangChain, streamed": lambda engine, served, test: _langchain(engine, True),
+    "LlamaIndex": lambda engine, served, test: _llama_index(engine, False),
+    "LlamaIndex, streamed": lambda engine, served, test: _llama_index(engine, True),
+    "a client": lambda engine, served, test: RemoteEngine(served.url).generate(PROMPT, **OPTIONS).report.reused_tokens,
+    "a report": lambda engine, served, test: served.ask(TEXT).json()["kvrag"]["reused_tokens"],
+    "a chat": lambda engine, served, test: _chat(served).prompt_tokens_details.cached_tokens,
+    "a streamed chat": lambda engine, served, test: _chat(served, **STREAM).prompt_tokens_details.cached_tokens,
+    "a completion": lambda engine, served, test: _completion(served).prompt_tokens_details.cached_tokens,
+    "a streamed completion": lambda engine, served, test: (
+        _completion(served, **STREAM).prompt_tokens_details.cached_tokens
+    ),
+    "a response": lambda engine, served, test: _response(served).input_tokens_details.cached_tokens,
+    "a streamed response": lambda engine, served, test: (
+        _response(served, stream=True).input_tokens_details.cached_tokens
+    ),
+    "a metric": lambda engine, served, test: _metric(engine, served, "cached"),
+}
+
+
+@pytest.fixture
+def answering(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[BlendEngine, Served]]:
+    """An engine that keeps no conversations, in a server."""
+    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
+    config = BlendConfig(margin=1e8, controller="off")
+    with BlendEngine(model, tmp_path, config, conversation_bytes=0) as engine, serving(engine) as served:
+        engine.warm(CHUNKS)
+        yield engine, served
+
+
+@pytest.fixture
+def test(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    spans, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    return argparse.Namespace(capture=capsys, spans=spans)
+
+
+@pytest.mark.parametrize("unsure_at", [None, 0, 2])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_recomputed_on_doubt_is_not_reused(
+    answering: Any, test: Any, place: str, unsure_at: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Completion, "is_unsure", lambda completion, token, margin: token == unsure_at)
+    reused = PLACES[place](*answering, test)
+    assert reused > 50 if unsure_at is None else reused == 0
+
+
+def test_each_token_is_counted_once(answering: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, served = answering
+    for number, unsure_at in enumerate((None, 0, 2), 1):
+        monkeypatch.setattr(Completion, "is_unsure", lambda completion, token, margin, at=unsure_at: token == at)
+        report = served.ask(TEXT, max_tokens=4).json()["kvrag"]
+        counts = [report[f"{name}_tokens"] for name in ("reused", "recomputed", "fresh")]
+        assert sum(counts) == report["prompt_tokens"]
+        sources = ("cached", "recomputed", "computed")
+        metrics = [served.metric(f'kvrag_prompt_tokens_total{{source="{name}"}}') for name in sources]
+        assert sum(metrics) == number * report["prompt_tokens"]
+
+
+def test_what_was_kept_of_the_conversation_is_not_reused_once_it_is_recomputed(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doubts: list[bool] = []
+    monkeypatch.setattr(Completion, "is_unsure", lambda completion, token, margin: bool(doubts))
+    with BlendEngine(model, tmp_path, BlendConfig(margin=1e8, controller="off")) as engine:
+        engine.warm(CHUNKS)
+        said = engine.generate(PROMPT, **OPTIONS).text
+        turn = [*PROMPT, {"role": "assistant", "content": said}, {"role": "user", "content": "Why?"}]
+        report = engine.generate(turn, **OPTIONS).report
+        assert report.reused_tokens == report.conversation_tokens > 100
+        doubts.append(True)
+        turn[-1] = {"role": "user", "content": "Who?"}
+        report = engine.generate(turn, **OPTIONS).report
+        assert report.completed is not None
+        assert report.conversation_tokens > 100
+        assert report.reused_tokens < 20, "what precedes the first chunk"
+        assert report.reused_tokens + report.recomputed_tokens + report.fresh_tokens == report.prompt_tokens
+
+
+def test_what_was_encoded_for_the_answer_is_not_reused(answering: Any) -> None:
+    engine, served = answering
+    new = "Dran Tolk lives in Marfield. He collects stamps and plays the flute. He owns a parrot and a horse."
+    body = {**WIRE, "messages": messages(new, CHUNKS[0]), "max_tokens": 4, "chunks": [new], "margin": 0}
+    said = served.http.post("/v1/chat/completions", json=body).json()
+    report, details = said["kvrag"], said["usage"]["prompt_tokens_details"]
+    assert report["created_tokens"] > 16
+    assert 0 < report["reused_tokens"] <= len(engine.model.tokenizer.encode(CHUNKS[0]))
+    assert details == {"cached_tokens": report["reused_tokens"], "cache_write_tokens": report["created_tokens"]}

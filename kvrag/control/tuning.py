@@ -218,7 +218,10 @@ class Tuning:
                 plan = replace(plan, config=_beginning(self._suited(config), START))
             most = self._workload(plan.config, request).most_to_begin_with
             if most < min(plan.ratio, LEAST):
-                reason = "full prefill: too little of the prompt is stored to gain, should the model be unsure"
+                stored = (request.kept + sum(map(len, request.runs))) / len(request.ids)
+                reason = (
+                    f"full prefill: {stored:.0%} is stored, and a recompute on doubt would cost more than that saves"
+                )
                 return replace(plan, config=replace(plan.config, policy="full", ratio=1.0), margin=0.0, reason=reason)
             plan = replace(plan, config=_beginning(self._suited(config), min(plan.ratio, most)))
         return self._decide(plan, request) if config.policy == DEFAULT_POLICY and not config.deterministic else plan

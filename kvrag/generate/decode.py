@@ -465,12 +465,12 @@ class Reply:
             if not self._has_begun:
                 self._has_begun = True
                 request.note_first_token(time.perf_counter() - started)
+            request.note_completed()  # at once: the consumer may leave
             self.tokens += delta.token_ids
             self._num_thought += delta.reasoning_tokens
             delta = self._parser.parse(delta) if self._parser else delta
             if delta.finish_reason:
                 self.is_ended = not delta.token_ids
-                request.note_completed()
                 request.report = replace(request.report, notes=(*request.report.notes, *self._notes(delta)))
                 delta = replace(delta, report=request.report)
             yield delta

@@ -257,7 +257,6 @@ class RequestState:
         try:
             yield
         finally:
-            self.note_completed()  # the consumer may have left before
             for name in ("cache", "logits"):
                 self.__dict__.pop(name, None)
             self.prefix = self.completion = self.conversations = None

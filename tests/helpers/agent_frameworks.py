@@ -167,7 +167,7 @@ class Tokens:
 
         kept, moved = total("conversation"), total("moved")
         computed = total("fresh") + total("recomputed")
-        return cls(total("prompt"), total("reused") - kept - moved, kept, moved, computed)
+        return cls(total("prompt"), total("prompt") - total("fresh") - kept - moved, kept, moved, computed)
 
 
 def converse(

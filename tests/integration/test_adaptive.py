@@ -116,7 +116,7 @@ def test_before_the_first_token_a_bounded_number_of_rows_is_computed(
         long = messages(*CHUNKS[:2], question="Who was born in Florton, and who owns a goat? " * 4)
         report = engine.generate(long, max_new_tokens=1, temperature=0, controller="auto").report
         assert (report.policy, report.completed) == ("full", None)
-        assert "too little of the prompt is stored" in report.decision
+        assert "% is stored, and a recompute on doubt would cost more" in report.decision
 
 
 def test_flat_logits_end_in_one_full_prefill(model: Model, tmp_path: Path) -> None:

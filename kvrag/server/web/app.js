@@ -219,6 +219,7 @@ async function ask(question) {
   $("welcome").hidden = true;
   const turn = fill("turn", { asked: question });
   $("turns").append(turn);
+  sessionStorage.setItem("kvrag-asked", question); // for a reload before the answer
   const said = { question, raced: $("race").checked, lanes: [] };
   let lane = addLane(turn);
   setBusy(new AbortController());
@@ -246,6 +247,7 @@ async function ask(question) {
     said.lanes.push(first);
     turns.push(said);
     keepTurns();
+    sessionStorage.removeItem("kvrag-asked");
     if (said.raced) {
       lane = addLane(turn, first);
       const onFirst = (seconds) => judge(turn, [first, { seconds }]);
@@ -260,6 +262,7 @@ async function ask(question) {
     lane.part("time").textContent = "";
     $("question").value ||= question;
   } finally {
+    sessionStorage.removeItem("kvrag-asked");
     setBusy(null);
     showChecks();
   }
@@ -376,39 +379,45 @@ async function answer(lane, body, onSources, onFirst, missing = 0) {
     clearInterval(clock);
     showTime();
   }
-  const total = `whole answer ${format((performance.now() - started) / 1000)}`;
+  const whole = (performance.now() - started) / 1000;
   const tokens = (name) => report[`${name}_tokens`].toLocaleString("en");
-  const share = Math.round((100 * report.recomputed_tokens) / Math.max(1, report.reused_tokens));
-  const computed = `${tokens("reused")} reused, ${tokens("recomputed")} of them recomputed (${share} %)`;
+  const share = Math.round((100 * report.reused_tokens) / Math.max(1, report.prompt_tokens));
   const why = body.policy ? "" : [report.decision, ...report.notes].filter(Boolean).join("; ");
-  const used = `${tokens("prompt")} prompt tokens: ${isFull(report) ? "all computed" : computed}`;
+  const computed = `${tokens("reused")} reused (${share} %), ${tokens("recomputed")} stored but recomputed`;
+  const isNew = isFull(report) && !report.conversation_tokens;
+  const used = `${tokens("prompt")} prompt tokens: ${isNew ? "all computed" : computed}`;
+  const isKept = report.conversation_tokens > report.prompt_tokens / 2;
+  const kept = report.conversation_tokens && `${tokens("conversation")} kept from the conversation`;
   const cut = end === "length" && "stopped at the token limit (--max-tokens)";
   const without = missing && `without ${count(missing, "document")} still to encode`;
   const { token } = report.completed ?? {};
-  const doubt = report.completed && `unsure of token ${token + 1}, so the rest was recomputed first`;
+  const doubt = report.completed && `unsure after ${count(token, "token")}, so the rest was recomputed first`;
   const [before, piece = ""] = [pieces.slice(0, token).join(""), pieces[token]];
   const isShown = piece.trim() && text.startsWith(before + piece); // not in a thought
   const marked = isShown && (before + piece.replace(piece.trim(), MARK) + text.slice((before + piece).length)).trim();
-  const detail = [used, doubt, without, why, cut].filter(Boolean).join("; ");
-  const result = { text: text.trim(), marked, thought, seconds, time: time(), total, detail, policy: report.policy };
+  const detail = [used, kept, doubt, without, why, cut].filter(Boolean).join("; ");
+  const shown = { text: text.trim(), marked, thought, time: time(), total: `whole answer ${format(whole)}`, detail };
+  const result = { ...shown, seconds, whole, isKept, policy: report.policy };
   showAnswer(lane, result);
   return result;
 }
 
 const format = (seconds) => (seconds < 1 ? `${Math.round(1000 * seconds)} ms` : `${seconds.toFixed(2)} s`);
 
-/** Compare the answers of a turn: the times once the second one begins, the texts once it is complete. */
+/** Compare the answers of a turn: the first tokens once the second one begins, all of them once it is complete. */
 function judge(turn, [first, second]) {
   if (!second || first.seconds === null || second.seconds === null) return;
-  const { seconds, text } = second;
-  const slow = Math.max(first.seconds, seconds);
+  const slow = Math.max(first.seconds, second.seconds);
   const bars = turn.querySelectorAll(".bar");
-  [first.seconds, seconds].forEach((time, number) => (bars[number].value = time / slow));
-  const times = slow / Math.min(first.seconds, seconds);
-  const winner = first.seconds < seconds === isFull(first) ? "Full prefill was" : isFull(first) ? "Blending was" : "First token";
-  const verdict = times < 1.05 ? "First tokens equally fast" : `${winner} ${times.toFixed(1)}x faster`;
-  const same = text === undefined ? "" : first.text === text ? ", the same answer" : ", the answers differ";
-  turn.querySelector(".verdict").textContent = verdict + same;
+  [first, second].forEach(({ seconds }, number) => (bars[number].value = seconds / slow));
+  const [ours, full] = isFull(first) ? [second, first] : [first, second];
+  const parts = [`${isFull(first) ? "Blended: first" : "First"} token ${format(ours.seconds)} instead of ${format(full.seconds)}`];
+  if (second.whole) {
+    parts.push(`whole answer ${format(ours.whole)} instead of ${format(full.whole)}`);
+    if (ours.isKept) parts.push("most of the prompt was kept from the conversation");
+    parts.push(first.text === second.text ? "the same answer" : "the answers differ");
+  }
+  turn.querySelector(".verdict").textContent = parts.join("; ");
 }
 
 /** Return the sources of an answer to show: those of its retrieved chunks, best first, that are most similar. */
@@ -483,7 +492,8 @@ function keep(name, property) {
 function listen() {
   keep("race", "checked");
   keep("recompute", "value");
-  $("new").addEventListener("click", () => sessionStorage.removeItem("kvrag-chat"));
+  $("new").addEventListener("click", () => ["kvrag-chat", "kvrag-asked"].forEach((name) => sessionStorage.removeItem(name)));
+  $("question").value ||= sessionStorage.getItem("kvrag-asked") ?? "";
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     if (busy) return busy.abort();

@@ -312,7 +312,7 @@ def test_documents_of_a_call_count_as_cache_creation_the_first_time(chat: ChatBl
     assert created > 60
     assert read > 16
     assert again["input_token_details"]["cache_creation"] == 0
-    assert again["input_token_details"]["cache_read"] >= created + read
+    assert again["input_token_details"]["cache_read"] > read + created / 2
 
 
 def test_an_engine_given_is_not_written_out(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ class RequestState:
             decision = f"{self.report.decision}; then on doubt all the rest" if self.report.decision else ""
             self.report = replace(self.report, **self.counts(), completed=completed, decision=decision)
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         """Return the report's numbers of tokens by what was computed so far."""
         created = torch.zeros_like(self.reused)
         for run in self.stored:

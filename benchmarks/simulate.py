@@ -244,7 +244,7 @@ def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Poi
                         times["full"].append(full_s)
                         times[policy].append(blend_s)
             selects = selecting(BlendConfig(policy=policy), net.num_layers)
-            stored = report.prompt_tokens - report.fresh_tokens
+            stored = report.stored_tokens
             inexact = stored - len(report.runs[0])
             request = Workload(report.prompt_tokens, stored, inexact, stored * size, selects)
             speed = replace(learned, load=min(limit or learned.load, learned.load))

@@ -168,6 +168,11 @@ class BlendReport(_Report):
     load_stall_s: float = 0.0
     completed: Completed | None = None
 
+    @property
+    def stored_tokens(self) -> int:
+        """Those with stored KV, recomputed or not."""
+        return self.prompt_tokens - self.fresh_tokens
+
     @classmethod
     def unblended(cls, prompt_tokens: int, cached_tokens: int, **known: Any) -> BlendReport:
         """Return the report of a prompt that another engine answered, with `cached_tokens` from its prefix cache."""

@@ -125,9 +125,8 @@ def settings_of_arm(arm: str, engine: BlendEngine, row: QuestionRow) -> dict[str
 def _measured(arm: str, answer: Answer, total_s: float, accepted: Sequence[str]) -> Measured:
     report = answer.report
     done = report.completed
-    stored = report.prompt_tokens - report.fresh_tokens
     # `recomputed_tokens` includes those that were recomputed later
-    rows = report.fresh_tokens + min(report.recomputed_tokens, round(report.ratio * stored))
+    rows = report.fresh_tokens + min(report.recomputed_tokens, round(report.ratio * report.stored_tokens))
     return Measured(
         arm=arm,
         text=answer.text,

@@ -209,7 +209,7 @@ def _measure(
                     started = time.perf_counter()
                     PrefixCache(net).generate(net.tokenizer.render(messages_of(chunks, question)))
                     times.append((ttft_s, time.perf_counter() - started))
-                sums["reused"] += answered.prompt_tokens - answered.fresh_tokens
+                sums["reused"] += answered.stored_tokens
                 sums["chunk tokens"] += sum(len(net.tokenizer.encode(chunk)) for chunk in chunks)
                 sums["computed"] += answered.fresh_tokens + answered.recomputed_tokens
                 sums["prompt tokens"] += answered.prompt_tokens

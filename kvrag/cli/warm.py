@@ -238,12 +238,13 @@ def _named(names: Sequence[str]) -> str:
 
 def _new_tokens(engine: BlendEngine, chunks: dict[str, list[str]], namespace: str) -> int:
     """Return the number of tokens to encode."""
-    from kvrag.store.values import text_key
+    from kvrag.ingest.ingest import Choosing
 
-    encoded = (ids for texts in chunks.values() for ids in map(engine.encode, texts))
-    lengths = {text_key(namespace, ids): len(ids) for ids in encoded if len(ids) >= engine.config.min_run}
-    stored = engine.store.look_up(list(lengths))
-    return sum(length for text, length in lengths.items() if not stored[text].variants)
+    choosing, new = Choosing(engine.model, engine.store, engine.config, engine.fingerprint), 0
+    for name, texts in chunks.items():
+        with suppress(ContextWindowError):  # the document will be skipped
+            new += choosing.new_tokens(texts, name, namespace)
+    return new
 
 
 def read_chunks(

@@ -107,8 +107,7 @@ def compare(
         else:
             text = model.tokenizer.decode([token for token in tokens[: same + 1] if token != END])
         report = prefilled.report
-        stored = report.prompt_tokens - report.fresh_tokens
-        counts = report.prompt_tokens, stored, len(prefilled.inexact), report.recomputed_tokens
+        counts = report.prompt_tokens, report.stored_tokens, len(prefilled.inexact), report.recomputed_tokens
         yield Record(tokens, margins, text, divergence(reference, prefilled.logits), *counts, ttft_s)
 
 

@@ -381,8 +381,7 @@ class Watch:
         kept = report.conversation_tokens  # such as the system prompt, and earlier turns
         if self._has_warned or report.policy == "full" or report.prompt_tokens - kept < _LONG:
             return
-        stored = report.prompt_tokens - report.fresh_tokens  # recomputed or not
-        if stored - kept >= _LITTLE * (report.prompt_tokens - kept):
+        if report.stored_tokens - kept >= _LITTLE * (report.prompt_tokens - kept):
             self._misses = 0
             return
         try:
@@ -397,7 +396,7 @@ class Watch:
         logger.warning(
             "only %d of %d tokens of a prompt are stored: %s. Inspect the last prompt with `print(engine.explain())` "
             "or with `explain()` of the LLM class, and any other with `kvrag explain PROMPT`. (Logged once.)",
-            stored,
+            report.stored_tokens,
             report.prompt_tokens,
             reason,
         )

@@ -102,8 +102,8 @@ for line in sys.stdin:
     done = blending.prepare(engine, ids, 1.0, "random")
     assert blending.relative(done.logits[0], full) <= 1e-5
     assert not done.report.notes, done.report.notes
-    assert done.report.reused_tokens >= reused
-    reused = done.report.reused_tokens
+    assert done.report.stored_tokens >= reused
+    reused = done.report.stored_tokens
     print(reused, flush=True)
 """
 )

@@ -72,7 +72,7 @@ def _compare(engine: BlendEngine, hf: Any, chunks: tuple[str, ...]) -> tuple[flo
         )
         for each in done
     ]
-    return relative(done[0].logits[0], full), done[1].report.reused_tokens / len(ids), kl[1], kl[2]
+    return relative(done[0].logits[0], full), done[1].report.stored_tokens / len(ids), kl[1], kl[2]
 
 
 def attempt(model_type: str) -> str:

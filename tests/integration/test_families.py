@@ -189,7 +189,7 @@ def _single_chunk_behind_its_preamble_is_exact(engine: BlendEngine, hf: Any) -> 
     assert len(ids) <= engine.model.stable_length
     assert report.exact
     assert report.recomputed_tokens == 0
-    assert report.reused_tokens == len(tokenizer.encode(CHUNKS[1]))
+    assert report.stored_tokens == len(tokenizer.encode(CHUNKS[1]))
     assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= TOLERANCE
 
 
@@ -243,7 +243,7 @@ def test_a_prefix_of_a_chunk_that_was_encoded_under_other_frequencies_is_not_exa
         engine.warm([long_chunk])
         ids = [*model.tokenizer.preamble, *ids[:50], *model.tokenizer.encode(" Who?")]
         done = prepare(engine, ids, 0.0, "none")
-        assert done.report.reused_tokens == 50
+        assert done.report.stored_tokens == 50
         assert not done.report.exact
         assert relative(done.logits[0], plain_logits(hf, ids)[-1]) > TOLERANCE
         assert relative(prepare(engine, ids, 1.0).logits[0], plain_logits(hf, ids)[-1]) <= TOLERANCE

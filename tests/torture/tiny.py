@@ -109,4 +109,4 @@ def check_answer(engine: BlendEngine, messages: list[dict[str, str]], **options:
     """Raise AssertionError unless the engine's answer equals the model's; return the number of reused tokens."""
     made, wanted = answer(engine, messages, **options), expected(messages)
     assert made.token_ids == wanted, f"another answer than full prefill's: {made.token_ids} instead of {wanted}"
-    return made.report.reused_tokens
+    return made.report.stored_tokens

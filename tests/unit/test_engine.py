@@ -67,7 +67,7 @@ def test_report_arithmetic(policy: str, ratio: float, chunks: tuple[int, ...], e
     assert report.reused_tokens + report.recomputed_tokens + report.fresh_tokens == report.prompt_tokens
     assert report.fresh_tokens >= 1
     if policy == "full":
-        assert (report.reused_tokens, report.runs, report.tier, report.exact) == (0, (), "", True)
+        assert (report.stored_tokens, report.runs, report.tier, report.exact) == (0, (), "", True)
         return
     assert report.reused_tokens + report.recomputed_tokens == sum(map(len, report.runs))
     assert len(report.runs) == len(chunks)
@@ -255,8 +255,7 @@ def test_odd_text_is_reused_and_blends_exactly(odd: str, engine: BlendEngine, hf
     ids = engine.model.tokenizer.render(prompt)
     done = prepare(engine, ids, 1.0, "query")
     assert len(done.report.runs) == 2
-    report = done.report
-    assert report.reused_tokens + report.recomputed_tokens >= len(engine.model.tokenizer.encode(odd)) - 2
+    assert done.report.stored_tokens >= len(engine.model.tokenizer.encode(odd)) - 2
     assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
     engine.generate(prompt, max_new_tokens=2)
 
@@ -571,7 +570,7 @@ def test_answers_stay_right_while_chunks_come_and_go(model: Model, hf: Any, tmp_
             for count in range(40):
                 done = prepare(engine, ids[count % 3], 1.0, "random")
                 assert relative(done.logits[0], full[count % 3]) <= 1e-5
-                reused += done.report.recomputed_tokens
+                reused += done.report.stored_tokens
         finally:
             stop.set()
             for thread in churning:
@@ -909,8 +908,7 @@ def test_a_model_in_bfloat16_stores_bfloat16(tokenizer: Any, tmp_path: Path) -> 
         report = engine.warm(CHUNKS)
         assert report.bytes < report.tokens * model.bytes_per_token * 1.5
         answer = engine.generate(PROMPT, max_new_tokens=3)
-        stored = answer.report.prompt_tokens - answer.report.fresh_tokens
-        assert answer.report.bytes_loaded == stored * model.bytes_per_token + sum(
+        assert answer.report.bytes_loaded == answer.report.stored_tokens * model.bytes_per_token + sum(
             (len(model.tokenizer.encode(chunk)) - len(run)) * model.bytes_per_token
             for chunk, run in zip(CHUNKS, answer.report.runs, strict=True)
         )
@@ -1060,7 +1058,7 @@ def test_namespaces_share_nothing(model: Model, tmp_path: Path) -> None:
         engine.warm(CHUNKS, document="a", namespace="one")
         for namespace in ("", "two", "one "):
             answer = engine.generate(PROMPT, namespace=namespace, max_new_tokens=1)
-            assert (answer.report.reused_tokens, answer.report.runs) == (0, ())
+            assert (answer.report.stored_tokens, answer.report.runs) == (0, ())
             assert engine.documents(namespace=namespace) == []
             assert engine.forget("a", namespace=namespace) == 0
             assert "stored" not in {chunk.reason for chunk in engine.explain(PROMPT, namespace=namespace).chunks}

@@ -87,7 +87,7 @@ def test_a_child_has_an_engine_of_its_own_on_the_same_model(used: BlendEngine, m
         with _opened(model, folder) as engine:
             new = engine.warm(CHUNKS).new
             answer = engine.generate(PROMPT, max_new_tokens=4, ratio=0.5, policy="first_k")
-            return answer.text, answer.report.reused_tokens, new
+            return answer.text, answer.report.stored_tokens, new
 
     expected = answer(tmp_path / "parent")
     assert expected[1] > 0

@@ -323,4 +323,4 @@ def test_memory_that_runs_out_while_chunks_are_stitched(cold: BlendEngine, monke
         patch.setattr(type(cold.model), "rotate", fail)
         with pytest.raises(OutOfMemoryError):
             cold.generate(PROMPT, policy="none", max_new_tokens=1)
-    assert cold.generate(PROMPT, policy="none", max_new_tokens=1).report.reused_tokens
+    assert cold.generate(PROMPT, policy="none", max_new_tokens=1).report.stored_tokens

@@ -534,6 +534,22 @@ def test_an_interrupted_ingestion_continues_where_it_stopped(
     assert f"interrupted; {stored} of {total} tokens are encoded and kept: run the command again to resume" in said
 
 
+def test_the_forecast_counts_chunks_whose_context_has_changed(
+    tmp_path: Path, as_json: Json, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paragraphs = [f"In the year {1900 + year} the mill of Grelville got {year} new wheels." for year in range(8)]
+    file, command = tmp_path / "mill.txt", ("warm", tmp_path / "mill.txt", "--store", tmp_path / "kv", *CUT)
+    file.write_text("\n\n".join(paragraphs))
+    as_json(*command)
+    file.write_text("\n\n".join(["In the year 1899 the mill burned down.", *paragraphs[1:]]))
+    capsys.readouterr()
+    assert main([*map(str, command)]) == 0
+    said = capsys.readouterr()
+    [(forecast, written)] = re.findall(r"(\d+) new tokens: [^;]*; (\d+) tokens and", said.err + said.out)
+    assert forecast == written
+    assert int(written) > 100
+
+
 def test_an_edited_file_drops_its_old_chunks(folder: Path, tmp_path: Path, as_json: Json) -> None:
     store = tmp_path / "kv"
     command = ("warm", folder, "--store", store, *CUT)

@@ -428,7 +428,7 @@ def test_the_warning_does_not_deny_the_chunk_that_was_reused(
     prompt = [*LONG[:4], CHUNKS[0], *LONG[4:]]
     for _ in range(2):
         report = answered(engine, *prompt).report
-        stored = report.prompt_tokens - report.fresh_tokens
+        stored = report.stored_tokens
         assert 0 < stored < 0.1 * report.prompt_tokens
     (warning,) = warnings()
     assert f"only {stored} of {report.prompt_tokens} tokens" in warning

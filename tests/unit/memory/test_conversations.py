@@ -279,7 +279,7 @@ def test_full_prefill_as_the_reference_ignores_conversations(policy: str, talk: 
     assert talk.kept == (policy != "full")
     prompt = _next(FIRST, said, CHUNKS[3])
     report = talk(prompt, policy="full").report
-    assert (report.conversation_tokens, report.reused_tokens) == (0, 0)
+    assert (report.conversation_tokens, report.stored_tokens) == (0, 0)
     ids = torch.tensor(_ids(talk.engine, prompt))
     assert torch.equal(talk.logits, full_prefill(talk.engine.model, ids, 600)[0][0])
 
@@ -335,7 +335,7 @@ def test_copying_a_conversation_is_not_measured_as_rotating(talk: Talk) -> None:
     meter.observe_stitch = lambda tokens, seconds: seen.append(tokens)  # type: ignore[method-assign]
     said = talk(FIRST, ratio=1.0)
     talk(_next(FIRST, said, CHUNKS[3]), ratio=1.0)
-    assert seen == [said.report.prompt_tokens - said.report.fresh_tokens]
+    assert seen == [said.report.stored_tokens]
 
 
 # ---------------------------------------------------------------- side by side
@@ -795,7 +795,7 @@ def test_without_blending_of_histories_what_follows_an_edit_is_computed(talk: Ta
 def test_the_history_of_other_namespaces_is_not_found(blending: Talk) -> None:
     prompt, thought = _talked(blending, ratio=0.3)
     report = blending(_edited(prompt, thought), ratio=0.3, namespace="other").report
-    assert (report.conversation_tokens, report.reused_tokens) == (0, 0)
+    assert (report.conversation_tokens, report.stored_tokens) == (0, 0)
 
 
 def test_a_forgotten_chunk_is_not_found_in_the_history(blending: Talk) -> None:
@@ -822,7 +822,7 @@ def test_full_prefill_reuses_no_history_behind_an_edit(blending: Talk, hf: Any) 
     prompt, thought = _talked(blending, ratio=0.3)
     edited = _edited(prompt, thought)
     report = blending(edited, policy="full").report
-    assert (report.reused_tokens, report.exact) == (0, True)
+    assert (report.stored_tokens, report.exact) == (0, True)
 
 
 def test_histories_can_be_blended_per_answer(talk: Talk) -> None:

@@ -197,7 +197,7 @@ def test_ratio_one_is_full_prefill(packing: BlendEngine, hf: Any) -> None:
     done = prepare(packing, ids, 1.0, "random")
     assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
     report = done.report
-    assert report.recomputed_tokens == report.reused_tokens > 0
+    assert report.recomputed_tokens == report.stored_tokens > report.reused_tokens == 0
     assert report.exact
     answer = packing.generate(messages(*CHUNKS), ratio=1.0, max_new_tokens=8, temperature=0)
     assert answer.token_ids == packing.generate(messages(*CHUNKS), policy="full", max_new_tokens=8).token_ids
@@ -224,7 +224,7 @@ def test_after_the_preamble_reuse_is_exact_with_the_native_codec_only(
     assert native.report.exact
     assert not packed.report.exact
     assert packed.report.recomputed_tokens == 0
-    assert len(packed.inexact) == packed.report.reused_tokens == native.report.reused_tokens
+    assert len(packed.inexact) == packed.report.stored_tokens == native.report.stored_tokens
     assert prepare(packing, ids, 1.0, "none").report.exact is False  # a policy that selects nothing
     done = prepare(packing, ids, 1.0, "first_k")
     assert done.report.exact

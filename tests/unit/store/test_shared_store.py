@@ -889,7 +889,7 @@ def test_a_failing_bucket_costs_only_time(
         with impatient(store, url, monkeypatch):
             answer = engine.generate(prompt, ratio=1.0, policy="random", max_new_tokens=8, temperature=0)
             assert answer.token_ids == full
-            assert answer.report.reused_tokens == 0
+            assert answer.report.stored_tokens == 0
             assert any("recomputed" in note for note in answer.report.notes)
             assert not any("damaged" in note for note in answer.report.notes)
             with pytest.raises(StoreError, match=r"cannot use s3://kvrag/faults-") as caught:
@@ -898,7 +898,7 @@ def test_a_failing_bucket_costs_only_time(
             assert len(str(caught.value)) < 250
         faults.mode = "pass"
         assert soon(lambda: engine.warm(CHUNKS, document="doc").chunks == 4 if store._pull() is None else False)
-        assert soon(lambda: engine.generate(prompt, ratio=1.0, max_new_tokens=1).report.reused_tokens > 80)
+        assert soon(lambda: engine.generate(prompt, ratio=1.0, max_new_tokens=1).report.stored_tokens > 80)
         assert store.check().damaged == 0
         assert store.stats().damaged == 0
 
@@ -926,7 +926,7 @@ def test_a_network_that_stalls_within_an_answer_costs_only_time(
         proxy.left = most
         with impatient(store, url, monkeypatch):
             answer = engine.generate(prompt, ratio=1.0, policy="random", max_new_tokens=8, temperature=0)
-            assert (answer.token_ids, answer.report.reused_tokens) == (full, 0)
+            assert (answer.token_ids, answer.report.stored_tokens) == (full, 0)
             calls: list[Callable[[], object]] = [
                 lambda: engine.warm(CHUNKS, document="doc"),
                 lambda: engine.forget("doc"),
@@ -1152,11 +1152,11 @@ def test_an_answer_is_the_same_on_every_machine(engines: list[BlendEngine]) -> N
     for tier in ("shared", "ram"):
         answer = two.generate(prompt, ratio=1.0, policy="random", max_new_tokens=8, temperature=0)
         assert answer.token_ids == full.token_ids
-        assert (answer.report.tier, answer.report.reused_tokens > 80) == (tier, True)
+        assert (answer.report.tier, answer.report.stored_tokens > 80) == (tier, True)
     none = two.generate(prompt, ratio=0.0, policy="none", max_new_tokens=8, temperature=0)
     assert none.token_ids == one.generate(prompt, ratio=0.0, policy="none", max_new_tokens=8, temperature=0).token_ids
     assert one.forget("doc") == len(CHUNKS)
-    assert soon(lambda: two.generate(prompt, max_new_tokens=1).report.reused_tokens == 0)
+    assert soon(lambda: two.generate(prompt, max_new_tokens=1).report.stored_tokens == 0)
     assert two.documents() == []
 
 
@@ -1203,7 +1203,7 @@ def test_prompts_are_answered_without_the_shared_store(
     monkeypatch.setattr(two.store._remote, "read", fail)  # type: ignore[attr-defined]
     answer = two.generate(prompt, ratio=1.0, policy="random", max_new_tokens=8, temperature=0)
     assert answer.token_ids == full
-    assert answer.report.reused_tokens == 0
+    assert answer.report.stored_tokens == 0
     assert any("recomputed" in note for note in answer.report.notes)
     with pytest.raises(StoreError, match="the network is down"):
         two.warm(["A text that was never seen before, long enough to become a chunk of its own."])

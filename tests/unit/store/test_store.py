@@ -483,7 +483,7 @@ def test_every_chunk_damaged_at_once(engine: BlendEngine, hf: Any) -> None:
         _damage(path, "flipped")
     done = prepare(engine, ids, 0.15, "query")
     assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
-    assert done.report.reused_tokens == 0
+    assert done.report.stored_tokens == 0
     assert done.report.exact
     assert engine.store.stats().damaged == 4
 
@@ -1956,7 +1956,7 @@ def test_chunks_in_frequent_use_come_from_the_device(
         monkeypatch.setattr("kvrag.store.values._unpack", lambda *_: unpacked.append("") or 1 / 0)
         assert torch.equal(prepare(engine, ids, 0.2, "query").logits, prompts[0].logits)  # its KV is kept unpacked
         engine.forget("d")
-        assert engine.generate(messages(*CHUNKS[:2]), max_new_tokens=1).report.reused_tokens == 0
+        assert engine.generate(messages(*CHUNKS[:2]), max_new_tokens=1).report.stored_tokens == 0
 
 
 def test_a_full_device_does_without_its_tier(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1989,7 +1989,7 @@ def test_a_forgotten_chunk_is_served_by_no_tier(engine: BlendEngine) -> None:
     assert engine.generate(prompt, max_new_tokens=1).report.tier == "ram"
     engine.forget("d")
     report = engine.generate(prompt, max_new_tokens=1).report
-    assert (report.tier, report.reused_tokens, report.bytes_loaded) == ("", 0, 0)
+    assert (report.tier, report.stored_tokens, report.bytes_loaded) == ("", 0, 0)
 
 
 def test_only_the_owner_can_read_a_new_store(tmp_path: Path) -> None:

@@ -241,9 +241,9 @@ def test_an_engine_gives_the_same_answers_with_and_without_it(opens: Open, model
         assert (warmed.new, engine.warm(CHUNKS, document="one").new) == (len(CHUNKS), 0)
         answer = engine.generate(prompt, ratio=1.0, policy="random", max_new_tokens=8, temperature=0)
         assert answer.token_ids == wanted.token_ids
-        assert answer.report.reused_tokens > 80
+        assert answer.report.stored_tokens > 80
         assert engine.forget("one") == len(CHUNKS)
-        assert engine.generate(prompt, ratio=1.0, max_new_tokens=1).report.reused_tokens == 0
+        assert engine.generate(prompt, ratio=1.0, max_new_tokens=1).report.stored_tokens == 0
 
 
 # ---------------------------------------------------------------- budgets

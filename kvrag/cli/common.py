@@ -25,6 +25,7 @@ from kvrag.retrieval import documents
 from kvrag.retrieval.documents import Content, Problem
 from kvrag.retrieval.sandbox import Sandbox
 from kvrag.types import BlendReport, Messages
+from kvrag.words import counted
 
 if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
@@ -357,17 +358,3 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
-
-
-def counted(number: int, noun: str) -> str:
-    """Format a number of things: 1 document, 2 documents."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def human_bytes(size: float) -> str:
-    """Format a size with about three digits: 28.0 KiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

@@ -16,10 +16,11 @@ from typing import Any
 
 from kvrag.backend.hub import READER
 from kvrag.cli import warm
-from kvrag.cli.common import human_bytes, open_engine, open_index, progress, require_extra
+from kvrag.cli.common import open_engine, open_index, progress, require_extra
 from kvrag.process import cpu, shares
 from kvrag.reader.samples import ARTICLES, ENCODED_ALONE, Sample
 from kvrag.types import Answer
+from kvrag.words import human_bytes
 
 Ways = Mapping[str, Mapping[str, Any]]
 

@@ -9,20 +9,11 @@ from contextlib import suppress
 
 from kvrag.backend.gguf import read_header
 from kvrag.backend.hub import check_model
-from kvrag.cli.common import (
-    DTYPES,
-    add_number,
-    add_setting,
-    at_least,
-    counted,
-    duration,
-    human_bytes,
-    read_files,
-    say_if_reader,
-)
+from kvrag.cli.common import DTYPES, add_number, add_setting, at_least, duration, read_files, say_if_reader
 from kvrag.config import CODECS
 from kvrag.errors import SettingError
 from kvrag.retrieval import documents
+from kvrag.words import counted, human_bytes
 
 _BANDWIDTHS = {  # bytes per second
     "network, 10 Gbit/s": 1.2e9,

@@ -36,6 +36,7 @@ from kvrag.errors import SettingError
 from kvrag.reader import samples
 from kvrag.retrieval import documents
 from kvrag.server.settings import ApiKey, ServerSettings
+from kvrag.words import counted
 
 if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
@@ -265,4 +266,5 @@ def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, stat
     shares = {share.namespace: share.documents for share in state.engine.store.stats().namespaces}
     if shares.get(args.namespace) and args.namespace not in settings.namespaces:
         name = args.namespace or "(default)"
-        say(f"no API key reads the {shares[args.namespace]} documents in the namespace {name}: pass a key without NAME")
+        documents = counted(shares[args.namespace], "document")
+        say(f"no API key reads the {documents} in the namespace {name}: pass a key without NAME")

@@ -10,16 +10,9 @@ from dataclasses import asdict
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from kvrag.cli.common import (
-    add_engine_arguments,
-    at_least,
-    counted,
-    existing_store,
-    human_bytes,
-    open_engine,
-    progress,
-)
+from kvrag.cli.common import add_engine_arguments, at_least, existing_store, open_engine, progress
 from kvrag.errors import SettingError
+from kvrag.words import counted, human_bytes
 
 if TYPE_CHECKING:
     from kvrag.store import KVStore

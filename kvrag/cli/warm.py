@@ -17,8 +17,6 @@ from kvrag.cli.common import (
     add_corpus_arguments,
     add_engine_arguments,
     at_least,
-    counted,
-    human_bytes,
     open_engine,
     open_index,
     progress,
@@ -31,6 +29,7 @@ from kvrag.client.connection import KEY_VARIABLE
 from kvrag.errors import ContextWindowError, KvragError, SettingError
 from kvrag.retrieval import documents
 from kvrag.retrieval.documents import Problem
+from kvrag.words import counted, human_bytes
 
 if TYPE_CHECKING:
     from kvrag.client import RemoteEngine

@@ -28,6 +28,7 @@ from kvrag.reuse.request_state import RequestState, Trace
 from kvrag.reuse.select import selecting
 from kvrag.store import ChunkReader, KVStore
 from kvrag.store.values import tokens_of
+from kvrag.words import human_bytes
 
 logger = logging.getLogger("kvrag")
 
@@ -105,7 +106,7 @@ def decide(speed: Speed | None, request: Workload, ratio: float, doubt: float = 
     full_s, blend_s = full_seconds(known, request.prompt, request.kept), blend_seconds(known, request, ratio)
     if speed and full_s + NOTICEABLE_S <= blend_s:
         load_s = request.bytes / speed.load
-        slow_load = f"loading alone takes {_seconds(load_s)} at {speed.load / 1e9:.3g} GB/s"
+        slow_load = f"loading alone takes {_seconds(load_s)} at {human_bytes(speed.load)}/s"
         cause = slow_load if load_s > full_s else "the context is short"
         reason = f"full prefill: predicted {_seconds(full_s)}, blending {_seconds(blend_s)}; {cause}"
         return Decision(True, 1.0, reason)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from kvrag.cli.common import human_bytes, open_engine, open_index, progress, say
+from kvrag.cli.common import open_engine, open_index, progress, say
 from kvrag.cli.plugin import ADDRESS, HERE
 from kvrag.cli.serve import add_arguments, build, read_config, read_settings
 from kvrag.cli.warm import TOTALS, bytes_per_token, drop, find_gone, read_chunks
@@ -18,3 +18,4 @@ from kvrag.server.run import bind
 from kvrag.server.settings import ServerSettings
 from kvrag.store import is_shared
 from kvrag.store.values import text_key
+from kvrag.words import counted, human_bytes

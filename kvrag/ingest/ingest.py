@@ -30,6 +30,7 @@ from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore
 from kvrag.store.base import Progress, no_progress
 from kvrag.store.values import chunk_key, pack, text_key
 from kvrag.types import WarmReport
+from kvrag.words import counted
 
 _PORTION_BYTES = 512 << 20  # chunks are encoded in portions of about this much KV, so that similar lengths share passes
 _PUT_BYTES, _PUT_S = 64 << 20, 5.0  # ... and stored after this much KV or this many seconds; a pass may take longer
@@ -350,7 +351,7 @@ class Ingestion(Choosing):
 def _warnings(skipped: int, min_run: int, missing: int) -> Iterator[str]:
     if skipped:
         yield (
-            f"{skipped} chunks have fewer than {min_run} tokens and will not be reused: "
+            f"{counted(skipped, 'chunk')} with fewer than {min_run} tokens will not be reused: "
             "they are computed with the rest of the prompt"
         )
     if missing:

@@ -7,6 +7,7 @@ is shown: there one sees that a chain has escaped it, cut it off or rewritten it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -39,6 +40,9 @@ _BEGINNING = (
     "warm what it has of a document, as it is pasted"
 )
 _LATER = "it was warmed after this prompt, or could not be read: ask again, or run `kvrag store check`"
+_ESCAPED = "the prompt has it escaped, as str() or JSON writes it: paste the text itself, such as `page_content`"
+_ESCAPE = re.compile(r"""\\(u[0-9a-f]{4}|[nrt"'\\])""")
+_CHARACTERS = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
 _AS_PASTED = "warm it as it is pasted, with its metadata if the prompt has them"
 
 
@@ -202,7 +206,11 @@ class _Prompt:
             if stop - start >= _STRETCH:
                 text = self._tokenizer.decode(self._ids[start:stop], control_tokens=True)
                 detail = f"in no stored chunk: {_AS_PASTED}" if start else _BEGINNING
-                yield Finding(text, stop - start, 0, "never warmed", detail)
+                plain = self._tokenizer.encode(_unescaped(text))
+                is_escaped = (
+                    "\\" in text and sum(len(run) for run, _ in self._find(plain, self._min_run)) > len(plain) / 2
+                )
+                yield Finding(text, stop - start, 0, "never warmed", _ESCAPED if is_escaped else detail)
 
     def judge(self, text: str, ids: list[int] | None = None, key: str = "") -> Finding:
         """Return the finding about a text.
@@ -235,7 +243,10 @@ class _Prompt:
             part = f"{num_stored} of its tokens are in stored chunks" if num_stored else "in no stored chunk"
             detail = f"{part}: {_AS_PASTED}"
         elif size - found.sum() > _EDGES or missed <= _EDGES:
-            return replace(finding, reason="changed", detail=self._difference(ids, runs, int(found.sum())))
+            prompt, detail = self._tokenizer.decode(self._ids), self._difference(ids, runs, int(found.sum()))
+            if text not in prompt and text in _unescaped(prompt):
+                detail = f"{_ESCAPED}; {detail}"
+            return replace(finding, reason="changed", detail=detail)
         else:
             is_full = self._report.policy == "full"
             detail = "it is stored, but full prefill computed all tokens" if is_full else _LATER
@@ -256,3 +267,9 @@ class _Prompt:
         longest = max(map(len, runs))
         few = f", at most {longest} in a row, and {self._min_run} are needed" if longest < self._min_run else ""
         return f"{found} of its tokens are in the prompt{few}; the first difference: {words!r} became {pasted!r}"
+
+
+def _unescaped(text: str) -> str:
+    """Return a text without the escapes of Python and JSON."""
+    plain = _ESCAPE.sub(lambda found: _CHARACTERS.get(found[1]) or chr(int(found[1][1:], 16)), text)
+    return plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON has pairs of surrogates

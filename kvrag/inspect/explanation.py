@@ -8,6 +8,7 @@ from html import escape
 from typing import Any, Literal
 
 from kvrag.types import BlendReport
+from kvrag.words import counted
 
 Kind = Literal["fresh", "stored", "conversation"]
 
@@ -152,13 +153,13 @@ def summary_of(report: BlendReport) -> Iterator[str]:
         f"({'at first ' if report.completed else ''}policy {report.policy}, ratio {report.ratio:.2f})"
     )
     if report.conversation_tokens:
-        yield f"the first {report.conversation_tokens} tokens were kept from the conversation"
+        yield f"kept from the conversation: the first {counted(report.conversation_tokens, 'token')}"
     seconds = {"matching": report.match_s, "waiting for chunks": report.load_stall_s, "stitching": report.stitch_s}
     seconds |= {"selecting": report.select_s, "computing": report.blend_s}
     yield "milliseconds: " + ", ".join(f"{name} {value * 1000:.0f}" for name, value in seconds.items())
     if done := report.completed:
-        rest = f"{done.rows} tokens were then computed in {done.seconds * 1000:.0f} ms"
-        yield f"the model was unsure after {done.token} tokens: {rest}, and the answer went on as full prefill's"
+        rest = f"{counted(done.rows, 'token')} computed in {done.seconds * 1000:.0f} ms"
+        yield f"the model was unsure after {counted(done.token, 'token')}: {rest}, and it went on as by full prefill"
     if report.policy == "full":
         yield "full prefill was used: nothing but a conversation is reused, whatever is stored"
     yield from filter(None, [report.decision, *report.notes])

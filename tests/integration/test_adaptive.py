@@ -79,7 +79,7 @@ def test_a_completed_answer_is_full_prefills(
             assert report.completed.token == number
             assert report.exact == (number == 0)
             assert report.recomputed_tokens > 80
-            told = f"the model was unsure after {number} tokens: {report.completed.rows} tokens were then computed"
+            told = f"the model was unsure after {number} tokens: {report.completed.rows} tokens computed in"
             explained = str(engine.explain())
             assert told in explained
             assert "(at first policy query, ratio " in explained

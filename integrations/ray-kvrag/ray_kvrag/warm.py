@@ -25,6 +25,7 @@ from kvrag.ext.commands import (
     Fingerprint,
     Problem,
     bytes_per_token,
+    counted,
     drop,
     find_gone,
     human_bytes,
@@ -321,8 +322,8 @@ def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
         tokens = sum(sum(texts.values()) for texts in plan.texts.values())
         new = sum(sum(texts.values()) for name, texts in plan.texts.items() if name not in plan.warm)
         say(
-            f"{len(plan.chunks)} documents, {len(plan.warm)} of them warm, {tokens} tokens, at most {new} of them new: "
-            f"needs {human_bytes(new * facts.bytes_per_token)} in {store.stats().path}"
+            f"{counted(len(plan.chunks), 'document')}, {len(plan.warm)} of them warm, {counted(tokens, 'token')}, "
+            f"at most {new} of them new: needs {human_bytes(new * facts.bytes_per_token)} in {store.stats().path}"
         )
         store.check_room(new * facts.bytes_per_token)
         result = _warm(pool, plan, index, args.json)
@@ -405,8 +406,8 @@ def _warm(pool: WorkerPool, plan: ClusterPlan, index: ChunkIndex, quiet: bool) -
     workers = [worker.to_dict() for worker in pool.workers if worker.documents]
     for worker in workers:
         say(
-            f"worker {worker['worker']}: {worker['documents']} documents, {worker['tokens']} tokens, "
-            f"{worker['tokens_per_second']:.0f} tokens/s"
+            f"worker {worker['worker']}: {counted(worker['documents'], 'document')}, "
+            f"{counted(worker['tokens'], 'token')}, {worker['tokens_per_second']:.0f} tokens/s"
         )
     warnings = []
     if pool.lost:

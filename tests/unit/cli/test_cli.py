@@ -31,12 +31,13 @@ import kvrag.cli.common
 import kvrag.retrieval.index
 from kvrag import BlendConfig, BlendEngine, Model, SettingError
 from kvrag.cli import demo, serve
-from kvrag.cli.common import human_bytes, progress
+from kvrag.cli.common import progress
 from kvrag.cli.main import _COMMANDS, _parser, main
 from kvrag.config import DEFAULT_POLICY
 from kvrag.progress import watched
 from kvrag.store import FileStore
 from kvrag.store.owner import OWNER, owner_file
+from kvrag.words import human_bytes
 
 CORPUS = Path(__file__).parents[3] / "examples" / "corpus"
 QUESTIONS = (("What does Ingla play?", "leather drum"), ("Which town was first settled in 1957?", "Jomouth"))

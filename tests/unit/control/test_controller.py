@@ -22,6 +22,7 @@ from kvrag.control.cost import CostModel, Speed, Workload, blend_seconds, fit, f
 from kvrag.control.tuning import decide
 from kvrag.reuse.request_state import Trace
 from kvrag.reuse.select import Passes, selecting
+from kvrag.words import human_bytes
 
 PROMPT = messages(*CHUNKS)
 KIB = 1024
@@ -53,7 +54,7 @@ def test_reuse_is_slower_where_loading_takes_longer_than_computing() -> None:
         decision = decide(replace(GPU, load=load), _request(16_000), 0.15)
         assert decision.full
         assert 128 * KIB / load > GPU.row_s
-        assert f"at {load / 1e9:.3g} GB/s" in decision.reason
+        assert f"at {human_bytes(load)}/s" in decision.reason
         assert decision.reason.startswith("full prefill: predicted ")
     assert not decide(replace(GPU, load=7e9), _request(16_000), 0.15).full
 
@@ -257,7 +258,7 @@ def test_a_slow_disk_makes_full_prefill(engine: BlendEngine) -> None:
     report = answer.report
     assert (report.policy, report.ratio, report.runs, report.exact) == ("full", 1.0, (), True)
     assert "loading alone takes" in report.decision
-    assert "1e-05 GB/s" in report.decision
+    assert "at 9.8 KiB/s" in report.decision
     assert answer.token_ids == engine.generate(PROMPT, policy="full", max_new_tokens=3, temperature=0).token_ids
 
 

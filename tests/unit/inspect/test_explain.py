@@ -271,6 +271,24 @@ def test_a_stored_chunk_of_which_the_prompt_has_a_few_words_was_not_warmed_too_l
     assert "in a row, and 16 are needed" in finding.detail
 
 
+@pytest.mark.parametrize("write", [repr, json.dumps, lambda text: str([{"page_content": text}]), str])
+def test_a_chunk_that_the_prompt_has_escaped_is_said_to_be(engine: BlendEngine, write: Callable[[str], str]) -> None:
+    text = "\n".join([f'The museum\'s "{room}" room has {number} old clocks.' for number, room in enumerate("abcdef")])
+    engine.warm([text])
+    for retrieved in (None, [text]):
+        (finding, *_) = engine.explain(f"Read this: {write(text)} Who?", retrieved=retrieved).chunks
+        is_escaped = write is not str
+        assert (finding.reason == "changed") == is_escaped
+        assert ("the prompt has it escaped, as str() or JSON writes it" in finding.detail) == is_escaped
+
+
+def test_a_chunk_of_which_every_character_is_escaped_is_not_called_unknown(engine: BlendEngine) -> None:
+    text = "ミラ・ブレルはフロートンで生まれ、グレルヴィルに住んでいます。😀 赤い車を運転し、毎日ハープを弾きます。"
+    engine.warm([text])
+    (finding,) = engine.explain(f"Read this: {json.dumps(text)} Who?").chunks
+    assert "the prompt has it escaped" in finding.detail
+
+
 def test_a_text_with_a_few_tokens_in_the_prompt_is_not_called_absent(engine: BlendEngine) -> None:
     ids = engine.model.tokenizer.encode(OTHER)
     engine.warm([OTHER])

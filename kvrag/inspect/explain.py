@@ -207,10 +207,8 @@ class _Prompt:
                 text = self._tokenizer.decode(self._ids[start:stop], control_tokens=True)
                 detail = f"in no stored chunk: {_AS_PASTED}" if start else _BEGINNING
                 plain = self._tokenizer.encode(_unescaped(text))
-                is_escaped = (
-                    "\\" in text and sum(len(run) for run, _ in self._find(plain, self._min_run)) > len(plain) / 2
-                )
-                yield Finding(text, stop - start, 0, "never warmed", _ESCAPED if is_escaped else detail)
+                found = sum(len(run) for run, _ in self._find(plain, self._min_run)) if "\\" in text else 0
+                yield Finding(text, stop - start, 0, "never warmed", _ESCAPED if 2 * found > len(plain) else detail)
 
     def judge(self, text: str, ids: list[int] | None = None, key: str = "") -> Finding:
         """Return the finding about a text.

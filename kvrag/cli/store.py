@@ -91,7 +91,7 @@ def _stats(store: KVStore, args: argparse.Namespace) -> Result:
     if isinstance(store, SharedStore):
         copies = store.local_stats()
         result["local"] = {"path": copies.path, "chunks": copies.chunks, "bytes": copies.bytes}
-        lines.append(f"copies     {copies.chunks} chunks ({human_bytes(copies.bytes)}) in {copies.path}")
+        lines.append(f"copies     {counted(copies.chunks, 'chunk')} ({human_bytes(copies.bytes)}) in {copies.path}")
     if any(part.namespace or part.max_bytes for part in stats.namespaces):
         rows: list[tuple[str, ...]] = [("namespace", "texts", "chunks", "tokens", "bytes", "budget", "documents")]
         for part in stats.namespaces:
@@ -116,11 +116,11 @@ def _check(store: KVStore, args: argparse.Namespace) -> Result:
     if result.adopted:
         lines.append(f"{result.adopted} of the sound chunks were missing from the store's index and were added to it")
     if result.repaired:
-        lines.append(f"the rows of {result.repaired} chunks did not match their files and were repaired")
+        lines.append(f"repaired rows that did not match the files: {counted(result.repaired, 'chunk')}")
     if result.damaged:
         lines.append("damaged chunks were moved to quarantine: warm their documents again")
     if result.unreadable:
-        lines.append(f"{result.unreadable} chunks could not be read and were kept: check again later")
+        lines.append(f"{counted(result.unreadable, 'chunk')} could not be read: kept, check again later")
     return asdict(result), "\n".join(lines), not (result.damaged or result.unreadable)
 
 

@@ -17,7 +17,7 @@ from kvrag.cli.main import main
 from kvrag.server.settings import ApiKey
 
 CORPUS = Path(__file__).parents[3] / "examples" / "corpus"
-CUT = ("--chunk-tokens", "64")
+CUT = ("--chunk-tokens", "40")
 
 
 @pytest.fixture(scope="module")

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if tokens is not None:
         print(f"corpus of {counted(tokens, 'token')}: {human_bytes(tokens * per_token)}")
     measured = f"{speed:,.0f} tokens/s, as this machine encoded last"
-    unknown = "not known before this machine's first `kvrag warm` with this model, which measures it"
+    unknown = "not known yet: `kvrag warm` with this model measures it, unless the machine is busy"
     how_long = measured if seconds is None else f"about {duration(seconds)}, at {measured}"
     print(f"time to warm: {how_long if speed else unknown}")
     print(f"\n{'loaded from':20}{'one chunk':>12}   reuse wins if prefill is slower than")

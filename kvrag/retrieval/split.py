@@ -1,7 +1,6 @@
 """Splitting texts into chunks: in Markdown, a heading stays with its text, and every part of a table has its header.
 
-Of the splitters that others maintain, those for Markdown split at headings or within a size, but leave the heading of a
-section that is too long in a chunk of its own, and split tables without their header.
+Other Markdown splitters (LangChain's, semantic-text-splitter) leave the heading of a long section in a chunk of its own.
 """
 
 from __future__ import annotations

@@ -867,7 +867,7 @@ def test_estimate_knows_how_long_warming_takes_once_this_machine_has_warmed(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert main(["estimate", "--tokens", "1000"]) == 0
-    assert "time to warm: not known before this machine's first `kvrag warm`" in capsys.readouterr().out
+    assert "time to warm: not known yet: `kvrag warm` with this model measures it" in capsys.readouterr().out
     as_json("warm", CORPUS)
     (store,) = (tmp_path / ".cache" / "kvrag").iterdir()
     (kept,) = json.loads((store / "speed.json").read_text()).values()

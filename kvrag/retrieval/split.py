@@ -1,6 +1,6 @@
 """Splitting texts into chunks: in Markdown, a heading stays with its text, and every part of a table has its header.
 
-Other Markdown splitters (LangChain's, semantic-text-splitter) leave the heading of a long section in a chunk of its own.
+LangChain's splitters and semantic-text-splitter leave the heading of a long section in a chunk of its own.
 """
 
 from __future__ import annotations

@@ -81,16 +81,14 @@ def explain(
     return Explanation(tuple(summary), stretches, tuple(findings), answered.report)
 
 
-def why_little(
-    tokenizer: Tokenizer, store: KVStore, find: Find, answered: RequestState, min_run: int
-) -> tuple[str, bool]:
-    """Return why little of a prompt was reused, and whether that is because a changed chunk is in it."""
+def why_little(tokenizer: Tokenizer, store: KVStore, find: Find, answered: RequestState, min_run: int) -> str:
+    """Return why little of a prompt is stored."""
     prompt = _Prompt(tokenizer, find, answered, min_run)
     for chunk in prompt.recognised(len(answered.ids)):
         if chunk.reason == "changed":
             reused = f"{chunk.reused} of its {chunk.tokens} tokens were reused"  # its text must not be logged
-            return f"chunk {chunk.key[:8]} is changed in it: {reused}", True
-    return _nothing(store, answered, prompt, min_run), False
+            return f"chunk {chunk.key[:8]} is changed in it: {reused}"
+    return _nothing(store, answered, prompt, min_run)
 
 
 def _nothing(store: KVStore, answered: RequestState, prompt: _Prompt, min_run: int) -> str:

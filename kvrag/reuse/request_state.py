@@ -371,11 +371,10 @@ class Watch:
         self._has_warned = False
         self._misses = 0
 
-    def look(self, answered: RequestState, explain: Callable[[], tuple[str, bool]]) -> None:
-        """Check an answered prompt; `explain` returns why little was reused, and if a changed chunk was recognised.
+    def look(self, answered: RequestState, explain: Callable[[], str]) -> None:
+        """Check an answered prompt; `explain` returns why little of it is stored.
 
-        A long prompt with little reuse gives a warning if a changed chunk is recognised in it. Otherwise it may be a
-        prompt without retrieved text, such as an agent's first one; then two in a row give a warning.
+        Two long ones in a row give a warning: one may be without retrieved text, such as an agent's first prompt.
         """
         report = answered.report
         kept = report.conversation_tokens  # such as the system prompt, and earlier turns
@@ -385,12 +384,12 @@ class Watch:
             self._misses = 0
             return
         try:
-            reason, has_changed = explain()
+            reason = explain()
         except KvragError:
             return  # the store was closed or is unreadable; the answer is not affected
         with self._lock:
             self._misses += 1
-            if self._has_warned or not (has_changed or self._misses > 1):
+            if self._has_warned or self._misses < 2:
                 return
             self._has_warned = True
         logger.warning(

@@ -362,6 +362,15 @@ def test_the_page_is_complete_and_shows_the_prompt_without_running_it(engine: Bl
     assert explanation._repr_html_() in page
 
 
+def test_a_prefill_made_for_the_explanation_says_what_an_answer_may_add(engine: BlendEngine) -> None:
+    engine.warm([OTHER])
+    doubtful: dict[str, Any] = {"margin": 1e8, "controller": "off"}
+    assert "this was the prefill alone" in str(told(engine, "Hello.", OTHER, **doubtful))
+    assert "this was the prefill alone" not in str(told(engine, "Hello.", OTHER, ratio=0.2))
+    answered(engine, "Hello.", OTHER, **doubtful)
+    assert "this was the prefill alone" not in str(engine.explain())
+
+
 def test_the_text_and_the_json_have_the_same_content(engine: BlendEngine) -> None:
     engine.warm([OTHER], document="grelville.txt")
     explanation = told(engine, OTHER, TEXT, ratio=0.2)

@@ -81,21 +81,19 @@ class Content:
             yield part
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Name a part of the file in its problems. If it cannot be read, note that, and go on."""
-        outer, self._part = self._part, f"{name}: "
+    def part(self, name: str, what: str = "it is broken") -> Iterator[None]:
+        """Name a part of the file, or "", in its problems. If it cannot be read, note that, and go on."""
+        outer, named = self._part, f"{name}: " * bool(name)
+        self._part = named
         try:
             yield
-        except TooLongError:
-            raise
-        except UnreadableError as error:
-            self.note(f"skipped: {error}")
-        except KvragError:  # a package is not installed
-            raise
         except Exception as error:  # pypdf, zipfile and lxml raise various types
-            if _out_of_memory(error):
+            is_long = isinstance(error, TooLongError) or _out_of_memory(error)
+            if isinstance(error, KvragError) or (name and is_long):  # a package is not installed; the file is to blame
                 raise
-            self.note(f"skipped: it is broken ({reason_of(error)})")
+            why = str(error) if isinstance(error, UnreadableError) else f"{what} ({reason_of(error)})"
+            self._part = named  # that of a generator may be left
+            self.note(f"skipped: {'reading it takes too much memory: split it' if _out_of_memory(error) else why}")
         finally:
             self._part = outer
 
@@ -173,25 +171,17 @@ def parse(name: str, kind: str, content: bytes, text_field: str = "text") -> Con
         KvragError: A package for its kind is not installed.
     """
     parsed = Content(name, _left=_MAX_TEXT + 8 * len(content))
-    try:
-        kind = kind.lower()
-        texts = (
-            formats.jsonl(content, parsed, text_field)
-            if kind == ".jsonl"
-            else [READERS.get(kind, formats.as_text)(content, parsed)]
-        )
+    kind = kind.lower()
+    with parsed.part("", f"it is a broken or protected {kind[1:].upper()} file"):
+        if kind == ".jsonl":
+            texts = formats.jsonl(content, parsed, text_field)
+        else:
+            texts = [READERS.get(kind, formats.as_text)(content, parsed)]
         parsed.texts = [without_surrogates(text) for text in texts if text.strip()]
         for what, number in parsed.lost.items():
             parsed.note(f"skipped: {number} {what}")
         if not parsed.texts and not any("skipped" in problem.message for problem in parsed.problems):
             raise UnreadableError("the file contains no text")
-    except UnreadableError as error:
-        parsed.note(f"skipped: {error}")
-    except KvragError:  # a package is not installed
-        raise
-    except Exception as error:  # pypdf, zipfile and lxml raise various types
-        why = f"it is a broken or protected {kind[1:].upper()} file ({reason_of(error)})"
-        parsed.note(f"skipped: {'reading it takes too much memory: split it' if _out_of_memory(error) else why}")
     if (more := parsed._num_problems - _MAX_PROBLEMS) > 0:
         what = "parts" if parsed.problems[-1].line is None else "lines"
         parsed.problems.append(Problem(name, f"skipped: {more} more {what}"))

@@ -198,7 +198,7 @@ class _Archive:
 
     def lines(self, part: str, markup: Markup, between: str = "\n", **options: Any) -> str:
         """Return the text of an XML part."""
-        return _text(self.root(part), Reader(markup, self.parsed.spend, self.parsed.lost, **options), between)
+        return _text(self.root(part), Reader(markup, self.parsed, **options), between)
 
     def related(self, part: str) -> dict[str, tuple[str, str]]:
         """Return the parts that a part of an Office document refers to, and their kinds, by the names it gives them."""
@@ -302,7 +302,7 @@ def _html(content: bytes, parsed: Content) -> str:
     text = as_text(content, parsed, named.group(1).decode() if named else None)
     parser = etree.HTMLParser(target=Target(etree.TreeBuilder()), huge_tree=True)
     parser.feed(f"<html>{text}")
-    return _text(parser.close(), Reader(HTML, parsed.spend, parsed.lost))
+    return _text(parser.close(), Reader(HTML, parsed))
 
 
 def _text(root: Any, reader: Reader, between: str = "\n") -> str:
@@ -432,13 +432,15 @@ class _Cells:
     def rows(self, part: str) -> Iterator[dict[int, str]]:
         """Yield the cells of each row by column, merged cells in all that they cover; {} for empty rows."""
         merges, width, self._unknown, self._margins = defaultdict[int, list[Any]](list), 0, list[str](), list[str]()
-        for each in self._archive.elements(part, "row", "mergeCell", *_MARGINS):
+        for each in self._archive.elements(part, "row", "mergeCell", "oleObject", "control", *_MARGINS):
             if each.tag.endswith("}row"):
                 places = (cell.get("r") for cell in each.iterchildren("{*}c", reversed=True) if len(cell))
                 width = max(width, _place(next(places, ""))[0] or len(each))
             elif each.tag.endswith("}mergeCell"):
                 (left, top), (right, bottom) = map(_place, each.get("ref").split(":"))
                 merges[top].append((left, right, bottom))
+            elif each.tag.endswith(("}oleObject", "}control")):
+                self._archive.parsed.lost["embedded documents or form controls"] += 1
             elif text := " ".join(_MARGIN_CODE.sub(" ", each.text or "").split()):
                 self._margins.append(text)
         covering, number = list[tuple[int, int, int, str]](), 0

@@ -6,9 +6,12 @@ Elements that are not named here are read through; only what an application is k
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvrag.retrieval.documents import Content
 
 Markup = dict[str, Any]
 """Local or full name of an element -> its role, the texts around its own, "@" and an attribute that is shown, or "!"
@@ -56,7 +59,12 @@ OFFICE = _markup(
         "chr": "@val",
     }
     | dict.fromkeys(("oleObj", "OLEObject", "oleObject", "altChunk", "subDoc"), "!embedded documents")
-    | {"contentPart": "!drawings in ink", "sym": "!symbols", "control": "!form controls", "ddList": "!form controls"}
+    | {
+        "contentPart": "!drawings in ink",
+        "sym": "!symbols",
+        "control": "!form controls",
+        "ddList": "!form controls",
+    }
     | {"{http://schemas.openxmlformats.org/officeDocument/2006/math}f": None},
     paragraph="p",
     block="cm text name",
@@ -110,35 +118,28 @@ class Target:
         self._depth -= 1
 
 
+@dataclass(eq=False)
 class Reader:
     """Reads elements into blocks.
 
     Attributes:
+        parsed: Counts what is repeated, and what is shown and not read.
+        refer: Returns the text of a part of the document that an element names.
         notes: Texts of notes and comments that nothing has referred to yet.
+        is_layout: It reads a layout of slides: its placeholders are not shown.
     """
 
-    def __init__(
-        self,
-        markup: Markup,
-        spend: Callable[[int], None],
-        lost: Counter[str],
-        refer: Callable[[str], str] = lambda name: "",
-        notes: dict[str, str] | None = None,
-        is_layout: bool = False,
-    ) -> None:
-        """Create a reader.
-
-        Args:
-            spend: Raises an error when repeated texts become too long.
-            lost: Gets what is shown and not read.
-            refer: Returns the text of a part of the document that an element names.
-            is_layout: It reads a layout of slides: its placeholders are not shown.
-        """
-        self.notes = {} if notes is None else notes
-        self._markup, self._spend, self._lost, self._refer = markup, spend, lost, refer
-        self._is_layout, self._num_tables, self._pre = is_layout, 0, 0
-        self._blocks, self._line, self._asides = list[str](), list[str](), list[str]()
-        self._is_open = False  # a paragraph
+    markup: Markup
+    parsed: Content
+    refer: Callable[[str], str] = lambda name: ""
+    notes: dict[str, str] = field(default_factory=dict)
+    is_layout: bool = False
+    _blocks: list[str] = field(default_factory=list)
+    _line: list[str] = field(default_factory=list)
+    _asides: list[str] = field(default_factory=list)
+    _is_open: bool = False  # a paragraph
+    _pre: int = 0
+    _num_tables: int = 0
 
     def blocks(self, element: Any, is_open: bool = False) -> list[str]:
         """Return the blocks in an element."""
@@ -161,21 +162,21 @@ class Reader:
             self._add_text(child.tail, name)
 
     def _role(self, element: Any) -> Any:
-        return self._markup.get(element.tag, self._markup.get(_local(element.tag)))
+        return self.markup.get(element.tag, self.markup.get(_local(element.tag)))
 
     def _enter(self, element: Any) -> None:
         role, name, get = self._role(element), _local(element.tag), _attributes(element).get
-        if role == _HIDDEN or (name == "sp" and self._is_layout and element.find(".//{*}ph") is not None):
+        if role == _HIDDEN or (name == "sp" and self.is_layout and element.find(".//{*}ph") is not None):
             return
-        if name == "s" and self._markup is OPEN:
+        if name == "s" and self.markup is OPEN:
             spaces = min(_number(get("c")), _MAX_SPACES)
-            self._spend(spaces)
+            self.parsed.spend(spaces)
             self._line.append(" " * spaces)
         if (key := name.removesuffix("Reference") + get("id", "")) in self.notes:
             self._asides.append(self.notes.pop(key))
         for key, value in element.items():
             if "/relationships}" in key or (name == "object" and key.endswith("}href")):
-                self._add([self._refer(value)])
+                self._add([self.refer(value)])
         if role == _TABLE:
             self._add(self._table(element))
         elif role == _NOTE:
@@ -190,7 +191,7 @@ class Reader:
             self._line.append(role[1])
         elif role is None or role[0] in "@!":
             if role and role[0] == "!":
-                self._lost[role[1:]] += 1
+                self.parsed.lost[role[1:]] += 1
             elif role and get("type") not in ("hidden", "password") and (shown := get(role[1:])):
                 self._line += [shown] if name == "chr" else [" "] * bool(self._line) + [shown, " "]
             self._walk(element)
@@ -211,10 +212,10 @@ class Reader:
             self._blocks += filter(None, blocks)
 
     def _add_text(self, text: str | None, name: str) -> None:
-        spaced = self._markup[""]
+        spaced = self.markup[""]
         if not text or (spaced is not None and not text.strip() and name not in spaced):  # indentation
             return
-        if self._markup is OFFICE:
+        if self.markup is OFFICE:
             text = text.replace("\n", " ")
         elif not self._pre:
             text = re.sub(r"[ \t\r\n]+", " ", text)
@@ -224,7 +225,7 @@ class Reader:
 
     def _end_line(self) -> None:
         lines = [line.rstrip() for line in "".join(self._line).split("\n")]
-        if self._markup is HTML and not self._pre:
+        if self.markup is HTML and not self._pre:
             lines = [" ".join(line.split()) for line in lines]
         self._blocks += filter(None, ["\n".join(filter(None, lines + self._asides))])
         self._line, self._asides = [], []
@@ -282,7 +283,7 @@ class Reader:
                 above = below
                 has_text = any(blocks for _, blocks, _ in row.values())
                 repeated = min(_number(of_row("number-rows-repeated")), _MAX_ROWS) if has_text else 1
-                self._spend(repeated)
+                self.parsed.spend(repeated)
                 rows += [row] * repeated
         return others + list(self._lines(rows))
 
@@ -300,7 +301,7 @@ class Reader:
                     if column < end:
                         texts.append(" ".join(" ".join(blocks).split()) if column < stop else "")
                 found = [" | ".join(texts)]
-            self._spend(sum(map(len, found)))
+            self.parsed.spend(sum(map(len, found)))
             if is_layout:
                 yield "\n".join(lines)
                 yield from found

@@ -259,6 +259,15 @@ def test_a_formula_without_a_result_is_noted() -> None:
     assert problem.message == "S: skipped: formula A2: no result is stored: open it in a spreadsheet, and save it"
 
 
+def test_objects_in_a_sheet_are_noted() -> None:
+    made = hostile.xlsx(hostile.cells("A1"))
+    sheet = "xl/worksheets/s.xml"
+    with zipfile.ZipFile(io.BytesIO(made)) as archive:
+        content = archive.read(sheet).replace(b"</worksheet>", b"<oleObjects><oleObject/></oleObjects></worksheet>")
+    [problem] = parse("a.xlsx", ".xlsx", changed(made, **{sheet: content})).problems
+    assert problem.message == "skipped: 1 embedded documents or form controls"
+
+
 # ---------------------------------------------------------------- words
 
 

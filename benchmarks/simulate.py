@@ -139,7 +139,7 @@ def simulate(
 ) -> Iterator[Cell]:
     """Return all combinations: chunks in bf16 fill the context, the first one, after the preamble, is not counted."""
     from kvrag.control.cost import Workload, blend_seconds, full_seconds
-    from kvrag.control.tuning import decide
+    from kvrag.control.plan import decide
     from kvrag.reuse.select import selecting
 
     for device, model, load, context in itertools.product(devices, models, loads, contexts):
@@ -196,7 +196,7 @@ def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Poi
     """Fit some shapes with the engine's own cost model, predict others and measure them; the RAM tier is off."""
     from benchmarks.shapes import one_token_words
     from kvrag.control.cost import Workload, blend_seconds, full_seconds
-    from kvrag.control.tuning import decide
+    from kvrag.control.plan import decide
     from kvrag.engine import BlendEngine
     from kvrag.reuse.select import selecting
 
@@ -225,7 +225,7 @@ def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Poi
             for _ in range(repeats):
                 once(engine, ids(chunks), "full", 1.0)
                 once(engine, ids(chunks), DEFAULT_POLICY, 0.15)
-        meter: CostModel = engine._tuning._costs
+        meter: CostModel = engine._planner._costs
         learned = meter.speed()
         if learned is None:
             raise SystemExit("the machine was too busy to measure its speed: run again when it is idle")

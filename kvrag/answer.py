@@ -29,7 +29,7 @@ from kvrag.config import (
     fill_options,
     named_texts,
 )
-from kvrag.control.check import Checker
+from kvrag.control.check import Checker, observe
 from kvrag.errors import SettingError, StoreError
 from kvrag.generate.decode import Reply
 from kvrag.generate.prompt import Prepared, prepare
@@ -99,9 +99,7 @@ class Answering:
         # no method of `self`: the model is to be freed without garbage collection
         self.forgetting.then += [self.history.drop_forgotten, self.idle.drop_forgotten]
         self.learner = Learner(ingestion, pipeline.lookup, is_busy, notice) if options.learn else None
-        self.checker: Checker | None = None
-        if options.check:
-            self.checker = Checker(model, pipeline.tuning, options.check, self.prefill, self.idle)
+        self.checker = Checker(model, pipeline.planner, options.check, self.prefill, self.idle)
 
     def stream(self, question: Question) -> Generator[Delta, None, None]:
         """See `BlendEngine.stream`."""
@@ -115,9 +113,7 @@ class Answering:
             self.history.add(request)
             deltas = admitted.pausing(reply.decode(started))
             try:
-                first = next(deltas)
-                self._pipeline.tuning.observe_first_token(request)
-                yield first
+                yield next(deltas)
                 self._keep(request)  # for prompts that arrive meanwhile; now, to delay no first token
                 yield from deltas
             except GeneratorExit:  # a consumer may leave a stream and continue the conversation
@@ -191,7 +187,7 @@ class Answering:
     def prefill(self, request: RequestState) -> None:
         """See `BlendEngine.prefill`. Conversations are used for a request that has begun."""
         pipeline, config = self._pipeline, request.config
-        plan = pipeline.tuning.plan(config, self.checker.factor(request) if self.checker else 1.0)
+        plan = pipeline.planner.plan(config, request.namespace)
         is_reference = config.policy == "full"  # no chunk is looked up for it
         with self.forgetting.reading(pipeline.store.removals() if is_reference else pipeline.lookup.update()):
             if request.conversations is not None and config.reuses_prompts:
@@ -244,7 +240,10 @@ class Answering:
         Skipped for abandoned streams: garbage collection may end them in a thread that holds the locks taken here.
         """
         model, config = self._model, request.config
-        self._pipeline.tuning.keep_speed_now_and_then()
+        planner = self._pipeline.planner
+        if planner.learns(config):
+            observe(self._model, planner.evidence[request.namespace], request, len(reply.tokens))
+        planner.keep_speed_now_and_then()
         if config.history == "exact":  # where edited histories are blended, unwarmed text is normal
             find = partial(self._pipeline.lookup.find_chunks, namespace=request.namespace)
             explain = partial(why_little, model.tokenizer, self._pipeline.store, find, request, config.min_run)
@@ -254,7 +253,7 @@ class Answering:
         can_go_on = config.reuses_prompts and len(ids) < min(model.stable_length, model.context_window)
         if self._completes and can_be_kept and can_go_on and not request.is_exact:
             self.idle.add(request, partial(self._keep_exact, ids, config, request.namespace))
-        if self.checker and question.prepared.grammar is None:
+        if question.prepared.grammar is None:
             self.checker.observe(request, question.sampling, reply.tokens, reply.is_ended)
 
     def _keep(self, request: RequestState, answer: Sequence[int] = (), generation_prompt: int = 0) -> None:

@@ -225,14 +225,14 @@ class BlendConfig:
         policy: One of `POLICIES`, with its own settings if need be: `"query:first_tokens=4,band=0.4:0.7"`; see
             `kvrag.reuse.policies`.
         ratio: Share of the reused, inexact tokens to recompute; 0 = plain reuse, 1 = full prefill's logits.
-            None = begin with none, or with 0.15 if most chunks were encoded alone, and recompute the rest once the
-            model is unsure, see `margin`.
+            None = by the model's size and its answers so far: 0.15 to begin with from about a billion parameters on,
+            and more once the model is unsure, see `margin` and `kvrag.control.plan`.
         margin: Without a ratio, the model counts as unsure of a token if the likeliest one is less than this many nats
-            more likely than the next one, a third of it for the first token; the rest of the prompt is recomputed
-            before it is emitted. 0 = never, None = as tuned by `engine.calibrate`, or 3: 20 times as likely.
+            more likely than the next one, a third of it for the first token; more of the prompt is recomputed before
+            it is emitted. 0 = never, None = by the model's size and its answers so far.
         controller: "auto" = without a ratio, the engine chooses full prefill if it is predicted to be faster, and a
-            higher ratio to begin with if loading hides it. "off" = always blend, at the given, tuned or default ratio.
-            See `kvrag.control.tuning`.
+            higher ratio to begin with if loading hides it. "off" = always blend, at the given or default ratio.
+            See `kvrag.control.plan`.
         min_run: Minimum length of a reused run, in tokens.
         history: KV of earlier prompts and answers that is reused. "exact": as far as a prompt begins like one of them.
             "blend": also behind an edit of the history; it is recomputed in part, like chunks.
@@ -245,9 +245,9 @@ class BlendConfig:
     """
 
     policy: str = option(DEFAULT_POLICY, "which tokens to recompute; 'full' = ordinary prefill", check_policy)
-    ratio: float | None = number(None, "share of reused tokens to recompute, 0 to 1; default: as calibrated", most=1)
-    margin: float | None = number(None, "nats by which a token must lead, else the rest is recomputed", most=_EXTREME)
-    controller: str = choice("auto", CONTROLLERS, "'off' = always blend, at the given, tuned or default ratio")
+    ratio: float | None = number(None, "share of reused tokens to recompute, 0 to 1; default: by the model", most=1)
+    margin: float | None = number(None, "nats by which a token must lead, else more is recomputed", most=_EXTREME)
+    controller: str = choice("auto", CONTROLLERS, "'off' = always blend, at the given or default ratio")
     min_run: int = number(16, least=16, whole=True)  # guaranteed by the matcher
     history: str = choice("exact", HISTORIES, "'blend' = also reuse KV of earlier turns behind an edit of the history")
     deterministic: bool = switch("the same answer at every load and after any prompts; slower")
@@ -323,8 +323,8 @@ class EngineOptions:
             used repeatedly; 0 = none. Of use on a GPU, if it holds most chunks in frequent use.
         learn: Encode texts that two prompts of a namespace contain, while no answer is in progress: paragraphs, and
             messages of tools, of at least 64 tokens. See `BlendEngine.forget_learned`.
-        check: Compare this share of the adaptive, greedy answers with full prefill while no answer is in progress; the
-            margin follows slowly, where none is given. See `BlendEngine.checked`.
+        check: Compare the first greedy answers, and this share of the later ones, with full prefill while no answer is
+            in progress: how much is recomputed follows, where it is not given. 0 = none. See `BlendEngine.checked`.
         complete: "idle" = prefill conversations whose KV is not exact in full while no answer is in progress, so that
             the next turn begins with full prefill's KV.
     """
@@ -338,7 +338,7 @@ class EngineOptions:
     )
     device_bytes: int = number(0, "stored KV kept on the GPU", whole=True)
     learn: bool = switch("encode texts that two prompts of a namespace contain, while no answer is in progress")
-    check: float = number(0.0, "share of the adaptive answers to compare with full prefill when idle", most=1)
+    check: float = number(0.1, "share of the answers to compare with full prefill when idle; 0 = none", most=1)
     complete: str = choice("off", COMPLETIONS, "'idle' = prefill conversations in full when idle, for their next turns")
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -30,11 +30,10 @@ from kvrag.config import (
     check_type,
     show_options,
 )
-from kvrag.control import calibrate
-from kvrag.control.agreement import TARGET, TOKENS
-from kvrag.control.calibrate import Calibration
-from kvrag.control.prompts import Search, make_prompts, search_by_words
-from kvrag.control.tuning import Tuning
+from kvrag.control.agreement import TOKENS
+from kvrag.control.check import FEW, self_test
+from kvrag.control.plan import STARTS, Planner
+from kvrag.control.prompts import Search, chunk_texts, make_prompts, search_by_words
 from kvrag.errors import AbandonedError, AnswerTimeoutError, KvragError, SettingError
 from kvrag.generate.prompt import prepare
 from kvrag.index.catalog import Lookup
@@ -98,20 +97,20 @@ class BlendEngine:
         check_type("config", config, BlendConfig | None, "a BlendConfig")
         chosen = EngineOptions(**options)
         codec = chosen.codec
-        if config and config.deterministic and (chosen.check or chosen.complete != "off"):
-            raise SettingError("deterministic=True lets no answer depend on earlier ones: leave out check and complete")
+        if config and config.deterministic and chosen.complete != "off":
+            raise SettingError("deterministic=True lets no answer depend on earlier ones: leave out complete")
         self.model, self.config, self.codec = model, config or BlendConfig(), codec
         self.fingerprint = model.fingerprint.stored_as(codec)
         self.store: KVStore = open_store(default_store(model, codec) if store is None else store, chosen.store_cache)
         self.store.bind(self.fingerprint)
-        self._tuning = Tuning(model, self.store)
-        self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._tuning)
+        self._planner = Planner(model, self.store)
+        self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._planner)
         memory = MemoryTier(chosen.ram_bytes, faster=device_tier(model, codec, chosen.device_bytes))
         self._lookup = Lookup(self.store, alone_only=not self.config.context_tokens)
-        self._pipeline = Pipeline(model, self.store, memory, self._lookup, self._tuning, codec)
+        self._pipeline = Pipeline(model, self.store, memory, self._lookup, self._planner, codec)
         self._prefetcher = Prefetcher(self.store, self._pipeline.memory)
         self._answering = Answering(model, self._pipeline, self._ingestion, chosen)
-        self._closed, self._process = False, os.getpid()
+        self._check, self._closed, self._process = chosen.check, False, os.getpid()
 
     @classmethod
     @show_options(LoadingOptions, ENGINE_DEFAULTS | LOAD_DEFAULTS)
@@ -259,14 +258,14 @@ class BlendEngine:
         return self._answering.learner.stats(namespace) if self._answering.learner else None
 
     @property
-    def checked(self) -> CheckStats | None:
-        """Counts of the answers that were compared with full prefill; None = `check` is 0."""
+    def checked(self) -> CheckStats:
+        """Counts of the answers that were compared with full prefill, and what follows from the evidence."""
         return self.checked_in(None)
 
-    def checked_in(self, namespace: str | None) -> CheckStats | None:
-        """Return the counts of the checked answers of a namespace, None = of all; None if `check` is 0."""
+    def checked_in(self, namespace: str | None) -> CheckStats:
+        """Return the same of one namespace, None = of all."""
         self._check_process()
-        return self._answering.checker.stats(namespace) if self._answering.checker else None
+        return self._answering.checker.stats(namespace)
 
     def documents(self, prefix: str = "", *, namespace: str = "") -> list[str]:
         """Return the names of the namespace's documents that start with `prefix` and have chunks, sorted."""
@@ -458,77 +457,78 @@ class BlendEngine:
         prompts: Sequence[str | Messages] | None = None,
         *,
         namespace: str = "",
-        policy: str | None = None,
-        target: float = TARGET,
-        sure: bool = False,
-        ratios: Sequence[float] = calibrate.GRID,
-        count: int = calibrate.PROMPTS,
+        count: int = FEW,
         chunks: int = 4,
         search: Search | None = None,
         seed: int = 0,
-        tokens: int = TOKENS,
-        save: bool = True,
-        limit_s: float | None = None,
+        limit_s: float = math.inf,
         progress: Callable[[int, int], None] | None = None,
-    ) -> Calibration:
-        """Tune adaptive recompute for this model and corpus: the fastest start and margin that keeps enough answers.
+    ) -> CheckStats:
+        """Measure how much recompute this model needs on this corpus: what its own answers would tell, but at once.
 
-        The result of at least 40 prompts is stored beside the chunks and is the default from then on, for later engines
-        too; see `kvrag.control.calibrate`. What was measured is stored as well, numbers only: the next call goes on
-        where one was interrupted or reached its time limit, as long as chunks and settings are the same. `print` shows
-        the result as a table.
+        Every prompt is answered by full prefill and compared with all starts; see `kvrag.control.check`. The counts are
+        stored beside the chunks, and followed from then on. Calls add up, also interrupted ones.
 
         Args:
             prompts: As in `stream`, with chunks that were warmed; None = generated from the stored chunks, see
                 `kvrag.control.prompts`.
-            policy: Overrides the engine's policy.
-            target: Share of full prefill's answers that must be kept; see `kvrag.control.agreement`.
-            sure: Require the lower end of the 95 % interval to reach the target; 98 % takes two hundred prompts.
-            ratios: Starts to try, each from 0 to below 1.
             count: Number of generated prompts.
             chunks: Number of chunks per generated prompt.
             search: Retrieves the chunks of generated prompts, best first, from a query and their number; None = by the
                 rare words that they share.
             seed: Seed of generated prompts.
-            tokens: Number of full prefill's tokens to compare.
-            save: False = the default stays as it is.
-            limit_s: Seconds after which no further prompt is measured; None = 10 minutes, on a GPU 2.
+            limit_s: Seconds after which no further prompt is measured.
             progress: Called with (prefills done, prefills to do); None = as in `warm`.
 
-        Returns:
-            The result; on a KeyboardInterrupt, that of the prompts done so far.
-
         Raises:
-            KvragError: No prompts could be generated, they contain no two stored chunks, or one is too long.
+            KvragError: No prompts could be generated, or one is too long.
         """
         self._check_open()
+        ids = self._test_prompts(prompts, namespace, count, chunks, search, seed)
+        prefill, evidence = self._answering.prefill, self._planner.evidence[namespace]
+        stop, steps = time.monotonic() + limit_s, 1 + len(STARTS)
+        try:
+            with watched(progress, "calibrating") as update:
+                for done in self_test(self.model, prefill, evidence, ids, namespace):
+                    (update or no_progress)(done, steps * len(ids))
+                    if done % steps == 0 and time.monotonic() > stop:
+                        break
+        finally:
+            self._planner.keep_speed()
+        return self.checked_in(namespace)
+
+    def calibrate_when_idle(self, namespace: str = "") -> None:
+        """Do the same while no answer is in progress, unless enough answers are known or `check` is 0."""
+        known = int(self._planner.evidence[namespace].answers.answers)
+        if known < FEW and self._check and self._planner.learns(self.config):
+            with suppress(KvragError):  # too few documents
+                prompts = self._test_prompts(None, namespace, FEW, 4, None, 0)
+                self._answering.checker.test(prompts[known:], namespace)
+
+    def _test_prompts(
+        self,
+        prompts: Sequence[str | Messages] | None,
+        namespace: str,
+        count: int,
+        chunks: int,
+        search: Search | None,
+        seed: int,
+    ) -> list[list[int]]:
         check_number("count", count, least=1, whole=True)
         check_number("chunks", chunks, least=2, whole=True)
-        check_number("tokens", tokens, least=1, whole=True)
-        config = overridden(self.config, policy=policy)
         if prompts is None:
-            texts = calibrate.chunk_texts(self.model, self.store, namespace)
-            gaps = make_prompts(self.model, texts, search or search_by_words(texts), count, chunks, seed, tokens)
-            ids = [prompt.ids for prompt in gaps]
-        else:
-            ids = calibrate.render(self.model, prompts)
-        prefill = partial(self.prefill, namespace=namespace)
-        with watched(progress, "calibrating") as update:
-            calibration = calibrate.calibrate(
-                *(self.model, prefill, self.store, namespace, ids, config),
-                *(target, sure, ratios, tokens, update or no_progress, limit_s),
-            )
-        return self._tuning.keep_calibration(calibration) if save and calibration.is_usable else calibration
-
-    @property
-    def calibration(self) -> Calibration | None:
-        """The stored calibration that is valid for this engine's settings; None = none."""
-        return self._tuning.calibration(self.config)
+            texts = chunk_texts(self.model, self.store, namespace)
+            gaps = make_prompts(self.model, texts, search or search_by_words(texts), count, chunks, seed, TOKENS)
+            return [prompt.ids for prompt in gaps]
+        rendered = [self.model.tokenizer.render(prompt) for prompt in check_list("prompts", prompts)]
+        for ids in rendered:
+            self.model.check_window(len(ids))
+        return rendered
 
     def reset_calibration(self) -> None:
-        """Delete the stored calibration and what was measured for it: start and margin are the defaults again."""
+        """Delete all counts of this model's answers in this store: start and margin are the defaults again."""
         self._check_open()
-        self._tuning.reset_calibration()
+        self._planner.evidence.forget()
 
     @own_team()
     def prefill(
@@ -569,7 +569,7 @@ class BlendEngine:
             self._closed = True
             self._prefetcher.close()
             self._answering.close()
-            self._tuning.keep_speed()
+            self._planner.keep_speed()
             self._lookup.close()
             self.store.close()
 

@@ -32,10 +32,9 @@ from kvrag.errors import KvragError, PromptError, SettingError
 
 if TYPE_CHECKING:  # the command line reads the table, and importing torch takes seconds
     from kvrag.client import RemoteEngine
-    from kvrag.control.calibrate import Calibration
     from kvrag.engine import BlendEngine
     from kvrag.inspect.explanation import Explanation
-    from kvrag.types import BlendReport, Messages, WarmReport
+    from kvrag.types import BlendReport, CheckStats, Messages, WarmReport
 
     Engine = BlendEngine | RemoteEngine
 
@@ -439,8 +438,8 @@ class LLMBase(EngineSettings, AnswerSettings):
         """Like `documents`, off the event loop."""
         return await asyncio.to_thread(self.documents, prefix, namespace=namespace)
 
-    def calibrate(self, prompts: Sequence[str | Messages] | None = None, **options: Any) -> Calibration:
-        """Tune how much is recomputed on this model and corpus, once after warming; see `BlendEngine.calibrate`."""
+    def calibrate(self, prompts: Sequence[str | Messages] | None = None, **options: Any) -> CheckStats:
+        """Measure how much recompute this model needs on this corpus; see `BlendEngine.calibrate`."""
         return self._open().calibrate(prompts, **{"namespace": self.namespace} | options)
 
     def explain(

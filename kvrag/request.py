@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrag.backend.protocol import Backend
-from kvrag.control.tuning import Plan, Tuning
+from kvrag.control.plan import Plan, Planner
 from kvrag.index.catalog import Lookup, Match
 from kvrag.memory.tier import MemoryTier
 from kvrag.reuse.blend import Completion, blend, blended_rows, stitch
@@ -38,15 +38,15 @@ class Pipeline:
     store: KVStore
     memory: MemoryTier  # chunks of the store that are in memory
     lookup: Lookup  # finds the runs of stored chunks in a prompt
-    tuning: Tuning  # chooses policy and ratio
+    planner: Planner  # chooses policy, ratio and margin
     codec: str  # of the stored chunks
 
     def prefill(self, request: RequestState, plan: Plan, matches: Sequence[Match] | None = None) -> None:
         """Prefill a request from stored chunks. Chunks that cannot be read are computed like fresh text.
 
         Args:
-            plan: From `Tuning.plan`, before the chunks are known: it decides which kept prefix can be used. With the
-                chunks, `Tuning.decide` sets the final policy and ratio.
+            plan: From `Planner.plan`, before the chunks are known: it decides which kept prefix can be used. With the
+                chunks, `Planner.decide` sets the final policy and ratio.
             matches: Chunks to use; None = look them up.
         """
         recovery = Recovery(self.backend, self.store, self.memory)
@@ -65,7 +65,7 @@ class Pipeline:
                 request.add_history(backend)
             request.planned = plan.config
             # in all processes of tensor parallelism alike
-            plan = recovery.agree(lambda: self.tuning.decide(plan, request))
+            plan = recovery.agree(lambda: self.planner.decide(plan, request))
             if plan.is_full:
                 request.reuse_nothing()
             capacity = min(len(request.ids) + _ROOM, backend.context_window)
@@ -74,14 +74,14 @@ class Pipeline:
                 with trace.step("stitch", synchronise=False):
                     stitch(backend, request, layers)
                 with trace.step("select"):
-                    request.selected = select(backend, request, plan.config)
+                    request.selected, request.deeper = select(backend, request, plan.config)
                 with trace.step("blend"):
                     request.logits = blend(backend, request)
-            self.tuning.observe(request, len(blended_rows(backend, request)), trace)
+            self.planner.observe(request, len(blended_rows(backend, request)), trace)
             request.recomputed = request.selected  # grows if it is completed
             request.report = _report(request, plan, trace, recovery.notes)
-        is_open = plan.margin and not request.report.exact
-        request.completion = Completion(backend, request, plan.margin) if is_open else None
+        is_open = (plan.margin or plan.is_observed) and not request.report.exact
+        request.completion = Completion(backend, request, plan.margin, plan.start) if is_open else None
         record_steps(trace.times)
 
 
@@ -99,7 +99,7 @@ def _report(request: RequestState, plan: Plan, trace: Trace, notes: Sequence[str
         bytes_loaded=request.bytes_read,
         tier=request.tier,
         exact=request.num_exact(request.selected) == num_tokens,
-        notes=(*request.notes, *plan.notes, *notes),
+        notes=(*request.notes, *notes),
         decision=plan.reason,
         conversation_tokens=request.kept,
         moved_tokens=sum(map(len, request.runs)) - sum(map(len, request.stored)),

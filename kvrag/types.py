@@ -40,8 +40,9 @@ class _Report:
         for name, value in known.items():
             if isinstance(value, list):
                 known[name] = tuple(Run(**_known(Run, item)) if name == "runs" else item for item in value)
-        if known.get("completed"):
-            known["completed"] = Completed(**_known(Completed, known["completed"]))
+        for name in ("completed", "deepened"):
+            if known.get(name):
+                known[name] = Completed(**_known(Completed, known[name]))
         return cls(**known)
 
 
@@ -83,25 +84,24 @@ class LearnStats(_Report):
 
 @dataclass(frozen=True, slots=True)
 class CheckStats(_Report):
-    """Answers that were compared with full prefill's: of the `last` ones (up to 200 per namespace), `last_kept` had no
-    decided token that full prefill would not have chosen. All `chosen` for a check, `kept`, `lost` and `failed` in it
-    (the others wait or were dropped), and the factor of the margin that follows from them."""
+    """Answers that were `compared` with full prefill's, and of these the `kept` ones, in which full prefill would have
+    chosen every decided token; answers `chosen` for this by this process, and those that `failed` in it (the others
+    wait or were dropped). `verdict` is in a sentence what the evidence says of the model; "" = too little is known."""
 
-    last: int = 0
-    last_kept: int = 0
-    margin_factor: float = 1.0
-    chosen: int = 0
+    compared: int = 0
     kept: int = 0
-    lost: int = 0
+    chosen: int = 0
     failed: int = 0
+    verdict: str = ""
 
     def __str__(self) -> str:
-        return f"of the last {self.last} checked answers {self.last_kept} were kept" if self.last else "none is checked"
+        compared = f"of {self.compared} compared answers {self.kept} were kept" if self.compared else ""
+        return ". ".join(filter(None, (self.verdict.rstrip("."), compared))) or "nothing is known yet"
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The recompute of the rest of a prompt, because the model was unsure of a token.
+    """The recompute of more of a prompt, or of all its rest, because the model was unsure of a token.
 
     `token` is the token's number in the answer. Computed were `rows` tokens, those of the question and the answer
     included, in `seconds`.
@@ -142,6 +142,7 @@ class BlendReport(_Report):
         moved_tokens: Those with KV from another place of an earlier prompt, whose history was edited.
         load_stall_s: Time that the forward pass waited for chunks; part of `select_s` and `blend_s`.
         completed: How the rest was recomputed because the model was unsure of a token; None = it was not.
+        deepened: How one more share was recomputed for that reason, before; None = it was not.
     """
 
     prompt_tokens: int
@@ -167,6 +168,7 @@ class BlendReport(_Report):
     moved_tokens: int = 0
     load_stall_s: float = 0.0
     completed: Completed | None = None
+    deepened: Completed | None = None
 
     @property
     def stored_tokens(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import defaults  # noqa: F401  before imports that read the environment
 import pytest
 from blending import CHUNKS, LayOut, laying_out
-from defaults import is_sure, not_by_the_clock, pytest_collection_finish  # noqa: F401
+from defaults import is_sure, learning, not_by_the_clock, pytest_collection_finish  # noqa: F401
 from places import Memory
 from servers import s3, valkey  # noqa: F401
 from tiny import *  # noqa: F403

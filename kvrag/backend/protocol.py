@@ -107,6 +107,7 @@ class Backend(Outline, Protocol):
 
     Attributes:
         fingerprint: Identifies the KV of this model in a store.
+        num_parameters: Its size; 0 = unknown.
         bytes_per_token: KV bytes per token, all layers.
         bytes_per_chunk: Bytes that a chunk takes in a store besides its KV: those of its states, if they are stored.
         windows: Number of keys that a token attends to, per layer; None = all.
@@ -123,6 +124,7 @@ class Backend(Outline, Protocol):
     """
 
     num_layers: int
+    num_parameters: int = 0
     hidden_size: int
     bytes_per_token: int
     bytes_per_chunk: int = 0

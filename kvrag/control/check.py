@@ -1,118 +1,200 @@
-"""Checked answers: a share of them is compared with full prefill when the engine is idle, and the margin follows.
+"""Evidence beyond what answers give: comparisons with full prefill, on answers when idle, and on prompts of the corpus.
 
-Full prefill is given the tokens that were answered. An answer is kept if each is the likeliest one there, too, or
-full prefill itself is undecided, as in `kvrag.control.agreement`. Of a prompt that was checked, only counts are left.
+Full prefill gives its tokens; blended KV is given the same ones, and asked for the likeliest at each. A token is *lost*
+if full prefill surely decides otherwise, and an answer is kept if no token of it is, as in `kvrag.control.agreement`.
+So answers are checked that no doubt announced as wrong, and starts that the model does not begin with.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from kvrag.backend.transformers import Model
-from kvrag.config import BlendConfig, Sampling
-from kvrag.control.agreement import END, TARGET, TOKENS, is_kept, likeliest
-from kvrag.control.calibrate import MARGIN
-from kvrag.control.counts import Counts
-from kvrag.control.tuning import Tuning
+from kvrag.config import DEFAULT_POLICY, BlendConfig, Sampling
+from kvrag.control.agreement import DECIDED, END, TOKENS, is_kept, likeliest, own_answer
+from kvrag.control.evidence import Evidence, rung, scaled, tally
+from kvrag.control.plan import STARTS, Planner
 from kvrag.errors import AbandonedError
+from kvrag.reuse.blend import Completion
 from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.idle import Idle
 from kvrag.types import CheckStats
 
-WINDOW = 200
-"""Answers, the latest ones, that the report and the margin are about."""
-ENOUGH = 50
-"""Checked answers before the margin falls."""
-UP, DOWN = 1.1, 1 / 1.02
-"""The margin's factor per lost answer while too few are kept, and per checked answer while enough are."""
+FEW = 20
+"""Answers of a namespace that are all checked, before only a share of them is."""
 
 _FULL = BlendConfig(policy="full", controller="off")
+_GREEDY = Sampling(temperature=0.0)
+
+Prefill = Callable[[RequestState], None]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Full prefill's verdict on an answer: its likeliest token at each position, and that one's margin."""
+
+    ids: Sequence[int]  # of the prompt
+    namespace: str
+    answer: Sequence[int]  # with `END` for an end token
+    tokens: Sequence[int]
+    margins: Sequence[float]
+
+    def keeps(self, tokens: Sequence[int]) -> bool:
+        """Return whether none of other tokens is lost."""
+        return is_kept([one == other for one, other in zip(self.tokens, tokens, strict=True)], self.margins)
+
+
+def measure(
+    model: Model, prefill: Prefill, evidence: Evidence, full: Reference, starts: Iterable[float]
+) -> Iterator[float]:
+    """Compare starts, and what deepens them, with full prefill on an answer; yield each start once it is counted."""
+    policy = _policy(model)
+
+    def count(request: RequestState, is_deepened: bool) -> None:
+        tokens, margins = likeliest(model, request, full.answer, _GREEDY)
+        ours = [scaled(number, margin) for number, margin in enumerate(margins)]
+        others = zip(tokens, full.tokens, full.margins, strict=True)
+        lost = [one != other and margin >= DECIDED for one, other, margin in others]
+        name = rung(policy, start, is_deepened, request.is_encoded_alone)
+        evidence.add(name, tally(ours, zip(ours, lost, strict=True)))
+
+    for start in starts:
+        request = RequestState(full.ids, BlendConfig(policy=policy, ratio=start, controller="off"), full.namespace)
+        prefill(request)
+        if len(request.inexact):
+            count(request, False)
+            completion = Completion(model, request)
+            if completion.can_deepen:
+                request.logits = completion.recompute(request.ids, 0)
+                count(request, True)
+        yield start
+
+
+def _policy(model: Model) -> str:
+    return "tail" if model.keeps_states else DEFAULT_POLICY
+
+
+def _refer(model: Model, prefill: Prefill, ids: Sequence[int], namespace: str, answer: Sequence[int] = ()) -> Reference:
+    """Return full prefill's verdict on an answer, by default its own."""
+    full = RequestState(ids, _FULL, namespace)
+    prefill(full)
+    if not answer:
+        answer, _ = own_answer(model, full, Sampling(TOKENS, temperature=0.0))
+        full.cache.set_length(len(ids))
+    return Reference(ids, namespace, answer, *likeliest(model, full, answer, _GREEDY))
+
+
+def observe(model: Model, evidence: Evidence, request: RequestState, tokens: int) -> None:
+    """Count the tokens of a complete answer that blended KV has decided, and what became of its doubts."""
+    done = request.completion
+    if done is None:
+        return
+    for is_deepened in (False, True):
+        seen = [scaled(token, margin) for token, margin in done.seen[is_deepened]]
+        judged = [
+            (scaled(token, margin), changes and after >= DECIDED)
+            for was_deepened, token, margin, changes, after in done.judged
+            if was_deepened == is_deepened
+        ]
+        if seen:
+            evidence.add(rung(_policy(model), done.start, is_deepened, request.is_encoded_alone), tally(seen, judged))
+    both = done.deepened is not None and done.completed is not None
+    evidence.count(answers=1, tokens=tokens, deepened=done.deepened is not None, completed=both)
+
+
+def self_test(
+    model: Model, prefill: Prefill, evidence: Evidence, prompts: Sequence[Sequence[int]], namespace: str
+) -> Iterator[int]:
+    """Measure all starts on prompts, token ids; yield the number of measured prefills as they are done."""
+    done = 0
+    for ids in prompts:
+        full = _refer(model, prefill, ids, namespace)
+        yield (done := done + 1)
+        for _ in measure(model, prefill, evidence, full, STARTS):
+            yield (done := done + 1)
+        evidence.count(answers=1, tokens=len(full.answer))
 
 
 class Checker:
-    """Checks answers, and keeps a factor of the margin for every namespace. Thread-safe."""
+    """Checks answers when the engine is idle. Thread-safe."""
 
-    def __init__(
-        self, model: Model, tuning: Tuning, share: float, prefill: Callable[[RequestState], None], idle: Idle
-    ) -> None:
+    def __init__(self, model: Model, planner: Planner, share: float, prefill: Prefill, idle: Idle) -> None:
         """Start without answers.
 
         Args:
-            share: Of the answers that can be checked.
-            prefill: Prefills a request.
+            share: Of the answers that can be checked, once a few are.
         """
-        self._model, self._tuning, self._share, self._prefill, self._idle = model, tuning, share, prefill, idle
+        self._model, self._planner, self._share, self._prefill, self._idle = model, planner, share, prefill, idle
         self._random = random.Random(0)
-        self._counts, self._counting = tuning.counts, threading.Lock()
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._counting = threading.Lock()
+        self._tests: dict[str, deque[Sequence[int]]] = {}
 
     def observe(self, request: RequestState, sampling: Sampling, answer: Sequence[int], is_ended: bool) -> None:
-        """Perhaps check a complete answer later, unless it is sampled, exact or at a given ratio.
+        """Perhaps check a complete answer later, unless it is sampled, or nothing is to be learned from it.
 
         Args:
             answer: Its tokens, chosen without a grammar.
             is_ended: An end token came after them.
         """
-        config, is_changed = request.config, sampling.frequency_penalty or sampling.presence_penalty
-        is_adaptive = config.ratio is None and config.policy != "none"
-        if not is_adaptive or config.deterministic or request.report.exact:
-            return
-        if is_changed or sampling.logit_bias or self._random.random() >= self._share:
+        is_changed = sampling.frequency_penalty or sampling.presence_penalty or sampling.logit_bias
+        if not self._planner.learns(request.config) or not request.chunks or is_changed:
             return
         if self._model.logits_processor(sampling, len(request.ids))[1]:
             return
-        with self._counting:
-            self._counts[request.namespace].chosen += 1
+        few = self._planner.evidence[request.namespace].answers.compared < FEW
+        if self._share <= 0 or (self._random.random() >= self._share and not few):
+            return
+        self._add(request.namespace, "chosen")
         tokens = [*answer, *[END] * is_ended][:TOKENS]
-        self._idle.add(request, partial(self._check, request, sampling, tokens))
+        self._idle.add(request, partial(self._check, request, tokens))
 
-    def factor(self, request: RequestState) -> float:
-        """Return the factor of the margin for a request."""
-        return 1.0 if request.config.deterministic else self._counts[request.namespace].factor
+    def test(self, prompts: Sequence[Sequence[int]], namespace: str) -> None:
+        """Measure prompts when idle, one after the other, as `self_test` does."""
+        if not self._tests.setdefault(namespace, deque()):
+            self._tests[namespace].extend(prompts)
+            self._test_next(namespace)
+
+    def _test_next(self, namespace: str) -> None:
+        if tests := self._tests[namespace]:
+            self._idle.add(RequestState(tests[0], namespace=namespace), partial(self._test, namespace))
+
+    def _test(self, namespace: str) -> None:
+        evidence, tests = self._planner.evidence[namespace], self._tests[namespace]
+        for _ in self_test(self._model, self._prefill, evidence, [tests[0]], namespace):
+            pass
+        tests.popleft()
+        self._test_next(namespace)
 
     def stats(self, namespace: str | None = None) -> CheckStats:
-        """Return the counts of a namespace; None = of all, with the largest factor."""
+        """Return the counts of a namespace; None = of all."""
+        names = tuple(self._planner.evidence) if namespace is None else (namespace,)
+        found = [self._planner.evidence[name].answers for name in names]
         with self._counting:
-            found = tuple(self._counts.values()) if namespace is None else (self._counts[namespace],)
-            names = ("chosen", "kept", "lost", "failed")
-            return CheckStats(
-                last=sum(len(counts.last) for counts in found),
-                last_kept=sum(counts.last.count("1") for counts in found),
-                margin_factor=max((counts.factor for counts in found), default=1.0),
-                **{name: sum(getattr(counts, name) for counts in found) for name in names},
-            )
+            own = {kind: sum(self._counts[name, kind] for name in names) for kind in ("chosen", "failed")}
+        compared, kept = sum(one.compared for one in found), sum(one.kept for one in found)
+        verdict = self._planner.verdict(names[0]) if len(names) == 1 else ""
+        return CheckStats(compared=round(compared), kept=round(kept), verdict=verdict, **own)
 
-    def _check(self, request: RequestState, sampling: Sampling, answer: Sequence[int]) -> None:
-        full = RequestState(request.token_ids, _FULL, request.namespace)
+    def _check(self, request: RequestState, answer: Sequence[int]) -> None:
+        evidence = self._planner.evidence[request.namespace]
         try:
-            self._prefill(full)
-            tokens, margins = likeliest(self._model, full, answer, sampling)
+            full = _refer(self._model, self._prefill, request.token_ids, request.namespace, answer)
+            starts = {self._planner.plan(request.config, request.namespace).start, self._random.choice(STARTS)}
+            for _ in measure(self._model, self._prefill, evidence, full, starts):
+                pass
         except AbandonedError:
             raise
         except Exception:
-            with self._counting:
-                self._counts[request.namespace].failed += 1
+            self._add(request.namespace, "failed")
             raise
-        self._count(request, is_kept([one == other for one, other in zip(tokens, answer, strict=True)], margins))
+        evidence.count(compared=1, kept=full.keeps(answer))
 
-    def _count(self, request: RequestState, is_kept: bool) -> None:
-        planned = self._tuning.plan(request.config).margin
+    def _add(self, namespace: str, kind: str) -> None:
         with self._counting:
-            counts = self._counts[request.namespace]
-            counts.last = f"{counts.last}{is_kept:d}"[-WINDOW:]
-            counts.kept += is_kept
-            counts.lost += not is_kept
-            if request.config.margin is None:
-                factor = counts.factor * _step(counts)
-                least = 0.0 if planned else 1.0  # at a fixed ratio, a calibration's, there is no margin to lower
-                margin = self._tuning.plan(request.config, max(factor, least)).margin
-                counts.factor = max(margin / (planned or MARGIN), least)
-
-
-def _step(counts: Counts) -> float:
-    """Return the factor by which the margin changes after the last answer."""
-    if counts.last.count("1") >= TARGET * len(counts.last):
-        return DOWN if len(counts.last) >= ENOUGH else 1.0
-    return 1.0 if counts.last.endswith("1") else UP
+            self._counts[namespace, kind] += 1

@@ -110,6 +110,17 @@ def blend_seconds(speed: Speed, request: Workload, ratio: float) -> float:
     return while_selecting + selecting * compute + (1 - selecting) * max(load, compute + stitch)
 
 
+def deepening_seconds(speed: Speed, request: Workload, share: float) -> float:
+    """Predict recomputing one more share of the chunks, and the fresh tokens."""
+    rows = request.prompt - request.kept - request.reused + share * request.inexact
+    return _pass(speed, rows, rows * request.prompt)
+
+
+def completion_seconds(speed: Speed, request: Workload) -> float:
+    """Predict recomputing everything from the first token on that may deviate."""
+    return full_seconds(speed, request.prompt, request.kept + request.reused - request.inexact)
+
+
 def _pass(speed: Speed, rows: float, pairs: float) -> float:
     return speed.pass_s + speed.row_s * rows + speed.pair_s * pairs
 

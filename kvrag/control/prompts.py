@@ -16,7 +16,9 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from kvrag.errors import ContextWindowError, KvragError
+from kvrag.config import BlendConfig
+from kvrag.errors import ContextWindowError, KvragError, StoreError
+from kvrag.store import KVStore
 
 if TYPE_CHECKING:
     from kvrag.backend.transformers import Model, Tokenizer
@@ -29,6 +31,7 @@ Search = Callable[[str, int], Sequence[str]]
 # a run of letters and digits, or one character of a script that is written without spaces
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])|\n\s*\n")
+_CHUNKS = 1000  # stored chunks that prompts are generated from
 _SHORTEST, _LONGEST = 6, 60  # words of a sentence
 _BEFORE = 4  # words before a gap
 _LETTERS = 4  # of a word to be completed: shorter ones are rarely names
@@ -100,6 +103,23 @@ def make_prompts(
             "give documents of prose, or questions of your own"
         )
     return prompts
+
+
+def chunk_texts(model: Model, store: KVStore, namespace: str) -> list[str]:
+    """Return the texts of a namespace's chunks, of not too many and from the whole corpus.
+
+    Raises:
+        StoreError: Fewer than two chunks.
+    """
+    least = BlendConfig().min_run  # shorter ones are stored, but never reused
+    entries = [entry for entry in store.entries(0) if entry.namespace == namespace and len(entry.ids) >= least]
+    if len(entries) < 2:
+        raise StoreError(
+            f"calibration needs at least two stored chunks, there {'is one' if entries else 'are none'}: "
+            "warm the corpus first"
+        )
+    step = -(-len(entries) // _CHUNKS)
+    return [model.tokenizer.decode(entry.ids.tolist()) for entry in entries[::step]]
 
 
 def render(tokenizer: Tokenizer, chunks: Sequence[str], beginning: str) -> list[int]:

@@ -66,7 +66,7 @@ def decode(
         control_tokens: Those that stay in the text, for `thoughts` and a parser of tool calls.
         thoughts: Splits the answer from its thoughts. It is changed.
         alone: Share no step, so that the answer does not depend on others: kernels round by the number of rows.
-        completion: Recomputes the rest of the prompt before a token of which the model is unsure.
+        completion: Recomputes more of the prompt before a token of which the model is unsure.
 
     Yields:
         One Delta per token. Its text is empty while a character or a stop string is incomplete. The last one has
@@ -99,7 +99,7 @@ class Batch:
             if row.error is not None:
                 raise row.fail()
             if row.is_unsure:
-                row.complete()
+                row.recompute_more()
                 continue
             self._rows[row] = None
             self._steps.run_until(lambda: bool(row.deltas or row.error or row.is_unsure), lambda: self._step(row))
@@ -169,7 +169,7 @@ def _append_tokens(rows: Sequence[Row], lengths: Sequence[int], logits: Tensor) 
                 drawn.append(row.draw(row_logits[None]))
             except Exception as error:
                 row.error = error
-                drawn.append(row_logits.new_zeros(4))
+                drawn.append(row_logits.new_zeros(5))
         numbers = torch.stack(drawn).tolist()  # waits only once for the device
         for row, row_logits, own in zip(rows, logits, numbers, strict=True):
             done += 1
@@ -203,7 +203,8 @@ class Row:
     Attributes:
         cache: Complete for all tokens but `token`, the last one.
         deltas: One per token, in order; the last one has `finish_reason` set and no report.
-        is_unsure: The model is not sure enough of the next token. The row takes part in no step until `complete`.
+        is_unsure: The model is not sure enough of the next token. The row takes part in no step until
+            `recompute_more`.
         is_parked: It ran out of memory and waits until another row leaves.
         num_waits: Number of waits of its consumer for memory.
     """
@@ -272,24 +273,29 @@ class Row:
         self._completion = None  # it would change the old cache
         return logits
 
-    def complete(self) -> None:
-        """Recompute the rest of the prompt, and take the next token. Waits for the model."""
-        assert self._completion is not None
-        logits = self._completion.complete(self._ids[0], self._num_tokens)
-        self._completion = None  # from here on no margin has to be computed
-        self.advance(logits, self.draw(logits).tolist())
+    def recompute_more(self) -> None:
+        """Recompute more of the prompt, or all of it, and take the next token. Waits for the model."""
+        completion = self._completion
+        assert completion is not None
+        logits = completion.recompute(self._ids[0], self._num_tokens)
+        before, drawn = self._doubt, self.draw(logits).tolist()
+        completion.judge(self._num_tokens, before, (int(drawn[4]), drawn[3]))
+        if completion.completed:
+            self._completion = None  # from here on no margin has to be computed
+        self.advance(logits, drawn)
 
     def advance(self, logits: Tensor, drawn: Sequence[float]) -> None:
         """Append the token that `draw` has drawn by the (1, V) logits after the last one, unless it `is_unsure`."""
-        *_, margin = drawn
+        *_, margin, best = drawn
         self.is_unsure = self._completion is not None and self._completion.is_unsure(self._num_tokens, margin)
+        self._doubt = int(best), margin
         if not self.is_unsure:
             self._append(logits, drawn)
         elif self._generator is not None and self._state is not None:
             self._generator.set_state(self._state)  # the token is drawn again
 
     def _append(self, logits: Tensor, drawn: Sequence[float]) -> None:
-        raw, highest, number, _ = drawn
+        raw, highest, number, *_ = drawn
         if not math.isfinite(raw):
             raise ModelError(
                 "the model's logits are NaN or infinite: a value overflowed; load it with dtype='bfloat16' or 'float32'"
@@ -319,12 +325,12 @@ class Row:
     def draw(self, logits: Tensor) -> Tensor:
         """Draw the next token by the (1, V) logits after the last one, with `model.generate`'s own processors.
 
-        Returns (4,) without waiting for the device: the largest logit before and after them, which is NaN if any is,
-        the token, and by how many nats the likeliest token is more likely than the next one. In float32: it holds any
-        token exactly, and Apple's GPUs have no float64.
+        Returns (5,) without waiting for the device: the largest logit before and after them, which is NaN if any is,
+        the token, and by how many nats the likeliest token is more likely than the next one, and which it is. In
+        float32: it holds any token exactly, and Apple's GPUs have no float64.
         """
         raw_max, logits = logits.max(), self._allowed(logits)
-        margin = self._margin(logits)
+        margin, best = self._margin(logits)
         logits = self._process(self._ids, logits)
         likely = logits
         if self._do_sample:
@@ -332,7 +338,7 @@ class Row:
                 self._state = self._generator.get_state()
             # torch.multinomial draws the same, but on a GPU a NaN would make all later work fail
             likely = logits.softmax(dim=-1) / torch.empty_like(logits).exponential_(generator=self._generator)
-        return torch.stack([raw_max, logits.max(), likely.argmax().float(), margin])
+        return torch.stack([raw_max, logits.max(), likely.argmax().float(), margin, best])
 
     def _allowed(self, logits: Tensor) -> Tensor:
         """Return (1, V) logits with penalties, without what the grammar forbids."""
@@ -342,12 +348,12 @@ class Row:
         # first, so that top_k and top_p choose among the allowed tokens
         return logits if self._constraint is None else self._constraint.mask(logits)
 
-    def _margin(self, logits: Tensor) -> Tensor:
-        """Return (): by how many nats the likeliest allowed token leads, before any temperature."""
+    def _margin(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (): by how many nats the likeliest allowed token leads, before any temperature, and which it is."""
         if self._completion is None:
-            return logits.new_zeros(())
-        first, second = self._penalize(self._ids, logits).topk(2).values[0]
-        return first - second
+            return logits.new_zeros(()), logits.new_zeros(())
+        (first, second), (best, _) = (part[0] for part in self._penalize(self._ids, logits).topk(2))
+        return first - second, best.float()
 
     def fail(self) -> Exception:
         """End the answer; return its error, which then no longer keeps the cache alive."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvrag.backend.protocol import Backend, Outline
 from kvrag.config import BlendConfig, NamedText, check_names, named_texts
-from kvrag.control.tuning import Tuning
+from kvrag.control.plan import Planner
 from kvrag.errors import ContextWindowError, PromptError, SettingError
 from kvrag.fingerprint import Fingerprint
 from kvrag.ingest.encode import batch_tokens, encode, trees
@@ -212,10 +212,16 @@ class Ingestion(Choosing):
     """Fills the store of one engine. Thread-safe; several processes may fill one store."""
 
     def __init__(
-        self, model: Backend, store: KVStore, config: BlendConfig, codec: str, fingerprint: Fingerprint, tuning: Tuning
+        self,
+        model: Backend,
+        store: KVStore,
+        config: BlendConfig,
+        codec: str,
+        fingerprint: Fingerprint,
+        planner: Planner,
     ) -> None:
         super().__init__(model, store, config, fingerprint)
-        self._model, self._codec, self._tuning = model, codec, tuning
+        self._model, self._codec, self._planner = model, codec, planner
 
     def warm(
         self,
@@ -262,7 +268,7 @@ class Ingestion(Choosing):
             if choices == previous and (not missing or not self._has_room(missing, namespace)):
                 break
 
-        self._tuning.keep_speed()
+        self._planner.keep_speed()
         skipped = len({tuple(ids) for ids, _ in tokenized if len(ids) < min_run})
         matched = {piece.text_key for piece in pieces if len(piece.ids) >= min_run}
         new = len(matched & tally.text_keys)
@@ -345,7 +351,7 @@ class Ingestion(Choosing):
         if choices and self._model.waits == waits:  # otherwise the duration would include other threads' work
             forest = trees(self._model, chunks, contexts)
             tokens, pairs = sum(tree.num_tokens for tree in forest), sum(tree.num_pairs for tree in forest)
-            self._tuning.observe_encoding(tokens, pairs, math.ceil(tokens / batch_tokens(self._model)), seconds, cpu)
+            self._planner.observe_encoding(tokens, pairs, math.ceil(tokens / batch_tokens(self._model)), seconds, cpu)
 
 
 def _warnings(skipped: int, min_run: int, missing: int) -> Iterator[str]:

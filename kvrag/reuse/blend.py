@@ -4,11 +4,11 @@
 recompute (arXiv:2405.16444, section 4.2): the model's own forward pass on fresh and selected positions. All other
 positions keep the stitched KV. Recomputed tokens attend to it under a mask by true positions.
 
-`Completion` recomputes the rest when the model is unsure of its next token. The margin between the two likeliest tokens
-is a sign of doubt: where it is large, blended KV nearly always gives full prefill's token. So an answer begins with
-little. The first token with a smaller margin is not emitted: everything from the first position with inexact KV on is
-recomputed first, with the question and the answer so far, in the same cache. The KV then is full prefill's, and the
-answer continues exactly.
+`Completion` recomputes more when the model is unsure of its next token. The margin between the two likeliest tokens is
+a sign of doubt. The first token with a smaller margin than asked for is not emitted: the next share of the chunks is
+recomputed first, in the order of the policy, with the question and the answer so far, in the same cache. At the next
+doubt, or where nothing was recomputed in the beginning, everything from the first position with inexact KV on is: the
+KV then is full prefill's, and the answer continues exactly.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from kvrag.types import Completed, Run
 
 FIRST = 1 / 3
 """Share of the margin that the first token needs: most answers begin with near ties of style."""
+
+DEEPENED = 1 / 2
+"""Share of the margin that tokens need once more was recomputed."""
 
 _CHANGED = 2
 """Tokens at the end of a chunk that a prompt may lack while the states behind them are used."""
@@ -125,34 +128,68 @@ class Completion:
     """The recompute that is left to one prompt, whose answer is being decoded. Changes the prompt's cache.
 
     Attributes:
-        completed: When and how it was done; None = not yet.
+        deepened, completed: When and how one more share, and all the rest, were recomputed; None = not yet.
+        seen: Token numbers and margins that the KV gave at first, and once it was deepened.
+        start: Ratio that the counts of its tokens belong to.
+        judged: For each doubt, whether the KV was deepened before it, the token's number and its margin, whether more
+            recompute gives another token, and that one's margin.
     """
 
-    def __init__(self, backend: Backend, request: RequestState, margin: float) -> None:
-        """Begin with what is blended. For `margin`, see `BlendConfig`."""
+    def __init__(self, backend: Backend, request: RequestState, margin: float = 0.0, start: float = 0.0) -> None:
+        """Begin with what is blended. For `margin`, see `BlendConfig`; for `start`, `kvrag.control.plan.Plan`."""
+        self.start = start
+        self.deepened: Completed | None = None
         self.completed: Completed | None = None
+        self.seen: tuple[list[tuple[int, float]], list[tuple[int, float]]] = [], []
+        self.judged: list[tuple[bool, int, float, bool, float]] = []
         self._margin, self._backend, self._cache = margin, backend, request.cache
         self._length, self._asked = len(request.ids), request.asked
         self._first = request.num_exact(request.selected)  # all positions before it equal full prefill's
+        self._deeper, self._fresh = request.deeper, request.fresh
         if backend.keeps_states and self._first < self._length:
             self._first = request.kept  # the states there are known
+            self._deeper = self._deeper[:0]  # what follows a changed token can only be computed in one stretch
 
     def is_unsure(self, token: int, margin: float) -> bool:
-        """Return whether the rest is to be recomputed before this token of the answer is emitted; 0 is the first."""
-        return margin < self._margin * (FIRST if token == 0 else 1)
+        """Return whether more is to be recomputed before this token of the answer is emitted; 0 is the first."""
+        is_deepened = self.deepened is not None
+        self.seen[is_deepened].append((token, margin))
+        if self.deepened and self.deepened.token == token == 0:
+            return False  # see `MOST`
+        return margin < self._margin * (FIRST if token == 0 else 1) * (DEEPENED if is_deepened else 1)
 
-    def complete(self, ids: Tensor, token: int) -> Tensor:
-        """Recompute the rest; return (1, V) logits after the last token.
+    @property
+    def can_deepen(self) -> bool:
+        """True if a share is left to recompute before all the rest."""
+        return self.deepened is None and len(self._deeper) > 0
+
+    def recompute(self, ids: Tensor, token: int) -> Tensor:
+        """Recompute the next share, or the rest; return (1, V) logits after the last token.
 
         Args:
             ids: (T,) of the prompt and the answer so far. The cache becomes complete for all of them.
             token: Number of the answer's token that is in doubt.
         """
-        started = time.perf_counter()
-        rows = torch.arange(self._first, len(ids))
-        logits = self._forward(ids, rows)
-        self.completed = Completed(token, len(rows), time.perf_counter() - started)
+        if self.can_deepen:
+            self.deepened, logits = self._timed(ids, self.rows_of_next_share(len(ids)), token)
+        else:
+            self.completed, logits = self._timed(ids, torch.arange(self._first, len(ids)), token)
         return logits
+
+    def rows_of_next_share(self, length: int) -> Tensor:
+        """Return the positions of the next share, and those after its first that depend on it and are not stored."""
+        fresh = self._fresh[self._fresh > self._deeper[0]]
+        return torch.cat([self._deeper, fresh, torch.arange(self._length, length)]).sort().values
+
+    def judge(self, token: int, before: tuple[int, float], after: tuple[int, float]) -> None:
+        """Note what became of a token in doubt: the likeliest one and its margin, before and after."""
+        was_deepened = self.deepened is not None and self.completed is not None
+        self.judged.append((was_deepened, token, before[1], before[0] != after[0], after[1]))
+
+    def _timed(self, ids: Tensor, rows: Tensor, token: int) -> tuple[Completed, Tensor]:
+        started = time.perf_counter()
+        logits = self._forward(ids, rows)
+        return Completed(token, len(rows), time.perf_counter() - started), logits
 
     def _forward(self, ids: Tensor, rows: Tensor) -> Tensor:
         backend, cache = self._backend, self._cache

@@ -61,6 +61,7 @@ class RequestState:
         exact: (T,) bool: a reused position whose KV equals full prefill's: in a run right after the preamble, encoded
             there, with a lossless codec.
         cache: Each layer is stitched when a forward pass first reaches it.
+        selected, deeper: (S,) reused positions to recompute, and those to recompute next.
         logits: (1, V) float32, after the last token.
         recomputed: (S,) reused positions that were recomputed.
         report: Without `ttft_s`, which the caller sets.
@@ -90,6 +91,7 @@ class RequestState:
     cache: KVCache = field(init=False)
     # selected
     selected: Tensor = field(init=False)
+    deeper: Tensor = field(init=False)
     # blended
     logits: Tensor = field(init=False)
     recomputed: Tensor = field(init=False)
@@ -231,12 +233,19 @@ class RequestState:
 
     def note_completed(self) -> None:
         """Enter into `recomputed` and the report what was recomputed while the model was unsure."""
-        completed = self.completion and self.completion.completed
-        if completed and not self.report.completed:
-            rest = torch.arange(len(self.ids)) >= len(self.ids) + completed.token - completed.rows
-            self.recomputed = (self.reused & rest.index_fill(0, self.selected, True)).nonzero().squeeze(1)
-            decision = f"{self.report.decision}; then on doubt all the rest" if self.report.decision else ""
-            self.report = replace(self.report, **self.counts(), completed=completed, decision=decision)
+        done = self.completion
+        if not done or (done.deepened, done.completed) == (self.report.deepened, self.report.completed):
+            return
+        again = torch.zeros_like(self.reused).index_fill(0, self.selected, True)
+        if done.deepened:
+            again[self.deeper] = True
+        if done.completed:
+            again[len(self.ids) + done.completed.token - done.completed.rows :] = True
+        self.recomputed = (self.reused & again).nonzero().squeeze(1)
+        more = "all the rest" if done.completed else "more"
+        decision = f"{self.report.decision.partition('; then')[0]}; then on doubt {more}" if self.report.decision else ""
+        steps: dict[str, Any] = {"deepened": done.deepened, "completed": done.completed, "decision": decision}
+        self.report = replace(self.report, **self.counts(), **steps)
 
     def counts(self) -> dict[str, Any]:
         """Return the report's numbers of tokens by what was computed so far."""

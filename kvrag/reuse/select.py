@@ -59,22 +59,28 @@ class Policy:
         return NO_PASSES
 
 
-def select(backend: Backend, request: RequestState, config: BlendConfig) -> Tensor:
-    """Return (S,) ascending: `config.ratio` of the inexact reused positions, or as many as the policy makes of it."""
+def select(backend: Backend, request: RequestState, config: BlendConfig) -> tuple[Tensor, Tensor]:
+    """Return two times (S,) ascending: the positions to recompute, and the next ones in the policy's order.
+
+    The first are `config.ratio` of the inexact reused positions, or as many as the policy makes of it; the others as
+    many again, or fewer where there are no more.
+    """
     inexact = request.inexact
+    nothing = inexact[:0]
     budget = round((DEFAULT_RATIO if config.ratio is None else config.ratio) * len(inexact))
     if budget == 0 or config.policy == "none":
-        return inexact[:0]
+        return nothing, nothing
     policy = policy_of(config.policy)
     budget = policy.budget(request, budget)
     if budget == len(inexact):
-        return inexact  # regardless of scores
+        return inexact, nothing  # regardless of scores
     # choosing runs the fresh tokens through most layers: with a long question, computing all reused tokens costs less
     if len(inexact) - budget <= selecting(config, backend.num_layers).query * len(request.fresh):
-        return inexact
+        return inexact, nothing
     scores = policy.score(Context(backend, request, budget))[inexact]
-    top = scores.topk(budget)
-    return inexact[top.indices[top.values > -torch.inf].sort().values]
+    top = scores.topk(min(2 * budget, len(inexact)))
+    ranked = inexact[top.indices[top.values > -torch.inf]]
+    return ranked[:budget].sort().values, ranked[budget:].sort().values
 
 
 def selecting(config: BlendConfig, num_layers: int) -> Passes:

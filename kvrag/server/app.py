@@ -48,7 +48,7 @@ from kvrag.server.schemas import (
 )
 from kvrag.server.settings import ServerSettings
 from kvrag.server.state import State, Tenant
-from kvrag.types import CheckStats, WarmReport
+from kvrag.types import WarmReport
 
 _OFFICE = {".docx": "wordprocessingml.document", ".xlsx": "spreadsheetml.sheet", ".pptx": "presentationml.presentation"}
 for _suffix, _kind in _OFFICE.items():
@@ -57,7 +57,6 @@ mimetypes.add_type("application/vnd.oasis.opendocument.text", ".odt")
 mimetypes.add_type("application/epub+zip", ".epub")
 mimetypes.add_type("application/jsonl", ".jsonl")
 _TOKENIZED, _PER_TOKEN = 1 << 20, 16  # bytes of a body of /tokenize: at least, and per token of the window
-_STOPPING_S = 10.0  # for a calibration to end within a prefill
 _ENCODING_S = 10.0  # seconds for the corpora to reach a point where the next server can resume
 
 
@@ -317,62 +316,13 @@ async def forget_chunks(document: str, request: Request, state: Server, tenant: 
 
 @router.get("/v1/checks")
 async def checks(state: Server, tenant: Caller) -> Response:
-    """Return how many answers of the caller's namespace agreed with full prefill, of those that were checked."""
-    stats = state.engine.checked_in(tenant.namespace) or CheckStats()
+    """Return what is known of how much recompute the model needs, by answers of the caller's namespace."""
+    stats = state.engine.checked_in(tenant.namespace)
     return json_response({**stats.to_dict(), "text": str(stats)})
-
-
-@router.get("/v1/calibration")
-async def show_calibration(request: Request, state: Server) -> Response:
-    """Return the calibration's progress in prefills, `done` of `total`, or its result as a `text`.
-
-    `status` is none, measuring, unfinished (it can go on), failed or stored.
-    """
-    return json_response(await result(request, state.working, state.calibrator.status))
-
-
-@router.post("/v1/calibration", status_code=202)
-async def calibrate(request: Request, state: Server) -> Response:
-    """Measure in the background how much must be recomputed on the stored chunks, or go on; the result is the default.
-
-    It takes up to ten minutes, and answers are slower meanwhile.
-    """
-    if (await request.body()).strip() not in (b"", b"{}"):
-        raise ApiError(400, "a calibration takes no options here: `kvrag calibrate` does", "invalid_value")
-    if reason := _uncalibrated(state):
-        raise ApiError(403, f"this server cannot be calibrated: {reason}")
-
-    def work() -> dict[str, Any]:
-        state.calibrator.start()
-        return state.calibrator.status()
-
-    return json_response(await result(request, state.working, work), 202)
-
-
-def _uncalibrated(state: State) -> str:
-    """Return why this server cannot be calibrated, and the way out; "" = it can."""
-    if state.is_shared or state.is_replica:
-        shared = "several namespaces" if state.is_shared else "several servers"
-        return f"{shared} use its store, so run `kvrag calibrate` on that, and restart the server"
-    if not _is_adaptive(state.engine.config):
-        return "what it recomputes is set, so start it without --ratio, --margin and --policy"
-    return ""
 
 
 def _is_adaptive(config: BlendConfig) -> bool:
     return config.ratio is None and config.margin != 0 and config.policy not in ("none", "full")
-
-
-@router.delete("/v1/calibration")
-async def stop_calibration(request: Request, state: Server) -> Response:
-    """Stop measuring. What was measured is kept, and so is a stored result."""
-
-    def work() -> dict[str, Any]:
-        if not state.is_shared:
-            state.calibrator.stop(_STOPPING_S)
-        return state.calibrator.status()
-
-    return json_response(await result(request, state.working, work))
 
 
 @router.post("/tokenize")
@@ -399,14 +349,13 @@ async def tokenize(body: TokenizeRequest, request: Request, state: Server) -> Re
 @router.get("/samples.json", include_in_schema=False)
 async def samples(request: Request, state: Server) -> Response:
     """Return what the chat page shows: sample documents, questions about them, whether these may refer to earlier ones,
-    whether recompute is adaptive by default, and whether the page may calibrate it."""
+    and whether recompute is adaptive by default."""
 
     def work() -> Response:
         fitting = samples_of(state.engine.model.name)
         names, questions = list(fitting.documents()), list(fitting.questions)
         shown = {"documents": names, "questions": questions, "is_chat": fitting.is_chat}
-        shown |= {"is_adaptive": _is_adaptive(state.engine.config), "calibrates": not _uncalibrated(state)}
-        return json_response(shown)
+        return json_response({**shown, "is_adaptive": _is_adaptive(state.engine.config)})
 
     return await result(request, state.working, work)
 
@@ -443,10 +392,7 @@ def create_app(
         for corpus in corpora:
             corpus.start()
         yield
-        stops = [
-            *(partial(corpus.stop, _ENCODING_S) for corpus in corpora),
-            partial(state.calibrator.stop, _STOPPING_S),
-        ]
+        stops = [partial(corpus.stop, _ENCODING_S) for corpus in corpora]
         await asyncio.gather(*(queue.stop() for queue in state.queues), *map(asyncio.to_thread, stops))
 
     app = FastAPI(

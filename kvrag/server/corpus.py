@@ -185,6 +185,7 @@ class Corpus:
 
     def _work(self) -> None:
         is_left.set(lambda: self._is_stopping)
+        self._engine.calibrate_when_idle(self.namespace)
         while (task := self._await_task()) is not None:
             reason = ""
             try:
@@ -196,6 +197,8 @@ class Corpus:
                 reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
                 logger.warning("cannot add %s: %s", task.document, reason, exc_info=None if is_ours else error)
             self._finish(task, reason)
+            if not self._undone():
+                self._engine.calibrate_when_idle(self.namespace)
 
     def _await_task(self) -> CorpusTask | None:
         with self._changed:

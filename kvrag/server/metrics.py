@@ -26,12 +26,9 @@ LEARNING: Sequence[Row] = (
     (CounterMetricFamily, "learn_ignored", "Prompts that were not looked at because too many waited", "ignored"),
 )
 CHECKS: Sequence[Row] = (
-    (GaugeMetricFamily, "check_recent_answers", "Checked answers that the next number is about", "last"),
-    (GaugeMetricFamily, "check_recent_kept", "Of these, those that full prefill confirms", "last_kept"),
-    (GaugeMetricFamily, "check_margin_factor", "Factor of the margin that follows", "margin_factor"),
     (CounterMetricFamily, "check_chosen", "Answers chosen for a check", "chosen"),
-    (CounterMetricFamily, "check_kept", "Answers that full prefill confirms", "kept"),
-    (CounterMetricFamily, "check_lost", "Answers with a token that full prefill would not have chosen", "lost"),
+    (GaugeMetricFamily, "check_compared", "Answers compared with full prefill, also earlier processes'", "compared"),
+    (GaugeMetricFamily, "check_kept", "Of these, those that full prefill confirms", "kept"),
     (CounterMetricFamily, "check_failure", "Checks with an error", "failed"),
 )
 

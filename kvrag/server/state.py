@@ -10,7 +10,6 @@ from kvrag.engine import BlendEngine
 from kvrag.errors import SettingError
 from kvrag.scheduling.queue import AdmissionQueue
 from kvrag.server.api_errors import ApiError
-from kvrag.server.calibration import Calibrator
 from kvrag.server.corpus import Corpus
 from kvrag.server.guard import UPLOADS, most_requests
 from kvrag.server.metrics import CHECKS, LEARNING, Metrics
@@ -68,7 +67,6 @@ class State:
             raise SettingError(f"the corpora must match the namespaces {', '.join(map(repr, names))}")
         self.is_shared = len(names) > 1
         self.tenants = {name: Tenant(name, found.get(name), self) for name in names}
-        self.calibrator = Calibrator(engine, names[0], found.get(names[0]), settings.top_k)
         self.corpora = [found[name] for name in names if found]  # of all namespaces, or none
         self.embedder = self.corpora[0].index.embedder if found else None  # which they share
         self.answering_models = [settings.name, settings.rag_name] if found else [settings.name]

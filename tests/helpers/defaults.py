@@ -16,6 +16,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # also of processes: the models are too sma
 import pytest
 import torch
 
+from kvrag.control.plan import Planner
+
 torch.set_num_threads(1)
 gc.disable()  # importing and collecting makes no garbage, and looking for some takes a third of the time
 
@@ -29,14 +31,25 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is noticeably faster, and every timing counts."""
-    monkeypatch.setattr("kvrag.control.tuning.CPU_SHARE", 0.0)
-    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("inf"))
-    monkeypatch.setattr("kvrag.control.tuning.STEP", 1.0)
+    monkeypatch.setattr("kvrag.control.plan.CPU_SHARE", 0.0)
+    monkeypatch.setattr("kvrag.control.plan.NOTICEABLE_S", float("inf"))
+    monkeypatch.setattr("kvrag.control.plan.STEP", 1.0)
+
+
+_LEARNS, _PRIOR = Planner.learns, Planner._prior
 
 
 @pytest.fixture(scope="session", autouse=True)
 def is_sure() -> Iterator[None]:
-    """Keep to the first ratio by default: random models are unsure of every token."""
+    """Keep to one ratio by default: random models are unsure of every token, and nothing is learned from them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvrag.control.tuning.MARGIN", 0.0)
+        patch.setattr(Planner, "learns", lambda *_: False)
+        patch.setattr(Planner, "_prior", lambda _, config, is_alone: (0.15, config.margin or 0.0))
         yield
+
+
+@pytest.fixture
+def learning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Follow the prior and the evidence, as users' engines do."""
+    monkeypatch.setattr(Planner, "learns", _LEARNS)
+    monkeypatch.setattr(Planner, "_prior", _PRIOR)

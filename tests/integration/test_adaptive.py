@@ -89,7 +89,7 @@ def test_a_completed_answer_is_full_prefills(
 
 
 def test_only_what_was_encoded_alone_is_recomputed_at_first(
-    model: Model, tmp_path: Path, unsure_at: set[int], monkeypatch: pytest.MonkeyPatch
+    model: Model, tmp_path: Path, unsure_at: set[int], monkeypatch: pytest.MonkeyPatch, learning: None
 ) -> None:
     monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
     for name, document, policy, ratio in (("behind", "d", "none", 0.0), ("alone", "", "query", 0.077)):

@@ -59,7 +59,7 @@ def _is_full_prefills(engine: BlendEngine, ids: Sequence[int], answer: Sequence[
 def test_wrong_answers_are_lost_and_full_prefills_are_kept(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrag.control.tuning.START", 0.0)
+    monkeypatch.setattr("kvrag.control.plan.START", 0.0)
     checker = engine._answering.checker
     settings: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0}
     assert checker is not None

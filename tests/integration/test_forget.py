@@ -13,7 +13,7 @@ from blending import CHUNKS, messages
 from processes import COMMON, expect, start, tell
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
-from kvrag.control.tuning import Plan
+from kvrag.control.plan import Plan
 from kvrag.reuse.request_state import RequestState
 
 PROMPT = messages(*CHUNKS)

@@ -15,7 +15,7 @@ import torch
 from blending import CHUNKS, messages, plain_logits, prepare, relative
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, OutOfMemoryError
-from kvrag.control.tuning import Plan
+from kvrag.control.plan import Plan
 from kvrag.errors import ChunkUnreadableError
 from kvrag.reuse import load
 from kvrag.reuse.load import LayerLoader

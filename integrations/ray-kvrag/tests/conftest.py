@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from defaults import is_sure, not_by_the_clock, pytest_collection_finish  # noqa: F401
+from defaults import is_sure, learning, not_by_the_clock, pytest_collection_finish  # noqa: F401
 from servers import s3  # noqa: F401
 
 if find_spec("ray") is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from defaults import is_sure, not_by_the_clock, pytest_collection_finish  # noqa: F401
+from defaults import is_sure, learning, not_by_the_clock, pytest_collection_finish  # noqa: F401
 from servers import s3, valkey  # noqa: F401
 
 _HERE = Path(__file__).parent

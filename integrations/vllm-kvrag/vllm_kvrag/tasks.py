@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvrag import BlendConfig, KvragError, KVStore
-from kvrag.ext.models import CachedPrefix, Ingestion, Lookup, Match, MemoryTier, Pipeline, RequestState, Tuning, forget
+from kvrag.ext.models import CachedPrefix, Ingestion, Lookup, Match, MemoryTier, Pipeline, Planner, RequestState, forget
 from vllm_kvrag.params import RequestParams
 from vllm_kvrag.runner import Job
 
@@ -77,7 +77,7 @@ class TaskHandler:
     def __init__(self, backend: VllmBackend, store: KVStore, config: BlendConfig, codec: str, ram_bytes: int) -> None:
         self._backend, self._store, self._config, self._codec = backend, store, config, codec
         self._memory = MemoryTier(ram_bytes)
-        self._tuning = Tuning(backend, store)
+        self._planner = Planner(backend, store)
         self._lookup = Lookup(store, alone_only=not config.context_tokens)
         self._removals = store.removals()
 
@@ -108,12 +108,12 @@ class TaskHandler:
         started = time.perf_counter()
         self._drop_removed()
         backend = self._backend.on(task.blocks, job)
-        pipeline = Pipeline(backend, self._store, self._memory, self._lookup, self._tuning, self._codec)
-        plan = replace(self._tuning.plan(task.config), margin=0.0)  # vLLM draws the tokens
+        pipeline = Pipeline(backend, self._store, self._memory, self._lookup, self._planner, self._codec)
+        plan = replace(self._planner.plan(task.config), margin=0.0)  # vLLM draws the tokens
         request = RequestState(task.ids, task.config, task.namespace)
         request.prefix = _prefix(task, plan.config) if task.kept else None
         pipeline.prefill(request, plan, task.matches)
-        self._tuning.keep_speed_now_and_then()
+        self._planner.keep_speed_now_and_then()
         report = replace(request.report, ttft_s=time.perf_counter() - started).to_dict()
         # None: nothing was reused, so all is computed
         return TaskOutcome(report, request.tail() or None)
@@ -142,7 +142,7 @@ class TaskHandler:
     def _ingestion(self, blocks: list[int], job: Job) -> Ingestion:
         backend = self._backend.on(blocks, job)
         fingerprint = backend.fingerprint.stored_as(self._codec)
-        return Ingestion(backend, self._agreed(backend), self._config, self._codec, fingerprint, self._tuning)
+        return Ingestion(backend, self._agreed(backend), self._config, self._codec, fingerprint, self._planner)
 
     def _agreed(self, backend: VllmBackend) -> Any:
         return AgreedStore(self._store, backend) if backend.num_processes > 1 else self._store

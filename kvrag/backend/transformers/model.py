@@ -111,6 +111,7 @@ class Model(Backend):
         numbers = sum(state.numel() for state in self._states.values())
         self.bytes_per_chunk = numbers * self.dtype.itemsize if store_states else 0
         self.hidden_size: int = self.config.hidden_size
+        self.num_parameters: int = hf.num_parameters()
         self.fingerprint = replace(fingerprint(self.name, hf, self.tokenizer), states=store_states)
 
     @classmethod

@@ -1,5 +1,5 @@
 // The chat page of `kvrag serve`. It calls the server's public API only: /v1/models, /v1/corpus, /v1/checks,
-// /v1/calibration, /v1/chat/completions.
+// /v1/chat/completions.
 
 import { markdown } from "./markdown.js";
 
@@ -20,7 +20,6 @@ let samples = { documents: [], questions: [], is_chat: true };
 const turns = []; // {question, raced, lanes, sources}, lanes as returned by `answer`; kept in the tab until "New chat"
 let documents = [];
 let poll = 0; // timer of the next refresh
-let measuring = 0; // timer of the next look at the calibration
 const uploads = new Map(); // name -> the error of a failed upload, or "" while it is sent
 const added = []; // names of uploaded files, the newest first
 const problems = new Map(); // name -> warnings about an uploaded file
@@ -271,28 +270,7 @@ async function ask(question) {
 /** Show how many of the latest checked answers full prefill confirms. */
 async function showChecks() {
   const checks = await call("v1/checks").then((response) => response.json()).catch(() => ({}));
-  $("checks").textContent = checks.last ? checks.text : "";
-}
-
-/** Show the calibration, and again while it measures; POST begins or goes on, DELETE stops. */
-async function showCalibration(method = "GET") {
-  clearTimeout(measuring);
-  const { status, done, total, text } = await (await call("v1/calibration", { method })).json();
-  const isMeasuring = status === "measuring";
-  $("calibrate").textContent = isMeasuring ? "Stop" : status === "unfinished" ? "Go on calibrating" : "Calibrate";
-  $("measured").hidden = !isMeasuring;
-  $("measured").value = done / Math.max(1, total);
-  $("calibrated").textContent = isMeasuring ? "Calibrating; answers are slower meanwhile." : text;
-  $("calibrated").classList.toggle("problem", status === "failed");
-  if (status === "stored") $("recompute").options[0].text = "as calibrated (default)";
-  if (isMeasuring) measuring = setTimeout(() => showCalibration().catch(sayCalibration), POLL_MS);
-}
-
-function sayCalibration(error) {
-  $("calibrate").textContent = "Calibrate"; // shows what is still in progress, if the server answers again
-  $("measured").hidden = true;
-  $("calibrated").textContent = error.message;
-  $("calibrated").classList.add("problem");
+  $("checks").textContent = checks.text ?? "";
 }
 
 const isFull = ({ policy }) => policy === "full";
@@ -501,9 +479,6 @@ function listen() {
     $("question").value = "";
     if (question) ask(question);
   });
-  $("calibrate").addEventListener("click", () => {
-    showCalibration($("calibrate").textContent === "Stop" ? "DELETE" : "POST").catch(sayCalibration);
-  });
   $("question").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
@@ -532,8 +507,6 @@ async function start() {
     showChecks();
     samples = await (await call("samples.json")).json();
     if (!samples.is_adaptive) $("recompute").options[0].text = "as the server is set";
-    $("calibration").hidden = !samples.calibrates;
-    if (samples.calibrates) await showCalibration().catch(sayCalibration);
     hasCorpus = names.includes(`${model}-rag`);
     if (!hasCorpus) {
       $("sidebar").hidden = true;

@@ -1158,10 +1158,10 @@ def test_calibrate_says_what_is_missing(own: Path, tmp_path: Path, fails: Callab
 
 
 def test_the_controller_can_be_switched_off(own: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.control.tuning.CPU_SHARE", 0.0)  # a busy machine's times count, too
+    monkeypatch.setattr("kvrag.control.plan.CPU_SHARE", 0.0)  # a busy machine's times count, too
     for _ in range(2):  # everything is measured by now
         as_json("ask", QUESTION, "--store", own)
-    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("-inf"))
+    monkeypatch.setattr("kvrag.control.plan.NOTICEABLE_S", float("-inf"))
     report = as_json("ask", QUESTION, "--store", own)["report"]
     assert (report["policy"], report["decision"].split(":")[0]) == ("full", "full prefill")
     report = as_json("ask", QUESTION, "--store", own, "--controller", "off")["report"]

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from blending import CHUNKS, messages
 
-import kvrag.control.tuning
+import kvrag.control.plan
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, SettingError
 from kvrag.config import DEFAULT_POLICY
 from kvrag.control.cost import CostModel, Speed, Workload, blend_seconds, fit, full_seconds, read, write
-from kvrag.control.tuning import decide
+from kvrag.control.plan import decide
 from kvrag.reuse.request_state import Trace
 from kvrag.reuse.select import Passes, selecting
 from kvrag.words import human_bytes
@@ -32,8 +32,8 @@ GPU = Speed(pass_s=0.025, row_s=4e-5, pair_s=1e-9, stitch_s=1e-6, load=6e9)
 
 @pytest.fixture(autouse=True)
 def _by_the_clock(not_by_the_clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", 0.01)
-    monkeypatch.setattr("kvrag.control.tuning.STEP", 0.05)
+    monkeypatch.setattr("kvrag.control.plan.NOTICEABLE_S", 0.01)
+    monkeypatch.setattr("kvrag.control.plan.STEP", 0.05)
 
 
 def _request(context: int, kib_per_token: int = 128, **changes: Any) -> Workload:
@@ -326,7 +326,7 @@ def test_a_disk_that_became_fast_is_detected(engine: BlendEngine, monkeypatch: p
         meter.observe_pass("full", rows, 1, rows * 1.0)
     meter.observe_load(1000, 10, 1e6)
     assert engine.generate(PROMPT, max_new_tokens=1).report.policy == "full"
-    monkeypatch.setattr(kvrag.control.tuning, "_KEEP_S", 0.0)
+    monkeypatch.setattr(kvrag.control.plan, "_KEEP_S", 0.0)
     assert engine.generate(PROMPT, max_new_tokens=1).report.policy == DEFAULT_POLICY
 
 
@@ -366,7 +366,7 @@ def test_measurements_are_stored_with_the_chunks(model: Model, tmp_path: Path) -
 def test_timings_of_a_process_that_waited_for_processors_are_not_used(
     share: float, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrag.control.tuning.CPU_SHARE", 2 / 3)
+    monkeypatch.setattr("kvrag.control.plan.CPU_SHARE", 2 / 3)
     own = threading.local()
 
     def clock() -> float:

@@ -21,7 +21,7 @@ from blending import CHUNKS, full_prefill, messages, plain_logits, relative
 import kvrag.memory.conversation
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, SettingError
 from kvrag.backend.transformers import BlendCache
-from kvrag.control.tuning import Plan
+from kvrag.control.plan import Plan
 from kvrag.index.match import DeletedTexts
 from kvrag.memory.conversation import Blended, CachedPrefix, Conversations, KeptStretch, Turn
 from kvrag.reuse.request_state import RequestState

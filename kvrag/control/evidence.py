@@ -1,0 +1,231 @@
+"""Evidence of how much recompute a model needs: counts of tokens, by how sure the model was of them.
+
+The *margin* of a token is by how many nats the likeliest token is more likely than the next one; a small margin is
+doubt. A margin says nothing by itself: how often a token in doubt is wrong depends on the model, on the corpus and on
+what was recomputed before. So tokens are counted by margin, for each state of the KV (`rung`):
+
+    seen    tokens that were decided by such KV
+    judged  those of them that were decided by better KV as well: a doubt is answered by recomputing more, idle time
+            compares whole answers with full prefill
+    lost    those of them that the better KV surely decides otherwise
+
+From the counts follows, for every start and margin, how many answers will be in doubt, and how many will be lost before
+they are. Counts are sums, so that those of several processes are added up when they are stored. Nothing else of
+prompts and answers is stored, and of a namespace's name only a digest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrag.control import cost
+from kvrag.errors import StoreError
+from kvrag.reuse.blend import FIRST
+from kvrag.store import KVStore
+from kvrag.store.values import text_key
+
+FILE = "evidence.json"
+EDGES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.5, 6.0)
+"""Margins between the bins of counts; the last bin has no upper end."""
+
+_BINS = len(EDGES) + 1
+_ANSWERS = "answers"
+_NAMESPACES = 256  # per store
+_MOST = 5000.0  # tokens of a rung, beyond which all its counts are halved: models stay, corpora change
+_SEEN = (0.01, 0.01, 0.02, 0.02, 0.03, 0.05, 0.1, 0.1, 0.66)
+"""Expected shares of tokens by margin; they count as one seen token."""
+_WRONG = {
+    False: (0.3, 0.15, 0.2, 0.2, 0.05, 0.06, 0.02, 0.01, 0.003),
+    True: (0.2, 0.1, 0.1, 0.05, 0.05, 0.04, 0.002, 0.001, 0.001),
+}
+"""Expected shares of wrong tokens by margin, after plain reuse and where some were recomputed: decision 36."""
+_WEIGHT = np.array([4, 4, 4, 6, 6, 10, 20, 20, 60], dtype=float)
+"""Judged tokens that the expected shares count as."""
+
+Table = NDArray[np.float64]
+"""(3, bins): seen, judged and lost tokens by margin."""
+
+
+class Forecast(NamedTuple):
+    """Shares of answers that come into doubt, and that are lost before they do."""
+
+    doubts: float
+    lost: float
+
+
+class Answers(NamedTuple):
+    """Numbers of answers with blended KV: all, their tokens, those that were compared with full prefill's and of these
+    the kept ones, and those in doubt: deepened, and completed although they were deepened."""
+
+    answers: float
+    tokens: float
+    compared: float
+    kept: float
+    deepened: float
+    completed: float
+
+
+def rung(policy: str, ratio: float, is_deepened: bool, is_alone: bool) -> str:
+    """Return the name of a state of the KV: what was recomputed of chunks that were encoded alone, or with context."""
+    return f"{policy} {ratio:g}{'+' if is_deepened else ''}{' alone' if is_alone else ''}"
+
+
+def bin_of(margin: float) -> int:
+    """Return the number of the bin of a margin."""
+    return int(np.searchsorted(EDGES, margin, side="right"))
+
+
+def scaled(token: int, margin: float) -> float:
+    """Return the margin of a token of an answer as if it were not the first one, which has the number 0."""
+    return margin / FIRST if token == 0 else margin
+
+
+def tally(seen: Iterable[float], judged: Iterable[tuple[float, bool]] = ()) -> Table:
+    """Return counts of tokens by scaled margins; of the judged ones also whether they are lost."""
+    table = np.zeros((3, _BINS))
+    for margin in seen:
+        table[0, bin_of(margin)] += 1
+    for margin, is_lost in judged:
+        table[1:, bin_of(margin)] += 1, is_lost
+    return table
+
+
+def forecast(table: Table, margin: float, tokens: float, is_recomputed: bool) -> Forecast:
+    """Predict answers of that many tokens, as if each token had the same chance of every margin.
+
+    Args:
+        margin: Below it, a token is in doubt; one of `EDGES`, or 0.
+        is_recomputed: A share of the chunks was recomputed before.
+    """
+    seen, judged, lost = table
+    share = (seen + np.array(_SEEN)) / (seen.sum() + 1)
+    wrong = (lost + _WEIGHT * np.array(_WRONG[is_recomputed])) / (judged + _WEIGHT)
+    below = bin_of(margin) if margin else 0
+    doubt, loss = float(share[:below].sum()), float((share * wrong)[below:].sum())
+    ends = doubt + loss
+    ended = 1 - (1 - min(ends, 1.0)) ** tokens
+    return Forecast(ended * doubt / ends, ended * loss / ends)
+
+
+class Evidence:
+    """Counts of one namespace. Thread-safe: single additions, under the lock of `EvidenceStore`."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._stored: dict[str, Table] = {}
+        self._new: dict[str, Table] = {}
+
+    def add(self, name: str, table: Table) -> None:
+        """Add counts to those of a rung."""
+        with self._lock:
+            self._new[name] = self._new.get(name, 0.0) + table
+
+    def count(self, **numbers: int) -> None:
+        """Add to the numbers of `answers`."""
+        self.add(_ANSWERS, np.array([[numbers.get(name, 0) for name in Answers._fields]], dtype=float))
+
+    def of(self, name: str) -> Table:
+        """Return the counts of a rung."""
+        return self._sum(name, np.zeros((3, _BINS)))
+
+    @property
+    def answers(self) -> Answers:
+        """The numbers of answers."""
+        return Answers(*self._sum(_ANSWERS, np.zeros((1, len(Answers._fields))))[0].tolist())
+
+    def _sum(self, name: str, default: Table) -> Table:
+        with self._lock:
+            return default + self._stored.get(name, 0.0) + self._new.get(name, 0.0)
+
+
+class EvidenceStore(dict[str, Evidence]):
+    """Evidence by namespace, stored beside the chunks: a restart does not reset it."""
+
+    def __init__(self, store: KVStore, fingerprint: str) -> None:
+        """Read the counts of a model."""
+        super().__init__()
+        self._store, self._fingerprint, self._lock = store, fingerprint, threading.Lock()
+        self._read: dict[str, Any] = {}
+        with cost.recalling(store, FILE):
+            self._read = cost.read(store.read_text(FILE))
+
+    def __missing__(self, namespace: str) -> Evidence:
+        evidence = Evidence(self._lock)
+        with cost.recalling(self._store, FILE):
+            evidence._stored = _parse(self._read.get(self._key(namespace), {}))
+        return self.setdefault(namespace, evidence)  # another thread may have been faster
+
+    def keep(self) -> None:
+        """Add what is new to what is stored, in which other processes may have stored theirs."""
+        with self._lock:
+            new = {self._key(name): dict(each._new) for name, each in self.items() if each._new}
+        if not new:
+            return
+        merged: dict[str, dict[str, Table]] = {}
+
+        def change(text: str | None) -> str:
+            stored: dict[str, Any] = {}
+            with suppress(ValueError):  # damaged
+                stored = cost.read(text)
+            for key, tables in new.items():
+                known: dict[str, Table] = {}
+                with suppress(ValueError, TypeError, LookupError, AttributeError):
+                    known = _parse(stored.get(key, {}))
+                both = {name: np.asarray(known.get(name, 0.0) + tables.get(name, 0.0)) for name in {**known, **tables}}
+                merged[key] = {name: _faded(table) for name, table in sorted(both.items())}
+            entries = {
+                key: {name: table.round(3).tolist() for name, table in tables.items()} for key, tables in merged.items()
+            }
+            return cost.write(text, entries, _NAMESPACES)
+
+        with suppress(StoreError):  # no answer depends on it
+            self._store.change_text(FILE, change)
+            with self._lock:
+                for name, each in self.items():
+                    if (key := self._key(name)) in merged:
+                        added = new[key]
+                        each._stored = merged[key]
+                        left = {one: table - added.get(one, 0.0) for one, table in each._new.items()}
+                        each._new = {one: table for one, table in left.items() if table.any()}
+
+    def forget(self) -> None:
+        """Delete all counts of this model, also the stored ones."""
+        with self._lock:
+            self._read = {}
+            for each in self.values():
+                each._stored, each._new = {}, {}
+        mine = f"{self._fingerprint} "
+
+        def change(text: str | None) -> str:
+            stored: dict[str, Any] = {}
+            with suppress(ValueError):  # damaged
+                stored = cost.read(text)
+            others = {key: entry for key, entry in stored.items() if not key.startswith(mine)}
+            return cost.write(None, others, _NAMESPACES)
+
+        self._store.change_text(FILE, change)
+
+    def _key(self, namespace: str) -> str:
+        return f"{self._fingerprint} {text_key(namespace, ())}"
+
+
+def _faded(table: Table) -> Table:
+    total = float(table[0].sum())
+    return table * 0.5 if total > _MOST else table
+
+
+def _parse(content: dict[str, Any]) -> dict[str, Table]:
+    """Return stored counts; raises ValueError and the like if they are damaged."""
+    tables = {}
+    for name, rows in content.items():
+        table = np.array([[cost.positive(number) for number in row] for row in rows])
+        if table.shape != ((1, len(Answers._fields)) if name == _ANSWERS else (3, _BINS)):
+            raise ValueError(f"counts of {name!r} have the shape {table.shape}")
+        tables[name] = table
+    return tables

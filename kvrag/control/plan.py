@@ -1,0 +1,464 @@
+"""Plan: what settings, evidence and speeds mean for a prompt. Full prefill, or blending from a start, with a margin.
+
+An answer begins with a share of its chunks recomputed, the *start*. Before the first token whose margin is too small is
+emitted, the next share is recomputed, and then all; see `kvrag.reuse.blend`. Start and margin follow the model: a prior
+by its size, then the counts of its own answers (`kvrag.control.evidence`). Chosen is what costs the least until the end
+of the answer, of all that is expected to keep enough answers; full prefill, if nothing costs less.
+
+Evidence and measured speeds are stored beside the chunks. `decide` is a pure function, so that `python -m benchmarks
+simulate` can evaluate it for other machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from kvrag.backend.protocol import PREFILL_BLOCK, Backend
+from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO, BlendConfig
+from kvrag.control import cost
+from kvrag.control.agreement import TARGET, wilson
+from kvrag.control.cost import (
+    CostModel,
+    Speed,
+    Workload,
+    blend_seconds,
+    completion_seconds,
+    deepening_seconds,
+    full_seconds,
+)
+from kvrag.control.evidence import EDGES, Evidence, EvidenceStore, forecast, rung
+from kvrag.errors import SettingError, StoreError
+from kvrag.reuse.blend import DEEPENED
+from kvrag.reuse.request_state import RequestState, Trace
+from kvrag.reuse.select import selecting
+from kvrag.store import ChunkReader, KVStore
+from kvrag.store.values import tokens_of
+
+LEAST = 0.05
+"""Ratio below which blending does not begin, if it cannot begin with its start."""
+START = DEFAULT_RATIO
+"""Start where the controller is off or the policy has no evidence."""
+STARTS = (0.0, START, 2 * START)
+MARGINS = (0.0, *EDGES[:6])
+"""Starts and margins to choose from."""
+LOSS = 1 - TARGET
+"""Share of answers that may be lost."""
+LARGE, SMALL = (2 * START, 0.25), ((0.0, 3.0), (START, 3.0))
+"""Start and margin before there is evidence; of small models for chunks with context, and encoded alone: decision 36."""
+PARAMETERS = 900_000_000
+"""Parameters from which a model counts as large: see decision 36."""
+GAIN = 0.95
+"""Predicted cost of a whole answer, relative to full prefill's, above which a prompt is prefilled in full."""
+ENOUGH = 100
+"""Judged tokens without which a model with states is not blended, and no verdict is given."""
+FEW = 8
+"""Answers of a namespace before anything but the prior is followed."""
+
+_TOKENS = 12.0, 4.0  # of an answer, as long as few were counted, and the answers that this counts as
+_TYPICAL = Workload(1000, 930, 930, 0)  # before the chunks are known
+_TRIED = 16  # of so many prompts for which full prefill is cheaper, one is blended: else a change would not be noticed
+
+NOTICEABLE_S = 0.01
+"""Minimum advantage of full prefill in seconds: smaller differences should not make answers depend on timing."""
+STEP = 0.05
+"""A ratio hidden by loading is rounded down to a multiple of this, so that it does not vary with every answer."""
+
+CPU_SHARE = 2 / 3
+"""Timings of a thread that had a processor for a smaller share of the time are not used: the machine was busy."""
+
+_ROWS = Speed(0.0, 1.0, 0.0, 0.0, math.inf)  # counts rows, as long as no speed is known
+_KEEP_S = 60.0  # seconds between writes of the measurements, and between probes of a slow disk
+_PROBE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a prompt is prefilled: in full, or by blending at a ratio.
+
+    Attributes:
+        config: The settings that were asked for, with the ratio and, for full prefill, the policy filled in.
+        margin: Of a token that is emitted, see `kvrag.reuse.blend`; 0 = any.
+        reason: The controller's choice and its reason; "" if it made none.
+        start: What it was chosen by: `config.ratio` may be another one, for the rows before the first token.
+        is_observed: The answer's tokens are counted, whatever the margin.
+    """
+
+    config: BlendConfig
+    margin: float = 0.0
+    reason: str = ""
+    start: float = 0.0
+    is_observed: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the prompt is prefilled in full."""
+        return self.config.policy == "full"
+
+    @property
+    def ratio(self) -> float:
+        """Recompute ratio."""
+        assert self.config.ratio is not None
+        return self.config.ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The controller's choice and its reason."""
+
+    full: bool
+    ratio: float
+    reason: str
+
+
+def decide(speed: Speed | None, request: Workload, ratio: float, doubts_s: float = 0.0) -> Decision:
+    """Choose between full prefill and blending, and the ratio.
+
+    Args:
+        speed: None = no measurements yet: blend, which gives some.
+        ratio: Lowest allowed ratio.
+        doubts_s: Expected seconds of what is recomputed during the answer, by the same speed.
+    """
+    known = speed or _ROWS
+    full_s, blend_s = full_seconds(known, request.prompt, request.kept), blend_seconds(known, request, ratio)
+    if speed and full_s + NOTICEABLE_S <= blend_s:
+        load_s = request.bytes / speed.load
+        slow_load = f"loading alone takes {_seconds(load_s)} at {speed.load / 1e9:.3g} GB/s"
+        cause = slow_load if load_s > full_s else "the context is short"
+        reason = f"full prefill: predicted {_seconds(full_s)}, blending {_seconds(blend_s)}; {cause}"
+        return Decision(True, 1.0, reason)
+    expected = (blend_s + doubts_s) / full_s
+    if doubts_s and expected > GAIN and full_s + NOTICEABLE_S <= blend_s + doubts_s / GAIN:
+        reason = f"full prefill: this model is so often unsure that blending would cost {expected:.0%} of it in all"
+        return Decision(True, 1.0, reason)
+    if speed is None:
+        why = "no measurements on this machine yet (none are taken while it is busy)"
+        return Decision(False, ratio, f"{_name(ratio)}: {why}")
+    hidden = _hidden(speed, request, ratio, blend_s) if ratio else 0.0  # plain reuse has no policy
+    reason = f"{_name(hidden)}: predicted {_seconds(blend_s)}, full prefill {_seconds(full_s)}"
+    if doubts_s:
+        reason += f"; {_seconds(blend_s + doubts_s)} with what doubts will cost, on average"
+    if hidden > ratio:
+        reason += f"; {hidden:g} instead of {ratio:g} because loading takes as long"
+    return Decision(False, hidden, reason)
+
+
+def _hidden(speed: Speed, request: Workload, ratio: float, blend_s: float) -> float:
+    """Return the largest ratio that takes no longer than `ratio` because loading takes as long."""
+    steps = (round(number * STEP, 10) for number in range(1, math.ceil(1 / STEP)))
+    hidden = [step for step in steps if step > ratio and blend_seconds(speed, request, step) <= blend_s * 1.001]
+    return max([ratio, *hidden])
+
+
+def _in_full(plan: Plan, reason: str) -> Plan:
+    return Plan(replace(plan.config, policy="full", ratio=1.0), reason=reason)
+
+
+def _beginning(config: BlendConfig, ratio: float) -> BlendConfig:
+    """Return the settings that adaptive recompute begins with."""
+    return replace(config, policy=config.policy if ratio else "none", ratio=ratio)
+
+
+def _name(ratio: float) -> str:
+    return f"blend at {ratio:g}" if ratio else "plain reuse to begin with"
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+_UNCALIBRATED = (
+    "full prefill: models with layers that keep a state are blended once they are calibrated (`kvrag calibrate`), "
+    "or where a ratio or margin is given"
+)  # see decision 34
+
+
+class Setting(NamedTuple):
+    """A start and a margin, and what follows for an answer.
+
+    Attributes:
+        doubts: Expected share of answers in doubt; each deepens, or is completed where there is nothing to deepen.
+        again: Share of these that are completed as well.
+        lost: Expected share of answers that are lost.
+    """
+
+    start: float
+    margin: float
+    doubts: float
+    again: float
+    lost: float
+
+    def doubts_seconds(self, speed: Speed, request: Workload) -> float:
+        """Predict the seconds that doubts cost an answer, on average."""
+        rest = completion_seconds(speed, request)
+        deepening = deepening_seconds(speed, request, self.start) + self.again * rest if self.start else rest
+        return self.doubts * deepening
+
+
+def settings(evidence: Evidence, policy: str, is_alone: bool) -> list[Setting]:
+    """Return what every start and margin would do, by the evidence."""
+    answers, tokens, *_, deepened, completed = evidence.answers
+    mean, weight = _TOKENS
+    length, again = (tokens + mean * weight) / (answers + weight), (completed + 1.0) / (deepened + 3.0)
+    found = []
+    for start in STARTS:
+        at_first, later = (evidence.of(rung(policy, start, is_deepened, is_alone)) for is_deepened in (False, True))
+        for margin in MARGINS:
+            doubts, lost = forecast(at_first, margin, length, start > 0)
+            if start:  # the rest of the answer, with less margin
+                lost += doubts * (1 - again) * forecast(later, margin * DEEPENED, length / 2, True).lost
+            found.append(Setting(start, margin, doubts, again, lost))
+    return found
+
+
+def nearest(margin: float) -> float:
+    """Return the nearest of `MARGINS`."""
+    return min(MARGINS, key=lambda one: abs(one - margin))
+
+
+class Planner:
+    """The evidence and running measurements of one engine. Thread-safe."""
+
+    def __init__(self, backend: Backend, store: KVStore) -> None:
+        self._backend, self._texts = backend, store
+        device = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else backend.device.type
+        # with the machine's name: machines that share a store read it at different speeds
+        self._machine = f"{backend.fingerprint.digest} {platform.node()} {device} {torch.get_num_threads()} threads"
+        self._costs, self.evidence = CostModel(backend.hidden_size), EvidenceStore(store, backend.fingerprint.digest)
+        self._is_large = backend.num_parameters >= PARAMETERS
+        self._speed_kept, self._planned = time.monotonic(), Counter[str]()
+        with cost.recalling(store, cost.FILE):
+            if (measured := cost.read(store.read_text(cost.FILE)).get(self._machine)) is not None:
+                self._costs.take(measured)
+
+    def plan(self, config: BlendConfig, namespace: str = "") -> Plan:
+        """Return what settings mean before the chunks of the prompt are known."""
+        config = self._suited(config)
+        if config.policy in ("none", "full") or config.ratio is not None:
+            fixed = {"none": 0.0, "full": 1.0}.get(config.policy, config.ratio)
+            return Plan(replace(config, ratio=fixed))
+        if config.margin == 0:
+            return Plan(replace(config, ratio=START))
+        if self._is_unknown(config, namespace):
+            return _in_full(Plan(config), _UNCALIBRATED)
+        if self.learns(config):
+            start, margin, *_ = self._choose(config, namespace, False, _ROWS, lambda _: _TYPICAL)
+        else:
+            start, margin = self._prior(config, is_alone=config.controller == "off")
+        return Plan(_beginning(config, start), margin, start=start)
+
+    def learns(self, config: BlendConfig) -> bool:
+        """Return whether answers with these settings follow the evidence."""
+        is_adaptive = config.ratio is None and config.margin != 0 and config.policy in (DEFAULT_POLICY, "tail")
+        return is_adaptive and config.controller == "auto" and not config.deterministic
+
+    def _prior(self, config: BlendConfig, is_alone: bool) -> tuple[float, float]:
+        """Return start and margin by the model's size alone."""
+        start, margin = LARGE if self._is_large else SMALL[is_alone]
+        return start, margin if config.margin is None else config.margin
+
+    def _is_unknown(self, config: BlendConfig, namespace: str) -> bool:
+        """Return whether it is a model with states, of which nothing is known, by default."""
+        if not self._backend.keeps_states or config.margin is not None or config.controller == "off":
+            return False
+        judged = self.evidence[namespace].of(rung(config.policy, START, False, False))
+        return config.deterministic or float(judged[1].sum()) < ENOUGH
+
+    def _suited(self, config: BlendConfig) -> BlendConfig:
+        """Return the settings with a policy that the model can follow; raise SettingError if it is another one."""
+        if not self._backend.keeps_states or config.policy in ("none", "full", "tail"):
+            return config
+        if config.policy != DEFAULT_POLICY:
+            raise SettingError(
+                f"policy {config.policy} recomputes scattered tokens, which layers that keep a state cannot: "
+                "leave policy out, or use 'tail'"
+            )
+        return replace(config, policy="tail")
+
+    def decide(self, plan: Plan, request: RequestState) -> Plan:
+        """Let the controller choose between full prefill and blending, and the ratio, unless they were asked for.
+
+        Args:
+            plan: Of the settings of this request, which has its chunks.
+
+        Raises:
+            DamagedChunkError, ChunkUnreadableError: A chunk could not be read to measure the disk.
+        """
+        config = request.config
+        is_open = config.ratio is None and config.policy not in ("none", "full") and config.controller == "auto"
+        if not is_open or not request.runs or plan.is_full:
+            return plan
+        config, speed, doubts_s = self._suited(config), None, 0.0
+        if plan.margin and not self.learns(config):
+            start, margin = self._prior(config, request.is_encoded_alone)
+            plan = replace(plan, config=_beginning(config, start), margin=margin, start=start)
+        if config.policy in (DEFAULT_POLICY, "tail") and not config.deterministic:
+            self._measure_disk(request)
+            speed = self._costs.speed()
+        chosen: Setting | None = None
+        if self.learns(config):
+            work = partial(self._workload, request=request)
+            chosen = self._choose(
+                config,
+                request.namespace,
+                request.is_encoded_alone,
+                speed or _ROWS,
+                lambda start: work(_beginning(config, start)),
+            )
+            begun = _beginning(config, chosen.start)
+            plan = replace(plan, config=begun, margin=chosen.margin, start=chosen.start, is_observed=True)
+        if plan.margin:
+            most = self._workload(plan.config, request).most_to_begin_with
+            if most < min(plan.ratio, LEAST):
+                reason = "full prefill: too little of the prompt is stored to gain, should the model be unsure"
+                return _in_full(plan, reason)
+            plan = replace(plan, config=_beginning(config, min(plan.ratio, most)))
+        if config.policy not in (DEFAULT_POLICY, "tail") or config.deterministic:
+            return plan
+        workload = self._workload(plan.config, request)
+        # after a blended beginning, nothing would be exact without a completion
+        if chosen and (not request.prefix or request.prefix.exact >= request.kept):
+            self._planned[request.namespace] += 1
+            if self._planned[request.namespace] % _TRIED:
+                doubts_s = chosen.doubts_seconds(speed or _ROWS, workload)
+        decision = decide(speed, workload, plan.ratio, doubts_s)
+        if decision.full:
+            return _in_full(plan, decision.reason)
+        return replace(plan, config=replace(plan.config, ratio=decision.ratio), reason=decision.reason)
+
+    def _choose(
+        self, config: BlendConfig, namespace: str, is_alone: bool, speed: Speed, work: Callable[[float], Workload]
+    ) -> Setting:
+        """Return the cheapest of the prior's setting and those that are expected to keep enough answers.
+
+        The prior's is no choice once the answers that were compared with full prefill's show that it loses too many.
+        """
+        evidence, given = self.evidence[namespace], config.margin
+        start, margin = self._prior(config, is_alone)
+        by_margin = nearest(margin)
+        found = settings(evidence, config.policy, is_alone)
+        prior = next(one for one in found if (one.start, one.margin) == (start, by_margin))
+        answers, _, compared, kept, *_ = evidence.answers
+        loses = compared > 0 and wilson(kept, round(compared))[1] < TARGET
+
+        def seconds(setting: Setting) -> float:
+            workload = work(setting.start)
+            return blend_seconds(speed, workload, setting.start) + setting.doubts_seconds(speed, workload)
+
+        candidates = [one for one in found if one.lost <= LOSS and given in (None, one.margin)]
+        if answers < FEW:
+            chosen = prior
+        elif loses and not candidates:
+            chosen = min(found, key=lambda one: (one.lost, seconds(one)))
+        else:
+            chosen = min([*([] if loses else [prior]), *candidates], key=seconds)
+        return chosen if given is None else chosen._replace(margin=given)
+
+    def verdict(self, namespace: str, is_alone: bool = False) -> str:
+        """Return in a sentence what the evidence says of this model; "" = too little is known."""
+        evidence, policy = self.evidence[namespace], "tail" if self._backend.keeps_states else DEFAULT_POLICY
+        chosen = self._choose(BlendConfig(policy=policy), namespace, is_alone, _ROWS, lambda _: _TYPICAL)
+        judged = evidence.of(rung(policy, chosen.start, False, is_alone))
+        answers, tokens, *_ = evidence.answers
+        if answers < FEW or judged[1].sum() < ENOUGH:
+            return ""
+        compared = float(judged[1].sum()) * answers / max(tokens, 1.0)
+        low, high = wilson((1 - chosen.lost) * compared, math.ceil(compared))
+        cost_s = blend_seconds(_ROWS, _TYPICAL, chosen.start) + chosen.doubts_seconds(_ROWS, _TYPICAL)
+        full_s = full_seconds(_ROWS, _TYPICAL.prompt)
+        if chosen.lost > LOSS or cost_s > GAIN * full_s:
+            return (
+                "On this model, reuse saves nothing: it is so often unsure or wrong that prompts are prefilled in full."
+            )
+        name = f"{chosen.start:.0%} recomputed" if chosen.start else "plain reuse"
+        margin = f", and more below a margin of {chosen.margin:g}" if chosen.margin else ""
+        return f"On this model, {name}{margin} keeps {low:.0%} to {high:.0%} of the answers: {full_s / cost_s:.1f}x less prefill."
+
+    def _measure_disk(self, request: RequestState) -> None:
+        """Measure the disk by a small read, if its speed is unknown and counts, or was measured a while ago."""
+        costs, cold = self._costs, request.cold
+        if cold and costs.speed() is not None and (not costs.knows_load() or costs.load_age > _KEEP_S):
+            self._probe(cold[0])
+
+    def _workload(self, config: BlendConfig, request: RequestState) -> Workload:
+        first, encoded_alone = request.runs[0], not request.matches[0].context_tokens
+        after_preamble = first.offset == 0 and first.start == len(self._backend.preamble)
+        after_preamble = after_preamble and encoded_alone
+        after_preamble = after_preamble and not self._backend.keeps_states
+        reused = sum(map(len, request.runs))
+        return Workload(
+            prompt=len(request.ids),
+            reused=reused,
+            inexact=reused - (len(first) if after_preamble else 0),
+            bytes=request.cold_tokens * self._costs.bytes_per_token(self._backend.bytes_per_token),
+            passes=selecting(config, self._backend.num_layers),
+            kept=request.kept,
+        )
+
+    def _probe(self, reader: ChunkReader) -> None:
+        """Read the first layers of a chunk, or fewer on a slow disk."""
+        started, before = time.perf_counter(), reader.bytes_read
+        num_layers = self._backend.num_layers
+        for number in range(num_layers):
+            keys, _ = reader.layer(number)
+            if reader.bytes_read - before >= _PROBE_BYTES:
+                break
+        share = tokens_of(keys) * (number + 1) / num_layers
+        self._costs.observe_load(reader.bytes_read - before, share, time.perf_counter() - started)
+
+    def observe_encoding(self, tokens: int, pairs: float, passes: int, seconds: float, cpu: float) -> None:
+        """Observe the encoding of chunks in `passes` forward passes.
+
+        Args:
+            pairs: Number of pairs of a token and a key that it attends to.
+            cpu: Processor time of the thread in these seconds.
+        """
+        if not self._waited(seconds, cpu):
+            self._costs.observe_pass("encode", tokens, pairs, seconds, passes)
+
+    def _waited(self, seconds: float, cpu: float) -> bool:
+        """Return whether a thread that computes waited for processors; one that uses a GPU waits for the GPU."""
+        return self._backend.device.type == "cpu" and cpu < CPU_SHARE * seconds
+
+    def observe(self, request: RequestState, rows: int, trace: Trace) -> None:
+        """Observe the prefill of a prompt.
+
+        Args:
+            rows: Number of computed positions.
+        """
+        pass_s = trace.own_seconds["blend"]  # without waiting for the store, and without layout
+        if trace.is_contended or self._waited(pass_s, trace.cpu_seconds["blend"]):
+            return
+        length, reused = len(request.ids), int(request.reused.sum())
+        if not reused:
+            self._costs.observe_pass("full", length, length**2 / 2, pass_s)
+            return
+        passes = 1 if self._backend.rope_follows_length else math.ceil(rows / PREFILL_BLOCK)
+        if rows:
+            self._costs.observe_pass("blend", rows, rows * length, pass_s, passes)
+        self._costs.observe_load(request.bytes_read, request.cold_tokens, trace.seconds["load"])
+        if not request.kept:  # copying a cached prefix involves no rotation
+            self._costs.observe_stitch(reused, trace.seconds["stitch"])
+
+    def keep_speed_now_and_then(self) -> None:
+        """Store the measurements if the last write was more than a minute ago."""
+        if time.monotonic() - self._speed_kept > _KEEP_S:
+            self.keep_speed()
+
+    def keep_speed(self) -> None:
+        """Store the measurements and the evidence, if there are any."""
+        self._speed_kept = time.monotonic()
+        self.evidence.keep()
+        if self._costs.changed:
+            measured = self._costs.to_dict()
+            with contextlib.suppress(StoreError):  # neither answers nor ingestion depend on it
+                self._texts.change_text(cost.FILE, lambda text: cost.write(text, {self._machine: measured}))

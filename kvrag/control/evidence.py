@@ -36,6 +36,7 @@ EDGES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.5, 6.0)
 
 _BINS = len(EDGES) + 1
 _ANSWERS = "answers"
+_TOKENS, _FEW = 12.0, 4.0  # of an answer, as long as few were counted, and the answers that this counts as
 _NAMESPACES = 256  # per store
 _MOST = 5000.0  # tokens of a rung, beyond which all its counts are halved: models stay, corpora change
 _SEEN = (0.01, 0.01, 0.02, 0.02, 0.03, 0.05, 0.1, 0.1, 0.66)
@@ -69,6 +70,21 @@ class Answers(NamedTuple):
     kept: float
     deepened: float
     completed: float
+
+    @property
+    def known(self) -> float:
+        """Number of answers of which something is known."""
+        return self.answers + self.compared
+
+    @property
+    def length(self) -> float:
+        """Tokens of an answer."""
+        return (self.tokens + _TOKENS * _FEW) / (self.answers + _FEW)
+
+    @property
+    def again(self) -> float:
+        """Share of the deepened answers that are in doubt once more."""
+        return (self.completed + 1.0) / (self.deepened + 3.0)
 
 
 def rung(policy: str, ratio: float, is_deepened: bool, is_alone: bool) -> str:

@@ -54,7 +54,7 @@ MARGINS = (0.0, *EDGES[:6])
 LOSS = 1 - TARGET
 """Share of answers that may be lost."""
 LARGE, SMALL = (2 * START, 0.25), ((0.0, 3.0), (START, 3.0))
-"""Start and margin before there is evidence; of small models for chunks with context, and encoded alone: decision 36."""
+"""Start and margin before there is evidence; of small models for chunks with context and encoded alone: decision 36."""
 PARAMETERS = 900_000_000
 """Parameters from which a model counts as large: see decision 36."""
 GAIN = 0.95
@@ -64,7 +64,6 @@ ENOUGH = 100
 FEW = 8
 """Answers of a namespace before anything but the prior is followed."""
 
-_TOKENS = 12.0, 4.0  # of an answer, as long as few were counted, and the answers that this counts as
 _TYPICAL = Workload(1000, 930, 930, 0)  # before the chunks are known
 _TRIED = 16  # of so many prompts for which full prefill is cheaper, one is blended: else a change would not be noticed
 
@@ -206,9 +205,7 @@ class Setting(NamedTuple):
 
 def settings(evidence: Evidence, policy: str, is_alone: bool) -> list[Setting]:
     """Return what every start and margin would do, by the evidence."""
-    answers, tokens, *_, deepened, completed = evidence.answers
-    mean, weight = _TOKENS
-    length, again = (tokens + mean * weight) / (answers + weight), (completed + 1.0) / (deepened + 3.0)
+    length, again = evidence.answers.length, evidence.answers.again
     found = []
     for start in STARTS:
         at_first, later = (evidence.of(rung(policy, start, is_deepened, is_alone)) for is_deepened in (False, True))
@@ -326,7 +323,8 @@ class Planner:
             return plan
         workload = self._workload(plan.config, request)
         # after a blended beginning, nothing would be exact without a completion
-        if chosen and (not request.prefix or request.prefix.exact >= request.kept):
+        is_exact_before = not request.prefix or request.prefix.exact >= request.kept
+        if chosen and is_exact_before and self.evidence[request.namespace].answers.known >= FEW:
             self._planned[request.namespace] += 1
             if self._planned[request.namespace] % _TRIED:
                 doubts_s = chosen.doubts_seconds(speed or _ROWS, workload)
@@ -347,7 +345,7 @@ class Planner:
         by_margin = nearest(margin)
         found = settings(evidence, config.policy, is_alone)
         prior = next(one for one in found if (one.start, one.margin) == (start, by_margin))
-        answers, _, compared, kept, *_ = evidence.answers
+        _, _, compared, kept, *_ = evidence.answers
         loses = compared > 0 and wilson(kept, round(compared))[1] < TARGET
 
         def seconds(setting: Setting) -> float:
@@ -355,7 +353,7 @@ class Planner:
             return blend_seconds(speed, workload, setting.start) + setting.doubts_seconds(speed, workload)
 
         candidates = [one for one in found if one.lost <= LOSS and given in (None, one.margin)]
-        if answers < FEW:
+        if evidence.answers.known < FEW:
             chosen = prior
         elif loses and not candidates:
             chosen = min(found, key=lambda one: (one.lost, seconds(one)))
@@ -368,10 +366,9 @@ class Planner:
         evidence, policy = self.evidence[namespace], "tail" if self._backend.keeps_states else DEFAULT_POLICY
         chosen = self._choose(BlendConfig(policy=policy), namespace, is_alone, _ROWS, lambda _: _TYPICAL)
         judged = evidence.of(rung(policy, chosen.start, False, is_alone))
-        answers, tokens, *_ = evidence.answers
-        if answers < FEW or judged[1].sum() < ENOUGH:
+        if evidence.answers.known < FEW or judged[1].sum() < ENOUGH:
             return ""
-        compared = float(judged[1].sum()) * answers / max(tokens, 1.0)
+        compared = float(judged[1].sum()) / evidence.answers.length
         low, high = wilson((1 - chosen.lost) * compared, math.ceil(compared))
         cost_s = blend_seconds(_ROWS, _TYPICAL, chosen.start) + chosen.doubts_seconds(_ROWS, _TYPICAL)
         full_s = full_seconds(_ROWS, _TYPICAL.prompt)
@@ -381,7 +378,8 @@ class Planner:
             )
         name = f"{chosen.start:.0%} recomputed" if chosen.start else "plain reuse"
         margin = f", and more below a margin of {chosen.margin:g}" if chosen.margin else ""
-        return f"On this model, {name}{margin} keeps {low:.0%} to {high:.0%} of the answers: {full_s / cost_s:.1f}x less prefill."
+        saved = f"{full_s / cost_s:.1f}x less prefill"
+        return f"On this model, {name}{margin} keeps {low:.0%} to {high:.0%} of the answers: {saved}."
 
     def _measure_disk(self, request: RequestState) -> None:
         """Measure the disk by a small read, if its speed is unknown and counts, or was measured a while ago."""

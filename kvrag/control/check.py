@@ -114,10 +114,10 @@ def self_test(
     done = 0
     for ids in prompts:
         full = _refer(model, prefill, ids, namespace)
+        evidence.count(answers=1, tokens=len(full.answer))
         yield (done := done + 1)
         for _ in measure(model, prefill, evidence, full, STARTS):
             yield (done := done + 1)
-        evidence.count(answers=1, tokens=len(full.answer))
 
 
 class Checker:
@@ -147,12 +147,12 @@ class Checker:
             return
         if self._model.logits_processor(sampling, len(request.ids))[1]:
             return
-        few = self._planner.evidence[request.namespace].answers.compared < FEW
+        few = self._planner.evidence[request.namespace].answers.known < FEW
         if self._share <= 0 or (self._random.random() >= self._share and not few):
             return
         self._add(request.namespace, "chosen")
         tokens = [*answer, *[END] * is_ended][:TOKENS]
-        self._idle.add(request, partial(self._check, request, tokens))
+        self._idle.add(request, partial(self._check, request, tokens, request.is_exact))
 
     def test(self, prompts: Sequence[Sequence[int]], namespace: str) -> None:
         """Measure prompts when idle, one after the other, as `self_test` does."""
@@ -181,7 +181,7 @@ class Checker:
         verdict = self._planner.verdict(names[0]) if len(names) == 1 else ""
         return CheckStats(compared=round(compared), kept=round(kept), verdict=verdict, **own)
 
-    def _check(self, request: RequestState, answer: Sequence[int]) -> None:
+    def _check(self, request: RequestState, answer: Sequence[int], is_exact: bool) -> None:
         evidence = self._planner.evidence[request.namespace]
         try:
             full = _refer(self._model, self._prefill, request.token_ids, request.namespace, answer)
@@ -193,7 +193,10 @@ class Checker:
         except Exception:
             self._add(request.namespace, "failed")
             raise
-        evidence.count(compared=1, kept=full.keeps(answer))
+        if is_exact:  # it says nothing of blended answers, but their starts were measured
+            evidence.count(answers=1, tokens=len(answer))
+        else:
+            evidence.count(compared=1, kept=full.keeps(answer))
 
     def _add(self, namespace: str, kind: str) -> None:
         with self._counting:

@@ -60,7 +60,7 @@ PARAMETERS = 900_000_000
 GAIN = 0.95
 """Predicted cost of a whole answer, relative to full prefill's, above which a prompt is prefilled in full."""
 ENOUGH = 100
-"""Judged tokens without which a model with states is not blended, and no verdict is given."""
+"""Tokens of a start without which it is not chosen, a model with states is not blended, and no verdict is given."""
 FEW = 8
 """Answers of a namespace before anything but the prior is followed."""
 
@@ -188,6 +188,7 @@ class Setting(NamedTuple):
         doubts: Expected share of answers in doubt; each deepens, or is completed where there is nothing to deepen.
         again: Share of these that are completed as well.
         lost: Expected share of answers that are lost.
+        seen: Number of tokens that this is expected by.
     """
 
     start: float
@@ -195,6 +196,7 @@ class Setting(NamedTuple):
     doubts: float
     again: float
     lost: float
+    seen: float
 
     def doubts_seconds(self, speed: Speed, request: Workload) -> float:
         """Predict the seconds that doubts cost an answer, on average."""
@@ -213,7 +215,7 @@ def settings(evidence: Evidence, policy: str, is_alone: bool) -> list[Setting]:
             doubts, lost = forecast(at_first, margin, length, start > 0)
             if start:  # the rest of the answer, with less margin
                 lost += doubts * (1 - again) * forecast(later, margin * DEEPENED, length / 2, True).lost
-            found.append(Setting(start, margin, doubts, again, lost))
+            found.append(Setting(start, margin, doubts, again, lost, float(at_first[0].sum())))
     return found
 
 
@@ -313,7 +315,7 @@ class Planner:
             )
             begun = _beginning(config, chosen.start)
             plan = replace(plan, config=begun, margin=chosen.margin, start=chosen.start, is_observed=True)
-        if plan.margin:
+        if plan.margin and (not plan.ratio or self._backend.keeps_states):  # a doubt is answered by full prefill
             most = self._workload(plan.config, request).most_to_begin_with
             if most < min(plan.ratio, LEAST):
                 reason = "full prefill: too little of the prompt is stored to gain, should the model be unsure"
@@ -352,7 +354,7 @@ class Planner:
             workload = work(setting.start)
             return blend_seconds(speed, workload, setting.start) + setting.doubts_seconds(speed, workload)
 
-        candidates = [one for one in found if one.lost <= LOSS and given in (None, one.margin)]
+        candidates = [one for one in found if one.lost <= LOSS and one.seen >= ENOUGH and given in (None, one.margin)]
         if evidence.answers.known < FEW:
             chosen = prior
         elif loses and not candidates:

@@ -35,7 +35,7 @@ _CHANGED = 2
 """Tokens at the end of a chunk that a prompt may lack while the states behind them are used."""
 
 MOST = 1.25
-"""Rows before the first token, at most, relative to full prefill's."""
+"""Rows before the first token, at most, relative to full prefill's: what was deepened there is not completed there."""
 
 
 def stitch(backend: Backend, request: RequestState, loader: LayerLoader) -> None:

@@ -92,7 +92,7 @@ def test_only_what_was_encoded_alone_is_recomputed_at_first(
     model: Model, tmp_path: Path, unsure_at: set[int], monkeypatch: pytest.MonkeyPatch, learning: None
 ) -> None:
     monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
-    for name, document, policy, ratio in (("behind", "d", "none", 0.0), ("alone", "", "query", 0.077)):
+    for name, document, policy, ratio in (("behind", "d", "none", 0.0), ("alone", "", "query", 0.15)):
         unsure_at.add(2)
         with BlendEngine(model, tmp_path / name, BlendConfig(margin=1e8)) as engine:
             engine.warm(CHUNKS, document=document)
@@ -103,20 +103,61 @@ def test_only_what_was_encoded_alone_is_recomputed_at_first(
 
 
 def test_before_the_first_token_a_bounded_number_of_rows_is_computed(
-    model: Model, tmp_path: Path, unsure_at: set[int], monkeypatch: pytest.MonkeyPatch
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learning: None
 ) -> None:
-    unsure_at.add(0)
-    with BlendEngine(model, tmp_path, BlendConfig(**UNSURE)) as engine:
+    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
+    with BlendEngine(model, tmp_path / "alone", BlendConfig(margin=1e8), check=0.0) as engine:
         engine.warm(CHUNKS)
         report = engine.generate(PROMPT, max_new_tokens=1, temperature=0).report
+        assert report.deepened is not None
+        assert report.deepened.token == 0
+        assert report.completed is None, "it would be the third pass before the first token"
+        assert not report.exact
+    with BlendEngine(model, tmp_path / "behind", BlendConfig(margin=1e8), check=0.0) as engine:
+        engine.warm(CHUNKS, document="d")  # begins with plain reuse, whose doubts are completed at once
+        report = engine.generate(PROMPT, max_new_tokens=1, temperature=0).report
         assert report.completed is not None
-        start = report.fresh_tokens + round(0.15 * report.recomputed_tokens)
-        assert start + report.completed.rows <= MOST * report.prompt_tokens
+        assert report.fresh_tokens + report.completed.rows <= MOST * report.prompt_tokens
         assert report.exact
         long = messages(*CHUNKS[:2], question="Who was born in Florton, and who owns a goat? " * 4)
-        report = engine.generate(long, max_new_tokens=1, temperature=0, controller="auto").report
+        report = engine.generate(long, max_new_tokens=1, temperature=0).report
         assert (report.policy, report.completed) == ("full", None)
         assert "% is stored, and a recompute on doubt would cost more" in report.decision
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_deepened_answer_continues_from_more_recomputed_tokens(
+    family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unsure_at: set[int]
+) -> None:
+    """As if the same rows were computed by hand, in the same order."""
+    model = _model(family, tokenizer, monkeypatch)
+    with BlendEngine(model, tmp_path, BlendConfig(**UNSURE)) as engine:
+        engine.warm(CHUNKS)
+        ids = model.tokenizer.render(PROMPT)
+        request = engine.prefill(ids, BlendConfig(ratio=0.15, controller="off"))
+        assert 0 < len(request.deeper) <= len(request.selected) + 1
+        assert not {*request.deeper.tolist()} & {*request.selected.tolist()}
+        said = [int(request.logits.argmax())]
+        both = torch.cat([request.ids, torch.tensor(said)])
+        rows = Completion(model, request).rows_of_next_share(len(both))
+        assert {*rows.tolist()} >= {*request.deeper.tolist(), *range(len(ids), len(both))}
+        late = request.fresh > request.deeper[0]
+        assert {*rows.tolist()} == {*request.deeper.tolist(), *request.fresh[late].tolist(), len(ids)}
+        logits = model.forward(both[rows][None], request.cache, rows)
+        request.cache.set_length(len(both))
+        for _ in range(4):
+            said.append(int(logits.argmax()))
+            logits = model.forward_each([said[-1]], [request.cache])
+        monkeypatch.setattr(
+            Completion, "is_unsure", lambda completion, token, _: token == 1 and completion.deepened is None
+        )
+        answer = engine.generate(PROMPT, max_new_tokens=5, temperature=0, deterministic=True)
+        report = answer.report
+        assert list(answer.token_ids) == said
+        assert report.deepened is not None
+        assert (report.deepened.token, report.deepened.rows) == (1, len(rows))
+        assert report.completed is None
+        assert report.recomputed_tokens == len(request.deeper) + len(request.selected)
 
 
 def test_flat_logits_end_in_one_full_prefill(model: Model, tmp_path: Path) -> None:
@@ -124,8 +165,9 @@ def test_flat_logits_end_in_one_full_prefill(model: Model, tmp_path: Path) -> No
     with BlendEngine(model, tmp_path, BlendConfig(**UNSURE)) as engine:
         engine.warm(CHUNKS)
         report = engine.generate(PROMPT, max_new_tokens=30, temperature=0).report
+        assert report.deepened is not None
         assert report.completed is not None
-        assert report.completed.token == 0
+        assert (report.deepened.token, report.completed.token) == (0, 1)
         assert report.recomputed_tokens > 80
 
 
@@ -205,7 +247,7 @@ def test_an_exact_answer_computes_no_margins(model: Model, tmp_path: Path, monke
 
         assert num_margins("no chunk is in it", margin=1e8) == 0
         assert num_margins(PROMPT, policy="full") == 0
-        assert num_margins(PROMPT, margin=1e8) == 1, "completed before the first token"
+        assert num_margins(PROMPT, margin=1e8) == 4, "twice of the first token, and of the second"
         assert num_margins(PROMPT, margin=1e-9) == 5
 
 

@@ -50,7 +50,7 @@ def test_calibration_and_speeds_contain_no_text(model: Model, tmp_path: Path) ->
         engine.warm(CHUNKS, document="the handbook", namespace="tenant")
         engine.calibrate([PROMPT] * 40, ratios=(0.5,), tokens=2, namespace="tenant")
         engine.generate(PROMPT, namespace="tenant", max_new_tokens=1)
-        engine._tuning.counts["tenant"].doubts = "1"
+        engine._planner.counts["tenant"].doubts = "1"
     for name in ("calibration.json", "measured.json", "speed.json", "answers.json"):
         content = (tmp_path / name).read_text()
         assert json.loads(content)

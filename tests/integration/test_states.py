@@ -256,7 +256,7 @@ def test_prompts_are_prefilled_in_full_until_a_calibration(hybrid_engine: BlendE
     assert report.decision.startswith(
         "full prefill: models with layers that keep a state are blended once they are cal"
     )
-    plan = hybrid_engine._tuning.plan
+    plan = hybrid_engine._planner.plan
     for settings in ({"ratio": 0.2}, {"margin": 2.0}, {"controller": "off"}):
         assert not plan(BlendConfig(**settings)).is_full
     prompts = [messages(*CHUNKS, question=f"Question {number}: who likes curry?") for number in range(40)]

@@ -237,7 +237,7 @@ def test_reads_that_overlap_count_once(model: Model, monkeypatch: pytest.MonkeyP
 
 
 def _knows(engine: BlendEngine, speed: Speed) -> None:
-    meter = engine._tuning._costs
+    meter = engine._planner._costs
     for rows in (1000, 4000):
         meter.observe_pass("full", rows, rows**2 / 2, full_seconds(speed, rows))
     meter.observe_load(round(speed.load), speed.load / engine.model.bytes_per_token, 1.0)
@@ -321,7 +321,7 @@ def test_nothing_found_is_nothing_to_decide(engine: BlendEngine) -> None:
 
 def test_a_disk_that_became_fast_is_detected(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.warm(CHUNKS)
-    meter = engine._tuning._costs
+    meter = engine._planner._costs
     for rows in (1000, 4000):
         meter.observe_pass("full", rows, 1, rows * 1.0)
     meter.observe_load(1000, 10, 1e6)
@@ -339,11 +339,11 @@ def test_a_decision_needs_no_request_before_it(model: Model, tmp_path: Path) -> 
 
 
 def test_chunks_in_memory_need_no_measured_disk(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine._tuning, "observe_encoding", lambda *_: None)
-    monkeypatch.setattr(engine._tuning, "observe", lambda *_: None)  # the machine was busy
+    monkeypatch.setattr(engine._planner, "observe_encoding", lambda *_: None)
+    monkeypatch.setattr(engine._planner, "observe", lambda *_: None)  # the machine was busy
     engine.warm(CHUNKS)
     assert "no measurements" in engine.generate(PROMPT, max_new_tokens=1).report.decision
-    engine._tuning._costs.observe_pass("full", 2000, 1, 1.0)
+    engine._planner._costs.observe_pass("full", 2000, 1, 1.0)
     report = engine.generate(messages(*reversed(CHUNKS)), max_new_tokens=1).report
     assert report.tier == "ram"
     assert report.decision.startswith("blend at 0.15: predicted ")
@@ -354,12 +354,12 @@ def test_measurements_are_stored_with_the_chunks(model: Model, tmp_path: Path) -
         engine.warm(CHUNKS)
         engine.generate(PROMPT, max_new_tokens=1)
         engine.generate(PROMPT, max_new_tokens=1)
-        speed = engine._tuning._costs.speed()
+        speed = engine._planner._costs.speed()
     assert speed is not None
     (machine,) = json.loads((tmp_path / "speed.json").read_text())
     assert model.fingerprint.digest in machine
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
-        assert engine._tuning._costs.speed() == speed
+        assert engine._planner._costs.speed() == speed
 
 
 @pytest.mark.parametrize("share", [0.5, 0.8])
@@ -378,17 +378,17 @@ def test_timings_of_a_process_that_waited_for_processors_are_not_used(
     monkeypatch.setattr("kvrag.ingest.ingest.time", fake)
     engine.warm(CHUNKS)
     engine.warm(["another text of more than sixteen tokens about a harp, a drum and the hall of Stelburg"])
-    assert (engine._tuning._costs.speed() is not None) == (share > 2 / 3)
+    assert (engine._planner._costs.speed() is not None) == (share > 2 / 3)
     for _ in range(2):
         engine.generate(PROMPT, max_new_tokens=1, controller="off")
-    assert (engine._tuning._costs.speed() is not None) == (share > 2 / 3)
+    assert (engine._planner._costs.speed() is not None) == (share > 2 / 3)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"%s": {"made": 1}}'])
 def test_damaged_measurements_cost_no_answer(content: bytes, model: Model, tmp_path: Path) -> None:
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
         engine.warm(CHUNKS)
-        machine = engine._tuning._machine
+        machine = engine._planner._machine
     (tmp_path / "speed.json").write_bytes(content.replace(b"%s", machine.encode()))
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0), conversation_bytes=0) as engine:
         for _ in range(2):

@@ -319,7 +319,7 @@ def test_full_prefill_that_the_controller_chooses_continues_the_conversation(
         asked.append(request.kept)
         return replace(plan, config=replace(plan.config, policy="full", ratio=1.0), reason="it is faster")
 
-    monkeypatch.setattr(talk.engine._tuning, "decide", decide)
+    monkeypatch.setattr(talk.engine._planner, "decide", decide)
     report = talk(prompt).report
     assert asked == [report.conversation_tokens]
     assert (report.policy, report.ratio, report.runs, report.exact) == ("full", 1.0, (), True)
@@ -331,7 +331,7 @@ def test_full_prefill_that_the_controller_chooses_continues_the_conversation(
 
 def test_copying_a_conversation_is_not_measured_as_rotating(talk: Talk) -> None:
     seen: list[int] = []
-    meter = talk.engine._tuning._costs
+    meter = talk.engine._planner._costs
     meter.observe_stitch = lambda tokens, seconds: seen.append(tokens)  # type: ignore[method-assign]
     said = talk(FIRST, ratio=1.0)
     talk(_next(FIRST, said, CHUNKS[3]), ratio=1.0)

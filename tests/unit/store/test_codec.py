@@ -249,9 +249,9 @@ def test_the_controller_reads_packed_chunks(packing: BlendEngine) -> None:
     key = chunk_key(packing.fingerprint.digest, packing.model.tokenizer.encode(CHUNKS[0]))
     reader = packing.store.open(key)
     assert reader is not None
-    packing._tuning._probe(reader)
+    packing._planner._probe(reader)
     reader.close()
-    per_token = packing._tuning._costs.bytes_per_token(0.0)
+    per_token = packing._planner._costs.bytes_per_token(0.0)
     assert 0.1 < per_token / packing.model.bytes_per_token < 0.4
 
 

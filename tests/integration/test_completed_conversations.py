@@ -1,8 +1,8 @@
-"""Checked answers of the bundled reader, and conversations that are completed in idle time."""
+"""Conversations that are completed in idle time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kvrag import BlendConfig, BlendEngine, Sampling
-from kvrag.control.agreement import DECIDED, END
 from kvrag.reader import samples
 from kvrag.reuse.request_state import RequestState
 
@@ -20,13 +19,11 @@ GREEDY = Sampling(temperature=0.0)
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[BlendEngine]:
-    """Plain reuse of sentences encoded alone, of which the reader is never unsure: often wrong."""
     with BlendEngine.from_pretrained(
         "reader",
         dtype="float32",
         store=tmp_path,
         config=BlendConfig(context_tokens=0, controller="off"),
-        check=1.0,
         complete="idle",
     ) as engine:
         engine.warm(_chunks(), document=[f"{number}" for number in range(5)])
@@ -40,49 +37,6 @@ def _chunks() -> list[str]:
 
 def _messages(*questions: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": "\n\n".join([*_chunks(), f"Question: {question}"])} for question in questions]
-
-
-def _is_full_prefills(engine: BlendEngine, ids: Sequence[int], answer: Sequence[int]) -> bool:
-    """Whether full prefill, token by token, chooses each token, or is undecided."""
-    cache = engine.model.new_cache(len(ids) + len(answer))
-    logits = engine.model.forward(torch.tensor([ids]), cache)
-    for token in answer:
-        best = logits[0].topk(2)
-        chosen = int(best.indices[0])
-        is_same = chosen in engine.model.eos_ids if token == END else chosen == token
-        if not is_same and float(best.values[0] - best.values[1]) >= DECIDED:
-            return False
-        logits = engine.model.forward_each([token], [cache]) if token != END else logits
-    return True
-
-
-def test_wrong_answers_are_lost_and_full_prefills_are_kept(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvrag.control.plan.START", 0.0)
-    checker = engine._answering.checker
-    settings: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0}
-    assert checker is not None
-    expected = list[bool]()
-    for question in QUESTIONS:
-        prompt = _messages(question)
-        said = engine.generate(prompt, **settings)
-        engine._answering.idle.wait()
-        assert not said.report.exact
-        ids = engine.tokenize(prompt)
-        answer = [*said.token_ids, *[END] * (said.finish_reason == "stop")]
-        expected.append(_is_full_prefills(engine, ids, answer))
-        assert [sign == "1" for sign in checker._counts[""].last] == expected, question
-        full = engine.generate(prompt, policy="full", **settings)
-        engine._answering._conversations.drop(engine._answering._conversations.keys())
-        checker._check(RequestState(ids, namespace="full"), GREEDY, full.token_ids)
-    assert {True, False} == set(expected)
-    stats = engine.checked_in("full")
-    assert stats is not None
-    assert (stats.kept, stats.lost) == (len(QUESTIONS), 0)
-
-
-# ---------------------------------------------------------------- complete="idle"
 
 
 def _ask(engine: BlendEngine, messages: list[dict[str, str]], **settings: Any) -> Any:
@@ -153,7 +107,6 @@ def test_a_forgotten_text_is_not_completed(engine: BlendEngine, monkeypatch: pyt
 
 
 def test_a_completion_goes_on_from_what_is_exact(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine._answering.checker = None
     messages = _messages(QUESTIONS[0])
     _ask(engine, messages)
     messages[-1]["content"] = _messages(QUESTIONS[1])[0]["content"]  # brings the chunks again, elsewhere

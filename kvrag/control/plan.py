@@ -12,6 +12,7 @@ simulate` can evaluate it for other machines.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import platform
 import time
@@ -38,11 +39,14 @@ from kvrag.control.cost import (
 )
 from kvrag.control.evidence import EDGES, Evidence, EvidenceStore, forecast, rung
 from kvrag.errors import SettingError, StoreError
+from kvrag.process import crowd
 from kvrag.reuse.blend import DEEPENED
 from kvrag.reuse.request_state import RequestState, Trace
 from kvrag.reuse.select import selecting
 from kvrag.store import ChunkReader, KVStore
 from kvrag.store.values import tokens_of
+
+logger = logging.getLogger("kvrag")
 
 LEAST = 0.05
 """Ratio below which blending does not begin, if it cannot begin with its start."""
@@ -235,6 +239,7 @@ class Planner:
         self._costs, self.evidence = CostModel(backend.hidden_size), EvidenceStore(store, backend.fingerprint.digest)
         self._is_large = backend.num_parameters >= PARAMETERS
         self._speed_kept, self._planned = time.monotonic(), Counter[str]()
+        self._look_for_crowd()
         with cost.recalling(store, cost.FILE):
             if (measured := cost.read(store.read_text(cost.FILE)).get(self._machine)) is not None:
                 self._costs.take(measured)
@@ -242,9 +247,10 @@ class Planner:
     def plan(self, config: BlendConfig, namespace: str = "") -> Plan:
         """Return what settings mean before the chunks of the prompt are known."""
         config = self._suited(config)
-        if config.policy in ("none", "full") or config.ratio is not None:
-            fixed = {"none": 0.0, "full": 1.0}.get(config.policy, config.ratio)
-            return Plan(replace(config, ratio=fixed))
+        if config.ratio is not None:
+            return Plan(config)
+        if config.policy in ("none", "full"):
+            return Plan(replace(config, ratio=1.0 if config.policy == "full" else 0.0))
         if config.margin == 0:
             return Plan(replace(config, ratio=START))
         if self._is_unknown(config, namespace):
@@ -422,8 +428,13 @@ class Planner:
             pairs: Number of pairs of a token and a key that it attends to.
             cpu: Processor time of the thread in these seconds.
         """
+        self._look_for_crowd()
         if not self._waited(seconds, cpu):
             self._costs.observe_pass("encode", tokens, pairs, seconds, passes)
+
+    def _look_for_crowd(self) -> None:
+        if self._backend.device.type == "cpu" and (advice := crowd.advice(torch.get_num_threads())):
+            logger.warning(advice)
 
     def _waited(self, seconds: float, cpu: float) -> bool:
         """Return whether a thread that computes waited for processors; one that uses a GPU waits for the GPU."""
@@ -435,6 +446,7 @@ class Planner:
         Args:
             rows: Number of computed positions.
         """
+        self._look_for_crowd()
         pass_s = trace.own_seconds["blend"]  # without waiting for the store, and without layout
         if trace.is_contended or self._waited(pass_s, trace.cpu_seconds["blend"]):
             return

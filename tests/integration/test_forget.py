@@ -125,9 +125,7 @@ def test_reading_ahead_leaves_nothing(engine: BlendEngine, forget: Forget, monke
 def test_chunks_that_the_controller_has_recomputed_are_forgotten_too(
     engine: BlendEngine, forget: Forget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        engine._planner, "_decide", lambda plan, _: Plan(replace(plan.config, policy="full", ratio=1.0))
-    )
+    monkeypatch.setattr(engine._planner, "decide", lambda plan, _: Plan(replace(plan.config, policy="full", ratio=1.0)))
     report = engine.generate(PROMPT, controller="auto", max_new_tokens=2).report
     assert (report.policy, report.runs, len(engine._answering._conversations)) == ("full", (), 1)
     forget()

@@ -95,7 +95,7 @@ def test_of_an_answer(name: str, odd_engine: BlendEngine) -> None:
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_of_a_calibration(name: str, odd_engine: BlendEngine) -> None:
-    settings: dict[str, Any] = {"prompts": [PROMPT], "ratios": [0.1], "save": False}
+    settings: dict[str, Any] = {"prompts": [PROMPT]}
     _check(lambda value: odd_engine.calibrate(**{**settings, name: value}))
 
 

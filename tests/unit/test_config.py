@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvrag import BlendConfig, KvragError, LLMSettings, Sampling, SettingError
-from kvrag.cli import ask, calibrate, explain, serve
+from kvrag.cli import ask, explain, serve
 from kvrag.cli.main import Parser
 from kvrag.client.wire import checked
 from kvrag.config import (
@@ -116,10 +116,6 @@ def test_a_wrong_one_is_refused_in_one_line_everywhere(
     assert name in said or "check_layer" in said
     if not isinstance(refused.value, ValueError) or isinstance(refused.value, SettingError):  # pydantic's have several
         assert len(said.strip().splitlines()) == 1
-
-
-def test_calibrate_takes_a_policy_with_settings() -> None:
-    assert _parse(calibrate, "--policy", POLICY).policy == POLICY
 
 
 def test_serve_passes_all_options_of_blending_on() -> None:

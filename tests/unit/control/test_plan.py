@@ -38,7 +38,7 @@ def engine(model: Model, tmp_path: Path) -> Any:
     ("config", "expected"),
     [
         ({"policy": "full"}, ("full", 1.0, 0.0)),
-        ({"policy": "full", "ratio": 0.3}, ("full", 1.0, 0.0)),
+        ({"policy": "full", "ratio": 0.3}, ("full", 0.3, 0.0)),
         ({"policy": "none"}, ("none", 0.0, 0.0)),
         ({"policy": "none", "margin": 2}, ("none", 0.0, 0.0)),
         ({"ratio": 0.4}, ("query", 0.4, 0.0)),

@@ -28,7 +28,7 @@ def _pick(model: Model, stitched: RequestState, policy: str, ratio: float, **cha
     }
     settings = ",".join(f"{name}={value}" for name, value in values.items())
     config = BlendConfig(policy=f"{policy}:{settings}" if settings else policy, ratio=ratio)
-    return select(model, stitched, config).tolist()
+    return select(model, stitched, config)[0].tolist()
 
 
 def test_where_choosing_costs_more_than_computing_all_is_recomputed(model: Model, lay_out: LayOut) -> None:

@@ -114,7 +114,7 @@ async def refused(client: httpx.AsyncClient, path: str, content: bytes) -> int:
 
 def test_every_endpoint_with_a_body_is_here() -> None:
     bodies = {route.path for route in server.router.routes if isinstance(route, APIRoute) and "POST" in route.methods}
-    assert bodies == {*BODIES, "/v1/calibration"}  # which takes none
+    assert bodies == {*BODIES}
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -338,7 +338,7 @@ class EngineOptions:
     )
     device_bytes: int = number(0, "stored KV kept on the GPU", whole=True)
     learn: bool = switch("encode texts that two prompts of a namespace contain, while no answer is in progress")
-    check: float = number(0.1, "share of the answers to compare with full prefill when idle; 0 = none", most=1)
+    check: float = number(0.05, "share of the answers to compare with full prefill when idle; 0 = none", most=1)
     complete: str = choice("off", COMPLETIONS, "'idle' = prefill conversations in full when idle, for their next turns")
 
     def __post_init__(self) -> None:

@@ -486,7 +486,7 @@ class BlendEngine:
         self._check_open()
         ids = self._test_prompts(prompts, namespace, count, chunks, search, seed)
         prefill, evidence = self._answering.prefill, self._planner.evidence[namespace]
-        stop, steps = time.monotonic() + limit_s, 1 + len(STARTS)
+        stop, steps = time.monotonic() + check_number("limit_s", limit_s), 1 + len(STARTS)
         try:
             with watched(progress, "calibrating") as update:
                 for done in self_test(self.model, prefill, evidence, ids, namespace):

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from kvrag.server.state import State
 
 _KEYS = "KVRAG_API_KEY"
-_CHECK = 0.02  # share of the answers
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -80,8 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "history")
     add_setting(parser, "deterministic")
     add_setting(parser, "learn")
-    check = f"{DECLARED['check'].metadata['about']}; the margin follows (default: {_CHECK}, with --deterministic 0)"
-    add_setting(parser, "check", check, default=None, metavar="SHARE")
+    add_setting(parser, "check", metavar="SHARE")
     parser.add_argument("--complete", choices=COMPLETIONS, default="off", help=DECLARED["complete"].metadata["about"])
     limits = parser.add_argument_group("limits")
     for tier in ("ram", "device", "conversation", "batch"):
@@ -166,8 +164,6 @@ def build(
     from kvrag.server.app import create_app
 
     say(f"loading {args.model}")
-    if args.check is None:
-        args.check = 0.0 if config.deterministic else _CHECK
     engine = stack.enter_context(open_engine(args, config))
     if args.store_bytes is not None:
         engine.store.max_bytes = args.store_bytes

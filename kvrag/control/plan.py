@@ -39,12 +39,13 @@ from kvrag.control.cost import (
 )
 from kvrag.control.evidence import EDGES, Evidence, EvidenceStore, forecast, rung
 from kvrag.errors import SettingError, StoreError
-from kvrag.process import crowd
+from kvrag.process import crowding
 from kvrag.reuse.blend import DEEPENED
 from kvrag.reuse.request_state import RequestState, Trace
 from kvrag.reuse.select import selecting
 from kvrag.store import ChunkReader, KVStore
 from kvrag.store.values import tokens_of
+from kvrag.words import human_bytes
 
 logger = logging.getLogger("kvrag")
 
@@ -135,7 +136,7 @@ def decide(speed: Speed | None, request: Workload, ratio: float, doubts_s: float
     full_s, blend_s = full_seconds(known, request.prompt, request.kept), blend_seconds(known, request, ratio)
     if speed and full_s + NOTICEABLE_S <= blend_s:
         load_s = request.bytes / speed.load
-        slow_load = f"loading alone takes {_seconds(load_s)} at {speed.load / 1e9:.3g} GB/s"
+        slow_load = f"loading alone takes {_seconds(load_s)} at {human_bytes(speed.load)}/s"
         cause = slow_load if load_s > full_s else "the context is short"
         reason = f"full prefill: predicted {_seconds(full_s)}, blending {_seconds(blend_s)}; {cause}"
         return Decision(True, 1.0, reason)
@@ -275,8 +276,9 @@ class Planner:
         """Return whether it is a model with states, of which nothing is known, by default."""
         if not self._backend.keeps_states or config.margin is not None or config.controller == "off":
             return False
-        judged = self.evidence[namespace].of(rung(config.policy, START, False, False))
-        return config.deterministic or float(judged[1].sum()) < ENOUGH
+        evidence = self.evidence[namespace]
+        judged = sum(float(evidence.of(rung(config.policy, START, False, alone))[1].sum()) for alone in (False, True))
+        return config.deterministic or judged < ENOUGH
 
     def _suited(self, config: BlendConfig) -> BlendConfig:
         """Return the settings with a policy that the model can follow; raise SettingError if it is another one."""
@@ -324,8 +326,9 @@ class Planner:
         if plan.margin and (not plan.ratio or self._backend.keeps_states):  # a doubt is answered by full prefill
             most = self._workload(plan.config, request).most_to_begin_with
             if most < min(plan.ratio, LEAST):
-                reason = "full prefill: too little of the prompt is stored to gain, should the model be unsure"
-                return _in_full(plan, reason)
+                stored = (request.kept + sum(map(len, request.runs))) / len(request.ids)
+                cause = f"{stored:.0%} is stored, and a recompute on doubt would cost more than that saves"
+                return _in_full(plan, f"full prefill: {cause}")
             plan = replace(plan, config=_beginning(config, min(plan.ratio, most)))
         if config.policy not in (DEFAULT_POLICY, "tail") or config.deterministic:
             return plan
@@ -433,7 +436,7 @@ class Planner:
             self._costs.observe_pass("encode", tokens, pairs, seconds, passes)
 
     def _look_for_crowd(self) -> None:
-        if self._backend.device.type == "cpu" and (advice := crowd.advice(torch.get_num_threads())):
+        if self._backend.device.type == "cpu" and (advice := crowding(torch.get_num_threads())):
             logger.warning(advice)
 
     def _waited(self, seconds: float, cpu: float) -> bool:

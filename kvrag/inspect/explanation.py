@@ -157,6 +157,9 @@ def summary_of(report: BlendReport) -> Iterator[str]:
     seconds = {"matching": report.match_s, "waiting for chunks": report.load_stall_s, "stitching": report.stitch_s}
     seconds |= {"selecting": report.select_s, "computing": report.blend_s}
     yield "milliseconds: " + ", ".join(f"{name} {value * 1000:.0f}" for name, value in seconds.items())
+    if more := report.deepened:
+        rest = f"{more.rows} tokens were computed in {more.seconds * 1000:.0f} ms first"
+        yield f"the model was unsure of token {more.token + 1}: {rest}, one more share of the chunks among them"
     if done := report.completed:
         rest = f"{counted(done.rows, 'token')} computed in {done.seconds * 1000:.0f} ms"
         yield f"the model was unsure after {counted(done.token, 'token')}: {rest}, and it went on as by full prefill"

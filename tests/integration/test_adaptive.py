@@ -119,7 +119,7 @@ def test_before_the_first_token_a_bounded_number_of_rows_is_computed(
         assert report.completed is not None
         assert report.fresh_tokens + report.completed.rows <= MOST * report.prompt_tokens
         assert report.exact
-        long = messages(*CHUNKS[:2], question="Who was born in Florton, and who owns a goat? " * 4)
+        long = messages(*CHUNKS[1:3], question="Who was born in Florton, and who owns a goat? " * 4)
         report = engine.generate(long, max_new_tokens=1, temperature=0).report
         assert (report.policy, report.completed) == ("full", None)
         assert "% is stored, and a recompute on doubt would cost more" in report.decision

@@ -368,8 +368,10 @@ async function answer(lane, body, onSources, onFirst, missing = 0) {
   const kept = report.conversation_tokens && `${tokens("conversation")} kept from the conversation`;
   const cut = end === "length" && "stopped at the token limit (--max-tokens)";
   const without = missing && `without ${count(missing, "document")} still to encode`;
-  const { token } = report.completed ?? {};
-  const doubt = report.completed && `unsure after ${count(token, "token")}, so the rest was recomputed first`;
+  const recomputed = report.completed ?? report.deepened;
+  const { token } = recomputed ?? {};
+  const more = report.completed ? "the rest" : "more";
+  const doubt = recomputed && `unsure after ${count(token, "token")}, so ${more} was recomputed first`;
   const [before, piece = ""] = [pieces.slice(0, token).join(""), pieces[token]];
   const isShown = piece.trim() && text.startsWith(before + piece); // not in a thought
   const marked = isShown && (before + piece.replace(piece.trim(), MARK) + text.slice((before + piece).length)).trim();

@@ -18,7 +18,6 @@ import torch
 from families import build
 from pdf import pdf
 from run_script import start
-from serving import until
 
 from kvrag.reader import samples
 
@@ -339,56 +338,6 @@ def test_the_server_names_the_unsure_token(page: Any, model_folder: Path, tmp_pa
             r"\d+ prompt tokens: 0 reused \(0 %\), [1-9]\d* stored but recomputed",
             page.locator(".lane .detail").last.inner_text(),
         )
-
-
-def test_it_is_calibrated_from_the_page(page: Any, model_folder: Path, tmp_path: Path) -> None:
-    with running(model_folder, tmp_path, "--controller", "off") as server:
-        page.goto(server.url)
-        page.locator("#calibrate", has_text="Calibrate").wait_for()
-        page.locator("#summary", has_text=re.compile(r"^\d+$")).wait_for()  # encoded
-        assert page.locator("#measured").is_hidden()
-        page.click("#calibrate")
-        until(lambda: page.evaluate("document.getElementById('measured').value > 0.1"))
-        assert page.inner_text("#calibrated") == "Calibrating; answers are slower meanwhile."
-        page.reload()
-        until(lambda: page.evaluate("document.getElementById('measured').value > 0.1"))
-        page.click("#calibrate", timeout=5000)
-        page.locator("#calibrate", has_text="Go on calibrating").wait_for()
-        assert page.locator("#measured").is_hidden()
-        page.click("#calibrate")
-        page.locator("#calibrate", has_text=re.compile("^Calibrate$")).wait_for()
-        assert re.search(r"keeps \d+ of \d+ answers", page.inner_text("#calibrated"))
-        assert page.locator("#recompute option").first.inner_text() == "as calibrated (default)"
-        page.set_viewport_size({"width": 390, "height": 844})
-        assert page.evaluate("document.documentElement.scrollWidth") == 390
-
-
-def test_a_calibration_that_is_lost_says_so(page: Any, url: str) -> None:
-    answers = [{"status": "measuring", "done": 1, "total": 2, "text": ""}]
-    message = "/" + "folder" * 100
-
-    def calibration(route: Any) -> None:
-        if answers:
-            return route.fulfill(json=answers.pop())
-        return route.fulfill(status=500, json={"error": {"message": message}})
-
-    samples = {"documents": [], "questions": [], "is_chat": True, "is_adaptive": True, "calibrates": True}
-    page.route("**/samples.json", lambda route: route.fulfill(json=samples))
-    page.route("**/v1/calibration", calibration)
-    page.set_viewport_size({"width": 390, "height": 844})
-    page.goto(url)
-    page.locator("#calibrated.problem", has_text=message).wait_for()
-    assert page.inner_text("#calibrate") == "Calibrate"
-    assert page.is_hidden("#measured")
-    box = page.locator("#calibrated").bounding_box()
-    assert box["x"] + box["width"] <= 390
-    answers.append({"status": "measuring", "done": 1, "total": 2, "text": ""})
-    page.click("#calibrate")
-    page.locator("#calibrate", has_text="Stop").wait_for()
-
-    page.reload()
-    page.locator("#calibrated.problem", has_text=message).wait_for()
-    page.locator("#summary", has_text=re.compile(r"\d")).wait_for()  # the page works without it
 
 
 def test_a_question_survives_a_reload_before_its_answer(page: Any, url: str) -> None:

@@ -325,7 +325,8 @@ def _pdf(content: bytes, parsed: Content) -> str:
         for number, page in enumerate(reader.pages, 1):
             text = ""
             with parsed.part(f"page {number}"):
-                text = "\n".join(filter(None, [page.extract_text(), *dict.fromkeys(_entries(page))]))
+                text = page.extract_text()
+                text = "\n".join(filter(None, [text, *dict.fromkeys(_entries(page))]))
                 if not text.strip() and _is_drawn(page):
                     drawn.append(number)
             yield without_surrogates(text) + "\n\n"
@@ -363,11 +364,12 @@ def _entries(page: Any) -> Iterator[str]:
         if (kind := field.get("/Subtype")) != "/Widget":
             yield "" if kind in ("/Link", "/Popup") else str(field.get("/Contents", ""))
             continue
-        found = dict(field)
+        found = dict[str, Any]()
         for _ in range(_MAX_PARENTS):
-            found = {**(field := field.get("/Parent", {})), **found}
+            found = {key: field[key] for key in field} | found  # [] follows references
+            field = found.pop("/Parent", {})
         is_secret = found.get("/FT") == "/Sig" or (found.get("/FT") == "/Tx" and int(found.get("/Ff", 0)) & _PASSWORD)
-        if not is_secret and (value := found.get("/V", "/Off")) != "/Off":
+        if not is_secret and (value := found.get("/V", "")) not in ("", "/Off"):
             shown = {str(pair[0]): str(pair[1]) for pair in found.get("/Opt", ()) if isinstance(pair, list)}
             texts = [str(each) for each in (value if isinstance(value, list) else [value])]
             name = found.get("/TU") or found.get("/T", "")

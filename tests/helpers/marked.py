@@ -390,6 +390,10 @@ def epub(mark: Mark) -> bytes:
     )
 
 
+FIRST = 9
+"""Number of the first of a PDF's annotations."""
+
+
 def pdf_(mark: Mark) -> bytes:
     """Pages: text, fields and comments; an image; a stream that is broken."""
 
@@ -401,20 +405,22 @@ def pdf_(mark: Mark) -> bytes:
         field(f"/Ch/T(city)/Opt[[(o)({mark('choice in a form')})]]/V(o)"),
         field(f"/Btn/T({mark('name of a checked box')})/V/Yes/AS/Yes"),
         field(f"/Btn/T({HIDDEN})/V/Off"),
+        field(f"/Tx/T({HIDDEN})/V()"),
+        f"<</Type/Annot/Subtype/Widget/Parent<</FT/Tx/T(parent)/V {FIRST + 10} 0 R>>>>",
         field(f"/Tx/T(secret)/Ff 8192/V({HIDDEN})"),
         f"<</Type/Annot/Subtype/FreeText/Contents({mark('text box')})>>",
         f"<</Type/Annot/Subtype/Text/Contents({mark('comment')})>>",
         f"<</Type/Annot/Subtype/Link/Contents({HIDDEN})>>",
+        f"({mark('value of a field above')})",
     ]
-    first = 9
-    annotations = " ".join(f"{first + number} 0 R" for number in range(len(fields)))
+    annotations = " ".join(f"{FIRST + number} 0 R" for number in range(len(fields) - 1))
     page = "<</Type/Page/Parent 2 0 R/MediaBox[0 0 99 99]/Resources<</Font<</F 6 0 R>>/XObject<</I 8 0 R>>>>"
     return pdf(
         "<</Type/Catalog/Pages 2 0 R/Names<</EmbeddedFiles<</Names[]>>>>>>",
         "<</Type/Pages/Kids[3 0 R 4 0 R 5 0 R]/Count 3>>",
         f"{page}/Contents 7 0 R/Annots[{annotations}]>>",
-        f"{page}/Contents {first + len(fields)} 0 R>>",
-        f"{page}/Contents {first + len(fields) + 1} 0 R>>",
+        f"{page}/Contents {FIRST + len(fields)} 0 R>>",
+        f"{page}/Contents {FIRST + len(fields) + 1} 0 R>>",
         "<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
         stream(f"BT /F 9 Tf 9 9 Td ({mark('page')}) Tj ET".encode()),
         stream(b"\0", "/Type/XObject/Subtype/Image/Width 1/Height 1/BitsPerComponent 8/ColorSpace/DeviceGray"),

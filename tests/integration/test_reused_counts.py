@@ -22,9 +22,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from serving import NAME, Served, serving
 
-from kvrag import BlendConfig, BlendEngine, Model, RemoteEngine
+from kvrag import Answer, BlendConfig, BlendEngine, BlendReport, Model, RemoteEngine
 from kvrag.cli.question import print_answer
 from kvrag.reuse.blend import Completion
+from kvrag.server.response import openai_usage
 from kvrag.types import join
 
 PROMPT = messages(
@@ -158,6 +159,14 @@ def test_each_token_is_counted_once(answering: Any, monkeypatch: pytest.MonkeyPa
         sources = ("cached", "recomputed", "computed")
         metrics = [served.metric(f'kvrag_prompt_tokens_total{{source="{name}"}}') for name in sources]
         assert sum(metrics) == number * report["prompt_tokens"]
+
+
+def test_a_prompt_with_several_answers_counts_what_was_computed_for_any() -> None:
+    answers = [
+        Answer("x", (1,), "stop", BlendReport.unblended(100, reused)) for reused in (80, 0, 80, 70)
+    ]  # two of each prompt
+    usage = openai_usage(answers, 2)
+    assert (usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]) == (200, 70)
 
 
 def test_what_was_kept_of_the_conversation_is_not_reused_once_it_is_recomputed(

@@ -35,7 +35,6 @@ from kvrag.generate.decode import Reply
 from kvrag.generate.prompt import Prepared, prepare
 from kvrag.ingest.ingest import Ingestion
 from kvrag.ingest.learn import Learner
-from kvrag.inspect.explain import why_little
 from kvrag.memory.conversation import Blended, Conversations, Turn
 from kvrag.memory.forgetting import Forgetting
 from kvrag.request import Pipeline
@@ -245,9 +244,7 @@ class Answering:
             observe(self._model, planner.evidence[request.namespace], request, len(reply.tokens))
         planner.keep_speed_now_and_then()
         if config.history == "exact":  # where edited histories are blended, unwarmed text is normal
-            find = partial(self._pipeline.lookup.find_chunks, namespace=request.namespace)
-            explain = partial(why_little, model.tokenizer, self._pipeline.store, find, request, config.min_run)
-            self._watch.look(request, explain)
+            self._watch.look(request.report)
         ids = [*request.token_ids, *reply.tokens]
         can_be_kept = len(ids) * model.bytes_per_token <= self._conversations.max_bytes
         can_go_on = config.reuses_prompts and len(ids) < min(model.stable_length, model.context_window)

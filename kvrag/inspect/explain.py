@@ -1,8 +1,7 @@
 """Explain what was reused of a prompt, and why not more.
 
 Every text in question gets one of three verdicts: a retrieved text, a stored chunk that the prompt has token runs of,
-or a long stretch of the prompt that is in no stored chunk. Of a changed chunk, the first place where the prompt differs
-is shown: there one sees that a chain has escaped it, cut it off or rewritten its white space.
+or a long stretch of the prompt that is in no stored chunk.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ _STRETCH = 64  # tokens of a stretch that may be a chunk
 _EDGES = 4  # tokens at a chunk's ends merge with neighbouring text
 _RECOGNISED = 0.3  # share of a chunk's tokens
 _STORED = 0.95  # share of a text's tokens that are in stored chunks
-_SHOWN, _CONTEXT = 12, 5  # tokens shown of a difference, and beside it
 _BEGINNING = (
     "the beginning of the prompt: KV of a system message and tools is kept without warming; "
     "warm what it has of a document, as it is pasted"
@@ -68,43 +66,22 @@ def explain(
     if not all(isinstance(text, str) for text in texts):
         raise SettingError("retrieved must be a list of strings: the texts of the chunks")
     prompt = _Prompt(tokenizer, find, answered, min_run)
-    findings = list(prompt.recognised(min_run) if retrieved is None else map(prompt.judge, texts))
+    findings = list(prompt.recognised() if retrieved is None else map(prompt.judge, texts))
     documents = _documents(store, prompt.chunks, answered.namespace)
     findings = [replace(finding, documents=documents.get(finding.key, ())) for finding in findings]
     findings.sort(key=lambda finding: finding.reason == "stored")
     summary = list(summary_of(answered.report))
-    if _is_empty(store, answered.namespace) or not (findings or prompt.has_stored):
-        summary.append(_nothing(store, answered, prompt, min_run))
+    longest = max((len(run) for runs in prompt.runs.values() for run in runs), default=0)
+    if not any(share.chunks for share in store.stats().namespaces if share.namespace == answered.namespace):
+        where = f"namespace {answered.namespace!r}" if answered.namespace else f"store {store.stats().path}"
+        summary.append(f"the {where} is empty: warm texts for this model and codec")
+    elif not (findings or prompt.has_stored):
+        few = f"at most {longest} of its tokens in a row are in a warmed chunk, and {min_run} are needed"
+        summary.append(few if 0 < longest < min_run else "it contains no warmed chunk: warm texts as they are pasted")
     if answered.completion:
         summary.append("this was the prefill alone: once the model is unsure of a token, an answer recomputes the rest")
     stretches = tuple(_stretches(tokenizer, answered, documents))
     return Explanation(tuple(summary), stretches, tuple(findings), answered.report)
-
-
-def why_little(tokenizer: Tokenizer, store: KVStore, find: Find, answered: RequestState, min_run: int) -> str:
-    """Return why little of a prompt is stored."""
-    prompt = _Prompt(tokenizer, find, answered, min_run)
-    for chunk in prompt.recognised(len(answered.ids)):
-        if chunk.reason == "changed":
-            reused = f"{chunk.reused} of its {chunk.tokens} tokens were reused"  # its text must not be logged
-            return f"chunk {chunk.key[:8]} is changed in it: {reused}"
-    return _nothing(store, answered, prompt, min_run)
-
-
-def _nothing(store: KVStore, answered: RequestState, prompt: _Prompt, min_run: int) -> str:
-    """Return why no changed chunk was recognised in a prompt with little reuse."""
-    if _is_empty(store, answered.namespace):
-        where = f"the namespace {answered.namespace!r}" if answered.namespace else f"the store {store.stats().path}"
-        return f"{where} is empty: warm texts for this model and codec"
-    longest = max((len(run) for runs in prompt.runs.values() for run in runs), default=0)
-    if 0 < longest < min_run:
-        return f"at most {longest} of its tokens in a row are in a warmed chunk, and {min_run} are needed"
-    part = "the rest of it is in no warmed chunk" if prompt.has_stored else "it contains no warmed chunk"
-    return f"{part}: warm texts as they are pasted"
-
-
-def _is_empty(store: KVStore, namespace: str) -> bool:
-    return not any(share.chunks for share in store.stats().namespaces if share.namespace == namespace)
 
 
 def _documents(store: KVStore, chunks: dict[str, Ids], namespace: str) -> dict[str, tuple[str, ...]]:
@@ -187,15 +164,15 @@ class _Prompt:
             self.chunks[run.key] = chunk
             self.runs.setdefault(run.key, []).append(run)
 
-    def recognised(self, least: int) -> Iterator[Finding]:
+    def recognised(self) -> Iterator[Finding]:
         """Yield findings about the stored chunks in the prompt, and then about its long stretches that are in none.
 
-        A chunk is recognised by a run of at least `least` tokens, or by a large share of its tokens.
+        A chunk is recognised by a run of at least `min_run` tokens, or by a large share of its tokens.
         """
         known = self._stored.copy()
         for key, runs in self.runs.items():
             ids: list[int] = self.chunks[key].tolist()
-            if max(map(len, runs)) >= least or sum(map(len, runs)) >= _RECOGNISED * len(ids):
+            if max(map(len, runs)) >= self._min_run or sum(map(len, runs)) >= _RECOGNISED * len(ids):
                 for run in runs:
                     known[run.start : run.stop] = True
                 yield self.judge(self._tokenizer.decode(ids), ids, key)
@@ -239,7 +216,11 @@ class _Prompt:
             part = f"{num_stored} of its tokens are in stored chunks" if num_stored else "in no stored chunk"
             detail = f"{part}: {_AS_PASTED}"
         elif size - found.sum() > _EDGES or missed <= _EDGES:
-            prompt, detail = self._tokenizer.decode(self._ids), self._difference(ids, runs, int(found.sum()))
+            prompt, longest = self._tokenizer.decode(self._ids), max(map(len, runs), default=0)
+            few = f", at most {longest} in a row, and {self._min_run} are needed" if longest < self._min_run else ""
+            detail = f"{found.sum()} of its tokens are in the prompt{few}"
+            if not runs:
+                detail = f"no {GRAM} of its tokens in a row are in the prompt: the chain left it out or rewrote it"
             if text not in prompt and text in _unescaped(prompt):
                 detail = f"{_ESCAPED}; {detail}"
             return replace(finding, reason="changed", detail=detail)
@@ -247,22 +228,6 @@ class _Prompt:
             is_full = self._report.policy == "full"
             detail = "it is stored, but full prefill computed all tokens" if is_full else _LATER
         return replace(finding, detail=detail)
-
-    def _difference(self, ids: list[int], runs: list[Run], found: int) -> str:
-        """Show a few words of a text and of the prompt where they first differ; `found` tokens are in both."""
-        if not runs:
-            return f"no {GRAM} of its tokens in a row are in the prompt: the chain left it out or rewrote it"
-        first = min(runs, key=lambda run: (run.offset, -len(run)))
-        place, at, left, right = first.offset + len(first), first.stop, _CONTEXT, _SHOWN
-        if first.offset > (_EDGES if place < len(ids) else 0):  # its beginning differs
-            place, at, left, right = first.offset, first.start, _SHOWN, _CONTEXT
-        words, pasted = (
-            self._tokenizer.decode(tokens[max(i - left, 0) : i + right], control_tokens=True)
-            for tokens, i in ((ids, place), (self._ids, at))
-        )
-        longest = max(map(len, runs))
-        few = f", at most {longest} in a row, and {self._min_run} are needed" if longest < self._min_run else ""
-        return f"{found} of its tokens are in the prompt{few}; the first difference: {words!r} became {pasted!r}"
 
 
 def _unescaped(text: str) -> str:

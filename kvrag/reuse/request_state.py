@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvrag.backend.protocol import Backend, KVCache
 from kvrag.config import BlendConfig
-from kvrag.errors import KvragError, PromptError
+from kvrag.errors import PromptError
 from kvrag.index.catalog import Match
 from kvrag.memory.conversation import CachedPrefix, Conversations, Placed
 from kvrag.store import ChunkReader
@@ -379,34 +379,26 @@ class Watch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._has_warned = False
         self._misses = 0
 
-    def look(self, answered: RequestState, explain: Callable[[], str]) -> None:
-        """Check an answered prompt; `explain` returns why little of it is stored.
+    def look(self, report: BlendReport) -> None:
+        """Check the report of an answer.
 
-        Two long ones in a row give a warning: one may be without retrieved text, such as an agent's first prompt.
+        Two long prompts in a row give a warning: one may be without retrieved text, such as an agent's first prompt.
         """
-        report = answered.report
         kept = report.conversation_tokens  # such as the system prompt, and earlier turns
-        if self._has_warned or report.policy == "full" or report.prompt_tokens - kept < _LONG:
+        rest = report.prompt_tokens - kept
+        if report.policy == "full" or rest < _LONG:
             return
-        if report.stored_tokens - kept >= _LITTLE * (report.prompt_tokens - kept):
-            self._misses = 0
-            return
-        try:
-            reason = explain()
-        except KvragError:
-            return  # the store was closed or is unreadable; the answer is not affected
         with self._lock:
-            self._misses += 1
-            if self._has_warned or self._misses < 2:
+            if self._misses == 2:  # it has warned
                 return
-            self._has_warned = True
+            self._misses = self._misses + 1 if report.stored_tokens - kept < _LITTLE * rest else 0
+            if self._misses < 2:
+                return
         logger.warning(
-            "only %d of %d tokens of a prompt are stored: %s. Inspect the last prompt with `print(engine.explain())` "
-            "or with `explain()` of the LLM class, and any other with `kvrag explain PROMPT`. (Logged once.)",
+            "only %d of %d tokens of a prompt are stored: `print(engine.explain())`, `explain()` of the LLM class and "
+            "`kvrag explain PROMPT` say why. (Logged once.)",
             report.stored_tokens,
             report.prompt_tokens,
-            reason,
         )

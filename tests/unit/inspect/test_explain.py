@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import html
 import io
@@ -169,35 +168,29 @@ def test_the_framework_classes_explain_their_last_call_or_a_prompt(name: str, en
 
 # -------------------------------------------------------------------- chunks
 
-WAYS: dict[str, tuple[Callable[[str], str], str, str]] = {
-    "html": (html.escape, "'s \"quiet room", "The museum&#x27;s &quot;"),
-    "xml": (lambda text: html.escape(text, quote=False), "ten & closes", "ten &amp;"),
-    "json": (json.dumps, 'seum\'s "quiet room"', "seum's \\\"quiet room"),
-    "list": (lambda text: str([text, "..."]), "The museum's", "The museum\\'s"),
-    "one line": (lambda text: " ".join(text.split()), "nothing>.\nIts keeper", "nothing>. Its keeper"),
-    "cut": (lambda text: text[: len(text) // 2], "The clock above it runs", "The clock ab\n\nQuestion"),
-    "second half": (lambda text: text[len(text) // 2 :], "The clock above it runs", "valley.\n\nove it runs"),
-    "edited": (
-        lambda text: text.replace("Orla Finch", "Mr Ben Dror, who is new").replace("built", "strung"),
-        "Orla Finch",
-        "Mr Ben Dror",
-    ),
+WAYS: dict[str, Callable[[str], str]] = {
+    "html": html.escape,
+    "xml": lambda text: html.escape(text, quote=False),
+    "json": json.dumps,
+    "list": lambda text: str([text, "..."]),
+    "one line": lambda text: " ".join(text.split()),
+    "cut": lambda text: text[: len(text) // 2],
+    "second half": lambda text: text[len(text) // 2 :],
+    "edited": lambda text: text.replace("Orla Finch", "Mr Ben Dror, who is new").replace("built", "strung"),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_first_difference_of_a_changed_chunk_is_shown(engine: BlendEngine, way: str) -> None:
+def test_a_changed_chunk_is_recognised(engine: BlendEngine, way: str) -> None:
     """From the prompt alone, and the same for retrieved texts."""
-    change, before, after = WAYS[way]
     engine.warm([TEXT, OTHER], document="museum.txt")
-    changed = change(TEXT)
+    changed = WAYS[way](TEXT)
     explanation = told(engine, OTHER, changed)
     assert [chunk.text for chunk in explanation.chunks if chunk.reason == "stored"] == [OTHER]
     (found,) = [chunk for chunk in explanation.chunks if chunk.reason != "stored"]
     assert (found.text, found.reason) == (TEXT, "changed")
-    words, pasted = map(ast.literal_eval, found.detail.split("the first difference: ")[1].split(" became "))
-    assert before in words
-    assert after in pasted
+    in_prompt = int(found.detail.split(" of its tokens are in the prompt")[0].split()[-1])
+    assert found.reused <= in_prompt < found.tokens
     assert found.documents == ("museum.txt",)
     assert 0 <= found.reused < found.tokens - 4
     (judged,) = told(engine, OTHER, changed, retrieved=[TEXT]).chunks
@@ -242,7 +235,7 @@ def test_a_retrieved_text_that_was_warmed_in_pieces_is_recognised(engine: BlendE
     engine.warm([OTHER, *CHUNKS])
     (cut,) = told(engine, OTHER, retrieved=[whole]).chunks
     assert (cut.reason, cut.key) == ("changed", "")
-    assert CHUNKS[0][:20] in cut.detail
+    assert " of its tokens are in the prompt" in cut.detail
     (reused,) = told(engine, whole, retrieved=[whole]).chunks
     assert (reused.reason, reused.detail) == ("stored", "")
 
@@ -260,7 +253,6 @@ def test_a_changed_chunk_has_too_few_tokens_in_a_row_to_be_reused(engine: BlendE
     (finding,) = explanation.chunks
     assert finding.reason == "changed"
     assert "15 of its tokens are in the prompt, at most 15 in a row, and 16 are needed" in finding.detail
-    assert "' Stelburg by the elder' became ' Stelburg by the elders. Go.'" in finding.detail
 
 
 def test_a_stored_chunk_of_which_the_prompt_has_a_few_words_was_not_warmed_too_late(engine: BlendEngine) -> None:
@@ -409,30 +401,6 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 LONG = [f"{number}. {OTHER[number:]}" for number in range(8)]
 
 
-def test_a_changed_chunk_is_named_in_the_one_warning(engine: BlendEngine, warnings: Callable[[], list[str]]) -> None:
-    engine.warm([TEXT, *CHUNKS])
-    ids = engine.model.tokenizer.encode(TEXT)
-    pieces = [token for i in range(0, len(ids), 12) for token in [*ids[i : i + 12], *range(300 + i, 340 + i)]]
-    for first in (1, 2):  # so that nothing is kept of the other
-        assert warnings() == []
-        engine.generate([first, *pieces], max_new_tokens=1)
-    (warning,) = warnings()
-    assert f"only 0 of {len(pieces) + 1} tokens of a prompt are stored: chunk " in warning
-    assert "is changed in it: 0 of its" in warning
-    assert "quiet room" not in warning, "documents are not logged"
-    assert "explain()" in warning
-    assert "`kvrag explain PROMPT`" in warning
-    engine.generate(pieces, max_new_tokens=1)
-    assert warnings() == []
-
-
-def test_one_shared_sentence_is_no_changed_chunk(engine: BlendEngine, warnings: Callable[[], list[str]]) -> None:
-    engine.warm([TEXT])
-    ids = engine.model.tokenizer.encode(TEXT)
-    assert engine.generate([*range(300, 900), *ids[40:60]], max_new_tokens=1).report.recomputed_tokens == 19
-    assert warnings() == []
-
-
 def test_two_prompts_in_a_row_without_warmed_text_cause_a_warning(
     engine: BlendEngine, warnings: Callable[[], list[str]]
 ) -> None:
@@ -444,14 +412,14 @@ def test_two_prompts_in_a_row_without_warmed_text_cause_a_warning(
     assert warnings() == []
     answered(engine, *LONG)
     (warning,) = warnings()
-    assert "it contains no warmed chunk" in warning
+    assert warning.startswith("only 0 of ")
+    assert "explain()" in warning
+    assert "`kvrag explain PROMPT`" in warning
     answered(engine, *LONG)
     assert warnings() == []
 
 
-def test_the_warning_does_not_deny_the_chunk_that_was_reused(
-    engine: BlendEngine, warnings: Callable[[], list[str]]
-) -> None:
+def test_the_warning_counts_the_chunk_that_was_reused(engine: BlendEngine, warnings: Callable[[], list[str]]) -> None:
     engine.warm(CHUNKS)
     engine._answering.close()
     prompt = [*LONG[:4], CHUNKS[0], *LONG[4:]]
@@ -461,15 +429,14 @@ def test_the_warning_does_not_deny_the_chunk_that_was_reused(
         assert 0 < stored < 0.1 * report.prompt_tokens
     (warning,) = warnings()
     assert f"only {stored} of {report.prompt_tokens} tokens" in warning
-    assert "the rest of it is in no warmed chunk" in warning
 
 
 def test_an_empty_store_causes_a_warning(engine: BlendEngine, warnings: Callable[[], list[str]]) -> None:
     engine._answering.close()
     for _ in range(2):
         answered(engine, *LONG)
-    (warning,) = warnings()
-    assert f"{engine.store.stats().path} is empty" in warning
+    assert len(warnings()) == 1
+    assert any(f"{engine.store.stats().path} is empty" in line for line in engine.explain().summary)
 
 
 def test_no_warning_for_intended_settings(engine: BlendEngine, warnings: Callable[[], list[str]]) -> None:

@@ -150,19 +150,18 @@ def summary_of(report: BlendReport) -> Iterator[str]:
     yield (
         f"{report.prompt_tokens} prompt tokens: {report.reused_tokens} reused, {report.recomputed_tokens} stored but "
         f"recomputed, {report.fresh_tokens} fresh; first token after {report.ttft_s * 1000:.0f} ms "
-        f"({'at first ' if report.completed else ''}policy {report.policy}, ratio {report.ratio:.2f})"
+        f"({'at first ' if report.completed or report.deepened else ''}policy {report.policy}, ratio {report.ratio:.2f})"
     )
     if report.conversation_tokens:
         yield f"kept from the conversation: the first {counted(report.conversation_tokens, 'token')}"
     seconds = {"matching": report.match_s, "waiting for chunks": report.load_stall_s, "stitching": report.stitch_s}
     seconds |= {"selecting": report.select_s, "computing": report.blend_s}
     yield "milliseconds: " + ", ".join(f"{name} {value * 1000:.0f}" for name, value in seconds.items())
-    if more := report.deepened:
-        rest = f"{more.rows} tokens were computed in {more.seconds * 1000:.0f} ms first"
-        yield f"the model was unsure of token {more.token + 1}: {rest}, one more share of the chunks among them"
-    if done := report.completed:
-        rest = f"{counted(done.rows, 'token')} computed in {done.seconds * 1000:.0f} ms"
-        yield f"the model was unsure after {counted(done.token, 'token')}: {rest}, and it went on as by full prefill"
+    more, rest = "one more share of the chunks among them", "and it went on as by full prefill"
+    for done, what in ((report.deepened, more), (report.completed, rest)):
+        if done:
+            rows = f"{counted(done.rows, 'token')} computed in {done.seconds * 1000:.0f} ms"
+            yield f"the model was unsure after {counted(done.token, 'token')}: {rows}, {what}"
     if report.policy == "full":
         yield "full prefill was used: nothing but a conversation is reused, whatever is stored"
     yield from filter(None, [report.decision, *report.notes])

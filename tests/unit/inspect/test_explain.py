@@ -18,6 +18,8 @@ from bs4 import BeautifulSoup
 from kvrag import BlendEngine, Explanation, Model, PromptError, SettingError
 from kvrag.cli.main import main
 from kvrag.inspect.explain import _texts
+from kvrag.inspect.explanation import summary_of
+from kvrag.types import BlendReport, Completed
 
 TEXT = (
     'The museum\'s "quiet room" opens at ten & closes at <six>; children & dogs pay <nothing>.\n'
@@ -361,6 +363,14 @@ def test_a_prefill_made_for_the_explanation_says_what_an_answer_may_add(engine: 
     assert "this was the prefill alone" not in str(told(engine, "Hello.", OTHER, ratio=0.2))
     answered(engine, "Hello.", OTHER, **doubtful)
     assert "this was the prefill alone" not in str(engine.explain())
+
+
+def test_doubts_are_counted_by_the_tokens_before_them() -> None:
+    steps: dict[str, Any] = {"deepened": Completed(1, 20, 0.1), "completed": Completed(3, 90, 0.25)}
+    said = "\n".join(summary_of(dataclasses.replace(BlendReport.unblended(100, 0), **steps)))
+    assert "(at first policy" in said
+    assert "the model was unsure after 1 token: 20 tokens computed in 100 ms, one more share" in said
+    assert "the model was unsure after 3 tokens: 90 tokens computed in 250 ms, and it went on" in said
 
 
 def test_the_text_and_the_json_have_the_same_content(engine: BlendEngine) -> None:

@@ -103,8 +103,8 @@ class CheckStats(_Report):
 class Completed:
     """The recompute of more of a prompt, or of all its rest, because the model was unsure of a token.
 
-    `token` is the number of tokens before it in the answer. Computed were `rows` tokens, those of the question and the answer
-    included, in `seconds`.
+    `token` is the number of tokens before it in the answer. Computed were `rows` tokens, those of the question and the
+    answer included, in `seconds`.
     """
 
     token: int

@@ -147,10 +147,11 @@ class Explanation:
 
 def summary_of(report: BlendReport) -> Iterator[str]:
     """Yield what was reused of a prompt, how long it took, and the report's notes."""
+    begin = "at first " if report.completed or report.deepened else ""
     yield (
         f"{report.prompt_tokens} prompt tokens: {report.reused_tokens} reused, {report.recomputed_tokens} stored but "
         f"recomputed, {report.fresh_tokens} fresh; first token after {report.ttft_s * 1000:.0f} ms "
-        f"({'at first ' if report.completed or report.deepened else ''}policy {report.policy}, ratio {report.ratio:.2f})"
+        f"({begin}policy {report.policy}, ratio {report.ratio:.2f})"
     )
     if report.conversation_tokens:
         yield f"kept from the conversation: the first {counted(report.conversation_tokens, 'token')}"

@@ -505,6 +505,10 @@ class BlendEngine:
                 prompts = self._test_prompts(None, namespace, FEW, 4, None, 0)
                 self._answering.checker.test(prompts[known:], namespace)
 
+    def wait_until_idle(self) -> None:
+        """Wait until the work that is left to idle time is done; for benchmarks and tests."""
+        self._answering.idle.wait()
+
     def _test_prompts(
         self,
         prompts: Sequence[str | Messages] | None,

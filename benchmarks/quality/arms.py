@@ -23,7 +23,7 @@ from kvrag.answer import overridden
 from kvrag.config import BlendConfig
 from kvrag.control.agreement import END
 from kvrag.engine import BlendEngine
-from kvrag.types import Answer
+from kvrag.types import Answer, Delta, join
 
 FULL, ADAPTIVE, FIRST = "full", "adaptive", "first_k"
 ARMS = (FULL, ADAPTIVE, "0.05", "0.15", "0.3", "0.5", "none", FIRST)
@@ -39,7 +39,8 @@ class Measured:
     Attributes:
         tokens: With `END` for an end token.
         rows, all_rows: Rows computed before the first token, and with those computed later.
-        completed: Of the report: token, rows and seconds.
+        times: Seconds to each token.
+        completed, deepened: Of the report: token, rows and seconds.
         margin: Full prefill's, in nats, at the first token that differs; None = none differs.
         forced: Whether no decided token changes under teacher forcing; None = the KV changes during the answer.
     """
@@ -53,7 +54,9 @@ class Measured:
     prompt_tokens: int
     rows: int
     all_rows: int
+    times: list[float]
     completed: dict[str, Any] | None
+    deepened: dict[str, Any] | None
     notes: list[str]
     margin: float | None = None
     forced: bool | None = None
@@ -87,11 +90,14 @@ def measure(
     settings = {arm: settings_of_arm(arm, engine, row) for arm in arms}
     measured, configs = {}, {arm: overridden(engine.config, **settings[arm]) for arm in arms}
     for arm in rng.sample(arms, len(arms)):
-        started = time.perf_counter()
-        answer = engine.generate(  # a penalty of the model's own would change what is decided
+        started, times, deltas = time.perf_counter(), list[float](), list[Delta]()
+        for delta in engine.stream(  # a penalty of the model's own would change what is decided
             prompt, temperature=0, repetition_penalty=1.0, max_new_tokens=tokens, **settings[arm]
-        )
-        measured[arm] = _measured(arm, answer, time.perf_counter() - started, row.answers)
+        ):
+            times += [time.perf_counter() - started] * len(delta.token_ids)
+            deltas.append(delta)
+        measured[arm] = _measured(arm, join(deltas), time.perf_counter() - started, times, row.answers)
+        engine.wait_until_idle()  # answers are checked meanwhile
     full = measured[FULL].tokens
     if all(one.tokens == full for one in measured.values()):
         return [replace(measured[arm], forced=None if arm == ADAPTIVE else True) for arm in arms]
@@ -122,9 +128,9 @@ def settings_of_arm(arm: str, engine: BlendEngine, row: QuestionRow) -> dict[str
     return {} if arm == ADAPTIVE else {"ratio": float(arm)}
 
 
-def _measured(arm: str, answer: Answer, total_s: float, accepted: Sequence[str]) -> Measured:
+def _measured(arm: str, answer: Answer, total_s: float, times: list[float], accepted: Sequence[str]) -> Measured:
     report = answer.report
-    done = report.completed
+    later = [done for done in (report.deepened, report.completed) if done]
     # `recomputed_tokens` includes those that were recomputed later
     rows = report.fresh_tokens + min(report.recomputed_tokens, round(report.ratio * report.stored_tokens))
     return Measured(
@@ -135,9 +141,11 @@ def _measured(arm: str, answer: Answer, total_s: float, accepted: Sequence[str])
         ttft_s=report.ttft_s,
         total_s=total_s,
         prompt_tokens=report.prompt_tokens,
-        rows=rows + (done.rows if done and done.token == 0 else 0),
-        all_rows=rows + (done.rows if done else 0),
-        completed=asdict(done) if done else None,
+        rows=rows + sum(done.rows for done in later if done.token == 0),
+        all_rows=rows + sum(done.rows for done in later),
+        times=times,
+        completed=asdict(report.completed) if report.completed else None,
+        deepened=asdict(report.deepened) if report.deepened else None,
         notes=list(report.notes),
     )
 

@@ -34,10 +34,12 @@ from benchmarks.quality.questions import (
     TUNING,
     chosen,
     has_answer,
+    nq_rows,
     passage_rows,
     read_corpus,
     read_questions,
     retrieve,
+    xquad_rows,
 )
 from benchmarks.quality.rows import QuestionRow
 from benchmarks.quality.worlds import WORLDS, world_rows
@@ -53,6 +55,7 @@ from kvrag.errors import KvragError, SettingError
 from kvrag.process import cpu
 
 _BOTH = ("right", "kept")
+_MANY = 50  # answers after which the evidence of a model should be enough
 _OF_QUESTIONS = ("questions", "docs", "k", "chunk_tokens")
 
 
@@ -69,6 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk-tokens", **number, default=128, help="maximum tokens per chunk (default: 128)")
     passages = "JSON lines with passages, question and answers, in place of --questions; each passage is a chunk"
     parser.add_argument("--musique", type=existing_path, metavar="FILE", help=passages)
+    half = ", one half of its questions: 0 for choosing settings, 1 to report"
+    parser.add_argument("--nq", type=existing_path, metavar="FILE", help="NQ-open's passages, --k per prompt" + half)
+    parser.add_argument("--xquad", type=existing_path, metavar="FILE", help="XQuAD's articles" + half)
+    parser.add_argument("--half", type=int, choices=(0, 1), default=1, help="default: 1")
     world = "questions about a reader's world, in place of --questions, see `benchmarks.quality.worlds`"
     parser.add_argument("--world", type=int, choices=WORLDS, help=world)
     context = "tokens that chunks are encoded with; 0 = alone (default: 256)"
@@ -106,10 +113,14 @@ def run(args: argparse.Namespace) -> int:
         rows: Sequence[QuestionRow] = world_rows(args.n or 100, args.seed, args.world)
     elif args.musique:
         rows = chosen(passage_rows(args.musique), args.seed, args.n or 50)
+    elif args.nq:
+        rows = chosen(nq_rows(args.nq, args.half, args.k), args.seed, args.n or 50)
+    elif args.xquad:
+        rows = xquad_rows(args.xquad, args.half, args.seed, args.n or 50, args.k)
     else:
         corpus = read_corpus(args.docs, lambda text: len(model.tokenizer.encode(text)), args.chunk_tokens)
         rows = retrieve(chosen(read_questions(args.questions), args.seed, args.n), corpus, args.k)
-    config = BlendConfig(deterministic=True, context_tokens=args.context_tokens)
+    config = BlendConfig(context_tokens=args.context_tokens)
     sources = sorted(Path(kvrag.__file__).parent.rglob("*.py"))
     settings = {
         "fingerprint": model.fingerprint.digest,
@@ -138,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
             **settings,
             "seed": args.seed,
             "samples": len(done),
-            "file": str(WORLDS.get(args.world) or args.musique or args.questions),
+            "file": str(WORLDS.get(args.world) or args.musique or args.nq or args.xquad or args.questions),
         },
         "environment": {
             **run_settings(model),
@@ -172,7 +183,7 @@ def _measure_rows(
             update(number, len(rows))
             rng = random.Random(f"{args.seed} {row.key}")
             journal.add(row.key, measure(engine, row, arms, args.tokens, rng, args.instruction))
-            for name in row.all_documents() if args.musique or args.world else ():
+            for name in row.all_documents() if args.musique or args.world or args.nq else ():
                 engine.forget(name)
 
 
@@ -195,14 +206,31 @@ def summarise(questions: Sequence[Sequence[Measured]]) -> list[dict[str, Any]]:
                 "speedup": sum(one.ttft_s for one in full) / sum(one.ttft_s for one in ours),
                 "speedups": {"median": median(speed), "mean": mean(speed), "worst": min(speed)},
                 "end": median(theirs.total_s / one.total_s for theirs, one in pairs),
+                "later": {str(number): _at(pairs, number) for number in (5, 10)},
                 "rows": {"median": median(row_shares), "mean": mean(row_shares)},
                 "all_rows": mean(one.all_rows / one.prompt_tokens for one in ours),
+                "rows_by": [
+                    mean(one.all_rows / one.prompt_tokens for one in part)
+                    for part in (ours[:_MANY], ours[_MANY:])
+                    if part
+                ],
+                "deepened": sum(bool(one.deepened) for one in ours),
                 "completed": sum(bool(one.completed) for one in ours),
                 "paused_s": sum(one.completed["seconds"] for one in ours if one.completed and one.completed["token"]),
                 "notes": sorted({note for one in ours for note in one.notes}),
             }
         )
     return cells
+
+
+def _at(pairs: Sequence[tuple[Measured, Measured]], number: int) -> dict[str, float] | None:
+    """Return how much sooner a token came than full prefill's, of the answers that have as many."""
+    found = [
+        theirs.times[number - 1] / one.times[number - 1]
+        for theirs, one in pairs
+        if min(len(theirs.times), len(one.times)) >= number
+    ]
+    return {"median": median(found), "mean": mean(found), "worst": min(found)} if found else None
 
 
 def _counted(values: Sequence[bool]) -> dict[str, Any]:
@@ -246,7 +274,13 @@ def _lines(result: dict[str, Any]) -> list[str]:
         speeds += f"{cell['speedup']:>8.2f}x{cell['end']:>6.2f}x"
         rows = f"{cell['rows']['median']:.2f} {cell['rows']['mean']:.2f} {cell['all_rows']:.2f}"
         lines.append(f"{cell['arm']:10}{shares}{cell['near_ties']:>5}{cell['identical']:>5}   {speeds}   {rows}")
-        if cell["completed"]:
+        for number, found in cell["later"].items():
+            if found:
+                spread = "median {median:.2f}x, mean {mean:.2f}x, worst {worst:.2f}x".format(**found)
+                lines.append(f"{'':10}token {number}: {spread}")
+        if cell["completed"] or cell["deepened"]:
+            parts = ", ".join(f"{rows:.2f}" for rows in cell["rows_by"])
+            lines.append(f"{'':10}deepened {cell['deepened']}; rows in all of the first {_MANY} and later: {parts}")
             paused = f"{cell['paused_s'] / count:.2f} s of pauses per answer"
             lines.append(f"{'':10}completed in {cell['completed']} of {count} answers, {paused} behind the first token")
         lines += [f"{'':10}{note}" for note in cell["notes"]]

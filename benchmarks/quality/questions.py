@@ -75,6 +75,34 @@ def passage_rows(path: Path) -> list[QuestionRow]:
     return rows
 
 
+def nq_rows(path: Path, half: int, k: int) -> list[QuestionRow]:
+    """Read NQ-open's oracle passages (lost-in-the-middle): one half of the questions, each among `k` - 1 others'."""
+    rows = read_lines(path)[half::2]
+    found = []
+    for number, row in enumerate(rows):
+        rng = random.Random(number)
+        others = rng.sample([other for other in rows if other["q"] != row["q"]], k - 1)
+        passages = {f"{one['title']}: {one['q']}": (one["text"],) for one in rng.sample([*others, row], k)}
+        texts = tuple(text for (text,) in passages.values())
+        found.append(QuestionRow(row["q"], texts, row["q"], tuple(row["a"]), "", tuple(passages), passages))
+    return found
+
+
+def xquad_rows(path: Path, half: int, seed: int, n: int | None, k: int) -> list[QuestionRow]:
+    """Return questions about one half of XQuAD's articles, with the paragraphs that a retriever finds in these."""
+    articles = read_lines(path)[half::2]
+    corpus = {row["title"]: tuple(part["text"] for part in row["paragraphs"]) for row in articles}
+    questions = [
+        {**asked, "document": row["title"]} for row in articles for part in row["paragraphs"] for asked in part["qas"]
+    ]
+    return retrieve(chosen(questions, seed, n), corpus, k)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def chosen(items: Sequence[Any], seed: int, n: int | None) -> list[Any]:
     """Return the first `n` of the items in random order; None = all."""
     return random.Random(seed).sample(items, len(items))[:n]

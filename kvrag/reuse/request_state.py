@@ -243,9 +243,7 @@ class RequestState:
             again[len(self.ids) + done.completed.token - done.completed.rows :] = True
         self.recomputed = (self.reused & again).nonzero().squeeze(1)
         more = "all the rest" if done.completed else "more"
-        decision = (
-            f"{self.report.decision.partition('; then')[0]}; then on doubt {more}" if self.report.decision else ""
-        )
+        decision = self.report.decision and f"{self.report.decision.partition('; then')[0]}; then on doubt {more}"
         steps: dict[str, Any] = {"deepened": done.deepened, "completed": done.completed, "decision": decision}
         self.report = replace(self.report, **self.counts(), **steps)
 

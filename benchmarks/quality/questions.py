@@ -82,8 +82,9 @@ def nq_rows(path: Path, half: int, k: int) -> list[QuestionRow]:
     for number, row in enumerate(rows):
         rng = random.Random(number)
         others = rng.sample([other for other in rows if other["q"] != row["q"]], k - 1)
-        passages = {f"{one['title']}: {one['q']}": (one["text"],) for one in rng.sample([*others, row], k)}
-        texts = tuple(text for (text,) in passages.values())
+        among = rng.sample([*others, row], k)
+        passages: dict[str, tuple[str, ...]] = {f"{one['title']}: {one['q']}": (one["text"],) for one in among}
+        texts = tuple(one["text"] for one in among)
         found.append(QuestionRow(row["q"], texts, row["q"], tuple(row["a"]), "", tuple(passages), passages))
     return found
 

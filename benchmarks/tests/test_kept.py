@@ -19,6 +19,7 @@ from benchmarks.quality.questions import (
     TUNING_CORPUS,
     has_answer,
     is_right,
+    nq_rows,
     read_corpus,
     read_questions,
     retrieve,
@@ -29,7 +30,7 @@ from kvrag.types import BlendReport, Completed
 
 # -------------------------------------------------------------------- the rules
 
-FULL = Measured(arms.FULL, "", [5, 6, END], True, 4.0, 8.0, 100, 100, 100, [], [], forced=True)
+FULL = Measured(arms.FULL, "", [5, 6, END], True, 4.0, 8.0, 100, 100, 100, [4.0, 6.0], None, None, [], forced=True)
 
 
 @pytest.mark.parametrize(
@@ -79,13 +80,34 @@ def test_times_are_compared_question_by_question_and_right_answers_are_those_of_
 
 def test_rows_that_complete_a_prompt_are_added() -> None:
     report = BlendReport.unblended(100, 80, ratio=0.1)
-    plain = arms._measured("adaptive", Answer("x", (1,), "stop", report), 1.0, ["x"])
+    plain = arms._measured("adaptive", Answer("x", (1,), "stop", report), 1.0, [0.5], ["x"])
     assert (plain.rows, plain.all_rows, plain.completed) == (20, 20, None)
     for token, rows in ((0, 118), (3, 28)):
         report = replace(report, completed=Completed(token, 90, 0.5), recomputed_tokens=80)
-        one = arms._measured("adaptive", Answer("x", (1,), "stop", report), 1.0, ["x"])
+        one = arms._measured("adaptive", Answer("x", (1,), "stop", report), 1.0, [0.5], ["x"])
         assert (one.rows, one.all_rows) == (rows, 118), "8 of 80 were recomputed at first"
         assert one.completed == {"token": token, "rows": 90, "seconds": 0.5}
+    report = replace(report, deepened=Completed(0, 25, 0.1))
+    one = arms._measured("adaptive", Answer("x", (1,), "stop", report), 1.0, [0.5], ["x"])
+    assert (one.rows, one.all_rows) == (53, 143)
+
+
+def test_later_tokens_are_compared_where_both_answers_have_them() -> None:
+    slow, fast = (replace(FULL, times=[pace * number for number in range(1, 7)]) for pace in (3.0, 1.5))
+    _, cell = summarise([[slow, fast], [slow, replace(fast, times=[1.0])], [slow, replace(slow, rows=50)]])
+    assert cell["later"] == {"5": {"median": 1.5, "mean": 1.5, "worst": 1.0}, "10": None}
+    assert cell["rows_by"] == [1.0]
+
+
+def test_both_halves_of_the_public_sets_are_read(tmp_path: Path) -> None:
+    lines = [{"q": f"q{n}", "a": ["a"], "title": f"t{n}", "text": f"text {n}"} for n in range(12)]
+    (tmp_path / "nq.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    halves = [nq_rows(tmp_path / "nq.jsonl", half, 4) for half in (0, 1)]
+    assert [[row.id for row in rows] for rows in halves] == [[f"q{n}" for n in range(half, 12, 2)] for half in (0, 1)]
+    for row in halves[1]:
+        assert len({*row.passages}) == 4
+        assert f"text {row.id[1:]}" in row.passages
+        assert row.all_documents() == {name: (text,) for name, text in zip(row.documents, row.passages, strict=True)}
 
 
 # -------------------------------------------------------------------- the command

@@ -45,7 +45,7 @@ _WRONG = {
     False: (0.3, 0.15, 0.2, 0.2, 0.05, 0.06, 0.02, 0.01, 0.003),
     True: (0.2, 0.1, 0.1, 0.05, 0.05, 0.04, 0.002, 0.001, 0.001),
 }
-"""Expected shares of wrong tokens by margin, after plain reuse and where some were recomputed: decision 36."""
+"""Expected shares of wrong tokens by margin, after plain reuse and where some were recomputed: decision 37."""
 _WEIGHT = np.array([4, 4, 4, 6, 6, 10, 20, 20, 60], dtype=float)
 """Judged tokens that the expected shares count as."""
 

@@ -59,9 +59,9 @@ MARGINS = (0.0, *EDGES[:6])
 LOSS = 1 - TARGET
 """Share of answers that may be lost."""
 LARGE, SMALL = (2 * START, 0.25), ((0.0, 3.0), (START, 3.0))
-"""Start and margin before there is evidence; of small models for chunks with context and encoded alone: decision 36."""
+"""Start and margin before there is evidence; of small models for chunks with context and encoded alone: decision 37."""
 PARAMETERS = 900_000_000
-"""Parameters from which a model counts as large: see decision 36."""
+"""Parameters from which a model counts as large: see decision 37."""
 GAIN = 0.95
 """Predicted cost of a whole answer, relative to full prefill's, above which a prompt is prefilled in full."""
 ENOUGH = 100

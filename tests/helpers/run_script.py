@@ -33,10 +33,10 @@ def start(script: Path, *arguments: str, folder: Path, stdin: Sequence[str] = ()
 def _run(script: Path, arguments: Sequence[str], folder: Path, stdin: str) -> None:
     import torch
 
-    from kvrag.control import tuning
+    from kvrag.control import plan
 
     # as in conftest.py: nothing must depend on how busy the machine is, and threads would wait for each other
-    tuning.CPU_SHARE, tuning.NOTICEABLE_S, tuning.STEP = 0.0, float("inf"), 1.0
+    plan.CPU_SHARE, plan.NOTICEABLE_S, plan.STEP = 0.0, float("inf"), 1.0
     torch.set_num_threads(1)
     os.chdir(folder)
     for number, name in enumerate(("stdout", "stderr"), 1):

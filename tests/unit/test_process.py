@@ -309,7 +309,7 @@ def test_what_other_processes_take_from_threads_is_noticed_once(
 def test_a_crowded_machine_is_logged(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvrag.control.tuning.crowding", lambda threads: f"too many for {threads}")
+    monkeypatch.setattr("kvrag.control.plan.crowding", lambda threads: f"too many for {threads}")
     engine.warm(["A text that is long enough to become a chunk of its own, in every way that counts here."])
     assert "too many for 1" in caplog.text
     caplog.clear()

@@ -327,10 +327,11 @@ def test_the_server_names_the_unsure_token(page: Any, model_folder: Path, tmp_pa
         ask(page, "Who is the cook?", 1)
         assert page.locator("#recompute option").first.inner_text() == "adaptive (default)"
         lane = page.locator(".lane").first
-        assert "unsure after 0 tokens, so the rest was recomputed first" in lane.locator(".detail").inner_text()
+        doubt = r"unsure after \d tokens?, so the rest was recomputed first"
+        assert re.search(doubt, lane.locator(".detail").inner_text())
         mark = lane.locator("mark").inner_text()
         assert mark
-        assert lane.locator(".answer").inner_text().startswith(mark)
+        assert mark in lane.locator(".answer").inner_text()
         page.select_option("#recompute", "full")
         ask(page, "Where does he work?", 2)
         assert page.locator(".lane .name").all_inner_texts() == ["kvrag", "Full prefill", "kvrag", "Blended"]

@@ -149,12 +149,6 @@ class Catalog:
             if find(segment.text(row), segment.namespaces[segment.spaces[row]]) is not None
         ]
 
-    def settle(self) -> None:
-        """Wait until pending files have been written."""
-        while (thread := self._thread) is not None and thread.is_alive():
-            thread.join()
-            self._maintain(False)
-
     def ids(self, text_key: str) -> Ids:
         """Return a text's token ids; raises KeyError."""
         for segment in reversed(self._snapshot.segments):

@@ -218,26 +218,6 @@ class ChunkIndex:
             ids = encoder.tokenizer(list(texts), truncation=True, max_length=encoder.max_seq_length)["input_ids"]
         return sum(map(len, ids))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids of the embedder's tokenizer.
-
-        Raises:
-            SettingError: They are the ids of another tokenizer.
-        """
-        with _embedding:
-            tokenizer = _encoder(self.embedder).tokenizer
-            special = set(tokenizer.all_special_ids)
-            plain = [token for token in ids if token not in special]
-            is_known = all(0 <= token < len(tokenizer) for token in plain)
-            text = str(tokenizer.decode(plain)) if is_known else ""
-            # ids of another tokenizer would silently become an unrelated text
-            if not text or tokenizer.encode(text, add_special_tokens=False) != plain:
-                raise SettingError(
-                    f"these are not token ids of {self.embedder}: send texts (in LangChain: "
-                    "OpenAIEmbeddings(check_embedding_ctx_length=False))"
-                )
-        return text
-
     def __len__(self) -> int:
         return int(self._read("SELECT count(*) FROM chunks")[0][0])
 

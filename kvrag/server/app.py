@@ -102,11 +102,10 @@ async def complete(body: CompletionRequest, request: Request, state: Server, ten
 
 @router.post("/v1/embeddings")
 async def embed(body: EmbeddingRequest, request: Request, tenant: Caller) -> Response:
-    """Embed texts, or token ids of the embedder's tokenizer, with the corpus's embedder."""
-    inputs = body.inputs()
+    """Embed texts with the corpus's embedder."""
+    texts = body.texts()
 
     def work(index: ChunkIndex) -> Response:
-        texts = [text if isinstance(text, str) else index.decode(text) for text in inputs]
         vectors = index.embed(texts)
         if body.dimensions not in (None, vectors.shape[1]):
             raise ApiError(400, f"dimensions must be {vectors.shape[1]}", "unsupported_value", "dimensions")

@@ -328,12 +328,14 @@ class EmbeddingRequest(Request):
     dimensions: int | None = None
     user: str | None = None
 
-    def inputs(self) -> list[str | list[int]]:
-        """Return the texts to embed; texts may be token ids."""
-        inputs = _as_list(self.input)
-        if not 1 <= len(inputs) <= 2048 or not all(inputs):
-            raise ApiError(400, "input must be 1 to 2048 non-empty texts or lists of ids", "invalid_value", "input")
-        return inputs
+    def texts(self) -> list[str]:
+        """Return the texts to embed."""
+        texts = _as_list(self.input)
+        if not 1 <= len(texts) <= 2048 or not all(text and isinstance(text, str) for text in texts):
+            langchain = "OpenAIEmbeddings(check_embedding_ctx_length=False)"
+            reason = f"input must be 1 to 2048 non-empty texts, not token ids (in LangChain: {langchain})"
+            raise ApiError(400, reason, "invalid_value", "input")
+        return texts
 
 
 class RerankRequest(Request):

@@ -75,7 +75,6 @@ class SharedStore(KVStore):
         cache: str | Path | None = None,
         cache_bytes: int = CACHE_BYTES,
         min_free_bytes: int = 1 << 30,
-        keep_copies: bool = True,
         always_follow: bool = False,
     ) -> None:
         """Connect to the remote.
@@ -85,7 +84,6 @@ class SharedStore(KVStore):
             cache: Folder of local copies, a subfolder for each remote; None = `~/.cache/kvrag/shared`.
             cache_bytes: Byte budget of the local copies of chunks; those that save least are evicted first.
             min_free_bytes: No copies are made if less than this would stay free on the local disk.
-            keep_copies: Copy chunks that are read or stored into the local folder.
             always_follow: Follow the log also while there are no prompts, for callers that must never wait for the
                 network.
         """
@@ -96,7 +94,7 @@ class SharedStore(KVStore):
         self.name = self.url = self._remote.url
         folder = blake2b(f"{without_password(url)}?{url.partition('?')[2]}".encode(), digest_size=8).hexdigest()
         self._cache = Path(cache or "~/.cache/kvrag/shared").expanduser().resolve() / folder
-        self.keep_copies, self._always_follow = keep_copies, always_follow
+        self._always_follow = always_follow
         self._settings = {"max_bytes": cache_bytes, "min_free_bytes": min_free_bytes}
         self._is_open = self._is_closed = False
         self._owner = self._read_owner()
@@ -226,8 +224,7 @@ class SharedStore(KVStore):
     def put(self, records: Sequence[ChunkRecord]) -> int:
         # an error may come after the rows were recorded, so the objects stay: `gc` deletes those without a row
         num_bytes, stored = self._put(records)
-        if self.keep_copies:
-            self._copy(stored)
+        self._copy(stored)
         return num_bytes
 
     def _write_chunk(self, name: str, header: bytes, body: memoryview) -> None:
@@ -300,7 +297,7 @@ class SharedStore(KVStore):
 
     def _promote(self, chunk: RemoteChunk) -> None:
         """Copy a chunk into the local folder, unless too many are waiting."""
-        if self.keep_copies and self._promotions.acquire(blocking=False):
+        if self._promotions.acquire(blocking=False):
             with contextlib.suppress(RuntimeError):  # the store has been closed
                 keeping = self._promoter.submit(self._keep, copy.copy(chunk))  # has its own `bytes_read`
                 keeping.add_done_callback(lambda _: self._promotions.release())
@@ -310,11 +307,6 @@ class SharedStore(KVStore):
             self._copy([chunk.record()])
         except StoreError as error:  # the prompt that reads a damaged chunk reports it
             logger.info("no local copy: %s", error)
-
-    def drop_copies(self) -> None:
-        """Delete this machine's copies of chunks."""
-        self._check_open()
-        self._local.remove(self._local.keys())
 
     def _delete(self, names: Iterable[str]) -> None:
         try:

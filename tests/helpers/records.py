@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrag import FileStore, KVStore
+from kvrag import FileStore, KVStore, SharedStore
 from kvrag.fingerprint import Fingerprint
+from kvrag.index.catalog import Catalog
 from kvrag.store import ChunkRecord, Holding, chunkfile, visible_variant
 from kvrag.store.values import chunk_key, text_key
 
@@ -102,3 +103,16 @@ def has(store: KVStore, wanted: ChunkRecord) -> bool:
     assert reader.bytes_read >= sum(tensor.nbytes for layer in wanted.layers for tensor in layer)
     reader.close()
     return True
+
+
+def settle(catalog: Catalog) -> None:
+    """Wait for the thread that writes files."""
+    catalog.refresh()
+    while catalog._thread is not None and catalog._thread.is_alive():
+        catalog._thread.join()
+        catalog.refresh()
+
+
+def drop_copies(store: SharedStore) -> None:
+    """Delete this machine's copies of chunks."""
+    store._local.remove(store._local.keys())

@@ -27,7 +27,7 @@ OTHER = "Nobody likes curry. " * 8
 WRITER = (
     COMMON
     + f"""
-import kvrag, os
+import kvrag, os, records
 import kvrag.index.catalog, kvrag.store.durable
 engine = kvrag.BlendEngine(here.fresh_model(), kvrag.FileStore({{folder!r}}, min_free_bytes=0))
 kvrag.index.catalog._TAIL = 1
@@ -45,7 +45,7 @@ def added(rows):
     return add(rows)
 os.fsync, engine.store._manifest.add = waiting, added
 engine.warm([{SECRET!r}], document="secret")
-engine._lookup.settle()
+records.settle(engine._lookup)
 """
 )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from records import settle
 from torch import Tensor
 
 import kvrag.index.catalog
@@ -48,7 +49,7 @@ def _make(folder: Path) -> Layers:
     with tiny.engine(folder) as engine:
         for name, numbers in _DOCUMENTS.items():
             engine.warm(map(tiny.text, numbers), document=name)
-            engine._lookup.settle()
+            settle(engine._lookup)
         engine.store.change_text("speed.json", lambda _: "{}")
     assert list(folder.glob("catalog/*.segment"))
     truth: Layers = {}

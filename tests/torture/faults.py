@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from records import settle
+
 import kvrag.index.catalog
 from kvrag import BlendEngine
 from kvrag.errors import KvragError
@@ -49,7 +51,7 @@ def run(campaign: Campaign) -> None:
     with tiny.engine(intact) as engine:
         for name, numbers in _DOCUMENTS.items():
             engine.warm(map(tiny.text, numbers), document=name)
-            engine._lookup.settle()
+            settle(engine._lookup)
     for number in campaign.numbers():
         rng = campaign.random(number)
         folder = campaign.folder / "kv"

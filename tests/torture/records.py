@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from places import run_s3, run_valkey
+from records import drop_copies
 
 from kvrag.errors import KvragError
 from kvrag.store import SharedStore
@@ -65,7 +66,7 @@ class _Place:
                     reader = store.open(key)
                     truth |= {(key, number): reader.layer(number) for number in range(reader.num_layers)}
                     reader.close()
-            store.drop_copies()
+            drop_copies(store)
         names = self.remote.names("")
         return {name: self._read(name) for name in names}, truth
 

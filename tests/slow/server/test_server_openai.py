@@ -21,7 +21,6 @@ from serving import NAME, Served, make_corpus, serving, until
 from transformers import AutoModelForCausalLM
 
 import kvrag
-import kvrag.retrieval.index
 import kvrag.server.answers
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
 from kvrag.server.corpus import Corpus
@@ -372,22 +371,6 @@ def test_forms_without_documents_are_refused(served: Served, request_: dict[str,
 def test_a_form_sent_to_a_files_path_is_not_taken_for_the_file(served: Served) -> None:
     said = served.http.put("/v1/corpus/a.txt", files={"file": b"x"})
     assert (said.status_code, "POST /v1/corpus" in said.text) == (400, True)
-
-
-def test_token_ids_are_embedded_as_their_texts(client: OpenAI, corpus: Corpus) -> None:
-    tokenizer = kvrag.retrieval.index._encoder(corpus.index.embedder).tokenizer
-    texts = [CHUNKS[0], "Don't stop."]
-    ids = [tokenizer(text)["input_ids"] for text in texts]  # with its control tokens
-    by_text = client.embeddings.create(model=corpus.index.embedder, input=texts)
-    by_ids = client.embeddings.create(model=corpus.index.embedder, input=ids)
-    alone = client.embeddings.create(model=corpus.index.embedder, input=ids[1])
-    for one, other in (
-        (by_text.data[0], by_ids.data[0]),
-        (by_text.data[1], by_ids.data[1]),
-        (by_text.data[1], alone.data[0]),
-    ):
-        assert one.embedding == pytest.approx(other.embedding, abs=1e-5)
-    assert by_ids.usage == by_text.usage
 
 
 def test_the_documentation_page_works_with_keys_and_offline(engine: BlendEngine) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from records import settle
 
 from kvrag.index import catalog as catalog_module
 from kvrag.index import segment as segment_module
@@ -90,14 +91,6 @@ def _match(catalog: Catalog, ids: Any, min_run: int, namespace: str = "") -> lis
     return catalog.match(ids, min_run, namespace)
 
 
-def _settle(catalog: Catalog) -> None:
-    """Wait for the thread that writes files."""
-    catalog.refresh()
-    while catalog._thread is not None and catalog._thread.is_alive():
-        catalog._thread.join()
-        catalog.refresh()
-
-
 def _check(catalog: Catalog, present: dict[str, list[int]], absent: dict[str, list[int]]) -> None:
     for text, ids in present.items():
         assert _match(catalog, ids, MIN_RUN) == [Run(0, len(ids), text, 0)]
@@ -129,7 +122,7 @@ def test_additions_and_removals_are_seen_at_the_next_match(on_disk: bool, tmp_pa
             assert store.add(present[text]) == text
         for one in (catalog, other):
             _check(one, present, absent)
-        _settle(rng.choice((catalog, other)))
+        settle(rng.choice((catalog, other)))
     assert bool(list(tmp_path.rglob("*.segment"))) == on_disk
     _check(Catalog(store), present, absent)
 
@@ -137,7 +130,7 @@ def test_additions_and_removals_are_seen_at_the_next_match(on_disk: bool, tmp_pa
 def test_a_catalog_is_opened_without_reading_the_texts_again(tmp_path: Path, rng: random.Random) -> None:
     store = Store(tmp_path)
     present = _fill(store, rng)
-    _settle(Catalog(store))
+    settle(Catalog(store))
     gone = rng.sample(list(present), 5)
     for text in gone:
         store.remove(text)
@@ -157,7 +150,7 @@ def test_files_are_merged_and_lose_their_dead(tmp_path: Path, rng: random.Random
         for text in rng.sample(list(present), 7):
             absent[text] = present.pop(text)
             store.remove(text)
-        _settle(catalog)
+        settle(catalog)
     files = list(tmp_path.glob("*.segment"))
     assert 1 <= len(files) <= 12
     segments = [read(file) for file in files]
@@ -196,7 +189,7 @@ def test_damaged_files_are_made_again(
     present = _fill(store, rng, 30)
     for _ in range(3):
         present |= _fill(store, rng, 30)
-        _settle(Catalog(store))
+        settle(Catalog(store))
     head, segment = tmp_path / "head.json", sorted(tmp_path.glob("*.segment"))[0]
     if what == "head cut":
         head.write_bytes(head.read_bytes()[:-9])
@@ -219,7 +212,7 @@ def test_damaged_files_are_made_again(
         for _ in range(3):
             _check(catalog, present, {})
     assert len(caplog.records) == (what != "head gone")
-    _settle(catalog)
+    settle(catalog)
     store.read = 0
     _check(Catalog(store), present, {})
     assert store.read == 0
@@ -228,7 +221,7 @@ def test_damaged_files_are_made_again(
 def test_a_flipped_bit_anywhere_in_a_segment_never_makes_a_wrong_run(tmp_path: Path, rng: random.Random) -> None:
     store = Store(tmp_path)
     present = _fill(store, rng, 30)
-    _settle(Catalog(store))
+    settle(Catalog(store))
     (path,) = tmp_path.glob("*.segment")
     whole, prompt = path.read_bytes(), [token for ids in present.values() for token in ids]
     arrays = ("ids", "postings", "directory", "starts", "numbers", "keys", "spaces")
@@ -254,7 +247,7 @@ def test_a_flipped_bit_anywhere_in_a_segment_never_makes_a_wrong_run(tmp_path: P
 def test_damage_found_when_files_are_merged_is_repaired(tmp_path: Path, rng: random.Random) -> None:
     store = Store(tmp_path)
     present = _fill(store, rng, 30)
-    _settle(Catalog(store))
+    settle(Catalog(store))
     (path,) = tmp_path.glob("*.segment")
     raw = bytearray(path.read_bytes())
     raw[200] ^= 1  # in a token id
@@ -264,9 +257,9 @@ def test_damage_found_when_files_are_merged_is_repaired(tmp_path: Path, rng: ran
     for text in list(present)[:20]:  # so many that the file is written again
         absent[text] = present.pop(text)
         store.remove(text)
-    _settle(catalog)
+    settle(catalog)
     present |= _fill(store, rng, 30)
-    _settle(catalog)
+    settle(catalog)
     _check(catalog, present, absent)
     for path in tmp_path.glob("*.segment"):
         read(path).check()
@@ -277,7 +270,7 @@ def test_a_folder_that_cannot_be_written_leaves_the_catalog_in_memory(tmp_path: 
     store = Store(tmp_path / "file" / "catalog")
     catalog = Catalog(store)
     present = _fill(store, rng)
-    _settle(catalog)
+    settle(catalog)
     present |= _fill(store, rng)
     _check(catalog, present, {})
 
@@ -286,7 +279,7 @@ def test_after_a_pruned_log_of_removals_the_store_is_compared(tmp_path: Path, rn
     store = Store(tmp_path)
     present, absent = _fill(store, rng), {}
     catalog = Catalog(store)
-    _settle(catalog)
+    settle(catalog)
     for text in list(present)[::3]:
         absent[text] = present.pop(text)
         store.remove(text)
@@ -300,13 +293,13 @@ def test_the_files_of_another_store_are_not_taken_for_ours(tmp_path: Path, rng: 
     """A rebuilt manifest counts from 1 again."""
     before, store = Store(tmp_path), Store(tmp_path)
     absent = _fill(before, rng)
-    _settle(Catalog(before))
+    settle(Catalog(before))
     store.log, store.forgotten = [0] * 77, 77
     present = _fill(store, rng)
     catalog = Catalog(store)
     catalog.refresh()
     _check(catalog, present, absent)
-    _settle(catalog)
+    settle(catalog)
     _check(Catalog(store), present, absent)
 
 
@@ -336,7 +329,7 @@ def test_prompts_are_matched_while_others_write(tmp_path: Path, rng: random.Rand
         thread.join()
     assert errors == []
     for catalog in catalogs:
-        _settle(catalog)
+        settle(catalog)
         catalog.close()
 
 
@@ -380,7 +373,7 @@ def test_a_store_on_disk_opened_twice(tmp_path: Path, rng: random.Random) -> Non
             manifest.add(rows[:30])
         catalog, other = Catalog(ours), Catalog(theirs)
         for one in (catalog, other):  # one of them writes, the other one maps the file
-            _settle(one)
+            settle(one)
         assert list((tmp_path / "catalog").glob("*.segment"))
         with closing(Manifest(tmp_path / MANIFEST)) as manifest:
             manifest.add(rows[30:])
@@ -396,7 +389,7 @@ def test_a_read_only_store_maps_files_and_writes_none(tmp_path: Path, rng: rando
     store = Store(tmp_path)
     present = _fill(store, rng)
     with closing(Catalog(store)) as catalog:
-        _settle(catalog)
+        settle(catalog)
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
     view = Store(tmp_path, read_only=True)
     view.texts, view.number = store.texts, store.number
@@ -404,7 +397,7 @@ def test_a_read_only_store_maps_files_and_writes_none(tmp_path: Path, rng: rando
         assert view.read == 0
         _check(catalog, present, {})
         present |= _fill(view, rng, 200)  # enough to be written, elsewhere
-        _settle(catalog)
+        settle(catalog)
         _check(catalog, present, {})
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()} == before
     with closing(Catalog(Store(tmp_path / "none", read_only=True))) as catalog:
@@ -418,7 +411,7 @@ def test_closing_gives_up_what_is_being_written(
     store = Store(tmp_path)
     present = _fill(store, rng, 30)
     with closing(Catalog(store)) as catalog:
-        _settle(catalog)
+        settle(catalog)
     before = {path.name for path in tmp_path.iterdir()}
     present |= _fill(store, rng, 60)
     writing, closed = threading.Event(), threading.Event()
@@ -463,8 +456,7 @@ def test_many_additions_keep_a_bounded_tail_and_are_merged_once(
 
     monkeypatch.setattr(catalog_module, "write", counted)
     with closing(Catalog(store)) as catalog:
-        catalog.refresh()
-        catalog.settle()
+        settle(catalog)
         _check(catalog, present, {})
     total = sum(map(len, present.values()))
     assert max(tails) < 2 * 4000 < total / 2  # two threads may both be taking in

@@ -25,7 +25,7 @@ import redis
 import torch
 from blending import CHUNKS, messages
 from places import Bucket, Faults, Server, Stalling, free_port, run_valkey
-from records import FINGERPRINT, A, B, C, has, held, record, text
+from records import FINGERPRINT, A, B, C, drop_copies, has, held, record, text
 
 from kvrag import (
     BlendEngine,
@@ -227,7 +227,7 @@ def test_the_local_copies_stay_within_their_budget(machine: Machine) -> None:
         settle(small)
         assert small.local_stats().bytes <= 3 * size
     assert small.local_stats().chunks >= 2
-    bare = machine("bare", keep_copies=False)
+    bare = machine("bare", cache_bytes=1)
     assert has(bare, A)
     settle(bare)
     assert bare.local_stats().chunks == 0
@@ -496,7 +496,7 @@ def test_a_damaged_copy_is_quarantined_and_read_again(machine: Machine) -> None:
 
 
 def test_a_missing_object_is_a_miss_for_all(machine: Machine) -> None:
-    one, two = machine("one", keep_copies=False), machine("two")
+    one, two = machine("one", cache_bytes=1), machine("two")
     one.put([A])
     one._remote.delete_chunks(chunks_in(one))
     two._log.pull()
@@ -509,7 +509,7 @@ def test_a_missing_object_is_a_miss_for_all(machine: Machine) -> None:
 def test_a_chunk_that_is_deleted_while_it_is_read_is_no_outage(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two = machine("one"), machine("two", keep_copies=False)
+    one, two = machine("one"), machine("two", cache_bytes=1)
     one.put([A])
     assert soon(lambda: not two.missing([A.key]))
     opened, outages = two._remote.open_chunk, list[StoreError]()
@@ -662,7 +662,7 @@ FIELDS = [("size", b"x"), ("size", None), ("starts", b"1,x"), ("starts", b"0,5")
 @pytest.mark.parametrize(("field", "content"), FIELDS)
 def test_a_damaged_field_loses_one_chunk(valkey: Server, tmp_path: Path, field: str, content: bytes | None) -> None:
     url = valkey.url.replace("PLACE", blake2b(str(tmp_path).encode(), digest_size=8).hexdigest())
-    with contextlib.closing(SharedStore(url, tmp_path, min_free_bytes=0, keep_copies=False)) as store:
+    with contextlib.closing(SharedStore(url, tmp_path, min_free_bytes=0, cache_bytes=1)) as store:
         store.bind(FINGERPRINT)
         store.put([A, B])
         store.set_document("doc", held("doc", A, B))
@@ -884,7 +884,7 @@ def test_a_failing_bucket_costs_only_time(
         engine.warm(CHUNKS[:3], document="doc")
         full = engine.generate(prompt, policy="full", max_new_tokens=8, temperature=0).token_ids
         store: Any = engine.store
-        store.drop_copies()
+        drop_copies(store)
         faults.mode = fault
         with impatient(store, url, monkeypatch):
             answer = engine.generate(prompt, ratio=1.0, policy="random", max_new_tokens=8, temperature=0)
@@ -922,7 +922,7 @@ def test_a_network_that_stalls_within_an_answer_costs_only_time(
         engine.warm(CHUNKS[:3], document="doc")
         full = engine.generate(prompt, policy="full", max_new_tokens=8, temperature=0).token_ids
         store: Any = engine.store
-        store.drop_copies()
+        drop_copies(store)
         proxy.left = most
         with impatient(store, url, monkeypatch):
             answer = engine.generate(prompt, ratio=1.0, policy="random", max_new_tokens=8, temperature=0)
@@ -999,7 +999,7 @@ def test_valkey_that_may_evict_the_record_is_refused(tmp_path: Path) -> None:
 
 def test_chunks_in_valkey_expire_when_they_are_not_used(valkey: Server, tmp_path: Path) -> None:
     url = valkey.url.replace("PLACE", "expiring") + "?expire=100"
-    store = SharedStore(url, tmp_path, min_free_bytes=0, keep_copies=False)
+    store = SharedStore(url, tmp_path, min_free_bytes=0, cache_bytes=1)
     store.bind(FINGERPRINT)
     store.put([A])
     client: Any = redis.Redis(port=valkey.port)

@@ -27,7 +27,7 @@ import pytest
 import torch
 from blending import CHUNKS, messages, plain_logits, prepare, relative
 from processes import expect, start, tell
-from records import FINGERPRINT, HELPERS, file_of, holding, opened, packed, record, same, served, text
+from records import FINGERPRINT, HELPERS, file_of, holding, opened, packed, record, same, served, settle, text
 
 from kvrag import (
     BlendEngine,
@@ -1360,7 +1360,7 @@ def test_nothing_of_a_forgotten_text_is_left_after_gc(
     with BlendEngine(model, FileStore(tmp_path / "kv", min_free_bytes=0)) as engine:
         engine.warm(CHUNKS[:1], document="kept")
         engine.warm(CHUNKS[1:2], document="secret")
-        engine._lookup.settle()
+        settle(engine._lookup)
         assert {"kv", "catalog"} < left()
         engine.forget("secret")
         if collects:

@@ -153,7 +153,7 @@ class WeightConverter:
 # ---------------------------------------------------------------- settings
 
 
-@pytest.mark.parametrize(("ratio", "said"), [(None, "as calibrated in the store or 0.15"), (0.3, "0.3")])
+@pytest.mark.parametrize(("ratio", "said"), [(None, "0.15"), (0.3, "0.3")])
 def test_the_log_says_at_start_up_that_the_ratio_is_fixed(
     ratio: float | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

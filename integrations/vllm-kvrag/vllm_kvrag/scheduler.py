@@ -95,7 +95,7 @@ class RequestTracker:
             logger.info(
                 "the ratio of an answer is fixed, %s unless the request has one: vLLM draws the tokens, so no more is "
                 "recomputed where the model is unsure",
-                f"as calibrated in the store or {DEFAULT_RATIO:g}" if ratio is None else f"{ratio:g}",
+                f"{DEFAULT_RATIO if ratio is None else ratio:g}",
             )
 
     def add(self, request: Any) -> None:

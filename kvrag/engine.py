@@ -535,20 +535,10 @@ class BlendEngine:
         self._planner.evidence.forget()
 
     @own_team()
-    def prefill(
-        self,
-        ids: list[int],
-        config: BlendConfig | None = None,
-        notes: Sequence[str] = (),
-        *,
-        namespace: str = "",
-        goes_on: bool = False,
-    ) -> RequestState:
-        """Prefill prompt ids from stored chunks and, with `goes_on`, from a conversation; see `kvrag.request`."""
+    def prefill(self, ids: list[int], config: BlendConfig | None = None) -> RequestState:
+        """Prefill prompt ids from stored chunks; see `kvrag.request`."""
         self._check_process()
-        request = RequestState(ids, config or self.config, namespace, notes)
-        if goes_on:
-            self._answering.begin(request)
+        request = RequestState(ids, config or self.config)
         self._answering.prefill(request)
         return request
 

@@ -426,17 +426,9 @@ class LLMBase(EngineSettings, AnswerSettings):
         """Drop a document's chunks unless another document has them; see `BlendEngine.forget`."""
         return self._open().forget(document, namespace=self._in(namespace))
 
-    async def aforget(self, document: str, *, namespace: str | None = None) -> int:
-        """Like `forget`, off the event loop."""
-        return await asyncio.to_thread(self.forget, document, namespace=namespace)
-
     def documents(self, prefix: str = "", *, namespace: str | None = None) -> list[str]:
         """Return the names of the documents that start with `prefix` and have chunks, sorted."""
         return self._open().documents(prefix, namespace=self._in(namespace))
-
-    async def adocuments(self, prefix: str = "", *, namespace: str | None = None) -> list[str]:
-        """Like `documents`, off the event loop."""
-        return await asyncio.to_thread(self.documents, prefix, namespace=namespace)
 
     def calibrate(self, prompts: Sequence[str | Messages] | None = None, **options: Any) -> CheckStats:
         """Measure how much recompute this model needs on this corpus; see `BlendEngine.calibrate`."""

@@ -28,18 +28,15 @@ BOOT = _boot()
 """Part of file names: this machine since it started. Only among its processes does a lock prove who lives."""
 
 
-def write_file(
-    path: Path, *parts: bytes | memoryview, replace: bool = True, mode: int = 0o600, beside: Path | None = None
-) -> None:
+def write_file(path: Path, *parts: bytes | memoryview, replace: bool = True, beside: Path | None = None) -> None:
     """Write the parts under a temporary name, flush them to disk and rename. After an OSError, no file is left.
 
     Args:
         replace: False = the first writer of a name wins, others get FileExistsError.
-        mode: Permissions, before the umask. A new folder can be entered by those who may read.
         beside: Folder of the temporary file, on the same disk; None = that of `path`.
     """
-    path.parent.mkdir(parents=True, exist_ok=True, mode=mode | (mode & 0o444) >> 2)
-    with temporary(beside or path.parent, mode) as (descriptor, tmp):
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with temporary(beside or path.parent) as (descriptor, tmp):
         with os.fdopen(descriptor, "wb", buffering=0, closefd=False) as file:
             for part in parts:
                 view = memoryview(part)
@@ -53,11 +50,11 @@ def write_file(
 
 
 @contextmanager
-def temporary(folder: Path, mode: int = 0o600) -> Iterator[tuple[int, Path]]:
+def temporary(folder: Path) -> Iterator[tuple[int, Path]]:
     """Yield a new file, as descriptor and path, locked while its writer lives; deleted unless the body renames it."""
     while True:
         path = folder / f".{BOOT}-{uuid.uuid4().hex}.tmp"
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with suppress(OSError):  # a file system without locks: it is a leftover when it is old
                 fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -36,6 +36,17 @@ def prepare(
     return engine.prefill(ids, BlendConfig(**{**_fields(config), **changes}))
 
 
+def prefilled(
+    engine: BlendEngine, ids: list[int], config: BlendConfig | None = None, namespace: str = "", goes_on: bool = False
+) -> RequestState:
+    """As by `BlendEngine.prefill`; with `goes_on`, also from a conversation."""
+    request = RequestState(ids, config or engine.config, namespace)
+    if goes_on:
+        engine._answering.begin(request)
+    engine._answering.prefill(request)
+    return request
+
+
 def _fields(config: BlendConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in BlendConfig.__dataclass_fields__}
 

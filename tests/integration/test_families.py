@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from blending import CHUNKS, messages, plain_logits, prepare, relative
+from blending import CHUNKS, messages, plain_logits, prefilled, prepare, relative
 from families import FAMILIES, HYBRIDS, SINCE, SMALL, build
 from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -145,7 +145,7 @@ def _the_next_turn_of_the_conversation_is_exact(engine: BlendEngine, hf: Any, pr
     model = engine.model
     question = len(model.tokenizer.render(prompt)) - model.tokenizer.generation_prompt_length()
     ids = model.tokenizer.render([*prompt, {"role": "assistant", "content": said}, *messages(CHUNKS[2], CHUNKS[0])])
-    done = engine.prefill(ids, replace(engine.config, ratio=1.0), goes_on=True)
+    done = prefilled(engine, ids, replace(engine.config, ratio=1.0), goes_on=True)
     report = done.report
     assert report.exact
     if model.rope_follows_length:
@@ -296,7 +296,7 @@ def test_an_abandoned_stream_that_others_have_decoded_ahead_leaves_full_prefills
             left.close()
             other.close()
             ids = [*ids, *said, 7]
-            done = engine.prefill(ids, replace(engine.config, ratio=1.0), goes_on=True)
+            done = prefilled(engine, ids, replace(engine.config, ratio=1.0), goes_on=True)
             assert done.report.exact
             assert done.report.conversation_tokens >= length
             assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= TOLERANCE
@@ -321,7 +321,7 @@ def test_a_prompt_continues_no_kv_of_one_whose_length_gave_other_frequencies(
             prompt = [system, *messages(*chunks, question=f"Who is number {number}?")]
             ids = model.tokenizer.render(prompt)
             lengths.add(len(ids) <= 96)  # where the frequencies of these families change
-            done = engine.prefill(ids, replace(engine.config, ratio=1.0, history=history), goes_on=True)
+            done = prefilled(engine, ids, replace(engine.config, ratio=1.0, history=history), goes_on=True)
             assert done.report.exact
             assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= TOLERANCE
             stream = engine.stream(prompt, ratio=0.3, max_new_tokens=50, temperature=0, history=history)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from blending import CHUNKS, messages, plain_logits, prepare, relative
+from blending import CHUNKS, messages, plain_logits, prefilled, prepare, relative
 from families import HYBRIDS, SINCE, build
 from packaging.version import Version
 from places import run_valkey
@@ -208,10 +208,10 @@ def test_forgetting_a_chunk_drops_the_states_that_have_seen_it(hybrid_engine: Bl
     prompt = messages(CHUNKS[1], CHUNKS[0] + " It rains.", question="Who?")
     hybrid_engine.generate(prompt, ratio=1.0, max_new_tokens=3, temperature=0)
     ids = model.tokenizer.render(prompt)
-    kept = hybrid_engine.prefill(ids, goes_on=True).report.conversation_tokens
+    kept = prefilled(hybrid_engine, ids, goes_on=True).report.conversation_tokens
     assert kept > 50
     hybrid_engine.forget("a")
-    done = hybrid_engine.prefill(ids, replace(hybrid_engine.config, ratio=1.0), goes_on=True)
+    done = prefilled(hybrid_engine, ids, replace(hybrid_engine.config, ratio=1.0), goes_on=True)
     assert done.report.conversation_tokens < 50
     assert relative(done.logits[0], plain_logits(model.hf, ids)[-1]) <= TOLERANCE
 
@@ -235,7 +235,7 @@ def test_conversations_with_edits_equal_full_prefill(limit: int, storing: Model,
                 history = []
                 continue
             config = replace(engine.config, ratio=1.0, history=rng.choice(["exact", "blend"]))
-            done = engine.prefill(ids, config, goes_on=True)
+            done = prefilled(engine, ids, config, goes_on=True)
             assert done.report.exact
             assert relative(done.logits[0], plain_logits(storing.hf, ids)[-1]) <= 2 * TOLERANCE
             continued += done.report.conversation_tokens > 0

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from blending import prefilled
 from families import FAMILIES, HYBRIDS, build
 from transformers import AutoTokenizer
 
@@ -89,7 +90,7 @@ def _abandon(folder: Path, rng: random.Random) -> str:
             if rng.random() < 0.4:  # an edited history
                 start = rng.randrange(len(ids))
                 following[start : start + rng.randrange(20)] = [rng.randrange(5, 1000) for _ in range(rng.randrange(9))]
-            done = engine.prefill(following, goes_on=True)
+            done = prefilled(engine, following, goes_on=True)
             with torch.inference_mode():
                 wanted = model.hf(torch.tensor([following])).logits[0, -1].float()
             error = float((done.logits[0] - wanted).abs().max() / wanted.abs().max())

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from blending import CHUNKS, messages, plain_logits, prepare, relative
+from blending import CHUNKS, messages, plain_logits, prefilled, prepare, relative
 from families import build
 
 import kvrag.engine
@@ -1050,7 +1050,7 @@ SECRET = "The vault of Grelville is opened by the numbers seven, seven, three an
 def _alone(engine: BlendEngine, text: str, namespace: str = "") -> torch.Tensor:
     """Logits of plain reuse for a prompt of the text alone."""
     ids = engine.model.tokenizer.render([{"role": "user", "content": f"Here: {text}"}])
-    return engine.prefill(ids, BlendConfig("none", controller="off"), namespace=namespace).logits
+    return prefilled(engine, ids, BlendConfig("none", controller="off"), namespace=namespace).logits
 
 
 def test_namespaces_share_nothing(model: Model, tmp_path: Path) -> None:
@@ -1162,11 +1162,11 @@ def test_a_conversation_is_not_continued_with_chunks_that_became_shared(model: M
         said = engine.generate(turn, **settings)
         following = [*turn, {"role": "assistant", "content": said.text}, {"role": "user", "content": "Why?"}]
         ids = model.tokenizer.render(following)
-        assert engine.prefill(ids, BlendConfig("none", controller="off"), goes_on=True).report.conversation_tokens
+        assert prefilled(engine, ids, BlendConfig("none", controller="off"), goes_on=True).report.conversation_tokens
         engine.warm([CHUNKS[0], CHUNKS[1]], document="victim")
         clean.warm([CHUNKS[1]])
         done, wanted = (
-            each.prefill(ids, BlendConfig("none", controller="off"), goes_on=True) for each in (engine, clean)
+            prefilled(each, ids, BlendConfig("none", controller="off"), goes_on=True) for each in (engine, clean)
         )
     assert done.report.conversation_tokens == 0
     torch.testing.assert_close(done.logits, wanted.logits, atol=1e-5, rtol=1e-5)

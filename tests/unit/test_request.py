@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from blending import CHUNKS, messages, plain_logits, prepare, relative
+from blending import CHUNKS, messages, plain_logits, prefilled, prepare, relative
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, OutOfMemoryError
 from kvrag.control.plan import Plan
@@ -237,7 +237,7 @@ def test_a_damaged_manifest_leads_to_no_chunk_of_another_namespace(
     store = FileStore(tmp_path, min_free_bytes=0)
     with BlendEngine(model, store, BlendConfig("none"), ram_bytes=ram_bytes) as engine:
         for _ in range(2):
-            report = engine.prefill(ids, namespace="two").report
+            report = prefilled(engine, ids, namespace="two").report
             assert all(store.open(run.key).namespace == "two" for run in report.runs)  # type: ignore[union-attr]
 
 

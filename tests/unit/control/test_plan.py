@@ -124,7 +124,7 @@ def test_where_the_model_is_always_in_doubt_prompts_are_prefilled_in_full(
     found = [engine.prefill(ids).report for _ in range(32)]
     assert [report.policy for report in found].count("full") == 30, "one of sixteen is tried"
     assert "so often unsure" in next(report.decision for report in found if report.policy == "full")
-    other = engine.prefill(ids, namespace="").report
+    other = engine.prefill(ids).report
     assert other.policy == "full"
     assert engine.prefill(ids, BlendConfig(deterministic=True)).report.policy == "none"
 

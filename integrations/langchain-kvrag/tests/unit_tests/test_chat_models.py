@@ -304,9 +304,9 @@ async def test_warming_and_forgetting_leave_the_loop_alone(
         assert (await llm.awarm(documents, document="d")).new == 4
     assert loop_thread not in used
     assert llm.warm(documents, document="d").new == 0, "with the same sources"
-    assert await llm.adocuments() == llm.documents() == ["d"]
-    assert await llm.adocuments("e") == await llm.adocuments(namespace="") == []
-    assert await llm.aforget("d") == 4
+    assert llm.documents() == ["d"]
+    assert llm.documents("e") == llm.documents(namespace="") == []
+    assert llm.forget("d") == 4
     with pytest.raises(SettingError, match="must be a list of documents or texts, got one str"):
         await llm.awarm(chunks[0])
 

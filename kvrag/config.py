@@ -225,7 +225,7 @@ class BlendConfig:
         policy: One of `POLICIES`, with its own settings if need be: `"query:first_tokens=4,band=0.4:0.7"`; see
             `kvrag.reuse.policies`.
         ratio: Share of the reused, inexact tokens to recompute; 0 = plain reuse, 1 = full prefill's logits.
-            None = by the model's size and its answers so far: 0.15 to begin with from about a billion parameters on,
+            None = by the model's size and its answers so far: 0.3 to begin with from about a billion parameters on,
             and more once the model is unsure, see `margin` and `kvrag.control.plan`.
         margin: Without a ratio, the model counts as unsure of a token if the likeliest one is less than this many nats
             more likely than the next one, a third of it for the first token; more of the prompt is recomputed before

@@ -1,1 +1,1 @@
-"""Recompute control: cost model, controller, calibration."""
+"""Recompute control: cost model, controller, evidence."""

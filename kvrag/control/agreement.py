@@ -121,9 +121,13 @@ def own_answer(model: Model, prefilled: RequestState, sampling: Sampling) -> tup
 
 
 def likeliest(
-    model: Model, prefilled: RequestState, answer: Sequence[int], sampling: Sampling
+    model: Model, prefilled: RequestState, answer: Sequence[int], sampling: Sampling, ends_are_sure: bool = False
 ) -> tuple[list[int], list[float]]:
-    """Return the likeliest token at each position of the answer, with the answer as input, and its margin."""
+    """Return the likeliest token at each position of the answer, with the answer as input, and its margin.
+
+    Args:
+        ends_are_sure: The margin between an end token and another one is infinite, as for answers in progress.
+    """
     logits, given = prefilled.logits, torch.tensor([answer[:-1]], dtype=torch.long)
     if len(answer) > 1:
         logits = torch.cat([logits, model.forward_all(given, prefilled.cache)[0]])  # (S, V)
@@ -133,8 +137,11 @@ def likeliest(
     process, _ = model.logits_processor(sampling, length)
     scores = [process(ids[:, : length + at], logits[at : at + 1]) for at in range(len(answer))]
     best = torch.cat(scores).topk(2)
-    tokens = [END if token in model.eos_ids else token for token in best.indices[:, 0].tolist()]
-    return tokens, (best.values[:, 0] - best.values[:, 1]).tolist()
+    tokens = [[END if token in model.eos_ids else token for token in pair] for pair in best.indices.tolist()]
+    margins = (best.values[:, 0] - best.values[:, 1]).tolist()
+    if ends_are_sure:
+        margins = [math.inf if END in pair else margin for pair, margin in zip(tokens, margins, strict=True)]
+    return [first for first, _ in tokens], margins
 
 
 def _without_nan(logits: Tensor) -> Tensor:

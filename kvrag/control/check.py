@@ -56,7 +56,7 @@ def measure(
     policy = _policy(model)
 
     def count(request: RequestState, is_deepened: bool) -> None:
-        tokens, margins = likeliest(model, request, full.answer, _GREEDY)
+        tokens, margins = likeliest(model, request, full.answer, _GREEDY, ends_are_sure=True)
         ours = [scaled(number, margin) for number, margin in enumerate(margins)]
         others = zip(tokens, full.tokens, full.margins, strict=True)
         lost = [one != other and margin >= DECIDED for one, other, margin in others]

@@ -169,7 +169,7 @@ def _append_tokens(rows: Sequence[Row], lengths: Sequence[int], logits: Tensor) 
                 drawn.append(row.draw(row_logits[None]))
             except Exception as error:
                 row.error = error
-                drawn.append(row_logits.new_zeros(5))
+                drawn.append(row_logits.new_zeros(6))
         numbers = torch.stack(drawn).tolist()  # waits only once for the device
         for row, row_logits, own in zip(rows, logits, numbers, strict=True):
             done += 1
@@ -242,6 +242,7 @@ class Row:
         self._state: Tensor | None = None  # of the generator, before the last draw
         self._generator = None if sampling.seed is None else torch.Generator(logits.device).manual_seed(sampling.seed)
         stop = sampling.stop or model.tokenizer.stop
+        self._ends = torch.tensor(sorted(model.eos_ids), dtype=torch.long, device=logits.device)
         self._text = _Text(TextStream(model.tokenizer.hf, control_tokens), stop, thoughts)
         self.advance(logits, self.draw(logits).tolist())
 
@@ -286,8 +287,10 @@ class Row:
 
     def advance(self, logits: Tensor, drawn: Sequence[float]) -> None:
         """Append the token that `draw` has drawn by the (1, V) logits after the last one, unless it `is_unsure`."""
-        *_, margin, best = drawn
-        self.is_unsure = self._completion is not None and self._completion.is_unsure(self._num_tokens, margin)
+        *_, margin, best, ends = drawn
+        # between ending and going on, little but a full stop depends on the chunks: decision 37
+        sure = math.inf if ends else margin
+        self.is_unsure = self._completion is not None and self._completion.is_unsure(self._num_tokens, sure)
         self._doubt = int(best), margin
         if not self.is_unsure:
             self._append(logits, drawn)
@@ -325,12 +328,12 @@ class Row:
     def draw(self, logits: Tensor) -> Tensor:
         """Draw the next token by the (1, V) logits after the last one, with `model.generate`'s own processors.
 
-        Returns (5,) without waiting for the device: the largest logit before and after them, which is NaN if any is,
-        the token, and by how many nats the likeliest token is more likely than the next one, and which it is. In
-        float32: it holds any token exactly, and Apple's GPUs have no float64.
+        Returns (6,) without waiting for the device: the largest logit before and after them, which is NaN if any is,
+        the token, by how many nats the likeliest token is more likely than the next one, which it is, and whether one
+        of both ends the answer. In float32: it holds any token exactly, and Apple's GPUs have no float64.
         """
         raw_max, logits = logits.max(), self._allowed(logits)
-        margin, best = self._margin(logits)
+        margin, best, ends = self._margin(logits)
         logits = self._process(self._ids, logits)
         likely = logits
         if self._do_sample:
@@ -338,7 +341,7 @@ class Row:
                 self._state = self._generator.get_state()
             # torch.multinomial draws the same, but on a GPU a NaN would make all later work fail
             likely = logits.softmax(dim=-1) / torch.empty_like(logits).exponential_(generator=self._generator)
-        return torch.stack([raw_max, logits.max(), likely.argmax().float(), margin, best])
+        return torch.stack([raw_max, logits.max(), likely.argmax().float(), margin, best, ends])
 
     def _allowed(self, logits: Tensor) -> Tensor:
         """Return (1, V) logits with penalties, without what the grammar forbids."""
@@ -348,12 +351,13 @@ class Row:
         # first, so that top_k and top_p choose among the allowed tokens
         return logits if self._constraint is None else self._constraint.mask(logits)
 
-    def _margin(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (): by how many nats the likeliest allowed token leads, before any temperature, and which it is."""
+    def _margin(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (): by how many nats the likeliest allowed token leads, before any temperature, which it is, and
+        whether it or the next one ends the answer."""
         if self._completion is None:
-            return logits.new_zeros(()), logits.new_zeros(())
-        (first, second), (best, _) = (part[0] for part in self._penalize(self._ids, logits).topk(2))
-        return first - second, best.float()
+            return (logits.new_zeros(()),) * 3
+        (first, second), tokens = (part[0] for part in self._penalize(self._ids, logits).topk(2))
+        return first - second, tokens[0].float(), torch.isin(tokens, self._ends).any().float()
 
     def fail(self) -> Exception:
         """End the answer; return its error, which then no longer keeps the cache alive."""

@@ -12,7 +12,8 @@ import torch
 from blending import CHUNKS, messages
 from families import FAMILIES, build
 
-from kvrag import BlendConfig, BlendEngine, Grammar, Model, SettingError
+from kvrag import BlendConfig, BlendEngine, Grammar, Model, Sampling, SettingError
+from kvrag.control.agreement import likeliest
 from kvrag.reuse.blend import FIRST, MOST, Completion
 
 PROMPT = messages(*(CHUNKS[number] for number in (2, 0, 3, 1)))
@@ -169,6 +170,21 @@ def test_flat_logits_end_in_one_full_prefill(model: Model, tmp_path: Path) -> No
         assert report.completed is not None
         assert (report.deepened.token, report.completed.token) == (0, 1)
         assert report.recomputed_tokens > 80
+
+
+def test_a_doubt_between_ending_and_going_on_is_none(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with BlendEngine(model, tmp_path, BlendConfig(**UNSURE), conversation_bytes=0) as engine:
+        engine.warm(CHUNKS)
+        prefilled = engine.prefill(model.tokenizer.render(PROMPT), BlendConfig(ratio=0.15, controller="off"))
+        first, second, third = prefilled.logits[0].topk(3).indices.tolist()
+        for ends, is_unsure in (({second}, False), ({third}, True)):
+            monkeypatch.setitem(model.__dict__, "eos_ids", frozenset(ends))
+            report = engine.generate(PROMPT, max_new_tokens=1, temperature=0).report
+            assert (report.deepened is not None) == is_unsure
+            found = likeliest(model, prefilled, [first], Sampling(temperature=0), ends_are_sure=True)
+            assert (found[1][0] == math.inf) == (not is_unsure)
 
 
 def test_a_fixed_ratio_and_a_margin_of_zero_are_never_completed(model: Model, tmp_path: Path) -> None:

@@ -449,7 +449,7 @@ class BlendEngine:
     @own_team()
     def verify(self) -> list[Check]:
         """Run the correctness gate on this engine's model, in a temporary folder; see `kvrag.inspect.gate`."""
-        return verify(partial(BlendEngine, self.model, codec=self.codec))
+        return list(verify(partial(BlendEngine, self.model, codec=self.codec)))
 
     @own_team()
     def calibrate(

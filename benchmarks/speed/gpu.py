@@ -120,8 +120,7 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> list[P
 def _gate(args: argparse.Namespace, dtype: torch.dtype) -> list[dict[str, Any]]:
     num_layers = min(args.layers or _GATE_LAYERS, _GATE_LAYERS)
     model = random_model(args.models[0], num_layers, dtype, args.device)
-    checks = verify(partial(BlendEngine, model))
-    return [asdict(check) for check in checks]
+    return [asdict(check) for check in verify(partial(BlendEngine, model))]
 
 
 def _profile(setup: TtftSetup, net: Model) -> str:

@@ -28,22 +28,23 @@ def run(args: argparse.Namespace) -> int:
     say_if_reader(args)
     from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine
-    from kvrag.inspect.gate import verify
+    from kvrag.inspect.gate import Check, verify
 
     names = ("allow_unverified", "quantization", "store_states")
     options = {name: getattr(args, name) for name in names}
     model = Model.from_pretrained(args.model, dtype=args.dtype, **options)
-    checks = verify(partial(BlendEngine, model, codec=args.codec), args.chunk_tokens, lambda name: say(f"... {name}"))
+    facts = f"{model.fingerprint.dtype}, {model.num_layers} layers, window {model.context_window}, codec {args.codec}"
+    show, checks = say if args.json else partial(print, flush=True), list[Check]()
+    show(f"{model.name} ({facts})\n")
+    for check in verify(partial(BlendEngine, model, codec=args.codec), args.chunk_tokens):
+        sign = ">=" if check.detail else "<="
+        line = f"{check.value:9.3g} {check.detail:6} {sign} {check.limit:.3g}"
+        show(f"{'ok  ' if check.passed else 'FAIL'} {check.name:52} {line}")
+        checks.append(check)
     passed = all(check.passed for check in checks)
     if args.json:
         print(json.dumps({"model": model.name, "passed": passed, "checks": [asdict(check) for check in checks]}))
         return 0 if passed else 1
-    facts = f"{model.fingerprint.dtype}, {model.num_layers} layers, window {model.context_window}, codec {args.codec}"
-    print(f"{model.name} ({facts})\n")
-    for check in checks:
-        sign = ">=" if check.detail else "<="
-        line = f"{check.value:9.3g} {check.detail:6} {sign} {check.limit:.3g}"
-        print(f"{'ok  ' if check.passed else 'FAIL'} {check.name:52} {line}")
     failed = "do not blend this model: please report it with this table"
     if args.codec != "native":
         failed = f"codec {args.codec} failed: try another one, and --codec native to test the model alone"

@@ -7,7 +7,7 @@ forward pass and `generate`, on the same token ids.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -47,15 +47,13 @@ class Check:
 def verify(
     open_engine: Callable[..., Any],
     chunk_tokens: int | None = None,
-    progress: Callable[[str], None] = lambda name: None,
-) -> list[Check]:
-    """Run the gate.
+) -> Iterator[Check]:
+    """Run the gate; yield each check when it is done.
 
     Args:
         open_engine: Opens a BlendEngine on a store, with the model and the codec to test, whose error is allowed for,
             or with `codec="native"`.
         chunk_tokens: Length of each of the four chunks; None = enough to exceed a sliding window of up to 4,096.
-        progress: Called with the name of each check before it runs.
     """
     with tempfile.TemporaryDirectory(prefix="kvrag-verify-") as folder:
         with open_engine(FileStore(Path(folder), min_free_bytes=0)) as engine:
@@ -65,14 +63,10 @@ def verify(
             tolerance = _TOLERANCE.get(model.dtype, 1e-4)
             engine.warm(chunks, progress=no_progress)
             ids = _after_preamble(model, "\n\n".join(reversed(chunks)) + "\n\nWhich of these places is the oldest?")
-            progress("full prefill by transformers")
             reference, tokens = _reference(model, ids), _greedy_tokens(model, ids)
 
-            progress("ratio 1.0")
             plain = prefill(ids, _PLAIN)
-            checks = list[Check]()
             if engine.codec != "native":  # stitched: keys are rotated to other positions after they were packed
-                progress("the same chunks, unpacked")
                 with open_engine(FileStore(Path(folder) / "native", min_free_bytes=0), codec="native") as native:
                     native.warm(chunks, progress=no_progress)
                     unpacked = native.prefill(ids, _PLAIN).logits
@@ -80,47 +74,42 @@ def verify(
                     f"plain reuse of {engine.codec} chunks = of native ones",
                     tolerance + _LOGITS[engine.codec],
                 )
-                checks.append(_check_logits(model, ids, name, plain.logits, unpacked, limit))
+                yield _check_logits(model, ids, name, plain.logits, unpacked, limit)
             # else only recomputed tokens equal full prefill's: a model's states may not be stored
             is_exact = model.keeps_states == model.stores_states
             if is_exact and not model.keeps_states:  # else the first layer with KV may be a later one
                 reused = plain.reused.nonzero().squeeze(1)
                 keys, expected = (layer[:, :, reused] for layer in (plain.cache.layer(0)[0], _layer0_keys(model, ids)))
                 limit = tolerance + _KEYS[engine.codec]
-                checks.append(_check("layer-0 keys of stitched chunks = the model's own", keys, expected, limit))
+                yield _check("layer-0 keys of stitched chunks = the model's own", keys, expected, limit)
             blended = prefill(ids, BlendConfig(ratio=1.0, controller="off"))
             name = "ratio 1.0 = full prefill (logits)"
-            checks.append(_check_logits(model, ids, name, blended.logits, reference, tolerance))
+            yield _check_logits(model, ids, name, blended.logits, reference, tolerance)
             sampling = Sampling(max_new_tokens=_NEW_TOKENS, temperature=0)
             deltas = decode(model, torch.tensor(ids), blended.cache, blended.logits, sampling)
             answer = [token for delta in deltas for token in delta.token_ids]
             gap = float(reference.max() - reference[0, blended.logits.argmax()]) / float(reference.abs().max())
-            checks.append(_check_tokens(model, tokens, answer, is_tie=gap <= tolerance))
+            yield _check_tokens(model, tokens, answer, is_tie=gap <= tolerance)
 
             if is_exact:
-                progress("one chunk after its preamble")
                 alone = _after_preamble(model, chunks[0] + " So the")
                 name, logits = "plain reuse after the preamble = full prefill", prefill(alone, _PLAIN).logits
                 limit = tolerance + _LOGITS[engine.codec]
-                checks.append(_check_logits(model, alone, name, logits, _reference(model, alone), limit))
+                yield _check_logits(model, alone, name, logits, _reference(model, alone), limit)
 
             if model.keeps_states:
-                progress("two passes")
                 cache = model.new_cache(len(ids))
                 for part in torch.tensor([ids]).tensor_split([len(ids) // 3], dim=1):
                     logits = model.forward(part, cache)
                 name = "a pass that goes on from states = full prefill (logits)"
-                checks.append(_check_logits(model, ids, name, logits, reference, tolerance))
+                yield _check_logits(model, ids, name, logits, reference, tolerance)
 
-            progress("two answers in one step")
             name = "a decode step of two answers = full prefill (logits)"
-            checks.append(_check_logits(model, ids, name, *_step_of_two(model, ids), tolerance))
+            yield _check_logits(model, ids, name, *_step_of_two(model, ids), tolerance)
 
-        progress("restart")
         with open_engine(FileStore(Path(folder), min_free_bytes=0)) as engine:
             after = engine.prefill(ids, _PLAIN).logits
-        checks.append(_check("plain reuse after a restart = before it", after, plain.logits, 0.0))
-    return checks
+        yield _check("plain reuse after a restart = before it", after, plain.logits, 0.0)
 
 
 def _texts(model: Model, num_tokens: int) -> list[str]:

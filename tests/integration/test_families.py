@@ -125,7 +125,8 @@ def test_gate_with_stored_states(family: str, tokenizer: Any) -> None:
     model_type, changes = HYBRIDS[family]
     if Version(transformers.__version__) < Version(SINCE[family]):
         pytest.skip(f"transformers {transformers.__version__} keeps no states in its caches")
-    checks = verify(partial(BlendEngine, Model(build(model_type, **changes), tokenizer, family, store_states=True)))
+    model = Model(build(model_type, **changes), tokenizer, family, store_states=True)
+    checks = list(verify(partial(BlendEngine, model)))
     assert all(check.passed for check in checks)
     assert "plain reuse after the preamble = full prefill" in [check.name for check in checks]
 

@@ -119,5 +119,5 @@ def test_gate(name: str, tokenizer: Any, tmp_path: Path) -> None:
     model = Model.from_pretrained(path, dtype="float32")
     ids = model.tokenizer.encode(" ".join(CHUNKS))
     assert relative(model.forward_all(torch.tensor([ids]), model.new_cache(len(ids)))[0], plain_logits(hf, ids)) <= 1e-5
-    checks = verify(partial(BlendEngine, model), 60)
+    checks = list(verify(partial(BlendEngine, model), 60))
     assert all(check.passed for check in checks), checks

@@ -405,4 +405,7 @@ def test_warm_and_ask_with_a_codec(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_verify_with_a_codec(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--chunk-tokens", "40", "--codec", "int4", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["passed"]
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["passed"]
+    assert [line.split()[0] for line in said.err.splitlines()[-len(found["checks"]) :]] == ["ok"] * len(found["checks"])

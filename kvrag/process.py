@@ -1,4 +1,4 @@
-"""What belongs to a process: what a forked one may still use, its OpenMP threads, and running out of memory.
+"""What belongs to a process: what a forked one may still use, its threads, and running out of memory.
 
 A fork copies the memory and one thread. A pool without its threads or a connection that both processes use would block
 the child for ever, or damage what it is connected to: engines, stores and streams of the parent are refused there.
@@ -18,9 +18,10 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, thread
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Lock
+from threading import BoundedSemaphore, Event, Lock
 from typing import Generic, TypeVar
 
 from kvrag.errors import OutOfMemoryError, SettingError, first_line, out_of_memory
@@ -40,6 +41,38 @@ def check_process(process: int, what: str) -> None:
     """Raise SettingError unless this is the process with that id, in which something was created."""
     if process != os.getpid():
         raise refuse(what)
+
+
+class Background:
+    """A thread for work that answers do not wait for, one after the other. Thread-safe."""
+
+    def __init__(self, name: str, most: int) -> None:
+        """Start without work; `most` of it may be waiting or in progress."""
+        self.closed = Event()
+        self._pool, self._room = ThreadPoolExecutor(1, name), BoundedSemaphore(most)
+
+    def later(self, work: Callable[..., object], *args: object) -> bool:
+        """Do this later; return False if too much is waiting already."""
+        if self.closed.is_set() or not self._room.acquire(blocking=False):
+            return False
+        with suppress(RuntimeError):  # closed in the meantime, or the program ends
+            self._pool.submit(work, *args).add_done_callback(lambda _: self._room.release())
+        return True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether work is to end."""
+        # at its end, the interpreter sets `_shutdown` and waits for this thread; an open stream is never closed then
+        return self.closed.is_set() or thread._shutdown
+
+    def wait(self) -> None:
+        """Wait until the work so far is done; for tests and benchmarks."""
+        self._pool.submit(lambda: None).result()
+
+    def close(self, finish: bool = False) -> None:
+        """End; with `finish`, after the work so far."""
+        self.closed.set()
+        self._pool.shutdown(finish, cancel_futures=not finish)
 
 
 class Shared(Generic[T]):

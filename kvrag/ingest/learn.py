@@ -8,7 +8,6 @@ import re
 import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, thread
 from functools import partial
 from itertools import takewhile
 from typing import cast
@@ -17,6 +16,7 @@ from kvrag.config import named_texts
 from kvrag.errors import KvragError
 from kvrag.index.catalog import Lookup
 from kvrag.ingest.ingest import Ingestion
+from kvrag.process import Background
 from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.waiting import is_left
 from kvrag.store.values import text_key
@@ -27,7 +27,7 @@ logger = logging.getLogger("kvrag")
 LEAST_TOKENS = 64  # shorter texts save too little
 _LEAST_LETTERS = 2 * LEAST_TOKENS  # a text with fewer is not tokenised
 _SEEN = 1 << 16  # texts seen once that are remembered, by their digests
-_WAITING = 256  # prompts to look at, and texts to encode; more are ignored
+_WAITING = 256  # prompts to look at, and texts to encode, each; more are ignored
 _POLL_S = 0.1
 
 
@@ -50,10 +50,8 @@ class Learner:
         """
         self._ingestion, self._lookup, self._is_busy, self._notice = ingestion, lookup, is_busy, notice
         self._seen: OrderedDict[bytes, str] = OrderedDict()  # namespaces by digest
-        self._looking = ThreadPoolExecutor(1, "kvrag-learn-look")
-        self._encoding = ThreadPoolExecutor(1, "kvrag-learn")  # waits while answers are in progress
-        self._room = threading.BoundedSemaphore(_WAITING)
-        self._closed = threading.Event()
+        self._looking = Background("kvrag-learn-look", _WAITING)
+        self._encoding = Background("kvrag-learn", _WAITING)  # waits while answers are in progress
         self._keys: set[str] = set()  # of the chunks learned
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by namespace
         self._counting = threading.Lock()
@@ -69,29 +67,22 @@ class Learner:
         is_forgotten = partial(self._is_forgotten, request, self._times_forgotten[request.namespace])
         self._later(self._looking, request.namespace, partial(self._look, prompt, request.namespace, is_forgotten))
 
-    def _later(self, pool: ThreadPoolExecutor, namespace: str, work: Callable[[], None]) -> None:
-        """Run this in a pool, unless too much is waiting."""
-        if self._closed.is_set() or not self._room.acquire(blocking=False):
+    def _later(self, thread: Background, namespace: str, work: Callable[[], None]) -> None:
+        """Run this in a thread, unless too much is waiting."""
+        if not thread.later(self._run, namespace, work):
             self._count(namespace, ignored=1)
-            return
-        try:
-            pool.submit(self._run, namespace, work)
-        except RuntimeError:  # closed in the meantime, or the program ends
-            self._room.release()
 
     def _run(self, namespace: str, work: Callable[[], None]) -> None:
-        is_left.set(lambda: self._is_over)
+        is_left.set(lambda: self._looking.is_over)
         try:
             work()
         except Exception as error:  # no answer depends on it
-            if self._is_over:
+            if self._looking.is_over:
                 return
             self._count(namespace, failed=1)
             level = logging.INFO if self._has_warned else logging.WARNING  # a disk that is full stays so for a while
             logger.log(level, "a text of a prompt could not be learned: %s (logged once)", error)
             self._has_warned = True
-        finally:
-            self._room.release()
 
     def stats(self, namespace: str | None = None) -> LearnStats:
         """Return the counters of a namespace; None = of all."""
@@ -106,8 +97,8 @@ class Learner:
 
     def wait(self) -> None:
         """Wait until the prompts so far were looked at; for tests and benchmarks."""
-        for pool in (self._looking, self._encoding):
-            pool.submit(lambda: None).result()
+        self._looking.wait()
+        self._encoding.wait()
 
     def forget(self, namespace: str) -> None:
         """Forget which texts of a namespace were seen once, and its prompts that wait."""
@@ -117,18 +108,12 @@ class Learner:
 
     def close(self) -> None:
         """End, also within a text that is being encoded."""
-        self._closed.set()
-        for pool in (self._looking, self._encoding):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._looking.close()
+        self._encoding.close()
 
     def _count(self, namespace: str, **more: int) -> None:
         with self._counting:
             self._counts[namespace].update(more)
-
-    @property
-    def _is_over(self) -> bool:
-        # at its end, the interpreter sets `_shutdown` and waits for this thread; an open stream is never closed then
-        return self._closed.is_set() or thread._shutdown
 
     def _is_forgotten(self, request: RequestState, times_forgotten: int) -> bool:
         self._notice()
@@ -136,7 +121,7 @@ class Learner:
 
     def _look(self, prompt: str | Messages | TokenIds, namespace: str, is_forgotten: Callable[[], bool]) -> None:
         for text in dict.fromkeys(new_texts(prompt)):
-            if self._is_over or is_forgotten():
+            if self._looking.is_over or is_forgotten():
                 return
             if self._is_known(text, namespace):
                 self._later(self._encoding, namespace, partial(self._encode, text, namespace, is_forgotten))
@@ -161,8 +146,8 @@ class Learner:
         if key is None or len(ids) < LEAST_TOKENS or self._lookup.usable([text_id]):
             return
         while self._is_busy():
-            self._closed.wait(_POLL_S)
-            if self._is_over:
+            self._encoding.closed.wait(_POLL_S)
+            if self._encoding.is_over:
                 return
         if is_forgotten():
             return

@@ -6,13 +6,11 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, thread
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvrag.errors import AbandonedError
-from kvrag.process import own_team
+from kvrag.process import Background, own_team
 from kvrag.scheduling.waiting import POLL_S, is_left
 
 logger = logging.getLogger("kvrag")
@@ -34,7 +32,7 @@ class _Task:
     attempts: int = _ATTEMPTS
 
 
-class Idle:
+class Idle(Background):
     """Works on answered requests, one after the other, while no answer is in progress. Thread-safe.
 
     Work ends at its next `check_left` once an answer begins, and is tried again later; or once a text of its request is
@@ -48,23 +46,20 @@ class Idle:
             is_busy: Returns whether answers are in progress.
             notice: Marks requests of which texts were removed from the store.
         """
+        super().__init__("kvrag-idle", 2)  # one may just be ending
         self._is_busy, self._notice = is_busy, notice
         self._waiting: deque[_Task] = deque(maxlen=_WAITING)
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(1, "kvrag-idle")
-        self._closed = threading.Event()
         self._is_working = False
 
     def add(self, request: Answered, work: Callable[[], object]) -> None:
         """Do this later. Where too much waits, the oldest is dropped."""
         with self._lock:
-            if self._is_over or request.is_forgotten:
+            if self.is_over or request.is_forgotten:
                 return
             self._waiting.append(_Task(request, work))
             if not self._is_working:
-                with suppress(RuntimeError):  # the program ends
-                    self._pool.submit(self._work_off)
-                    self._is_working = True
+                self._is_working = self.later(self._work_off)
 
     def drop_forgotten(self) -> None:
         """Drop the work on requests with a text that has been deleted."""
@@ -72,21 +67,11 @@ class Idle:
             left = [task for task in self._waiting if not task.request.is_forgotten]
             self._waiting = deque(left, _WAITING)
 
-    def wait(self) -> None:
-        """Wait until all is done; for tests and benchmarks."""
-        self._pool.submit(lambda: None).result()
-
-    def close(self) -> None:
+    def close(self, finish: bool = False) -> None:
         """End, also within what is being computed."""
-        self._closed.set()
+        super().close(finish)
         with self._lock:
             self._waiting.clear()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    @property
-    def _is_over(self) -> bool:
-        # at its end, the interpreter sets `_shutdown` and waits for this thread; an open stream is never closed then
-        return self._closed.is_set() or thread._shutdown
 
     def _work_off(self) -> None:
         while task := self._next():
@@ -97,16 +82,16 @@ class Idle:
         """Wait until no answer is in progress; return the next task, None without any."""
         while True:
             with self._lock:
-                if self._is_over or not self._waiting:
+                if self.is_over or not self._waiting:
                     self._is_working = False
                     return None
                 if not self._is_busy():
                     return self._waiting.popleft()
-            self._closed.wait(POLL_S)
+            self.closed.wait(POLL_S)
 
     def _do(self, task: _Task) -> None:
         request = task.request
-        is_left.set(lambda: self._is_over or request.is_forgotten or self._is_busy())
+        is_left.set(lambda: self.is_over or request.is_forgotten or self._is_busy())
         try:
             self._notice()
             if not request.is_forgotten:
@@ -115,10 +100,10 @@ class Idle:
         except AbandonedError:
             task.attempts -= 1
             with self._lock:
-                if task.attempts and not (self._is_over or request.is_forgotten):
+                if task.attempts and not (self.is_over or request.is_forgotten):
                     self._waiting.appendleft(task)
         except Exception as error:  # no answer depends on it
-            if not self._is_over:
+            if not self.is_over:
                 logger.info("work in idle time failed: %s", error)
         finally:
             is_left.set(lambda: False)  # it holds the request

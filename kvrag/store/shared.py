@@ -35,6 +35,7 @@ from kvrag.errors import (
     StoreReadOnlyError,
 )
 from kvrag.fingerprint import Fingerprint
+from kvrag.process import Background
 from kvrag.store.base import MANIFEST, KVStore, Progress, StoreCheck, no_progress, row_of
 from kvrag.store.chunkfile import PackedChunk, key_of
 from kvrag.store.durable import TEMPORARY, delete_left, write_file
@@ -149,8 +150,7 @@ class SharedStore(KVStore):
         self._fetchers = ThreadPoolExecutor(32, "kvrag-fetch")
         self._openers = ThreadPoolExecutor(16, "kvrag-open")
         self._writers = ThreadPoolExecutor(4, "kvrag-shared")
-        self._promoter = ThreadPoolExecutor(1, "kvrag-promote")
-        self._promotions = threading.BoundedSemaphore(_PROMOTIONS)
+        self._promoter = Background("kvrag-promote", _PROMOTIONS)
         self._opening: TTLCache[str, Future[RemoteChunk | None]] = TTLCache(1 << 20, 2 * TIMEOUT_S)  # under _lock
         self._recorded = time.monotonic()
         self._is_open = True
@@ -297,10 +297,7 @@ class SharedStore(KVStore):
 
     def _promote(self, chunk: RemoteChunk) -> None:
         """Copy a chunk into the local folder, unless too many are waiting."""
-        if self._promotions.acquire(blocking=False):
-            with contextlib.suppress(RuntimeError):  # the store has been closed
-                keeping = self._promoter.submit(self._keep, copy.copy(chunk))  # has its own `bytes_read`
-                keeping.add_done_callback(lambda _: self._promotions.release())
+        self._promoter.later(self._keep, copy.copy(chunk))  # has its own `bytes_read`
 
     def _keep(self, chunk: RemoteChunk) -> None:
         try:
@@ -461,8 +458,9 @@ class SharedStore(KVStore):
         with self._lock:
             for opening in self._opening.values():
                 opening.cancel()
-        for pool in (self._openers, self._writers, self._promoter):
+        for pool in (self._openers, self._writers):
             pool.shutdown()
+        self._promoter.close(finish=True)
         self._fetchers.shutdown(wait=False)
         for part in (self._local, self._manifest, self._remote):
             part.close()

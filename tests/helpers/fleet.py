@@ -277,7 +277,7 @@ def ask(store: Any, key: str) -> bool:
         assert store._follower.is_failing
         return False
     finally:
-        store._promoter.submit(lambda: None).result()
+        store._promoter.wait()
 
 
 _CHOICES = {

@@ -196,7 +196,7 @@ def test_texts_are_noted_while_others_wait_for_an_idle_moment(engine: BlendEngin
     stream = engine.stream(messages(PAGE), max_new_tokens=4, temperature=0)
     next(stream)
     engine.generate(messages(" ".join(CHUNKS[1:])), max_new_tokens=1)  # of a server that is never idle
-    _learner(engine)._looking.submit(lambda: None).result(30)
+    _learner(engine)._looking.wait()
     assert engine.learned is not None
     assert (engine.learned.seen, engine.learned.learned) == (1, 0)
     list(stream)
@@ -210,8 +210,8 @@ def test_an_answer_in_progress_does_not_keep_the_program_from_ending(
     _ask(engine, messages(PAGE))
     stream = engine.stream(messages(PAGE), max_new_tokens=4, temperature=0)
     next(stream)
-    _learner(engine)._looking.submit(lambda: None).result(30)
-    done = _learner(engine)._encoding.submit(lambda: None)
+    _learner(engine)._looking.wait()
+    done = _learner(engine)._encoding._pool.submit(lambda: None)
     monkeypatch.setattr("concurrent.futures.thread._shutdown", True)  # the interpreter waits for all threads
     done.result(30)
     assert engine.store.stats().chunks == 0
@@ -231,8 +231,8 @@ def test_closing_the_engine_ends_an_encoding_between_two_layers(
 
     monkeypatch.setattr(engine.model, "_pause", closing)
     engine.generate(messages(PAGE), max_new_tokens=1)
-    learner._looking.submit(int).result()  # it has handed the text over
-    learner._encoding.shutdown()
+    learner._looking.wait()  # it has handed the text over
+    learner._encoding._pool.shutdown()
     assert layers == [1]
     assert engine.store.stats().chunks == 0
     assert not caplog.text
@@ -249,8 +249,8 @@ def test_a_text_that_is_encoded_while_the_engine_is_closed_is_no_error(
 
     monkeypatch.setattr(engine.store, "put", put)
     engine.generate(messages(PAGE), max_new_tokens=1)
-    _learner(engine)._looking.submit(int).result()  # it has handed the text over
-    _learner(engine)._encoding.shutdown()
+    _learner(engine)._looking.wait()  # it has handed the text over
+    _learner(engine)._encoding._pool.shutdown()
     assert not caplog.text
 
 

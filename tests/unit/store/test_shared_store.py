@@ -85,7 +85,7 @@ def soon(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
 
 def settle(store: SharedStore) -> None:
     """Wait until the chunks that were used have been copied."""
-    store._promoter.submit(lambda: None).result()
+    store._promoter.wait()
 
 
 def chunks_in(store: SharedStore) -> list[str]:

@@ -147,12 +147,13 @@ class Checker:
             return
         if self._model.logits_processor(sampling, len(request.ids))[1]:
             return
-        few = self._planner.evidence[request.namespace].answers.known < FEW
+        is_counted = request.completion is not None
+        few = self._planner.evidence[request.namespace].answers.answers < FEW + is_counted
         if self._share <= 0 or (self._random.random() >= self._share and not few):
             return
         self._add(request.namespace, "chosen")
         tokens = [*answer, *[END] * is_ended][:TOKENS]
-        self._idle.add(request, partial(self._check, request, tokens, request.is_exact))
+        self._idle.add(request, partial(self._check, request, tokens, request.is_exact, is_counted))
 
     def test(self, prompts: Sequence[Sequence[int]], namespace: str) -> None:
         """Measure prompts when idle, one after the other, as `self_test` does."""
@@ -173,7 +174,7 @@ class Checker:
 
     def stats(self, namespace: str | None = None) -> CheckStats:
         """Return the counts of a namespace; None = of all."""
-        names = tuple(self._planner.evidence) if namespace is None else (namespace,)
+        names = tuple({"": None, **self._planner.evidence}) if namespace is None else (namespace,)
         found = [self._planner.evidence[name].answers for name in names]
         with self._counting:
             own = {kind: sum(self._counts[name, kind] for name in names) for kind in ("chosen", "failed")}
@@ -181,7 +182,7 @@ class Checker:
         verdict = self._planner.verdict(names[0]) if len(names) == 1 else ""
         return CheckStats(compared=round(compared), kept=round(kept), verdict=verdict, **own)
 
-    def _check(self, request: RequestState, answer: Sequence[int], is_exact: bool) -> None:
+    def _check(self, request: RequestState, answer: Sequence[int], is_exact: bool, is_counted: bool) -> None:
         evidence = self._planner.evidence[request.namespace]
         try:
             full = _refer(self._model, self._prefill, request.token_ids, request.namespace, answer)
@@ -193,9 +194,9 @@ class Checker:
         except Exception:
             self._add(request.namespace, "failed")
             raise
-        if is_exact:  # it says nothing of blended answers, but their starts were measured
+        if not is_counted:  # by full prefill, but starts were measured
             evidence.count(answers=1, tokens=len(answer))
-        else:
+        if not is_exact:
             evidence.count(compared=1, kept=full.keeps(answer))
 
     def _add(self, namespace: str, kind: str) -> None:

@@ -61,8 +61,8 @@ class Forecast(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """Numbers of answers with blended KV: all, their tokens, those that were compared with full prefill's and of these
-    the kept ones, and those in doubt: deepened, and completed although they were deepened."""
+    """Numbers of answers of which something is known, of their tokens, of blended ones that were compared with full
+    prefill's and of these the kept ones, and of those in doubt: deepened, and completed although they were deepened."""
 
     answers: float
     tokens: float
@@ -70,11 +70,6 @@ class Answers(NamedTuple):
     kept: float
     deepened: float
     completed: float
-
-    @property
-    def known(self) -> float:
-        """Number of answers of which something is known."""
-        return self.answers + self.compared
 
     @property
     def length(self) -> float:

@@ -335,7 +335,7 @@ class Planner:
         workload = self._workload(plan.config, request)
         # after a blended beginning, nothing would be exact without a completion
         is_exact_before = not request.prefix or request.prefix.exact >= request.kept
-        if chosen and is_exact_before and self.evidence[request.namespace].answers.known >= FEW:
+        if chosen and is_exact_before and self.evidence[request.namespace].answers.answers >= FEW:
             self._planned[request.namespace] += 1
             if self._planned[request.namespace] % _TRIED:
                 doubts_s = chosen.doubts_seconds(speed or _ROWS, workload)
@@ -364,7 +364,7 @@ class Planner:
             return blend_seconds(speed, workload, setting.start) + setting.doubts_seconds(speed, workload)
 
         candidates = [one for one in found if one.lost <= LOSS and one.seen >= ENOUGH and given in (None, one.margin)]
-        if evidence.answers.known < FEW:
+        if evidence.answers.answers < FEW:
             chosen = prior
         elif loses and not candidates:
             chosen = min(found, key=lambda one: (one.lost, seconds(one)))
@@ -377,7 +377,7 @@ class Planner:
         evidence, policy = self.evidence[namespace], "tail" if self._backend.keeps_states else DEFAULT_POLICY
         chosen = self._choose(BlendConfig(policy=policy), namespace, is_alone, _ROWS, lambda _: _TYPICAL)
         judged = evidence.of(rung(policy, chosen.start, False, is_alone))
-        if evidence.answers.known < FEW or judged[1].sum() < ENOUGH:
+        if evidence.answers.answers < FEW or judged[1].sum() < ENOUGH:
             return ""
         compared = float(judged[1].sum()) / evidence.answers.length
         low, high = wilson((1 - chosen.lost) * compared, math.ceil(compared))
@@ -388,7 +388,7 @@ class Planner:
                 "On this model, reuse saves nothing: it is so often unsure or wrong that prompts are prefilled in full."
             )
         name = f"{chosen.start:.0%} recomputed" if chosen.start else "plain reuse"
-        margin = f", and more below a margin of {chosen.margin:g}" if chosen.margin else ""
+        margin = f", and more below a margin of {chosen.margin:g}," if chosen.margin else ""
         saved = f"{full_s / cost_s:.1f}x less prefill"
         return f"On this model, {name}{margin} keeps {low:.0%} to {high:.0%} of the answers: {saved}."
 

@@ -48,10 +48,9 @@ def test_chunks_of_another_namespace_save_no_computation(model: Model, tmp_path:
 def test_calibration_and_speeds_contain_no_text(model: Model, tmp_path: Path) -> None:
     with _engine(model, tmp_path) as engine:
         engine.warm(CHUNKS, document="the handbook", namespace="tenant")
-        engine.calibrate([PROMPT] * 40, ratios=(0.5,), tokens=2, namespace="tenant")
+        engine.calibrate([PROMPT] * 2, namespace="tenant")
         engine.generate(PROMPT, namespace="tenant", max_new_tokens=1)
-        engine._planner.counts["tenant"].doubts = "1"
-    for name in ("calibration.json", "measured.json", "speed.json", "answers.json"):
+    for name in ("speed.json", "evidence.json"):
         content = (tmp_path / name).read_text()
         assert json.loads(content)
         for secret in ("the handbook", "tenant", "Mira", "Brel", "curry"):

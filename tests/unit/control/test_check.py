@@ -106,7 +106,7 @@ def test_answers_count_their_tokens_and_doubts(engine: BlendEngine) -> None:
 def test_what_follows_no_evidence_gives_none(engine: BlendEngine, options: dict[str, Any]) -> None:
     engine.generate(_prompt(0), **GREEDY | options)
     engine._answering.idle.wait()
-    assert engine._planner.evidence[""].answers.known == 0
+    assert engine._planner.evidence[""].answers.answers == 0
     assert engine.checked.chosen == 0
 
 
@@ -126,11 +126,11 @@ def test_a_few_answers_are_all_checked_then_a_share_of_them(engine: BlendEngine)
     engine._answering.checker._share = 1e-9
     for number in range(FEW + 5):
         engine.generate(_prompt(number), **GREEDY)
-    assert len(added) == FEW - 1, "each answer is known once it is complete"
+    assert len(added) == FEW
     engine._answering.checker._share = 0.0
     engine.reset_calibration()
     engine.generate(_prompt(0), **GREEDY)
-    assert len(added) == FEW - 1
+    assert len(added) == FEW
 
 
 def test_a_failing_check_is_counted_and_disturbs_nobody(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_a_calibration_measures_all_starts_and_is_kept(engine: BlendEngine, tmp_
         again.calibrate(count=1, progress=lambda *_: None)
         assert again._planner.evidence[""].answers.answers == before.answers + 1
         again.reset_calibration()
-        assert again._planner.evidence[""].answers.known == 0
+        assert again._planner.evidence[""].answers.answers == 0
 
 
 def test_a_calibration_stops_at_its_limit(engine: BlendEngine) -> None:
@@ -186,4 +186,4 @@ def test_prompts_of_the_corpus_are_measured_when_idle(engine: BlendEngine) -> No
     known = engine._planner.evidence[""].answers.answers
     assert 0 < known <= FEW
     engine.calibrate_when_idle("empty")
-    assert engine._planner.evidence["empty"].answers.known == 0
+    assert engine._planner.evidence["empty"].answers.answers == 0

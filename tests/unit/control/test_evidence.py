@@ -66,11 +66,11 @@ def test_two_processes_add_up_and_a_restart_keeps_them(tmp_path: Path) -> None:
     for again in (one, EvidenceStore(store, "model")):
         assert again["a"].of(NAME)[0].sum() == 7
         assert again["a"].answers[:2] == (8, 70)
-    assert EvidenceStore(store, "model")["b"].answers.known == 0
-    assert EvidenceStore(store, "another model")["a"].answers.known == 0
+    assert EvidenceStore(store, "model")["b"].answers.answers == 0
+    assert EvidenceStore(store, "another model")["a"].answers.answers == 0
     assert "a" not in json.loads(store.read_text(FILE) or "")
     one.forget()
-    assert one["a"].answers.known == EvidenceStore(store, "model")["a"].answers.known == 0
+    assert one["a"].answers.answers == EvidenceStore(store, "model")["a"].answers.answers == 0
 
 
 def test_what_is_counted_while_it_is_stored_is_kept(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_damaged_counts_are_logged_and_counted_anew(
         store.change_text(FILE, lambda _, text=text: text)  # type: ignore[misc]
         caplog.clear()
         again = EvidenceStore(store, "model")
-        assert again["a"].answers.known == 0
+        assert again["a"].answers.answers == 0
         assert entry == "{}" or FILE in caplog.text
         again["a"].count(answers=2)
         again.keep()

@@ -159,7 +159,7 @@ def build(
     """Open the engine and the corpora, as long as `stack` is open, and return the ASGI app.
 
     Args:
-        is_replica: Other servers answer under the same address, and may work on the same corpus.
+        is_replica: Other servers may work on the same corpus.
     """
     from kvrag.server.app import create_app
 
@@ -174,7 +174,7 @@ def build(
         index = stack.enter_context(open_index(engine.store, namespace, args.embedder))
         index.embed(["loads the embedder"])
         corpora.append(_corpus(args, engine, index, namespace, is_replica))
-    return create_app(engine, settings, corpora, is_replica)
+    return create_app(engine, settings, corpora)
 
 
 def read_settings(args: argparse.Namespace) -> ServerSettings:

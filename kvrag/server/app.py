@@ -375,16 +375,13 @@ async def metrics(tenant: Caller) -> Response:
     return Response(tenant.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def create_app(
-    engine: BlendEngine, settings: ServerSettings, corpora: Sequence[Corpus] = (), is_replica: bool = False
-) -> FastAPI:
+def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[Corpus] = ()) -> FastAPI:
     """Return an ASGI app that answers with an engine. It closes neither the engine nor the corpora's indexes.
 
     Args:
         corpora: One per namespace in `settings.namespaces`; empty = no -rag model, embeddings and `/v1/corpus`.
-        is_replica: Other servers answer under the same address.
     """
-    state = State(engine, settings, corpora, is_replica)
+    state = State(engine, settings, corpora)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -50,10 +50,8 @@ class State:
     rest. The event loop alone answers `/health`.
     """
 
-    def __init__(
-        self, engine: BlendEngine, settings: ServerSettings, corpora: Iterable[Corpus], is_replica: bool = False
-    ) -> None:
-        self.engine, self.settings, self.is_replica = engine, settings, is_replica
+    def __init__(self, engine: BlendEngine, settings: ServerSettings, corpora: Iterable[Corpus]) -> None:
+        self.engine, self.settings = engine, settings
         self.started = int(time.time())
         number, most = len(settings.namespaces), sum(most_requests(settings))
         self.answering = AdmissionQueue(settings.concurrency, settings.queue, "answer", number)

@@ -73,7 +73,7 @@ class FileStore(KVStore):
             self._manifest = self._changes = Manifest(self.path / MANIFEST)
             if self._manifest.is_incomplete and not self.read_only:
                 self._check(no_progress)
-            self._delete_temporary(f"chunks/*/{TEMPORARY}")  # where older versions wrote them
+            self._delete_temporary()
 
     @property
     def read_only(self) -> bool:  # type: ignore[override]
@@ -249,9 +249,9 @@ class FileStore(KVStore):
             held = self._manifest.held([key_of(path.name) for path in aside]) if aside else ()
             return self._delete_temporary() + _unlink(path for path in aside if key_of(path.name) not in held)
 
-    def _delete_temporary(self, *patterns: str) -> int:
-        """Delete the temporary files of killed writers, also those that match these patterns."""
-        patterns = () if self.read_only else (TEMPORARY, f"*/{TEMPORARY}", f"namespaces/**/{TEMPORARY}", *patterns)
+    def _delete_temporary(self) -> int:
+        """Delete the temporary files of killed writers."""
+        patterns = () if self.read_only else (TEMPORARY, f"*/{TEMPORARY}", f"namespaces/**/{TEMPORARY}")
         return delete_left(path for pattern in patterns for path in self.path.glob(pattern))
 
     def delete_leftovers(self) -> int:

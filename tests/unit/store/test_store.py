@@ -1535,7 +1535,7 @@ def test_temporary_files_of_killed_writers_are_swept(tmp_path: Path) -> None:
     store = opened(tmp_path)
     store.put([record(1)])
     store.close()
-    folder = next((tmp_path / "chunks").iterdir())
+    folder = tmp_path / "chunks"
     old, young = folder / ".1.abc.tmp", folder / ".2.def.tmp"
     for path in (old, young):
         path.write_bytes(b"half a chunk")

@@ -372,25 +372,27 @@ class Planner:
             chosen = min([*([] if loses else [prior]), *candidates], key=seconds)
         return chosen if given is None else chosen._replace(margin=given)
 
-    def verdict(self, namespace: str, is_alone: bool = False) -> str:
-        """Return in a sentence what the evidence says of this model; "" = too little is known."""
+    def verdict(self, namespace: str) -> str:
+        """Return in a sentence what is done on this model, and what it keeps; "" = too little is known."""
         evidence, policy = self.evidence[namespace], "tail" if self._backend.keeps_states else DEFAULT_POLICY
-        chosen = self._choose(BlendConfig(policy=policy), namespace, is_alone, _ROWS, lambda _: _TYPICAL)
-        judged = evidence.of(rung(policy, chosen.start, False, is_alone))
-        if evidence.answers.answers < FEW or judged[1].sum() < ENOUGH:
+        answers = evidence.answers
+        if answers.answers < FEW:
             return ""
-        compared = float(judged[1].sum()) / evidence.answers.length
-        low, high = wilson((1 - chosen.lost) * compared, math.ceil(compared))
+        alone, behind = (
+            sum(evidence.of(rung(policy, one, False, is_alone))[0].sum() for one in STARTS)
+            for is_alone in (True, False)
+        )
+        chosen = self._choose(BlendConfig(policy=policy), namespace, bool(alone > behind), _ROWS, lambda _: _TYPICAL)
         cost_s = blend_seconds(_ROWS, _TYPICAL, chosen.start) + chosen.doubts_seconds(_ROWS, _TYPICAL)
-        full_s = full_seconds(_ROWS, _TYPICAL.prompt)
-        if chosen.lost > LOSS or cost_s > GAIN * full_s:
-            return (
-                "On this model, reuse saves nothing: it is so often unsure or wrong that prompts are prefilled in full."
-            )
+        saved = full_seconds(_ROWS, _TYPICAL.prompt) / cost_s
+        if saved * GAIN < 1:
+            return "On this model, prompts are prefilled in full: it is so often unsure that reuse saves nothing."
+        if answers.compared < FEW:
+            return ""
+        low, high = wilson(answers.kept, round(answers.compared))
         name = f"{chosen.start:.0%} recomputed" if chosen.start else "plain reuse"
         margin = f", and more below a margin of {chosen.margin:g}," if chosen.margin else ""
-        saved = f"{full_s / cost_s:.1f}x less prefill"
-        return f"On this model, {name}{margin} keeps {low:.0%} to {high:.0%} of the answers: {saved}."
+        return f"On this model, {name}{margin} keeps {low:.0%} to {high:.0%} of the answers: {saved:.1f}x less prefill."
 
     def _measure_disk(self, request: RequestState) -> None:
         """Measure the disk by a small read, if its speed is unknown and counts, or was measured a while ago."""

@@ -82,7 +82,9 @@ def test_false_alarms_become_none(engine: BlendEngine) -> None:
     _evidence(planner, shares, {}, (0.15, 0.3), 6000)
     plan = planner.plan(BlendConfig())
     assert (plan.start, plan.margin) == (0.15, 0.0)
-    assert planner.verdict("").startswith("On this model, 15% recomputed keeps ")
+    assert planner.verdict("") == "", "no answer was compared"
+    planner.evidence[""].count(compared=50, kept=50)
+    assert planner.verdict("").startswith("On this model, 15% recomputed keeps 93% to 100% of the answers: ")
     assert planner.plan(BlendConfig(deterministic=True)).margin == LARGE[1], "the prior, the same everywhere"
     assert planner.plan(BlendConfig(), "another namespace").margin == LARGE[1]
 
@@ -121,6 +123,7 @@ def test_where_the_model_is_always_in_doubt_prompts_are_prefilled_in_full(
     table[0, 3] = 100
     planner.evidence[""].add(rung("query", 0.0, False, False), table)
     planner.evidence[""].count(answers=FEW, tokens=12 * FEW)
+    assert planner.verdict("").startswith("On this model, prompts are prefilled in full")
     found = [engine.prefill(ids).report for _ in range(32)]
     assert [report.policy for report in found].count("full") == 30, "one of sixteen is tried"
     assert "so often unsure" in next(report.decision for report in found if report.policy == "full")

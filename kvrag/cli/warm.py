@@ -49,6 +49,7 @@ _LOCAL = (
     "context_tokens",
     "embedder",
     "ray",
+    "tune",
 )
 _PROBE = "Déjà vu: 3.14 quick brown foxes (or 27) jumped, unbelievably; def f(x):\n\treturn x  # 漢字"
 
@@ -64,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text-field", default="text", metavar="NAME", help=text_field)
     prune = "drop documents whose files no longer exist in the folders in PATH; what cannot be read is kept"
     parser.add_argument("--prune", action="store_true", help=prune)
+    tune = "then measure how much this model has to recompute on these documents, as `kvrag calibrate` does"
+    parser.add_argument("--tune", action="store_true", help=tune)
     cluster = parser.add_argument_group("on many machines")
     add_ray_argument(cluster, "encode with workers on a Ray cluster")
     workers = "number of workers with --ray (default: the number of GPUs, or of machines if there are none)"
@@ -113,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
             f"{counted(result['tokens'], 'token')} and {human_bytes(result['bytes'])} written "
             f"in {result['seconds']:.1f} s"
         )
+        if args.tune:
+            print(result["tuned"])
     unreadable = [problem.file for problem in problems if problem.is_unreadable]
     if unreadable:
         say(f"{_named(unreadable)} could not be read: documents there stay as they were")
@@ -142,6 +147,9 @@ def warm_here(args: argparse.Namespace) -> dict[str, Any]:
 
         result = _encode(engine, chunks, args, problems, add, new)
         result |= {"gone": gone, "dropped": dropped, "problems": problems}
+        if args.tune:
+            with progress("calibrating", args.json) as update:
+                result["tuned"] = str(engine.calibrate(namespace=args.namespace, progress=update))
         return result | {"store": place, "model": engine.model.name}
 
 

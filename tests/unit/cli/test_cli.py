@@ -1106,6 +1106,20 @@ def test_calibrate_by_questions(own: Path, questions: Path, as_json: Json) -> No
     assert json.loads((own / "evidence.json").read_text()) == {}
 
 
+def test_warm_can_calibrate_as_well(tmp_path: Path, as_json: Json, fails: Callable[..., str]) -> None:
+    (tmp_path / "a.md").write_text(
+        "The north tower has a blue door. It was painted by Arno in the spring of that year."
+    )
+    (tmp_path / "b.md").write_text(
+        "The south tower has a green door. It was painted by Bela in the autumn of that year."
+    )
+    store = tmp_path / "kv"
+    assert as_json("warm", tmp_path / "a.md", tmp_path / "b.md", "--store", store, "--tune")["tuned"]
+    (counts,) = json.loads((store / "evidence.json").read_text()).values()
+    assert counts["answers"][0][0] > 0
+    assert "--tune is for a local store" in fails("warm", tmp_path, "--server", "http://localhost:1", "--tune")
+
+
 def test_calibrate_without_questions(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--store", str(own), "--prompts", "1"]) == 0
     captured = capsys.readouterr()

@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.shapes import random_model
-from benchmarks.speed import serve
-from kvrag import Model, SettingError
+from benchmarks.speed import clients, serve
+from kvrag import BlendEngine, Model, SettingError
 
 
 def test_decode(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,6 +26,16 @@ def test_decode(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     result = json.loads(capsys.readouterr().out)
     assert result["together_to_alone"] == result["together"] / result["alone"] > 0
     assert result["settings"]["rows"] == 3
+
+
+def test_every_client_asks_its_own_questions(model: Model, tmp_path: Path) -> None:
+    with BlendEngine(model, tmp_path) as engine:
+        asked = list[str]()
+        generate = engine.generate
+        engine.generate = lambda prompt, **options: asked.append(prompt) or generate(prompt, **options)  # type: ignore[method-assign, func-returns-value]
+        found = clients.load(engine, ["one", "two", "three", "four", "five"], 2, {"policy": "full"})
+    assert sorted(asked) == ["five", "four", "one", "three", "two"]
+    assert (found["answers"], found["requests_per_s"]) == (5, 5 / found["seconds"])
 
 
 @pytest.mark.parametrize("tier", [["--ram-bytes", str(1 << 30)], ["--cold"]], ids=["ram", "cold"])

@@ -98,7 +98,7 @@ class Answering:
         # no method of `self`: the model is to be freed without garbage collection
         self.forgetting.then += [self.history.drop_forgotten, self.idle.drop_forgotten]
         self.learner = Learner(ingestion, pipeline.lookup, is_busy, notice) if options.learn else None
-        self.checker = Checker(model, pipeline.planner, options.check, self.prefill, self.idle)
+        self.checker = Checker(model, pipeline.planner, options.check, self.idle)
 
     def stream(self, question: Question) -> Generator[Delta, None, None]:
         """See `BlendEngine.stream`."""
@@ -251,7 +251,7 @@ class Answering:
         if self._completes and can_be_kept and can_go_on and not request.is_exact:
             self.idle.add(request, partial(self._keep_exact, ids, config, request.namespace))
         if question.prepared.grammar is None:
-            self.checker.observe(request, question.sampling, reply.tokens, reply.is_ended)
+            self.checker.observe(request, question.sampling, reply.tokens, reply.is_ended, self.prefill)
 
     def _keep(self, request: RequestState, answer: Sequence[int] = (), generation_prompt: int = 0) -> None:
         """Keep an answered prompt for the next turn, which contains it without the generation prompt.

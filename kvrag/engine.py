@@ -503,7 +503,7 @@ class BlendEngine:
         if known < FEW and self._check and self._planner.learns(self.config):
             with suppress(KvragError):  # too few documents
                 prompts = self._test_prompts(None, namespace, FEW, 4, None, 0)
-                self._answering.checker.test(prompts[known:], namespace)
+                self._answering.checker.test(prompts[known:], namespace, self._answering.prefill)
 
     def wait_until_idle(self) -> None:
         """Wait until the work that is left to idle time is done; for benchmarks and tests."""

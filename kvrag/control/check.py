@@ -123,19 +123,21 @@ def self_test(
 class Checker:
     """Checks answers when the engine is idle. Thread-safe."""
 
-    def __init__(self, model: Model, planner: Planner, share: float, prefill: Prefill, idle: Idle) -> None:
+    def __init__(self, model: Model, planner: Planner, share: float, idle: Idle) -> None:
         """Start without answers.
 
         Args:
             share: Of the answers that can be checked, once a few are.
         """
-        self._model, self._planner, self._share, self._prefill, self._idle = model, planner, share, prefill, idle
+        self._model, self._planner, self._share, self._idle = model, planner, share, idle
         self._random = random.Random(0)
         self._counts: Counter[tuple[str, str]] = Counter()
         self._counting = threading.Lock()
         self._tests: dict[str, deque[Sequence[int]]] = {}
 
-    def observe(self, request: RequestState, sampling: Sampling, answer: Sequence[int], is_ended: bool) -> None:
+    def observe(
+        self, request: RequestState, sampling: Sampling, answer: Sequence[int], is_ended: bool, prefill: Prefill
+    ) -> None:
         """Perhaps check a complete answer later, unless it is sampled, or nothing is to be learned from it.
 
         Args:
@@ -153,24 +155,24 @@ class Checker:
             return
         self._add(request.namespace, "chosen")
         tokens = [*answer, *[END] * is_ended][:TOKENS]
-        self._idle.add(request, partial(self._check, request, tokens, request.is_exact, is_counted))
+        self._idle.add(request, partial(self._check, request, tokens, request.is_exact, is_counted, prefill))
 
-    def test(self, prompts: Sequence[Sequence[int]], namespace: str) -> None:
+    def test(self, prompts: Sequence[Sequence[int]], namespace: str, prefill: Prefill) -> None:
         """Measure prompts when idle, one after the other, as `self_test` does."""
         if not self._tests.setdefault(namespace, deque()):
             self._tests[namespace].extend(prompts)
-            self._test_next(namespace)
+            self._test_next(namespace, prefill)
 
-    def _test_next(self, namespace: str) -> None:
+    def _test_next(self, namespace: str, prefill: Prefill) -> None:
         if tests := self._tests[namespace]:
-            self._idle.add(RequestState(tests[0], namespace=namespace), partial(self._test, namespace))
+            self._idle.add(RequestState(tests[0], namespace=namespace), partial(self._test, namespace, prefill))
 
-    def _test(self, namespace: str) -> None:
+    def _test(self, namespace: str, prefill: Prefill) -> None:
         evidence, tests = self._planner.evidence[namespace], self._tests[namespace]
-        for _ in self_test(self._model, self._prefill, evidence, [tests[0]], namespace):
+        for _ in self_test(self._model, prefill, evidence, [tests[0]], namespace):
             pass
         tests.popleft()
-        self._test_next(namespace)
+        self._test_next(namespace, prefill)
 
     def stats(self, namespace: str | None = None) -> CheckStats:
         """Return the counts of a namespace; None = of all."""
@@ -182,12 +184,14 @@ class Checker:
         verdict = self._planner.verdict(names[0]) if len(names) == 1 else ""
         return CheckStats(compared=round(compared), kept=round(kept), verdict=verdict, **own)
 
-    def _check(self, request: RequestState, answer: Sequence[int], is_exact: bool, is_counted: bool) -> None:
+    def _check(
+        self, request: RequestState, answer: Sequence[int], is_exact: bool, is_counted: bool, prefill: Prefill
+    ) -> None:
         evidence = self._planner.evidence[request.namespace]
         try:
-            full = _refer(self._model, self._prefill, request.token_ids, request.namespace, answer)
+            full = _refer(self._model, prefill, request.token_ids, request.namespace, answer)
             starts = {self._planner.plan(request.config, request.namespace).start, self._random.choice(STARTS)}
-            for _ in measure(self._model, self._prefill, evidence, full, starts):
+            for _ in measure(self._model, prefill, evidence, full, starts):
                 pass
         except AbandonedError:
             raise

@@ -209,8 +209,7 @@ def simulated_gpu(exists: bool = True) -> Iterator[None]:
         patch("torch.cuda.stream", lambda stream: nullcontext()),
         patch("torch.cuda.synchronize", lambda device=None: _note("synchronize")),
         _lifting(),
-        patch("kvrag.reuse.load._pool", _Now),
-        patch("kvrag.reuse.load._lanes", _Now),
+        patch("kvrag.reuse.load._pools", lambda process: (_Now(), _Now())),
         _Mode(),
     ):
         yield

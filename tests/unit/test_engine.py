@@ -162,7 +162,7 @@ def test_warm_report(engine: BlendEngine) -> None:
     assert (report.chunks, report.new, report.reused, report.skipped) == (3, 2, 0, 1)
     assert report.tokens == sum(tokens[:2])
     assert report.bytes == engine.store.stats().bytes > 0
-    assert "1 chunks have fewer than 16 tokens" in report.warnings[0]
+    assert "1 chunk with fewer than 16 tokens" in report.warnings[0]
     assert done == [(0, sum(tokens[:2])), (sum(tokens[:2]), sum(tokens[:2]))]
     again = engine.warm(iter(CHUNKS))
     assert (again.chunks, again.new, again.reused, again.skipped, again.warnings) == (4, 2, 2, 0, ())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrag import BlendConfig, BlendEngine, KvragError, SettingError
+from kvrag import BlendConfig, BlendEngine, KvragError, Model, SettingError
 from kvrag.control.agreement import DECIDED, END
 from kvrag.control.check import FEW
 from kvrag.control.evidence import rung
@@ -137,10 +139,25 @@ def test_a_failing_check_is_counted_and_disturbs_nobody(engine: BlendEngine, mon
     def fail(*_: Any) -> None:
         raise KvragError("no memory")
 
-    monkeypatch.setattr(engine._answering.checker, "_prefill", fail)
+    monkeypatch.setattr("kvrag.control.check._refer", fail)
     assert engine.generate(_prompt(0), **GREEDY).text
     engine._answering.idle.wait()
     assert (engine.checked.failed, engine.checked.compared) == (1, 0)
+
+
+def test_an_engine_is_freed_without_garbage_collection(model: Model, tmp_path: Path) -> None:
+    """Else its model stays in memory."""
+    with BlendEngine(model, tmp_path) as engine:
+        engine.generate("Hi", max_new_tokens=1)
+        engine.wait_until_idle()
+        answering = weakref.ref(engine._answering)
+    gc.collect()
+    gc.disable()
+    try:
+        del engine
+        assert answering() is None
+    finally:
+        gc.enable()
 
 
 # ------------------------------------------------------------------------------ calibrate

@@ -276,7 +276,7 @@ def test_reads_that_return_less_are_continued(store: FileStore, monkeypatch: pyt
     assert same(store, record(1))
 
 
-@pytest.mark.parametrize("name", ["manifest.sqlite", "chunks"])
+@pytest.mark.parametrize("name", ["manifest.sqlite"])
 def test_a_folder_that_cannot_be_listed_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened(tmp_path).close()
     for function in ("stat", "mkdir"):

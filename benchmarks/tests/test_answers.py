@@ -17,10 +17,9 @@ from benchmarks.__main__ import main
 from benchmarks.quality import answers as command
 from benchmarks.quality import grid
 from benchmarks.quality.grid import exact_match, make_cells, normalise
-from benchmarks.quality.rows import QuestionRow, document_rows, file_rows
+from benchmarks.quality.rows import QuestionRow, file_rows
 from kvrag import BlendConfig, BlendEngine, KvragError, Model, Sampling
 from kvrag.control.agreement import Record, divergence, wilson
-from kvrag.control.prompts import make_prompts, search_by_words
 
 PROSE = [
     "The harbour of Selmunde was built by the engineer Tarvik in those years. It is still used by small boats today.",
@@ -398,21 +397,6 @@ def test_the_verdict(kept: Sequence[float], said: str) -> None:
     sentence = command.verdict([_point(None, 1.0, "full"), _point(None, 0.5, "none"), *reversed(line)])
     assert sentence.startswith(said)
     assert sentence.endswith("are kept, and 80.0% are identical.")
-
-
-def test_a_calibration_measures_the_same(model: Model, tmp_path: Path) -> None:
-    rows = document_rows(make_prompts(model, PROSE, search_by_words(PROSE), 6, top_k=2))
-    tasks, _ = grid.make_tasks(model, rows, 8)
-    cells = make_cells({"query": BlendConfig()}, [0.1, 0.5])
-    journal = grid.Journal(None, {}, Record)
-    with BlendEngine(model, tmp_path) as engine:
-        engine.warm(PROSE)
-        grid.answer(engine, tasks, cells, Sampling(8, temperature=0), journal, lambda done, total: None)
-        found = engine.calibrate([task.ids for task in tasks], ratios=(0.1, 0.5), tokens=8, save=False)
-    tables = grid.tables(tasks, cells, journal)
-    curve = {point.ratio: point for point in found.curve}
-    for ratio, table in zip((0.0, 0.1, 0.5), tables[1:], strict=True):
-        assert (curve[ratio].kept, curve[ratio].identical) == (table["kept"].sum(), table["same"].sum())
 
 
 def test_an_interrupted_run_reports_the_prompts_that_are_done(

@@ -69,7 +69,7 @@ def check_reuse(output: str, times: int) -> None:
     counted = re.findall(r"(\d+) of (\d+) prompt tokens", output)
     assert len(counted) == times, output
     for reused, tokens in counted:
-        assert int(reused) > int(tokens) / 2, output  # most of a prompt are passages
+        assert int(reused) > int(tokens) / 3, output  # most of a prompt are passages, a third of these is recomputed
 
 
 @pytest.mark.parametrize("name", OUTPUT)

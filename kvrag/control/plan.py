@@ -224,6 +224,14 @@ def settings(evidence: Evidence, policy: str, is_alone: bool) -> list[Setting]:
     return found
 
 
+def has_lost_too_many(compared: int, kept: int) -> bool:
+    """Return whether so many losses are improbable (5 %) where `TARGET` of the answers are kept."""
+    by_chance = (
+        math.comb(compared, lost) * LOSS**lost * TARGET ** (compared - lost) for lost in range(compared - kept)
+    )
+    return compared >= FEW and 1 - sum(by_chance) < 0.05
+
+
 def nearest(margin: float) -> float:
     """Return the nearest of `MARGINS`."""
     return min(MARGINS, key=lambda one: abs(one - margin))
@@ -357,7 +365,7 @@ class Planner:
         found = settings(evidence, config.policy, is_alone)
         prior = next(one for one in found if (one.start, one.margin) == (start, by_margin))
         _, _, compared, kept, *_ = evidence.answers
-        loses = compared > 0 and wilson(kept, round(compared))[1] < TARGET
+        loses = has_lost_too_many(round(compared), round(kept))
 
         def seconds(setting: Setting) -> float:
             workload = work(setting.start)

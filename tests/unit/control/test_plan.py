@@ -12,7 +12,7 @@ from blending import CHUNKS, messages
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.control.cost import Speed, Workload
 from kvrag.control.evidence import EDGES, Evidence, rung
-from kvrag.control.plan import FEW, LARGE, LOSS, MARGINS, SMALL, START, Planner, decide, settings
+from kvrag.control.plan import FEW, LARGE, LOSS, MARGINS, SMALL, START, Planner, decide, has_lost_too_many, settings
 
 PROMPT = messages(*CHUNKS[1:], CHUNKS[0])
 SIZES = {"small": 1_000_000, "large": 2_000_000_000}
@@ -109,6 +109,14 @@ def test_a_prior_that_loses_answers_is_left(engine: BlendEngine) -> None:
     assert planner.plan(BlendConfig()).margin == LARGE[1]
     planner.evidence[""].count(compared=50, kept=44)
     assert planner.plan(BlendConfig()).margin > 1
+
+
+@pytest.mark.parametrize(
+    ("compared", "kept", "expected"),
+    [(0, 0, False), (7, 0, False), (8, 7, False), (12, 11, False), (12, 10, True), (40, 38, False), (40, 36, True)],
+)
+def test_a_loss_or_two_may_be_chance(compared: int, kept: int, expected: bool) -> None:
+    assert has_lost_too_many(compared, kept) == expected
 
 
 def test_where_the_model_is_always_in_doubt_prompts_are_prefilled_in_full(

@@ -1,4 +1,4 @@
-"""What ray-kvrag imports for its commands, `warm` and `serve` on a cluster, and for the server's front."""
+"""Names that ray-kvrag imports for its commands, `warm` and `serve` on a cluster, and for the server's front."""
 
 # mypy: implicit-reexport
 # ruff: noqa: F401

@@ -1,4 +1,4 @@
-"""What the packages for LangChain and LlamaIndex import from inside kvrag."""
+"""Names that the packages for LangChain and LlamaIndex import from inside kvrag."""
 
 # mypy: implicit-reexport
 # ruff: noqa: F401

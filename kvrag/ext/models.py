@@ -1,4 +1,4 @@
-"""What vllm-kvrag, and the workers of ray-kvrag, import: blending on other models, stores and their catalogs."""
+"""Names that vllm-kvrag and the workers of ray-kvrag import: blending on other models, stores and their catalogs."""
 
 # mypy: implicit-reexport
 # ruff: noqa: F401

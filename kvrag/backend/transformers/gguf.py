@@ -82,7 +82,7 @@ _KEYS = re.compile(
     r"|add_eos_token|(fim_\w+|prefix|suffix|middle|seperator|cls|mask)_token_id|token_type_count"
     r"|tokenizer\.(huggingface\.json|chat_templates)"
 )
-"""What a file may say of its tokenizer; anything else must be False, or is refused."""
+"""Keys that a file may have for its tokenizer; any other must be False, or is refused."""
 
 # how a byte-level vocabulary splits texts, one way after the other, besides those that transformers knows
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -94,7 +94,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 }
 _PLAIN = ("<unk>", "<s>", "<|endoftext|>")  # tokens of Phi-3 that leave the white space behind them
 _LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
-"""Those in which a word that is a token needs no merges, and BOS is added by default."""
+"""Names with which a word that is a token needs no merges, and BOS is added by default."""
 
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 """Tokens that end an answer, whatever the metadata says, as in llama.cpp."""

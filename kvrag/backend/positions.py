@@ -177,16 +177,18 @@ def attention_received(
     scaling = scaling or key.shape[3] ** -0.5
     total = torch.zeros(key.shape[2], device=query.device)
     group = num_heads // key.shape[1]
-    size = 1 if query.device.type == "cpu" else group  # on a CPU, the scores of one head fit into the cache
-    for block in now.blocks(layer, CPU_ROWS if query.device.type == "cpu" else ROWS):
+    on_cpu = query.device.type == "cpu"
+    size = 1 if on_cpu else group  # on a CPU, the scores of one head fit into the cache
+    dtype = torch.float32 if on_cpu else query.dtype  # a product's result is rounded to the dtype
+    for block in now.blocks(layer, CPU_ROWS if on_cpu else ROWS):
         first = max(block.start, num_rows - num_queries)
         if first >= block.end:
             continue
         mask = now.mask(layer, block, block.low, query.dtype, query.device)[first - block.start :].float()
         keys = slice(block.low, block.stop)
         for start in range(0, num_heads, size):
-            queries = query[0, start : start + size, first : block.end] * scaling  # smaller than the scores
-            scores = (queries @ key[0, start // group, keys].T).float()  # (size, R, K)
+            queries = query[0, start : start + size, first : block.end].to(dtype) * scaling  # smaller than the scores
+            scores = (queries @ key[0, start // group, keys].to(dtype).T).float()  # (size, R, K)
             if softcap is not None:
                 scores = scores.div_(softcap).tanh_().mul_(softcap)
             total[keys] += scores.add_(mask).softmax(dim=-1).square_().sum(dim=(0, 1))

@@ -336,6 +336,7 @@ class StepCache(StatefulCache):
 
 
 _NAME = "kvrag"
+_HAS_TILES = torch.cpu._is_amx_tile_supported()  # torch's bfloat16 kernel uses them, and needs half of the time
 _PACKED = 256  # rows of a matrix product: all query heads that share a KV head
 _SAMPLED = 16  # every 16th key gives a bound of a row's scores
 
@@ -509,7 +510,7 @@ def _at_rows(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, now: 
     layer, scaling = cast(int, module.layer_idx), kwargs.get("scaling")
     observer = now.observer if now.observer is not None and layer in now.observer.layers else None
     on_cpu = _on_cpu(module, query)
-    if on_cpu and query.dtype == torch.bfloat16:
+    if on_cpu and query.dtype == torch.bfloat16 and not _HAS_TILES:
         num_queries = observer.num_queries if observer else 0
         attended, received = _by_products(query, key, value, scaling, now, layer, num_queries)
         if observer:
@@ -565,7 +566,7 @@ def _in_rows(module: nn.Module, query: Tensor, now: Step, source: int, **kwargs:
 def _by_products(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, now: _Pass, layer: int, num_queries: int
 ) -> tuple[Tensor, Tensor]:
-    """Attend with plain matrix products, which in bfloat16 on a CPU take half as long as torch's attention kernel.
+    """Attend with plain matrix products, which in bfloat16 on a CPU without AMX take half as long as torch's kernel.
 
     Products round the scores. An upper bound of each row's scores is therefore subtracted inside the product: the
     relevant scores are then near zero and keep their precision. See docs/decisions/0003.

@@ -38,7 +38,7 @@ from kvrag.ingest.learn import Learner
 from kvrag.memory.conversation import Blended, Conversations, Turn
 from kvrag.memory.forgetting import Forgetting
 from kvrag.request import Pipeline
-from kvrag.reuse.request_state import History, RequestState, Watch
+from kvrag.reuse.request_state import RecentRequests, RequestState, Watch
 from kvrag.scheduling.idle import Idle
 from kvrag.scheduling.waiting import Admission
 from kvrag.store.values import text_key
@@ -90,13 +90,13 @@ class Answering:
         self._conversations = Conversations(*kept)
         self._admission = Admission(options.batch_bytes)
         self._warming = threading.Lock()
-        self._watch, self.history = Watch(), History()
+        self._watch, self.recent = Watch(), RecentRequests()
         memory, decode = (pipeline.memory, self._conversations), model.tokenizer.decode
         self.forgetting = Forgetting(pipeline.store, pipeline.lookup, *memory, decode)
         is_busy, notice = self._admission.is_busy, self.forgetting.notice
         self.idle, self._completes = Idle(is_busy, notice), options.complete == "idle"
         # no method of `self`: the model is to be freed without garbage collection
-        self.forgetting.then += [self.history.drop_forgotten, self.idle.drop_forgotten]
+        self.forgetting.then += [self.recent.drop_forgotten, self.idle.drop_forgotten]
         self.learner = Learner(ingestion, pipeline.lookup, is_busy, notice) if options.learn else None
         self.checker = Checker(model, pipeline.planner, options.check, self.idle)
 
@@ -105,11 +105,11 @@ class Answering:
         started = time.perf_counter()  # the consumer has asked for the first token
         request = self._render(question)
         reply = Reply(self._model, question.prepared, question.sampling, request)
-        request.asked = len(request.ids) - reply.generation_prompt
+        request.question_end = len(request.ids) - reply.generation_prompt
         with self._admission.admit(reply.most_bytes) as admitted, request.kv_freed_at_end():
             self.begin(request)
             self._prefill_with_documents(request, question)
-            self.history.add(request)
+            self.recent.add(request)
             deltas = admitted.pausing(reply.decode(started))
             try:
                 yield next(deltas)

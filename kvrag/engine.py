@@ -42,13 +42,13 @@ from kvrag.inspect.explain import explain
 from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.gate import Check, verify
 from kvrag.memory.tier import MemoryTier, Prefetcher
-from kvrag.process import Shared, check_process, own_team
+from kvrag.process import Shared, check_process, releasing_threads
 from kvrag.progress import watched
 from kvrag.request import Pipeline
 from kvrag.reuse.load import device_tier
 from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.bridge import off_loop, once, together
-from kvrag.scheduling.waiting import is_left
+from kvrag.scheduling.waiting import is_cancelled
 from kvrag.store import KVStore, open_store
 from kvrag.store.base import no_progress
 from kvrag.store.caches import default_folder
@@ -77,7 +77,7 @@ class BlendEngine:
     """
 
     @show_options(EngineKeywords, ENGINE_DEFAULTS)
-    @own_team()
+    @releasing_threads()
     def __init__(
         self,
         model: Model,
@@ -142,7 +142,7 @@ class BlendEngine:
 
     # ---------------------------------------------------------------- ingestion
 
-    @own_team()
+    @releasing_threads()
     def warm(
         self,
         texts: Iterable[str],
@@ -184,7 +184,7 @@ class BlendEngine:
         self._answering.forgetting.notice()  # of the chunks that these replace
         return report
 
-    @own_team()
+    @releasing_threads()
     def warm_prefix(
         self,
         messages: Messages,
@@ -410,7 +410,7 @@ class BlendEngine:
         """Return the token ids of the prompt that `stream` would answer; raises as `count_tokens`."""
         return prepare(self.model.tokenizer, prompt, tools).render(self.model.tokenizer)
 
-    @own_team()
+    @releasing_threads()
     def explain(
         self,
         prompt: str | Messages | BlendReport | dict[str, Any] | None = None,
@@ -439,19 +439,19 @@ class BlendEngine:
         config = overridden(self.config, ratio=ratio, margin=margin, policy=policy, controller=controller)
         check_namespace(namespace)
         if prompt is None or isinstance(prompt, (BlendReport, dict)):
-            answered = self._answering.history.find(namespace, prompt)
+            answered = self._answering.recent.find(namespace, prompt)
         else:
             options: AnswerOptions = {"tools": tools, "template": template, "namespace": namespace}
             answered = self._answering.try_out(Question.of(self.model.tokenizer, prompt, config, options))
         find = partial(self._lookup.find_chunks, namespace=namespace)
         return explain(self.model.tokenizer, self.store, find, answered, config.min_run, retrieved)
 
-    @own_team()
+    @releasing_threads()
     def verify(self) -> list[Check]:
         """Run the correctness gate on this engine's model, in a temporary folder; see `kvrag.inspect.gate`."""
         return list(verify(partial(BlendEngine, self.model, codec=self.codec)))
 
-    @own_team()
+    @releasing_threads()
     def calibrate(
         self,
         prompts: Sequence[str | Messages] | None = None,
@@ -534,7 +534,7 @@ class BlendEngine:
         self._check_open()
         self._planner.evidence.forget()
 
-    @own_team()
+    @releasing_threads()
     def prefill(self, ids: list[int], config: BlendConfig | None = None) -> RequestState:
         """Prefill prompt ids from stored chunks; see `kvrag.request`."""
         self._check_process()
@@ -577,29 +577,29 @@ class BlendEngine:
 def _within(deltas: Generator[Delta, None, None], timeout: float | None) -> Generator[Delta, None, None]:
     """Yield the deltas; raise AnswerTimeoutError once the work on them has taken longer than `timeout` seconds."""
     if timeout is None:
-        with own_team(), closing(deltas):
+        with releasing_threads(), closing(deltas):
             yield from deltas
         return
     late = AnswerTimeoutError(
         f"the answer took longer than its timeout of {timeout:g} s: raise timeout=, or lower max_tokens"
     )
-    spent, started, has_left = 0.0, 0.0, is_left.get()
+    spent, started, caller_cancelled = 0.0, 0.0, is_cancelled.get()
 
     def is_late() -> bool:
-        return has_left() or spent + time.perf_counter() - started > timeout
+        return caller_cancelled() or spent + time.perf_counter() - started > timeout
 
-    with own_team(), closing(deltas):
+    with releasing_threads(), closing(deltas):
         while True:
             started = time.perf_counter()
-            token = is_left.set(is_late)  # the consumer's own work has no limit
+            token = is_cancelled.set(is_late)  # the consumer's own work has no limit
             try:
                 delta = next(deltas, None)
             except AbandonedError:
-                if has_left():
+                if caller_cancelled():
                     raise
                 raise late from None
             finally:
-                is_left.reset(token)
+                is_cancelled.reset(token)
             spent += time.perf_counter() - started  # a slow consumer is not slow work
             started = math.inf  # other answers' steps may ask meanwhile
             if delta is None:

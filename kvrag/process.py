@@ -104,7 +104,7 @@ _CROWD_TICKS = 100  # over which the load of each core is measured: a second
 
 
 @contextmanager
-def own_team() -> Iterator[None]:
+def releasing_threads() -> Iterator[None]:
     """Release the calling thread's OpenMP threads at the end; also a decorator."""
     try:
         yield

@@ -19,7 +19,7 @@ from kvrag.backend.protocol import Backend
 from kvrag.control.plan import Plan, Planner
 from kvrag.index.catalog import Lookup, Match
 from kvrag.memory.tier import MemoryTier
-from kvrag.reuse.blend import Completion, blend, blended_rows, stitch
+from kvrag.reuse.blend import LateRecompute, blend, blended_rows, stitch
 from kvrag.reuse.load import LayerLoader, Recovery
 from kvrag.reuse.request_state import RequestState, Trace
 from kvrag.reuse.select import select
@@ -81,7 +81,7 @@ class Pipeline:
             request.recomputed = request.selected  # grows if it is completed
             request.report = _report(request, plan, trace, recovery.notes)
         is_open = (plan.margin or plan.is_observed) and not request.report.exact
-        request.completion = Completion(backend, request, plan.margin, plan.start) if is_open else None
+        request.late = LateRecompute(backend, request, plan.margin, plan.start) if is_open else None
         record_steps(trace.times)
 
 

@@ -20,7 +20,7 @@ from kvrag.control.agreement import DECIDED, END, TOKENS, is_kept, likeliest, ow
 from kvrag.control.evidence import Evidence, rung, scaled, tally
 from kvrag.control.plan import STARTS, Planner
 from kvrag.errors import AbandonedError
-from kvrag.reuse.blend import Completion
+from kvrag.reuse.blend import LateRecompute
 from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.idle import Idle
 from kvrag.types import CheckStats
@@ -68,9 +68,9 @@ def measure(
         prefill(request)
         if len(request.inexact):
             count(request, False)
-            completion = Completion(model, request)
-            if completion.can_deepen:
-                request.logits = completion.recompute(request.ids, 0)
+            late = LateRecompute(model, request)
+            if late.can_deepen:
+                request.logits = late.recompute(request.ids, 0)
                 count(request, True)
         yield start
 
@@ -91,7 +91,7 @@ def _refer(model: Model, prefill: Prefill, ids: Sequence[int], namespace: str, a
 
 def observe(model: Model, evidence: Evidence, request: RequestState, tokens: int) -> None:
     """Count the tokens of a complete answer that blended KV has decided, and what became of its doubts."""
-    done = request.completion
+    done = request.late
     if done is None:
         return
     for is_deepened in (False, True):
@@ -149,7 +149,7 @@ class Checker:
             return
         if self._model.logits_processor(sampling, len(request.ids))[1]:
             return
-        is_counted = request.completion is not None
+        is_counted = request.late is not None
         few = self._planner.evidence[request.namespace].answers.answers < FEW + is_counted
         if self._share <= 0 or (self._random.random() >= self._share and not few):
             return

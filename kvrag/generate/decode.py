@@ -29,9 +29,9 @@ from kvrag.generate.grammar import Constraint, constrain
 from kvrag.generate.parse import Thoughts
 from kvrag.generate.prompt import Prepared
 from kvrag.process import release_team
-from kvrag.reuse.blend import Completion
+from kvrag.reuse.blend import LateRecompute
 from kvrag.reuse.request_state import RequestState
-from kvrag.scheduling.waiting import SharedSteps, is_left
+from kvrag.scheduling.waiting import SharedSteps, is_cancelled
 from kvrag.types import Delta, FinishReason, TokenLogprob
 
 AHEAD = 16
@@ -52,7 +52,7 @@ def decode(
     control_tokens: Collection[int] = (),
     thoughts: Thoughts | None = None,
     alone: bool = False,
-    completion: Completion | None = None,
+    late: LateRecompute | None = None,
 ) -> Iterator[Delta]:
     """Generate with `model.generate`'s own processors, in steps that all answers of the model share.
 
@@ -66,7 +66,7 @@ def decode(
         control_tokens: Those that stay in the text, for `thoughts` and a parser of tool calls.
         thoughts: Splits the answer from its thoughts. It is changed.
         alone: Share no step, so that the answer does not depend on others: kernels round by the number of rows.
-        completion: Recomputes more of the prompt before a token of which the model is unsure.
+        late: Recomputes more of the prompt before a token of which the model is unsure.
 
     Yields:
         One Delta per token. Its text is empty while a character or a stop string is incomplete. The last one has
@@ -74,7 +74,7 @@ def decode(
     """
     if unknown := [token for token in sampling.logit_bias or () if token >= logits.shape[-1]]:
         raise SettingError(f"logit_bias: unknown token {unknown[0]}: this model has tokens 0 to {logits.shape[-1] - 1}")
-    row = Row(model, ids, cache, logits, sampling, constraint, control_tokens, thoughts, alone, completion)
+    row = Row(model, ids, cache, logits, sampling, constraint, control_tokens, thoughts, alone, late)
     batch = _batch_of(model)
     try:
         delta: Delta | None = None
@@ -220,23 +220,23 @@ class Row:
         control_tokens: Collection[int],
         thoughts: Thoughts | None,
         alone: bool,
-        completion: Completion | None,
+        late: LateRecompute | None,
     ) -> None:
         """Begin an answer, and draw its first token; see `decode`."""
-        self.model, self.cache, self._alone, self._has_left = model, cache, alone, is_left.get()
+        self.model, self.cache, self._alone, self._is_cancelled = model, cache, alone, is_cancelled.get()
         self.deltas: deque[Delta] = deque()
-        self._completion, self._num_tokens = completion, 0
+        self._late, self._num_tokens = late, 0
         self.is_done = self.is_parked = self.is_unsure = False
         self.num_waits = 0
         self.error: Exception | None = None
         self._sampling, self._constraint = sampling, constraint
         self._process, self._do_sample = model.logits_processor(sampling, len(ids))
         self._penalize = self._process
-        if completion and self._do_sample:
+        if late and self._do_sample:
             self._penalize, _ = model.logits_processor(replace(sampling, temperature=0.0), len(ids))
         self._num_prompt = self._length = len(ids)
-        self._left = min(sampling.max_new_tokens, model.context_window - len(ids))
-        self._buffer = torch.empty(1, len(ids) + self._left, dtype=ids.dtype, device=logits.device)
+        self._tokens_left = min(sampling.max_new_tokens, model.context_window - len(ids))
+        self._buffer = torch.empty(1, len(ids) + self._tokens_left, dtype=ids.dtype, device=logits.device)
         self._buffer[0, : len(ids)] = ids
         self.token = int(ids[-1])
         self._state: Tensor | None = None  # of the generator, before the last draw
@@ -268,21 +268,21 @@ class Row:
         """
         cache = self.model.new_cache(self._length)
         context = copy_context()  # of the thread that runs the step, whose own consumer may be another one
-        context.run(is_left.set, self._has_left)
+        context.run(is_cancelled.set, self._is_cancelled)
         logits = context.run(self.model.forward, self._ids, cache)
         self.cache = cache
-        self._completion = None  # it would change the old cache
+        self._late = None  # it would change the old cache
         return logits
 
     def recompute_more(self) -> None:
         """Recompute more of the prompt, or all of it, and take the next token. Waits for the model."""
-        completion = self._completion
-        assert completion is not None
-        logits = completion.recompute(self._ids[0], self._num_tokens)
+        late = self._late
+        assert late is not None
+        logits = late.recompute(self._ids[0], self._num_tokens)
         before, drawn = self._doubt, self.draw(logits).tolist()
-        completion.judge(self._num_tokens, before, (int(drawn[4]), drawn[3]))
-        if completion.completed:
-            self._completion = None  # from here on no margin has to be computed
+        late.judge(self._num_tokens, before, (int(drawn[4]), drawn[3]))
+        if late.completed:
+            self._late = None  # from here on no margin has to be computed
         self.advance(logits, drawn)
 
     def advance(self, logits: Tensor, drawn: Sequence[float]) -> None:
@@ -290,7 +290,7 @@ class Row:
         *_, margin, best, ends = drawn
         # between ending and going on, little but a full stop depends on the chunks: decision 37
         sure = math.inf if ends else margin
-        self.is_unsure = self._completion is not None and self._completion.is_unsure(self._num_tokens, sure)
+        self.is_unsure = self._late is not None and self._late.is_unsure(self._num_tokens, sure)
         self._doubt = int(best), margin
         if not self.is_unsure:
             self._append(logits, drawn)
@@ -313,10 +313,10 @@ class Row:
         num_top = self._sampling.logprobs
         logprobs = () if num_top is None else (logprob(logits, token, num_top),)
         text = self._text.push(token)
-        self._left -= 1
+        self._tokens_left -= 1
         is_complete = self._text.stopped or (self._constraint is not None and self._constraint.push(token))
         finish: FinishReason | None = None
-        if is_complete or self._left <= 0:
+        if is_complete or self._tokens_left <= 0:
             text += "" if self._text.stopped else self._text.rest()
             finish = "stop" if is_complete or self._text.stopped else "length"
         else:
@@ -337,7 +337,7 @@ class Row:
         logits = self._process(self._ids, logits)
         likely = logits
         if self._do_sample:
-            if self._completion and self._generator:
+            if self._late and self._generator:
                 self._state = self._generator.get_state()
             # torch.multinomial draws the same, but on a GPU a NaN would make all later work fail
             likely = logits.softmax(dim=-1) / torch.empty_like(logits).exponential_(generator=self._generator)
@@ -354,7 +354,7 @@ class Row:
     def _margin(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (): by how many nats the likeliest allowed token leads, before any temperature, which it is, and
         whether it or the next one ends the answer."""
-        if self._completion is None:
+        if self._late is None:
             return (logits.new_zeros(()),) * 3
         (first, second), tokens = (part[0] for part in self._penalize(self._ids, logits).topk(2))
         return first - second, tokens[0].float(), torch.isin(tokens, self._ends).any().float()
@@ -471,7 +471,7 @@ class Reply:
         request, alone = self._request, self._request.config.deterministic
         start = self._model, request.ids, request.cache, request.logits, self._sampling
         control_tokens = {token for part in (self._thoughts, self._parser) if part for token in part.control_tokens}
-        for delta in decode(*start, self._constraint, control_tokens, self._thoughts, alone, request.completion):
+        for delta in decode(*start, self._constraint, control_tokens, self._thoughts, alone, request.late):
             if not self._has_begun:
                 self._has_begun = True
                 request.note_first_token(time.perf_counter() - started)

@@ -18,7 +18,7 @@ from kvrag.index.catalog import Lookup
 from kvrag.ingest.ingest import Ingestion
 from kvrag.process import Background
 from kvrag.reuse.request_state import RequestState
-from kvrag.scheduling.waiting import is_left
+from kvrag.scheduling.waiting import is_cancelled
 from kvrag.store.values import text_key
 from kvrag.types import LearnStats, Messages, Run, TokenIds
 
@@ -73,7 +73,7 @@ class Learner:
             self._count(namespace, ignored=1)
 
     def _run(self, namespace: str, work: Callable[[], None]) -> None:
-        is_left.set(lambda: self._looking.is_over)
+        is_cancelled.set(lambda: self._looking.is_over)
         try:
             work()
         except Exception as error:  # no answer depends on it

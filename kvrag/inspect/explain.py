@@ -78,7 +78,7 @@ def explain(
     elif not (findings or prompt.has_stored):
         few = f"at most {longest} of its tokens in a row are in a warmed chunk, and {min_run} are needed"
         summary.append(few if 0 < longest < min_run else "it contains no warmed chunk: warm texts as they are pasted")
-    if answered.completion:
+    if answered.late:
         summary.append("this was the prefill alone: once the model is unsure of a token, an answer recomputes more")
     stretches = tuple(_stretches(tokenizer, answered, documents))
     return Explanation(tuple(summary), stretches, tuple(findings), answered.report)

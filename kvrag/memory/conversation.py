@@ -51,7 +51,7 @@ class Turn(NamedTuple):
     """One prompt of a conversation."""
 
     start: int
-    asked: int  # end of the question; between it and `stop` is the chat template's generation prompt
+    question_end: int  # between it and `stop` is the chat template's generation prompt
     stop: int
 
 
@@ -556,7 +556,7 @@ def _turns(prompt: NDArray[np.int64], stretch: KeptStretch) -> _Continued:
         return _Continued(stretch, common, sum(turn.stop <= common for turn in turns), common == stretch.stop)
     length, number = 0, 0
     for turn, end in zip(turns, [*(turn.start for turn in turns[1:]), stretch.stop], strict=True):
-        if common < turn.asked or len(prompt) <= turn.stop:
+        if common < turn.question_end or len(prompt) <= turn.stop:
             break
         length, number = min(common, end), number + 1
     return _Continued(stretch, length, number, length == common)

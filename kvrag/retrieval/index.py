@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from kvrag.config import check_text
 from kvrag.errors import KvragError, SettingError, StoreError, needing, reason_of
-from kvrag.process import own_team
+from kvrag.process import releasing_threads
 from kvrag.store.schema import connect
 from kvrag.types import Messages
 
@@ -207,7 +207,7 @@ class ChunkIndex:
         """Return (N, E) unit vectors; loads the embedder on first use."""
         for text in texts:
             check_text(text)
-        with own_team(), _embedding:
+        with releasing_threads(), _embedding:
             vectors = _encoder(self.embedder).encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
         return np.ascontiguousarray(vectors, np.float32)
 

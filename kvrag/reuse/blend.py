@@ -4,8 +4,8 @@
 recompute (arXiv:2405.16444, section 4.2): the model's own forward pass on fresh and selected positions. All other
 positions keep the stitched KV. Recomputed tokens attend to it under a mask by true positions.
 
-`Completion` recomputes more when the model is unsure of its next token. The margin between the two likeliest tokens is
-a sign of doubt. The first token with a smaller margin than asked for is not emitted: the next share of the chunks is
+`LateRecompute` recomputes more when the model is unsure of its next token. The margin between the two likeliest tokens
+is a sign of doubt. The first token with a smaller margin than asked for is not emitted: the next share of the chunks is
 recomputed first, in the order of the policy, with the question and the answer so far, in the same cache. At the next
 doubt, or where nothing was recomputed in the beginning, everything from the first position with inexact KV on is: the
 KV then is full prefill's, and the answer continues exactly.
@@ -93,14 +93,14 @@ def blend(backend: Backend, request: RequestState) -> Tensor:
     engine otherwise gets no rows of it, which can be none at all. Returns (1, V) float32 logits after the last token.
     """
     if not request.reused.any():
-        for ids in request.ids.tensor_split([request.asked] if backend.keeps_states else []):
+        for ids in request.ids.tensor_split([request.question_end] if backend.keeps_states else []):
             if len(ids):
                 logits = backend.forward(ids[None], request.cache)
         return logits
     blended = blended_rows(backend, request)
     if backend.stores_states:
         _begin_from_states(backend, request, int(blended[last_stretch(blended)]))
-    for rows in prefill_blocks(backend, blended, request.asked):
+    for rows in prefill_blocks(backend, blended, request.question_end):
         logits = backend.forward(request.ids[rows][None], request.cache, rows)
     request.cache.set_length(len(request.ids))
     return logits
@@ -124,7 +124,7 @@ def blended_rows(backend: Backend, request: RequestState) -> Tensor:
     return rows[rows < request.tail()] if backend.leaves_tail else rows
 
 
-class Completion:
+class LateRecompute:
     """The recompute that is left to one prompt, whose answer is being decoded. Changes the prompt's cache.
 
     Attributes:
@@ -143,7 +143,7 @@ class Completion:
         self.seen: tuple[list[tuple[int, float]], list[tuple[int, float]]] = [], []
         self.judged: list[tuple[bool, int, float, bool, float]] = []
         self._margin, self._backend, self._cache = margin, backend, request.cache
-        self._length, self._asked = len(request.ids), request.asked
+        self._length, self._question_end = len(request.ids), request.question_end
         self._first = request.num_exact(request.selected)  # all positions before it equal full prefill's
         self._deeper, self._fresh = request.deeper, request.fresh
         if backend.keeps_states and self._first < self._length:
@@ -198,7 +198,7 @@ class Completion:
             prompt, answer = rows[rows < self._length], rows[rows >= self._length]
             parts: Sequence[Tensor] = [*prefill_blocks(backend, prompt), *answer[:, None]]
         else:
-            parts = list(prefill_blocks(backend, rows, self._asked))
+            parts = list(prefill_blocks(backend, rows, self._question_end))
         for part in parts:
             logits = backend.forward(ids[part][None], cache, part)
         cache.set_length(len(ids))

@@ -21,7 +21,7 @@ from kvrag.backend.protocol import Backend
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError, out_of_memory
 from kvrag.index.catalog import Match
 from kvrag.memory.tier import MemoryTier
-from kvrag.process import own_team, reporting_memory
+from kvrag.process import releasing_threads, reporting_memory
 from kvrag.reuse.request_state import RequestState, Trace
 from kvrag.store import ChunkReader, KVStore
 from kvrag.store.values import text_key, unpack
@@ -231,7 +231,7 @@ class LayerLoader:
         prepare = self._prepare if self._backend.passes_may_wait else self._read
         self._reads[number] = _pools(os.getpid())[0].submit(prepare, number)
 
-    @own_team()
+    @releasing_threads()
     def _prepare(self, number: int) -> _Laid:
         return self._lay_out(number, self._read(number))
 

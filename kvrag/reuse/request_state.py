@@ -1,6 +1,6 @@
 """A request: one prompt, from its tokens to its answer, and the duration of its steps.
 
-The most recent requests are kept for explanations (`History`). `Watch` warns when prompts reuse little.
+The most recent requests are kept for explanations (`RecentRequests`). `Watch` warns when prompts reuse little.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvrag.store import ChunkReader
 from kvrag.types import BlendReport, Run
 
 if TYPE_CHECKING:
-    from kvrag.reuse.blend import Completion
+    from kvrag.reuse.blend import LateRecompute
 
 logger = logging.getLogger("kvrag")
 
@@ -51,7 +51,7 @@ class RequestState:
         notes: For the report.
         created: Keys of chunks that were encoded for this answer.
         conversations: Those that may be continued; None = earlier prompts are not reused.
-        asked: Position where the chat template's generation prompt begins, which the next turn may lack; 0 = unknown.
+        question_end: Position where the chat template's generation prompt begins, which the next turn may lack, or 0.
         prefix: First positions, from a conversation.
         matches: Runs of stored chunks after the cached prefix, ascending and disjoint.
         readers: By the runs' chunk keys; the request closes them.
@@ -65,7 +65,7 @@ class RequestState:
         logits: (1, V) float32, after the last token.
         recomputed: (S,) reused positions that were recomputed.
         report: Without `ttft_s`, which the caller sets.
-        completion: None = the ratio is fixed.
+        late: None = the ratio is fixed.
         is_forgotten: A chunk or a text in it was deleted: its KV is not kept, and it is not explained.
     """
 
@@ -77,7 +77,7 @@ class RequestState:
     created: Collection[str] = ()
     # begun
     conversations: Conversations | None = None
-    asked: int = 0
+    question_end: int = 0
     # looked up
     prefix: CachedPrefix | None = None
     matches: Sequence[Match] = ()
@@ -96,7 +96,7 @@ class RequestState:
     logits: Tensor = field(init=False)
     recomputed: Tensor = field(init=False)
     report: BlendReport = field(init=False)
-    completion: Completion | None = None
+    late: LateRecompute | None = None
     # in any state
     is_forgotten: bool = False
 
@@ -224,7 +224,7 @@ class RequestState:
     @property
     def is_exact(self) -> bool:
         """True once all KV is full prefill's."""
-        return self.report.exact or (self.completion is not None and self.completion.completed is not None)
+        return self.report.exact or (self.late is not None and self.late.completed is not None)
 
     def note_first_token(self, ttft_s: float) -> None:
         """Complete the report with the seconds from the call to the first token."""
@@ -233,7 +233,7 @@ class RequestState:
 
     def note_completed(self) -> None:
         """Enter into `recomputed` and the report what was recomputed while the model was unsure."""
-        done = self.completion
+        done = self.late
         if not done or (done.deepened, done.completed) == (self.report.deepened, self.report.completed):
             return
         again = torch.zeros_like(self.reused).index_fill(0, self.selected, True)
@@ -268,7 +268,7 @@ class RequestState:
         finally:
             for name in ("cache", "logits"):
                 self.__dict__.pop(name, None)
-            self.prefix = self.completion = self.conversations = None
+            self.prefix = self.late = self.conversations = None
 
 
 class Trace:
@@ -334,7 +334,7 @@ class Trace:
         return self._backend.waits > self._waits
 
 
-class History:
+class RecentRequests:
     """The most recent prompts of each namespace, as they were answered. Thread-safe."""
 
     def __init__(self) -> None:

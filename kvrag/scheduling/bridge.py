@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from kvrag.process import check_process
-from kvrag.scheduling.waiting import check_left, held, is_left
+from kvrag.scheduling.waiting import check_cancelled, held, is_cancelled
 
 T = TypeVar("T")
 
@@ -23,15 +23,15 @@ _THREADS = 64  # of one call of `together`: more generators wait for these
 async def off_loop(items: Generator[T, None, None], *, ahead: Executor | None = None) -> AsyncGenerator[T, None]:
     """Run a generator in a thread, in a copy of this context; yield its items, which are never None.
 
-    Closing or cancelling this ends the generator at the next check of `is_left`, at the latest after its current step,
-    and then returns.
+    Closing or cancelling this ends the generator at the next check of `is_cancelled`, at the latest after its current
+    step, and then returns.
 
     Args:
         ahead: Go on to the end in one of these threads, instead of only when the consumer asks for the next item.
     """
     loop, made = asyncio.get_running_loop(), asyncio.Queue[T | BaseException | None]()
     left, context, working = threading.Event(), copy_context(), None
-    context.run(is_left.set, left.is_set)
+    context.run(is_cancelled.set, left.is_set)
     threads = ahead or ThreadPoolExecutor(1, "kvrag-async")  # not shared, see `kvrag.process`
 
     def put(item: T | BaseException | None) -> None:
@@ -65,17 +65,17 @@ def once(work: Callable[[], T]) -> Generator[tuple[T], None, None]:
 def together(generators: Sequence[Generator[T, None, None]]) -> Generator[tuple[int, T], None, None]:
     """Run generators at the same time; yield their items, which are never None, in order of arrival with their number.
 
-    Closing this generator, or an exception in one of them, ends all of them, at the next check of `is_left`.
+    Closing this generator, or an exception in one of them, ends all of them, at the next check of `is_cancelled`.
     """
     if len(generators) == 1:  # usual for a server: needs no thread
         with closing(generators[0]) as generator:
             yield from ((0, item) for item in generator)
         return
     made: SimpleQueue[tuple[int, T | BaseException | None]] = SimpleQueue()
-    left, has_left, process = threading.Event(), is_left.get(), os.getpid()
+    left, caller_cancelled, process = threading.Event(), is_cancelled.get(), os.getpid()
 
     def run(number: int) -> None:
-        is_left.set(lambda: left.is_set() or has_left())
+        is_cancelled.set(lambda: left.is_set() or caller_cancelled())
         _put(generators[number], lambda item: made.put((number, item)), ahead=True)
 
     pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvrag-batch")  # starts as many threads as it needs
@@ -104,7 +104,7 @@ def _put(items: Generator[T, None, None], put: Callable[[T | BaseException | Non
             put(item)
             if not ahead:
                 return
-            check_left()
+            check_cancelled()
         put(None)
     except BaseException as error:
         items.close()

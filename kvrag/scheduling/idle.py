@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvrag.errors import AbandonedError
-from kvrag.process import Background, own_team
-from kvrag.scheduling.waiting import POLL_S, is_left
+from kvrag.process import Background, releasing_threads
+from kvrag.scheduling.waiting import POLL_S, is_cancelled
 
 logger = logging.getLogger("kvrag")
 
@@ -35,8 +35,8 @@ class _Task:
 class Idle(Background):
     """Works on answered requests, one after the other, while no answer is in progress. Thread-safe.
 
-    Work ends at its next `check_left` once an answer begins, and is tried again later; or once a text of its request is
-    deleted, or at the end.
+    Work ends at its next `check_cancelled` once an answer begins, and is tried again later; or once a text of its
+    request is deleted, or at the end.
     """
 
     def __init__(self, is_busy: Callable[[], bool], notice: Callable[[], None]) -> None:
@@ -91,11 +91,11 @@ class Idle(Background):
 
     def _do(self, task: _Task) -> None:
         request = task.request
-        is_left.set(lambda: self.is_over or request.is_forgotten or self._is_busy())
+        is_cancelled.set(lambda: self.is_over or request.is_forgotten or self._is_busy())
         try:
             self._notice()
             if not request.is_forgotten:
-                with own_team():
+                with releasing_threads():
                     task.work()
         except AbandonedError:
             task.attempts -= 1
@@ -106,4 +106,4 @@ class Idle(Background):
             if not self.is_over:
                 logger.info("work in idle time failed: %s", error)
         finally:
-            is_left.set(lambda: False)  # it holds the request
+            is_cancelled.set(lambda: False)  # it holds the request

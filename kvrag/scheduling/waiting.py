@@ -21,16 +21,16 @@ from kvrag.process import check_process, release_team
 
 T = TypeVar("T")
 
-is_left: ContextVar[Callable[[], bool]] = ContextVar("is_left", default=lambda: False)
+is_cancelled: ContextVar[Callable[[], bool]] = ContextVar("is_cancelled", default=lambda: False)
 """Function that returns whether the consumer of this context has left: work on its answer ends then."""
 
-POLL_S = 0.1  # between two calls of `check_left`, since leaving wakes nobody
+POLL_S = 0.1  # between two calls of `check_cancelled`, since leaving wakes nobody
 _SHARE = 2.0  # of all other threads together, relative to those in `FairLock.first`
 
 
-def check_left() -> None:
+def check_cancelled() -> None:
     """Raise AbandonedError if the consumer of this context has left."""
-    if is_left.get()():
+    if is_cancelled.get()():
         raise AbandonedError("the work was abandoned, because its consumer has left")
 
 
@@ -108,7 +108,7 @@ class FairLock:
     def _wait(self, turn: threading.Event, queue: deque[threading.Event], may_leave: bool) -> None:
         try:
             while not turn.wait(POLL_S if may_leave else None):
-                check_left()
+                check_cancelled()
         except BaseException:  # or Ctrl-C: otherwise the lock would be handed to a thread that no longer waits
             with self._mutex:
                 if not turn.is_set():
@@ -205,13 +205,13 @@ class Admission:
 
     @contextmanager
     def admit(self, num_bytes: int) -> Iterator[Admitted]:
-        """Hold a place for an answer with KV of this size at full length. Raises AbandonedError, see `check_left`."""
+        """Hold a place for an answer with KV of this size at full length. Raises AbandonedError if it is cancelled."""
         answer = Admitted(num_bytes, self._changed)
         with self._changed:
             self._waiting.append(answer)
             try:
                 while not self._may_begin(answer):
-                    check_left()
+                    check_cancelled()
                     self._changed.wait(POLL_S)
                 self._admitted[answer] = None
             finally:

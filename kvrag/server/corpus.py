@@ -21,7 +21,7 @@ from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError, StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.retrieval.documents import page_numbers
 from kvrag.retrieval.index import ChunkIndex, Hit
-from kvrag.scheduling.waiting import check_left, is_left
+from kvrag.scheduling.waiting import check_cancelled, is_cancelled
 from kvrag.server.api_errors import ApiError
 from kvrag.store.durable import TEMPORARY, write_file
 
@@ -184,7 +184,7 @@ class Corpus:
                     path.unlink()
 
     def _work(self) -> None:
-        is_left.set(lambda: self._is_stopping)
+        is_cancelled.set(lambda: self._is_stopping)
         self._engine.calibrate_when_idle(self.namespace)
         while (task := self._await_task()) is not None:
             reason = ""
@@ -221,11 +221,11 @@ class Corpus:
         # KV first: every retrievable chunk has its KV
         self._engine.warm(chunks, document=task.document, namespace=self.namespace, progress=self._advance)
         pages = page_numbers(chunks, task.texts, task.pages)
-        self.index.add(chunks, task.document, lambda done, total: check_left(), pages)
+        self.index.add(chunks, task.document, lambda done, total: check_cancelled(), pages)
 
     def _advance(self, done: int, total: int) -> None:
         self._progress = (done, total)
-        check_left()
+        check_cancelled()
 
     def _finish(self, task: CorpusTask, error: str = "") -> None:
         with self._changed:

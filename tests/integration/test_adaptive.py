@@ -14,7 +14,7 @@ from families import FAMILIES, build
 
 from kvrag import BlendConfig, BlendEngine, Grammar, Model, Sampling, SettingError
 from kvrag.control.agreement import likeliest
-from kvrag.reuse.blend import FIRST, MOST, Completion
+from kvrag.reuse.blend import FIRST, MOST, LateRecompute
 
 PROMPT = messages(*(CHUNKS[number] for number in (2, 0, 3, 1)))
 UNSURE = {"margin": 1e8, "controller": "off"}  # of everything
@@ -56,10 +56,10 @@ def unsure_at(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Numbers of the tokens at which the model is unsure, by blended KV."""
     tokens: set[int] = set()
 
-    def is_unsure(completion: Completion, token: int, margin: float) -> bool:
+    def is_unsure(late: LateRecompute, token: int, margin: float) -> bool:
         return token in tokens
 
-    monkeypatch.setattr(Completion, "is_unsure", is_unsure)
+    monkeypatch.setattr(LateRecompute, "is_unsure", is_unsure)
     return tokens
 
 
@@ -140,7 +140,7 @@ def test_a_deepened_answer_continues_from_more_recomputed_tokens(
         assert not {*request.deeper.tolist()} & {*request.selected.tolist()}
         said = [int(request.logits.argmax())]
         both = torch.cat([request.ids, torch.tensor(said)])
-        rows = Completion(model, request).rows_of_next_share(len(both))
+        rows = LateRecompute(model, request).rows_of_next_share(len(both))
         assert {*rows.tolist()} >= {*request.deeper.tolist(), *range(len(ids), len(both))}
         late = request.fresh > request.deeper[0]
         assert {*rows.tolist()} == {*request.deeper.tolist(), *request.fresh[late].tolist(), len(ids)}
@@ -149,9 +149,7 @@ def test_a_deepened_answer_continues_from_more_recomputed_tokens(
         for _ in range(4):
             said.append(int(logits.argmax()))
             logits = model.forward_each([said[-1]], [request.cache])
-        monkeypatch.setattr(
-            Completion, "is_unsure", lambda completion, token, _: token == 1 and completion.deepened is None
-        )
+        monkeypatch.setattr(LateRecompute, "is_unsure", lambda late, token, _: token == 1 and late.deepened is None)
         answer = engine.generate(PROMPT, max_new_tokens=5, temperature=0, deterministic=True)
         report = answer.report
         assert list(answer.token_ids) == said
@@ -199,9 +197,9 @@ def test_the_first_token_needs_a_third_of_the_margin(model: Model, tmp_path: Pat
     with BlendEngine(model, tmp_path) as engine:
         engine.warm(CHUNKS)
         request = engine.prefill(model.tokenizer.render(PROMPT), BlendConfig(controller="off"))
-        completion = Completion(model, request, margin=3.0)
-        assert [completion.is_unsure(0, margin) for margin in (0.99, 1.01)] == [True, False]
-        assert [completion.is_unsure(1, margin) for margin in (2.99, 3.01, math.nan)] == [True, False, False]
+        late = LateRecompute(model, request, margin=3.0)
+        assert [late.is_unsure(0, margin) for margin in (0.99, 1.01)] == [True, False]
+        assert [late.is_unsure(1, margin) for margin in (2.99, 3.01, math.nan)] == [True, False, False]
         assert 3 * FIRST == 1
 
 

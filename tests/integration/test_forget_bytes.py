@@ -187,13 +187,13 @@ def test_explanations_and_conversations_end_with_a_text(text: str, order: str, w
 
 def test_an_answer_in_progress_leaves_no_explanation(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.warm([SECRET], document="secret")
-    add = engine._answering.history.add
+    add = engine._answering.recent.add
 
     def late(answered: RequestState) -> None:
         engine.forget("secret")
         add(answered)
 
-    monkeypatch.setattr(engine._answering.history, "add", late)
+    monkeypatch.setattr(engine._answering.recent, "add", late)
     engine.generate(messages(OTHER, SECRET), ratio=0.3, max_new_tokens=2)
     with pytest.raises(PromptError, match="there is no answer in this namespace"):
         engine.explain()

@@ -24,7 +24,7 @@ from serving import NAME, Served, serving
 
 from kvrag import Answer, BlendConfig, BlendEngine, BlendReport, Model, RemoteEngine
 from kvrag.cli.question import print_answer
-from kvrag.reuse.blend import Completion
+from kvrag.reuse.blend import LateRecompute
 from kvrag.server.response import openai_usage
 from kvrag.types import join
 
@@ -144,7 +144,7 @@ def test(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
 def test_what_is_recomputed_on_doubt_is_not_reused(
     answering: Any, test: Any, place: str, unsure_at: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Completion, "is_unsure", lambda completion, token, margin: token == unsure_at)
+    monkeypatch.setattr(LateRecompute, "is_unsure", lambda late, token, margin: token == unsure_at)
     reused = PLACES[place](*answering, test)
     assert reused > 50 if unsure_at is None else reused == 0
 
@@ -152,7 +152,7 @@ def test_what_is_recomputed_on_doubt_is_not_reused(
 def test_each_token_is_counted_once(answering: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, served = answering
     for number, unsure_at in enumerate((None, 0, 2), 1):
-        monkeypatch.setattr(Completion, "is_unsure", lambda completion, token, margin, at=unsure_at: token == at)
+        monkeypatch.setattr(LateRecompute, "is_unsure", lambda late, token, margin, at=unsure_at: token == at)
         report = served.ask(TEXT, max_tokens=4).json()["kvrag"]
         counts = [report[f"{name}_tokens"] for name in ("reused", "recomputed", "fresh")]
         assert sum(counts) == report["prompt_tokens"]
@@ -173,7 +173,7 @@ def test_what_was_kept_of_the_conversation_is_not_reused_once_it_is_recomputed(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     doubts: list[bool] = []
-    monkeypatch.setattr(Completion, "is_unsure", lambda completion, token, margin: bool(doubts))
+    monkeypatch.setattr(LateRecompute, "is_unsure", lambda late, token, margin: bool(doubts))
     with BlendEngine(model, tmp_path, BlendConfig(margin=1e8, controller="off")) as engine:
         engine.warm(CHUNKS)
         said = engine.generate(PROMPT, **OPTIONS).text

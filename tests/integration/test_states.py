@@ -36,7 +36,7 @@ from kvrag.backend.transformers import BlendCache
 from kvrag.backend.transformers.rows import as_argument
 from kvrag.fingerprint import Fingerprint
 from kvrag.ingest.encode import encode
-from kvrag.reuse.blend import Completion
+from kvrag.reuse.blend import LateRecompute
 
 TOLERANCE = 1e-5
 PROMPT = messages(*(CHUNKS[number] for number in (2, 0, 3, 1)))
@@ -338,7 +338,7 @@ def test_a_completion_does_not_begin_with_the_states_of_a_chunk(
     assert relative(done.logits[0], plain_logits(storing.hf, ids)[-1]) > 1e-3
     # so that one of its passes begins where the question's did
     monkeypatch.setattr("kvrag.backend.protocol.PREFILL_BLOCK", done.runs[-1].stop)
-    logits = Completion(storing, done, 1.0).recompute(torch.tensor(ids), 0)
+    logits = LateRecompute(storing, done, 1.0).recompute(torch.tensor(ids), 0)
     assert relative(logits[0], plain_logits(storing.hf, ids)[-1]) <= TOLERANCE
 
 

@@ -38,7 +38,7 @@ from kvrag import (
 )
 from kvrag.errors import AbandonedError
 from kvrag.reuse.load import Recovery
-from kvrag.scheduling.waiting import is_left
+from kvrag.scheduling.waiting import is_cancelled
 from kvrag.store import visible_variant
 from kvrag.store.values import chunk_key, text_key
 
@@ -724,11 +724,11 @@ class Checks:
 @contextmanager
 def _leaving_at(last: int) -> Iterator[Checks]:
     checks = Checks(last)
-    token = is_left.set(checks)
+    token = is_cancelled.set(checks)
     try:
         yield checks
     finally:
-        is_left.reset(token)
+        is_cancelled.reset(token)
 
 
 @pytest.mark.parametrize("policy", ["full", "query", "hkvd"])
@@ -793,7 +793,7 @@ def test_leaving_ends_the_wait_for_another_threads_pass(engine: BlendEngine) -> 
     left, errors = threading.Event(), list[BaseException]()
 
     def answer() -> None:
-        is_left.set(left.is_set)
+        is_cancelled.set(left.is_set)
         try:
             engine.generate(PROMPT, max_new_tokens=1)
         except BaseException as error:
@@ -811,10 +811,10 @@ def test_leaving_ends_the_wait_for_another_threads_pass(engine: BlendEngine) -> 
 def test_leaving_ends_the_prefills_of_a_batch(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     left = threading.Event()
     layers = Layers(engine, left.set, monkeypatch)
-    token = is_left.set(left.is_set)
+    token = is_cancelled.set(left.is_set)
     with pytest.raises(AbandonedError):
         engine.generate_batch([PROMPT, PROMPT], max_new_tokens=1)
-    is_left.reset(token)
+    is_cancelled.reset(token)
     assert layers.count <= 2
 
 

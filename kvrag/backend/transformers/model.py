@@ -36,7 +36,7 @@ from kvrag.config import LOAD_DEFAULTS, LoadOptions, Sampling, fill_options, sho
 from kvrag.errors import ContextWindowError, SettingError, UnsupportedModelError
 from kvrag.fingerprint import Fingerprint, hash_weights
 from kvrag.process import Shared, reporting_memory
-from kvrag.scheduling.waiting import FairLock, check_left
+from kvrag.scheduling.waiting import FairLock, check_cancelled
 
 _TRIAL_TOKENS = 8
 
@@ -395,7 +395,7 @@ class Model(Backend):
 
     def _pause(self) -> None:
         """Between two layers, end this pass if nobody waits for it, or let another thread's decode step run."""
-        check_left()
+        check_cancelled()
         if not self.lock.is_wanted_first:
             return
         if self.device.type == "cuda":

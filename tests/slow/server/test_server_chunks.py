@@ -15,7 +15,7 @@ from blending import CHUNKS, QUESTION, messages
 from serving import NAME, Served, serving, until
 
 from kvrag import BlendEngine, BlendReport, RemoteEngine, WarmReport
-from kvrag.scheduling.waiting import check_left
+from kvrag.scheduling.waiting import check_cancelled
 from kvrag.server.settings import ApiKey
 
 NASTY = ["a/b", "..", ".", "a//b", "100%25 & more?#", "Ünï çödé 漢", "/abs/docs/a.txt", "a/../b", " "]
@@ -104,7 +104,7 @@ def test_a_client_that_disconnects_ends_the_encoding(
         begun.set()
         try:
             while True:
-                check_left()
+                check_cancelled()
         finally:
             progress(1, 2)  # the last chunks are stored
             ended.set()

@@ -13,7 +13,7 @@ import pytest
 
 from kvrag.errors import AbandonedError
 from kvrag.scheduling.bridge import off_loop, once
-from kvrag.scheduling.waiting import check_left
+from kvrag.scheduling.waiting import check_cancelled
 
 name: ContextVar[str] = ContextVar("name")
 
@@ -67,7 +67,7 @@ async def test_closing_returns_when_the_step_has_ended(ahead: ThreadPoolExecutor
         try:
             entered.set()
             assert let.wait(60)
-            check_left()
+            check_cancelled()
             yield 1
         except BaseException as error:
             ended.append(type(error))

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from kvrag import BlendEngine, Model
 from kvrag.errors import AbandonedError
 from kvrag.scheduling import waiting as module
-from kvrag.scheduling.waiting import Admission, is_left
+from kvrag.scheduling.waiting import Admission, is_cancelled
 
 PROMPT, OTHER = messages(*CHUNKS), messages(CHUNKS[1])
 SHORT: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0}
@@ -26,7 +26,7 @@ def has_to_wait(admission: Admission, num_bytes: int, context: Context) -> bool:
     """Return whether an answer that is asked for in this context is not admitted at once."""
 
     def ask() -> bool:
-        is_left.set(lambda: True)  # ends the first wait
+        is_cancelled.set(lambda: True)  # ends the first wait
         try:
             with admission.admit(num_bytes):
                 return False

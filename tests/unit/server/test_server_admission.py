@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 
 from kvrag.scheduling.bridge import off_loop
 from kvrag.scheduling.queue import AdmissionQueue, QueueFullError, QueueStoppingError, QueueTimeoutError
-from kvrag.scheduling.waiting import check_left
+from kvrag.scheduling.waiting import check_cancelled
 from kvrag.server import app
 from kvrag.server.api_errors import describe
 
@@ -117,7 +117,7 @@ async def test_closing_ends_a_long_step_at_its_next_check() -> None:
         entered.set()
         try:
             while not ended.wait(0.01):
-                check_left()
+                check_cancelled()
             yield 1
         finally:
             ended.set()

@@ -29,16 +29,20 @@ from kvrag.config import (
     fill_options,
     named_texts,
 )
-from kvrag.control.check import Checker, observe
 from kvrag.errors import SettingError, StoreError
 from kvrag.generate.decode import Reply
 from kvrag.generate.prompt import Prepared, prepare
 from kvrag.ingest.ingest import Ingestion
-from kvrag.ingest.learn import Learner
+from kvrag.listen.check import Checker
+from kvrag.listen.exact import ExactWhenIdle
+from kvrag.listen.learn import Learner
+from kvrag.listen.listener import Answered, Listener
+from kvrag.listen.recent import RecentRequests
+from kvrag.listen.watch import Watch
 from kvrag.memory.conversation import Blended, Conversations, Turn
 from kvrag.memory.forgetting import Forgetting
 from kvrag.request import Pipeline
-from kvrag.reuse.request_state import RecentRequests, RequestState, Watch
+from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.idle import Idle
 from kvrag.scheduling.waiting import Admission
 from kvrag.store.values import text_key
@@ -76,7 +80,7 @@ class Question:
 
 
 class Answering:
-    """Answers questions; keeps the live conversations and the most recent answers. Thread-safe."""
+    """Answers questions, keeps the live conversations, and tells its `listeners`. Thread-safe."""
 
     def __init__(
         self,
@@ -90,15 +94,17 @@ class Answering:
         self._conversations = Conversations(*kept)
         self._admission = Admission(options.batch_bytes)
         self._warming = threading.Lock()
-        self._watch, self.recent = Watch(), RecentRequests()
         memory, decode = (pipeline.memory, self._conversations), model.tokenizer.decode
         self.forgetting = Forgetting(pipeline.store, pipeline.lookup, *memory, decode)
-        is_busy, notice = self._admission.is_busy, self.forgetting.notice
-        self.idle, self._completes = Idle(is_busy, notice), options.complete == "idle"
+        notice, self.recent = self.forgetting.notice, RecentRequests()
+        self.idle = idle = Idle(self._admission.is_busy, notice)
+        self.listeners: list[Listener] = [self.recent, Watch(), Checker(model, pipeline.planner, options.check, idle)]
+        if options.complete == "idle":
+            self.listeners.append(ExactWhenIdle(model, idle, options.conversation_bytes))
+        if options.learn:
+            self.listeners.append(Learner(ingestion, pipeline.lookup, idle, notice))
         # no method of `self`: the model is to be freed without garbage collection
-        self.forgetting.then += [self.recent.drop_forgotten, self.idle.drop_forgotten]
-        self.learner = Learner(ingestion, pipeline.lookup, is_busy, notice) if options.learn else None
-        self.checker = Checker(model, pipeline.planner, options.check, self.idle)
+        self.forgetting.then += [idle.drop_forgotten, *(listener.forgotten for listener in self.listeners)]
 
     def stream(self, question: Question) -> Generator[Delta, None, None]:
         """See `BlendEngine.stream`."""
@@ -109,7 +115,8 @@ class Answering:
         with self._admission.admit(reply.most_bytes) as admitted, request.kv_freed_at_end():
             self.begin(request)
             self._prefill_with_documents(request, question)
-            self.recent.add(request)
+            for listener in self.listeners:
+                listener.prefilled(request, question.prepared.prompt)
             deltas = admitted.pausing(reply.decode(started))
             try:
                 yield next(deltas)
@@ -120,7 +127,12 @@ class Answering:
                 self._keep(request, reply.tokens[:-1], reply.generation_prompt)
                 raise
             self._keep(request, reply.tokens, reply.generation_prompt)
-            self._finish(question, request, reply)
+            # not for abandoned streams: garbage collection may end them in a thread that holds the locks taken here
+            ids = [*request.token_ids, *reply.tokens]
+            keep_exact = partial(self._keep_exact, ids, request.config, request.namespace)
+            how = question.sampling, reply.tokens, reply.is_ended, question.prepared.grammar is not None
+            for listener in self.listeners:
+                listener.answered(Answered(request, *how, self.prefill, keep_exact))
 
     def _render(self, question: Question) -> RequestState:
         """Return the request that a question makes."""
@@ -134,8 +146,6 @@ class Answering:
         self.prefill(request)
         if created and request.is_forgotten:
             self.forgetting.free(self._ingestion.forget_requests({*created.values()}, question.namespace))
-        if self.learner:
-            self.learner.observe(question.prepared.prompt, request, request.report.runs)
 
     def warm_prefix(self, questions: Sequence[Question]) -> int:
         """Compute and keep the beginning that several prompts share; see `BlendEngine.warm_prefix`."""
@@ -195,15 +205,15 @@ class Answering:
 
     def close(self) -> None:
         """Drop the conversations and stop all other work. Answers in progress complete with their KV."""
-        if self.learner:
-            self.learner.close()
         self.idle.close()
+        for listener in self.listeners:
+            listener.close()
         self._conversations.close()
 
     def forget_learned(self, namespace: str) -> int:
         """See `BlendEngine.forget_learned`."""
-        if self.learner:
-            self.learner.forget(namespace)
+        for listener in self.listeners:
+            listener.forget_learned(namespace)
         return self.forgetting.forget(partial(self._pipeline.store.forget_requests, namespace), namespace)
 
     def _warm(self, documents: Sequence[str], request: RequestState) -> dict[str, str]:
@@ -232,26 +242,6 @@ class Answering:
         except StoreError as error:  # the answer does not depend on it
             request.notes = [*request.notes, f"documents could not be stored: {error}"]
         return {key: name for key, (name, _) in missing.items()}
-
-    def _finish(self, question: Question, request: RequestState, reply: Reply) -> None:
-        """Do deferred work after a complete answer, some of it when no answer is in progress.
-
-        Skipped for abandoned streams: garbage collection may end them in a thread that holds the locks taken here.
-        """
-        model, config = self._model, request.config
-        planner = self._pipeline.planner
-        if planner.learns(config):
-            observe(self._model, planner.evidence[request.namespace], request, len(reply.tokens))
-        planner.keep_speed_now_and_then()
-        if config.history == "exact":  # where edited histories are blended, unwarmed text is normal
-            self._watch.look(request.report)
-        ids = [*request.token_ids, *reply.tokens]
-        can_be_kept = len(ids) * model.bytes_per_token <= self._conversations.max_bytes
-        can_go_on = config.reuses_prompts and len(ids) < min(model.stable_length, model.context_window)
-        if self._completes and can_be_kept and can_go_on and not request.is_exact:
-            self.idle.add(request, partial(self._keep_exact, ids, config, request.namespace))
-        if question.prepared.grammar is None:
-            self.checker.observe(request, question.sampling, reply.tokens, reply.is_ended, self.prefill)
 
     def _keep(self, request: RequestState, answer: Sequence[int] = (), generation_prompt: int = 0) -> None:
         """Keep an answered prompt for the next turn, which contains it without the generation prompt.

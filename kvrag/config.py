@@ -324,7 +324,7 @@ class EngineOptions:
         learn: Encode texts that two prompts of a namespace contain, while no answer is in progress: paragraphs, and
             messages of tools, of at least 64 tokens. See `BlendEngine.forget_learned`.
         check: Compare the first greedy answers, and this share of the later ones, with full prefill while no answer is
-            in progress: how much is recomputed follows, where it is not given. 0 = none. See `BlendEngine.checked`.
+            in progress: how much is recomputed follows, where it is not given. 0 = none. See `BlendEngine.stats`.
         complete: "idle" = prefill conversations whose KV is not exact in full while no answer is in progress, so that
             the next turn begins with full prefill's KV.
     """

@@ -31,7 +31,6 @@ from kvrag.config import (
     show_options,
 )
 from kvrag.control.agreement import TOKENS
-from kvrag.control.check import FEW, self_test
 from kvrag.control.plan import STARTS, Planner
 from kvrag.control.prompts import Search, chunk_texts, make_prompts, search_by_words
 from kvrag.errors import AbandonedError, AnswerTimeoutError, KvragError, SettingError
@@ -41,6 +40,7 @@ from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
 from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.gate import Check, verify
+from kvrag.listen.check import FEW, self_test, self_test_when_idle
 from kvrag.memory.tier import MemoryTier, Prefetcher
 from kvrag.process import Shared, check_process, releasing_threads
 from kvrag.progress import watched
@@ -54,7 +54,7 @@ from kvrag.store.base import no_progress
 from kvrag.store.caches import default_folder
 from kvrag.store.values import text_key
 from kvrag.tracing import traced
-from kvrag.types import Answer, BlendReport, CheckStats, Delta, LearnStats, Messages, TokenIds, WarmReport, join
+from kvrag.types import Answer, BlendReport, CheckStats, Delta, Messages, TokenIds, WarmReport, join
 
 _shared: Shared[BlendEngine] = Shared()
 
@@ -103,7 +103,7 @@ class BlendEngine:
         self.fingerprint = model.fingerprint.stored_as(codec)
         self.store: KVStore = open_store(default_store(model, codec) if store is None else store, chosen.store_cache)
         self.store.bind(self.fingerprint)
-        self._planner = Planner(model, self.store)
+        self._planner = Planner(model, self.store, codec)
         self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._planner)
         memory = MemoryTier(chosen.ram_bytes, faster=device_tier(model, codec, chosen.device_bytes))
         self._lookup = Lookup(self.store, alone_only=not self.config.context_tokens)
@@ -247,25 +247,14 @@ class BlendEngine:
         self._check_process()
         return self._answering.forget_learned(check_namespace(namespace))
 
-    @property
-    def learned(self) -> LearnStats | None:
-        """Counters of learning from prompts; None = it is off."""
-        return self.learned_in(None)
+    def stats(self, namespace: str | None = None) -> dict[str, Any]:
+        """Return statistics of the answers of a namespace, None = of all.
 
-    def learned_in(self, namespace: str | None) -> LearnStats | None:
-        """Return the counters of learning in a namespace, None = in all; None if it is off."""
+        `"checked"`: the answers that were compared with full prefill, and what follows, a `CheckStats`; with `learn`,
+        `"learned"`: what was learned from prompts, a `LearnStats`.
+        """
         self._check_process()
-        return self._answering.learner.stats(namespace) if self._answering.learner else None
-
-    @property
-    def checked(self) -> CheckStats:
-        """Counts of the answers that were compared with full prefill, and what follows from the evidence."""
-        return self.checked_in(None)
-
-    def checked_in(self, namespace: str | None) -> CheckStats:
-        """Return the same of one namespace, None = of all."""
-        self._check_process()
-        return self._answering.checker.stats(namespace)
+        return {listener.name: listener.stats(namespace) for listener in self._answering.listeners if listener.name}
 
     def documents(self, prefix: str = "", *, namespace: str = "") -> list[str]:
         """Return the names of the namespace's documents that start with `prefix` and have chunks, sorted."""
@@ -466,7 +455,7 @@ class BlendEngine:
     ) -> CheckStats:
         """Measure how much recompute this model needs on this corpus: what its own answers would tell, but at once.
 
-        Every prompt is answered by full prefill and compared with all starts; see `kvrag.control.check`. The counts are
+        Every prompt is answered by full prefill and compared with all starts; see `kvrag.listen.check`. The counts are
         stored beside the chunks, and followed from then on. Calls add up, also interrupted ones.
 
         Args:
@@ -495,7 +484,7 @@ class BlendEngine:
                         break
         finally:
             self._planner.keep_speed()
-        return self.checked_in(namespace)
+        return cast(CheckStats, self.stats(namespace)["checked"])
 
     def calibrate_when_idle(self, namespace: str = "") -> None:
         """Do the same while no answer is in progress, unless enough answers are known or `check` is 0."""
@@ -503,7 +492,8 @@ class BlendEngine:
         if known < FEW and self._check and self._planner.learns(self.config):
             with suppress(KvragError):  # too few documents
                 prompts = self._test_prompts(None, namespace, FEW, 4, None, 0)
-                self._answering.checker.test(prompts[known:], namespace, self._answering.prefill)
+                evidence, prefill = self._planner.evidence[namespace], self._answering.prefill
+                self_test_when_idle(self._answering.idle, self.model, prefill, evidence, prompts[known:], namespace)
 
     def wait_until_idle(self) -> None:
         """Wait until the work that is left to idle time is done; for benchmarks and tests."""

@@ -203,8 +203,7 @@ def _measure(
                 started = time.perf_counter()
                 answered = ask(engine, DEFAULT_POLICY, chunks, question)
                 ttft_s = time.perf_counter() - started
-                if engine._answering.learner:
-                    engine._answering.learner.wait()
+                engine.wait_until_idle()
                 if number % setup.full_every == 0:
                     started = time.perf_counter()
                     PrefixCache(net).generate(net.tokenizer.render(messages_of(chunks, question)))
@@ -243,7 +242,8 @@ def _texts(setup: DecaySetup, words: list[str], document: Document) -> list[str]
 
 
 def _learned(engine: BlendEngine) -> int:
-    return engine.learned.tokens if engine.learned else 0
+    learned = engine.stats().get("learned")
+    return learned.tokens if learned else 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -103,7 +103,8 @@ def _load_alone(engine: BlendEngine, ids: list[int]) -> None:
     """Load a prompt's chunks as a request does, without computing anything meanwhile."""
     memory, readers = engine._pipeline.memory, dict[str, ChunkReader]()
     matches = engine._lookup.find(ids, engine.config.min_run)
-    with closing(RequestState(ids, matches=matches, readers=readers)) as request:
+    with closing(RequestState(ids, readers=readers)) as request:
+        request.match(matches)
         for run in request.runs:
             reader = memory.open(run.key) or engine.store.open(run.key)
             assert reader is not None

@@ -6,7 +6,7 @@ loses the low bits of large angles, which the inverse needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -131,14 +131,15 @@ class Rows:
     masks: dict[tuple[str, int | None, int, int], Tensor] = field(default_factory=dict)
     masks_bytes: int = 0
 
-    def blocks(self, layer: int, size: int) -> Iterator[Block]:
+    def blocks(self, layer: int, size: int) -> list[Block]:
         """Split the rows into blocks of `size`."""
-        window = self.windows[layer]
+        window, blocks = self.windows[layer], []
         for start in range(0, len(self.positions), size):
             end = min(start + size, len(self.positions))
             first, stop = self.positions[start], self.positions[end - 1] + 1
             low = max(0, first_key(window, first))
-            yield Block(start, end, low, first + 1 if window is None else low, stop)
+            blocks.append(Block(start, end, low, first + 1 if window is None else low, stop))
+        return blocks
 
     def mask(self, layer: int, block: Block, low: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the (R, K) additive mask of a block's rows over the keys from `low` to `block.stop`."""

@@ -40,7 +40,7 @@ from kvrag.control.cost import (
 from kvrag.control.evidence import EDGES, Evidence, EvidenceStore, forecast, rung
 from kvrag.errors import SettingError, StoreError
 from kvrag.process import crowding
-from kvrag.reuse.blend import DEEPENED
+from kvrag.reuse.blend import DEEPENED, begins_exactly
 from kvrag.reuse.request_state import RequestState, Trace
 from kvrag.reuse.select import selecting
 from kvrag.store import ChunkReader, KVStore
@@ -240,8 +240,8 @@ def nearest(margin: float) -> float:
 class Planner:
     """The evidence and running measurements of one engine. Thread-safe."""
 
-    def __init__(self, backend: Backend, store: KVStore) -> None:
-        self._backend, self._texts = backend, store
+    def __init__(self, backend: Backend, store: KVStore, codec: str) -> None:
+        self._backend, self._texts, self._codec = backend, store, codec
         device = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else backend.device.type
         # with the machine's name: machines that share a store read it at different speeds
         self._machine = f"{backend.fingerprint.digest} {platform.node()} {device} {torch.get_num_threads()} threads"
@@ -409,15 +409,12 @@ class Planner:
             self._probe(cold[0])
 
     def _workload(self, config: BlendConfig, request: RequestState) -> Workload:
-        first, encoded_alone = request.runs[0], not request.matches[0].context_tokens
-        after_preamble = first.offset == 0 and first.start == len(self._backend.preamble)
-        after_preamble = after_preamble and encoded_alone
-        after_preamble = after_preamble and not self._backend.keeps_states
         reused = sum(map(len, request.runs))
+        exact = len(request.runs[0]) if begins_exactly(self._backend, request, self._codec) else 0
         return Workload(
             prompt=len(request.ids),
             reused=reused,
-            inexact=reused - (len(first) if after_preamble else 0),
+            inexact=reused - exact,
             bytes=request.cold_tokens * self._costs.bytes_per_token(self._backend.bytes_per_token),
             passes=selecting(config, self._backend.num_layers),
             kept=request.kept,

@@ -22,8 +22,7 @@ from torch import Tensor
 from kvrag.backend.protocol import Backend, last_stretch, prefill_blocks
 from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.request_state import RequestState
-from kvrag.store import ChunkReader
-from kvrag.types import Completed, Run
+from kvrag.types import Completed
 
 FIRST = 1 / 3
 """Share of the margin that the first token needs: most answers begin with near ties of style."""
@@ -52,11 +51,7 @@ def stitch(backend: Backend, request: RequestState, loader: LayerLoader) -> None
         reused[: prefix.length] = True
         exact[: prefix.exact] = True
     reused[-1] = False
-    if (
-        runs
-        and loader.codec == "native"
-        and _is_exact(backend, request.token_ids, runs[0], request.readers[runs[0].key])
-    ):
+    if begins_exactly(backend, request, loader.codec):
         exact[runs[0].start : runs[0].stop] = reused[runs[0].start : runs[0].stop]
     request.reused, request.exact = reused, exact
     if not runs and not prefix:
@@ -76,10 +71,12 @@ def stitch(backend: Backend, request: RequestState, loader: LayerLoader) -> None
     request.cache = backend.new_cache(loader.capacity, source, positions, prefix)
 
 
-def _is_exact(backend: Backend, ids: Sequence[int], run: Run, reader: ChunkReader) -> bool:
-    """Return whether a run is where its chunk was encoded: alone, right after the preamble."""
-    if backend.keeps_states:  # the states after it are not stored, or rounded
+def begins_exactly(backend: Backend, request: RequestState, codec: str) -> bool:
+    """Return whether the first run's KV is full prefill's: its chunk was encoded there, alone after the preamble."""
+    if not request.runs or codec != "native" or backend.keeps_states:  # the states after it are not stored, or rounded
         return False
+    ids, run = request.token_ids, request.runs[0]
+    reader = request.readers[run.key]
     after_preamble = run.offset == 0 and tuple(ids[: run.start]) == backend.preamble
     # where RoPE depends on the length, the chunk may have been encoded in a pass longer than the prompt
     encoded = len(backend.preamble) + len(reader.ids)

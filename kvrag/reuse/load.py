@@ -68,8 +68,8 @@ class Recovery:
 
     def open(self, request: RequestState, matches: Sequence[Match]) -> None:
         """Give a request those of the matches whose chunks can be opened in all processes. Close it."""
-        request.matches, request.readers = (), {}
-        request.place_chunks()
+        request.readers = {}
+        request.match(())
         if not matches:
             return
         ids = np.asarray(request.token_ids, np.uint32)
@@ -97,8 +97,7 @@ class Recovery:
             everywhere = set[str].intersection(*self._backend.gather({match.run.key for match in opened}))
         finally:
             request.readers = readers
-        request.matches = [match for match in opened if match.run.key in everywhere]
-        request.place_chunks()
+        request.match([match for match in opened if match.run.key in everywhere])
 
     def _open(self, key: str) -> ChunkReader | None:
         """Open a chunk; None if it is not stored or unreadable."""
@@ -165,7 +164,9 @@ class LayerLoader:
         Close the loader before the prompt. A layer has `capacity` positions, including those that are not filled.
         """
         self.codec, self.trace, self.capacity = codec, trace, capacity
-        self._backend, self._request = backend, request
+        self._backend, self._runs, self._readers = backend, request.runs, list(request.readers.items())
+        # the positions from the first run's start to the last run's end
+        self.span = slice(self._runs[0].start, self._runs[-1].stop) if self._runs else slice(0, 0)
         # then no read has to queue after those of a slow disk
         self._is_in_memory = codec == "native" and not request.cold and backend.device.type == "cpu"
         self._ahead = _AHEAD if backend.passes_may_wait else backend.num_layers
@@ -173,12 +174,6 @@ class LayerLoader:
         self._start(0)
         if not backend.passes_may_wait:
             self._read_ahead(0)
-
-    @property
-    def span(self) -> slice:
-        """The positions from the first run's start to the last run's end."""
-        runs = self._request.runs
-        return slice(runs[0].start, runs[-1].stop) if runs else slice(0, 0)
 
     def wait(self) -> None:
         """Wait until all layers are in memory, if a pass may not wait; raises as `layer`."""
@@ -225,7 +220,7 @@ class LayerLoader:
             self._start(layer)
 
     def _start(self, number: int) -> None:
-        if self._is_in_memory or not self._request.runs or number in self._reads:
+        if self._is_in_memory or not self._runs or number in self._reads:
             return
         # all layers at once would fill a device whose memory the engine has divided up
         prepare = self._prepare if self._backend.passes_may_wait else self._read
@@ -236,19 +231,19 @@ class LayerLoader:
         return self._lay_out(number, self._read(number))
 
     def _read(self, number: int) -> _Chunks:
-        readers = list(self._request.readers.items())
         if self._is_in_memory:
-            return self._read_some(number, readers)
-        parts = [readers[lane::_LANES] for lane in range(min(_LANES, len(readers)))]
+            return self._read_some(number, self._readers)
+        parts = [self._readers[lane::_LANES] for lane in range(min(_LANES, len(self._readers)))]
         lanes = [_pools(os.getpid())[1].submit(self._read_some, number, part) for part in parts]
         wait(lanes)  # also if one fails: the readers are closed then
         return {key: layer for lane in lanes for key, layer in lane.result().items()}
 
     def _read_some(self, number: int, readers: Sequence[tuple[str, ChunkReader]]) -> _Chunks:
         chunks: _Chunks = {}
-        for key, reader in readers:
-            with _unreadable_without_memory(key), self.trace.reading():
-                chunks[key] = reader.layer(number)
+        with self.trace.reading():
+            for key, reader in readers:
+                with _unreadable_without_memory(key):
+                    chunks[key] = reader.layer(number)
         return chunks
 
     def _lay_out(self, number: int, chunks: _Chunks) -> _Laid:
@@ -264,7 +259,7 @@ class LayerLoader:
 
     def _lay_out_side(self, side: int, chunks: _Chunks, device: torch.device) -> Tensor:
         """Return the (1, H, capacity, D) keys (side 0) or values (1) of a layer."""
-        runs, span, heads = self._request.runs, self.span, self._backend.heads
+        runs, span, heads = self._runs, self.span, self._backend.heads
         parts = [chunks[run.key][side][heads, run.offset : run.offset + len(run)] for run in runs]
         laid = _empty(parts[0], self.capacity, device)
         target = laid[0, :, span]
@@ -286,7 +281,7 @@ class LayerLoader:
 
     def _with_gaps(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the runs' (H, T, D) tensors with uninitialised ones between them, as long as the gaps."""
-        gaps = [after.start - before.stop for before, after in pairwise(self._request.runs)]
+        gaps = [after.start - before.stop for before, after in pairwise(self._runs)]
         gap = _empty(parts[0], max(gaps, default=0), parts[0].device)[0]
         spaced = [parts[0]]
         for part, length in zip(parts[1:], gaps, strict=True):

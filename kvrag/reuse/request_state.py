@@ -1,26 +1,19 @@
-"""A request: one prompt, from its tokens to its answer, and the duration of its steps.
-
-The most recent requests are kept for explanations (`RecentRequests`). `Watch` warns when prompts reuse little.
-"""
+"""A request: one prompt, from its tokens to its answer, and the duration of its steps."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from cachetools import LRUCache
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend, KVCache
 from kvrag.config import BlendConfig
-from kvrag.errors import PromptError
 from kvrag.index.catalog import Match
 from kvrag.memory.conversation import CachedPrefix, Conversations, Placed
 from kvrag.store import ChunkReader
@@ -29,13 +22,7 @@ from kvrag.types import BlendReport, Run
 if TYPE_CHECKING:
     from kvrag.reuse.blend import LateRecompute
 
-logger = logging.getLogger("kvrag")
-
 _MEMORY = ("ram", "device")  # tiers
-_ANSWERS = 32  # per namespace
-_NAMESPACES = 256
-_LONG = 512  # tokens of a prompt that probably contains retrieved text
-_LITTLE = 0.1  # reused share that is suspiciously low
 
 
 @dataclass(eq=False)
@@ -53,7 +40,8 @@ class RequestState:
         conversations: Those that may be continued; None = earlier prompts are not reused.
         question_end: Position where the chat template's generation prompt begins, which the next turn may lack, or 0.
         prefix: First positions, from a conversation.
-        matches: Runs of stored chunks after the cached prefix, ascending and disjoint.
+        matches: Runs of stored chunks after the cached prefix, ascending and disjoint; `match` sets them.
+        runs, stored: Those of the matches, and without those of earlier prompts.
         readers: By the runs' chunk keys; the request closes them.
         chunks: Positions and keys of the chunks on which its KV may depend.
         planned: `config` with a policy and a ratio, before the chunks were known.
@@ -81,6 +69,8 @@ class RequestState:
     # looked up
     prefix: CachedPrefix | None = None
     matches: Sequence[Match] = ()
+    runs: Sequence[Run] = ()
+    stored: Sequence[Run] = ()
     readers: Mapping[str, ChunkReader] = field(default_factory=dict)
     chunks: tuple[Placed, ...] = ()
     # planned
@@ -106,21 +96,21 @@ class RequestState:
     @classmethod
     def laid_out(cls, ids: Tensor, runs: Sequence[Run], reused: Tensor, exact: Tensor, cache: KVCache) -> RequestState:
         """Return a request whose KV is stitched already."""
-        request = cls(ids.tolist(), matches=[Match(run, run.key, 0) for run in runs])
+        request = cls(ids.tolist())
+        request.match([Match(run, run.key, 0) for run in runs])
         request.reused, request.exact, request.cache = reused, exact, cache
         return request
 
     # ---------------------------------------------------------------- looked up
 
-    @property
-    def runs(self) -> list[Run]:
-        """Runs of the matches."""
-        return [match.run for match in self.matches]
-
-    @property
-    def stored(self) -> list[Run]:
-        """Runs of chunks in the store, without those of earlier prompts."""
-        return [match.run for match in self.matches if match.is_stored]
+    def match(self, matches: Sequence[Match]) -> None:
+        """Set the matches and what follows from them and the cached prefix."""
+        self.matches, self.runs = matches, [match.run for match in matches]
+        self.stored = [match.run for match in matches if match.is_stored]
+        kept = self.prefix.chunks if self.prefix else ()
+        stored = ((max(run.start - run.offset, 0), run.key) for run in self.stored)
+        earlier = ((match.run.start, key) for match in matches for key in match.keys)
+        self.chunks = tuple(sorted({*kept, *stored, *earlier}))
 
     @property
     def keys(self) -> frozenset[str]:
@@ -174,20 +164,12 @@ class RequestState:
         found = self.conversations.find_earlier(backend, self.token_ids, gaps, self.config.min_run, self.namespace)
         matches = [*self.matches, *(earlier for earlier, _ in found)]
         self.readers = {**self.readers, **{reader.key: reader for _, reader in found}}
-        self.matches = sorted(matches, key=lambda match: match.run.start)
-        self.place_chunks()
+        self.match(sorted(matches, key=lambda match: match.run.start))
 
     def reuse_nothing(self) -> None:
         """Drop the matches. Its `chunks` stay: deleting a chunk deletes the conversations that contain it."""
         self.close()
-        self.matches = ()
-
-    def place_chunks(self) -> None:
-        """Set `chunks` by the matches and the cached prefix."""
-        kept = self.prefix.chunks if self.prefix else ()
-        stored = ((max(run.start - run.offset, 0), run.key) for run in self.stored)
-        earlier = ((match.run.start, key) for match in self.matches for key in match.keys)
-        self.chunks = tuple(sorted({*kept, *stored, *earlier}))
+        self.matches = self.runs = self.stored = ()
 
     def close(self) -> None:
         """Close the readers."""
@@ -332,71 +314,3 @@ class Trace:
     def is_contended(self) -> bool:
         """True if this thread waited for other threads' forward passes, which its durations then include."""
         return self._backend.waits > self._waits
-
-
-class RecentRequests:
-    """The most recent prompts of each namespace, as they were answered. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._answers: LRUCache[str, deque[RequestState]] = LRUCache(_NAMESPACES)
-        self._lock = threading.Lock()
-
-    def add(self, answered: RequestState) -> None:
-        """Add an answered prompt; drop the least recently used namespace beyond the limit."""
-        with self._lock:
-            self._answers.setdefault(answered.namespace, deque(maxlen=_ANSWERS)).append(answered)
-
-    def drop_forgotten(self) -> None:
-        """Drop the prompts with a text that has been deleted."""
-        with self._lock:
-            for namespace, answers in list(self._answers.items()):
-                left = [answered for answered in answers if not answered.is_forgotten]
-                if len(left) < len(answers):
-                    self._answers[namespace] = deque(left, maxlen=_ANSWERS)
-
-    def find(self, namespace: str, report: BlendReport | dict[str, Any] | None) -> RequestState:
-        """Return the prompt of a report, or the last one of the namespace. Raises PromptError if it is unknown."""
-        with self._lock:
-            answers = [answered for answered in self._answers.get(namespace, ()) if not answered.is_forgotten]
-        if not answers:
-            raise PromptError(
-                "there is no answer in this namespace yet, or texts in it were deleted: pass a prompt to explain"
-            )
-        for answered in reversed(answers):
-            known = answered.report
-            if report is None or report == (known if isinstance(report, BlendReport) else known.to_dict()):
-                return answered
-        raise PromptError(
-            f"this answer is not among the last {_ANSWERS} of the namespace, or a text in it was deleted: "
-            "pass its prompt to explain"
-        )
-
-
-class Watch:
-    """Logs one warning when prompts reuse suspiciously little. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._misses = 0
-
-    def look(self, report: BlendReport) -> None:
-        """Check the report of an answer.
-
-        Two long prompts in a row give a warning: one may be without retrieved text, such as an agent's first prompt.
-        """
-        kept = report.conversation_tokens  # such as the system prompt, and earlier turns
-        rest = report.prompt_tokens - kept
-        if report.policy == "full" or rest < _LONG:
-            return
-        with self._lock:
-            if self._misses == 2:  # it has warned
-                return
-            self._misses = self._misses + 1 if report.stored_tokens - kept < _LITTLE * rest else 0
-            if self._misses < 2:
-                return
-        logger.warning(
-            "only %d of %d tokens of a prompt are stored: `print(engine.explain())`, `explain()` of the LLM class and "
-            "`kvrag explain PROMPT` say why. (Logged once.)",
-            report.stored_tokens,
-            report.prompt_tokens,
-        )

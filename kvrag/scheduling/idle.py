@@ -15,7 +15,7 @@ from kvrag.scheduling.waiting import POLL_S, is_cancelled
 
 logger = logging.getLogger("kvrag")
 
-_WAITING = 8  # the oldest work is dropped for more
+_WAITING = 8  # of a kind; the oldest is dropped for more
 _ATTEMPTS = 3  # of work that answers interrupt
 
 
@@ -25,10 +25,11 @@ class Answered(Protocol):
     is_forgotten: bool  # a text in it was deleted
 
 
-@dataclass
+@dataclass(eq=False)
 class _Task:
     request: Answered
     work: Callable[[], object]
+    kind: str
     attempts: int = _ATTEMPTS
 
 
@@ -48,24 +49,27 @@ class Idle(Background):
         """
         super().__init__("kvrag-idle", 2)  # one may just be ending
         self._is_busy, self._notice = is_busy, notice
-        self._waiting: deque[_Task] = deque(maxlen=_WAITING)
+        self._waiting: deque[_Task] = deque()
         self._lock = threading.Lock()
         self._is_working = False
 
-    def add(self, request: Answered, work: Callable[[], object]) -> None:
-        """Do this later. Where too much waits, the oldest is dropped."""
+    def add(self, request: Answered, work: Callable[[], object], kind: str = "", most: int = _WAITING) -> bool:
+        """Do this later; return whether nothing was dropped for it: of a kind, only the last `most` wait."""
         with self._lock:
             if self.is_over or request.is_forgotten:
-                return
-            self._waiting.append(_Task(request, work))
+                return True
+            same = [task for task in self._waiting if task.kind == kind]
+            if len(same) >= most:
+                self._waiting.remove(same[0])
+            self._waiting.append(_Task(request, work, kind))
             if not self._is_working:
                 self._is_working = self.later(self._work_off)
+            return len(same) < most
 
     def drop_forgotten(self) -> None:
         """Drop the work on requests with a text that has been deleted."""
         with self._lock:
-            left = [task for task in self._waiting if not task.request.is_forgotten]
-            self._waiting = deque(left, _WAITING)
+            self._waiting = deque(task for task in self._waiting if not task.request.is_forgotten)
 
     def close(self, finish: bool = False) -> None:
         """End, also within what is being computed."""
@@ -80,13 +84,16 @@ class Idle(Background):
 
     def _next(self) -> _Task | None:
         """Wait until no answer is in progress; return the next task, None without any."""
-        while True:
-            with self._lock:
-                if self.is_over or not self._waiting:
-                    self._is_working = False
-                    return None
-                if not self._is_busy():
-                    return self._waiting.popleft()
+        self.pause()
+        with self._lock:
+            if self.is_over or not self._waiting:
+                self._is_working = False
+                return None
+            return self._waiting.popleft()
+
+    def pause(self) -> None:
+        """Wait while answers are in progress, until the end at most; for work between two of its parts."""
+        while self._is_busy() and not self.is_over:
             self.closed.wait(POLL_S)
 
     def _do(self, task: _Task) -> None:

@@ -316,7 +316,7 @@ async def forget_chunks(document: str, request: Request, state: Server, tenant: 
 @router.get("/v1/checks")
 async def checks(state: Server, tenant: Caller) -> Response:
     """Return what is known of how much recompute the model needs, by answers of the caller's namespace."""
-    stats = state.engine.checked_in(tenant.namespace)
+    stats = state.engine.stats(tenant.namespace)["checked"]
     return json_response({**stats.to_dict(), "text": str(stats)})
 
 

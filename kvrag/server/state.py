@@ -31,8 +31,8 @@ class Tenant:
         self.metrics = Metrics(with_process=not state.is_shared)
         self.metrics.watch("num_requests_running", "Admitted requests", lambda: queue.running(namespace))
         self.metrics.watch("num_requests_waiting", "Waiting requests", lambda: queue.waiting(namespace))
-        self.metrics.watch_counts(lambda: state.engine.learned_in(namespace), LEARNING)
-        self.metrics.watch_counts(lambda: state.engine.checked_in(namespace), CHECKS)
+        self.metrics.watch_counts(lambda: state.engine.stats(namespace).get("learned"), LEARNING)
+        self.metrics.watch_counts(lambda: state.engine.stats(namespace)["checked"], CHECKS)
         if corpus is not None:
             self.metrics.watch("corpus_pending", "Documents waiting to be encoded or dropped", corpus.count_pending)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,13 +188,13 @@ def test_explanations_and_conversations_end_with_a_text(text: str, order: str, w
 
 def test_an_answer_in_progress_leaves_no_explanation(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.warm([SECRET], document="secret")
-    add = engine._answering.recent.add
+    add = engine._answering.recent.prefilled
 
-    def late(answered: RequestState) -> None:
+    def late(answered: RequestState, prompt: Any) -> None:
         engine.forget("secret")
-        add(answered)
+        add(answered, prompt)
 
-    monkeypatch.setattr(engine._answering.recent, "add", late)
+    monkeypatch.setattr(engine._answering.recent, "prefilled", late)
     engine.generate(messages(OTHER, SECRET), ratio=0.3, max_new_tokens=2)
     with pytest.raises(PromptError, match="there is no answer in this namespace"):
         engine.explain()
@@ -202,12 +203,10 @@ def test_an_answer_in_progress_leaves_no_explanation(engine: BlendEngine, monkey
 def test_a_learned_copy_of_a_short_text_is_deleted(endless: Model, tmp_path: Path) -> None:
     page = " ".join([*CHUNKS, SHORT])
     with BlendEngine(endless, FileStore(tmp_path, min_free_bytes=0), conversation_bytes=0, learn=True) as engine:
-        learner = engine._answering.learner
-        assert learner is not None
         engine.warm([SHORT], document="secret")
         for number in range(2):
             engine.generate(messages(page, question=f"{number}?"), max_new_tokens=1)
-            learner.wait()
+            engine.wait_until_idle()
         assert engine.store.stats().chunks == 2
         assert engine.forget("secret") == 1
         assert engine.store.stats().chunks == 0

@@ -140,8 +140,6 @@ def _forget_in_flight(folder: Path, rng: random.Random) -> None:
         assert not errors, errors
         engine._prefetcher.wait()
         engine._answering.idle.wait()
-        if engine._answering.learner:
-            engine._answering.learner.wait()
         engine.warm(map(tiny.text, numbers), document="a")  # prompts after the last forget have brought texts again
         rng.choice([engine, other]).forget("a")
         tiny.check_answer(engine, tiny.prompt([9]))

@@ -77,7 +77,7 @@ class TaskHandler:
     def __init__(self, backend: VllmBackend, store: KVStore, config: BlendConfig, codec: str, ram_bytes: int) -> None:
         self._backend, self._store, self._config, self._codec = backend, store, config, codec
         self._memory = MemoryTier(ram_bytes)
-        self._planner = Planner(backend, store)
+        self._planner = Planner(backend, store, codec)
         self._lookup = Lookup(store, alone_only=not config.context_tokens)
         self._removals = store.removals()
 

@@ -13,6 +13,7 @@ from blending import CHUNKS, messages
 
 from kvrag import BlendEngine, FileStore, Model
 from kvrag.cli import serve
+from kvrag.listen.check import Checker
 from kvrag.server.app import create_app
 from kvrag.server.settings import ApiKey, ServerSettings
 from kvrag.server.state import State
@@ -33,9 +34,9 @@ def test_a_namespaces_metrics_count_what_it_has_learned(model: Model, tmp_path: 
         state = State(engine, settings, ())
         for number in range(3):
             engine.generate(f"{number}\n\n{PAGE}\n\nWho?", namespace="one", max_new_tokens=1)
-            engine._answering.learner.wait()  # type: ignore[union-attr]
+            engine.wait_until_idle()
         engine.generate(PAGE, namespace="two", max_new_tokens=1)
-        engine._answering.learner.wait()  # type: ignore[union-attr]
+        engine.wait_until_idle()
         one, two = (_metrics(state, name) for name in ("one", "two"))
     assert one["kvrag_learn_chunks_total"] == 1
     assert one["kvrag_learn_reused_tokens_total"] > 16
@@ -97,4 +98,5 @@ def test_serve_checks_some_answers(words: tuple[str, ...], share: float, tmp_pat
     args = parser.parse_args(["--no-corpus", "--store", str(tmp_path), *words])
     with ExitStack() as stack:
         app = serve.build(args, serve.read_settings(args), serve.read_config(args), stack)
-        assert app.state.kvrag.engine._answering.checker._share == share
+        [checker] = [one for one in app.state.kvrag.engine._answering.listeners if isinstance(one, Checker)]
+        assert checker._share == share

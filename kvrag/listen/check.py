@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +20,7 @@ from kvrag.control.agreement import DECIDED, END, TOKENS, is_kept, likeliest, ow
 from kvrag.control.evidence import Evidence, rung, scaled, tally
 from kvrag.control.plan import STARTS, Planner
 from kvrag.errors import AbandonedError
+from kvrag.listen.listener import Answered, Listener, Prefill
 from kvrag.reuse.blend import LateRecompute
 from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.idle import Idle
@@ -30,8 +31,6 @@ FEW = 20
 
 _FULL = BlendConfig(policy="full", controller="off")
 _GREEDY = Sampling(temperature=0.0)
-
-Prefill = Callable[[RequestState], None]
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,24 @@ def self_test(
             yield (done := done + 1)
 
 
-class Checker:
-    """Checks answers when the engine is idle. Thread-safe."""
+def self_test_when_idle(
+    idle: Idle, model: Model, prefill: Prefill, evidence: Evidence, prompts: Sequence[Sequence[int]], namespace: str
+) -> None:
+    """Do the same when idle, one prompt after the other."""
+
+    def work() -> None:
+        for _ in self_test(model, prefill, evidence, prompts[:1], namespace):
+            pass
+        self_test_when_idle(idle, model, prefill, evidence, prompts[1:], namespace)
+
+    if prompts:
+        idle.add(RequestState(prompts[0], namespace=namespace), work, f"self-test {namespace}", most=1)
+
+
+class Checker(Listener):
+    """Counts what answers tell of how much recompute the model needs, and checks some of them when idle."""
+
+    name = "checked"
 
     def __init__(self, model: Model, planner: Planner, share: float, idle: Idle) -> None:
         """Start without answers.
@@ -133,19 +148,15 @@ class Checker:
         self._random = random.Random(0)
         self._counts: Counter[tuple[str, str]] = Counter()
         self._counting = threading.Lock()
-        self._tests: dict[str, deque[Sequence[int]]] = {}
 
-    def observe(
-        self, request: RequestState, sampling: Sampling, answer: Sequence[int], is_ended: bool, prefill: Prefill
-    ) -> None:
-        """Perhaps check a complete answer later, unless it is sampled, or nothing is to be learned from it.
-
-        Args:
-            answer: Its tokens, chosen without a grammar.
-            is_ended: An end token came after them.
-        """
+    def answered(self, answer: Answered) -> None:
+        """Count an answer, and perhaps check it later, unless it is sampled, or nothing is to be learned from it."""
+        request, sampling = answer.request, answer.sampling
+        if self._planner.learns(request.config):
+            observe(self._model, self._planner.evidence[request.namespace], request, len(answer.tokens))
+        self._planner.keep_speed_now_and_then()
         is_changed = sampling.frequency_penalty or sampling.presence_penalty or sampling.logit_bias
-        if not self._planner.learns(request.config) or not request.chunks or is_changed:
+        if answer.has_grammar or is_changed or not self._planner.learns(request.config) or not request.chunks:
             return
         if self._model.logits_processor(sampling, len(request.ids))[1]:
             return
@@ -154,28 +165,11 @@ class Checker:
         if self._share <= 0 or (self._random.random() >= self._share and not few):
             return
         self._add(request.namespace, "chosen")
-        tokens = [*answer, *[END] * is_ended][:TOKENS]
-        self._idle.add(request, partial(self._check, request, tokens, request.is_exact, is_counted, prefill))
+        tokens = [*answer.tokens, *[END] * answer.is_ended][:TOKENS]
+        self._idle.add(request, partial(self._check, request, tokens, request.is_exact, is_counted, answer.prefill))
 
-    def test(self, prompts: Sequence[Sequence[int]], namespace: str, prefill: Prefill) -> None:
-        """Measure prompts when idle, one after the other, as `self_test` does."""
-        if not self._tests.setdefault(namespace, deque()):
-            self._tests[namespace].extend(prompts)
-            self._test_next(namespace, prefill)
-
-    def _test_next(self, namespace: str, prefill: Prefill) -> None:
-        if tests := self._tests[namespace]:
-            self._idle.add(RequestState(tests[0], namespace=namespace), partial(self._test, namespace, prefill))
-
-    def _test(self, namespace: str, prefill: Prefill) -> None:
-        evidence, tests = self._planner.evidence[namespace], self._tests[namespace]
-        for _ in self_test(self._model, prefill, evidence, [tests[0]], namespace):
-            pass
-        tests.popleft()
-        self._test_next(namespace, prefill)
-
-    def stats(self, namespace: str | None = None) -> CheckStats:
-        """Return the counts of a namespace; None = of all."""
+    def stats(self, namespace: str | None) -> CheckStats:
+        """See `Listener`."""
         names = tuple({"": None, **self._planner.evidence}) if namespace is None else (namespace,)
         found = [self._planner.evidence[name].answers for name in names]
         with self._counting:

@@ -7,16 +7,15 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from blending import CHUNKS, messages
 
 from kvrag import BlendEngine, FileStore, Model
 from kvrag.errors import StoreError
-from kvrag.ingest import learn
-from kvrag.ingest.learn import Learner, new_texts
-from kvrag.reuse.request_state import RequestState
+from kvrag.listen import learn
+from kvrag.listen.learn import Learner, new_texts
 from kvrag.types import LearnStats
 
 PAGE = " ".join(CHUNKS[:3])  # over 64 tokens
@@ -29,23 +28,25 @@ def engine(model: Model, tmp_path: Path) -> Iterator[BlendEngine]:
 
 
 def _learner(engine: BlendEngine) -> Learner:
-    learner = engine._answering.learner
-    assert learner is not None
+    [learner] = [one for one in engine._answering.listeners if isinstance(one, Learner)]
     return learner
+
+
+def _learned(engine: BlendEngine, namespace: str | None = None) -> LearnStats:
+    return cast(LearnStats, engine.stats(namespace)["learned"])
 
 
 def _ask(engine: BlendEngine, prompt: Any, **settings: Any) -> Any:
     report = engine.generate(prompt, max_new_tokens=1, **settings).report
-    _learner(engine).wait()
+    engine.wait_until_idle()
     return report
 
 
 def test_a_text_of_two_prompts_is_reused_in_the_third(engine: BlendEngine) -> None:
     questions = [messages(PAGE, question=f"Question {number}: who?") for number in range(3)]
     assert [len(_ask(engine, question).runs) for question in questions] == [0, 0, 1]
-    assert engine.learned is not None
-    assert (engine.learned.learned, engine.learned.failed) == (1, 0)
-    assert engine.learned.tokens >= learn.LEAST_TOKENS
+    assert (_learned(engine).learned, _learned(engine).failed) == (1, 0)
+    assert _learned(engine).tokens >= learn.LEAST_TOKENS
     assert engine.documents() == [], "they have no document"
 
 
@@ -91,20 +92,18 @@ def test_the_counters_of_a_namespace(engine: BlendEngine) -> None:
         _ask(engine, messages(PAGE), namespace="one")
     run = max(_ask(engine, messages(PAGE), namespace="one").runs, key=len)
     _ask(engine, messages(PAGE), namespace="two")
-    one, two, none = map(engine.learned_in, ("one", "two", ""))
-    assert one is not None
+    one, two, none = (_learned(engine, namespace) for namespace in ("one", "two", ""))
     assert (one.learned, one.reused) == (1, len(run))
     assert two == LearnStats(seen=1, learned=0, tokens=0, failed=0, ignored=0, reused=0)
     assert none == LearnStats(seen=0, learned=0, tokens=0, failed=0, ignored=0, reused=0)
-    assert engine.learned == replace(one, seen=one.seen + 1)
+    assert _learned(engine) == replace(one, seen=one.seen + 1)
 
 
 def test_texts_that_are_stored_or_short_are_not_learned(engine: BlendEngine) -> None:
     engine.warm([PAGE], document="a")
     for _ in range(2):
         _ask(engine, messages(PAGE, CHUNKS[3]))
-    assert engine.learned is not None
-    assert engine.learned.learned == 0
+    assert _learned(engine).learned == 0
     assert engine.forget("a") == 1
     assert engine.store.stats().chunks == 0
 
@@ -162,7 +161,7 @@ def test_a_text_that_was_forgotten_before_its_turn_is_not_learned(
         else:
             forgetting.forget("a")
         list(stream)
-        _learner(engine).wait()
+        engine.wait_until_idle()
     assert engine.store.stats().chunks == 0
 
 
@@ -173,15 +172,14 @@ def test_learned_texts_can_be_forgotten(engine: BlendEngine) -> None:
     _ask(engine, messages(PAGE[:-20]))
     assert engine.forget_learned() == 1
     assert [share.namespace for share in engine.store.stats().namespaces if share.chunks] == ["other"]
-    assert engine.learned is not None
-    assert engine.learned.seen == 0
+    assert _learned(engine).seen == 0
 
 
 def test_learning_waits_until_no_answer_is_in_progress(engine: BlendEngine) -> None:
     _ask(engine, messages(PAGE))
     stream = engine.stream(messages(PAGE), max_new_tokens=4, temperature=0)
     next(stream)
-    done = threading.Thread(target=_learner(engine).wait)
+    done = threading.Thread(target=engine.wait_until_idle)
     done.start()
     done.join(0.3)
     assert done.is_alive()
@@ -191,17 +189,17 @@ def test_learning_waits_until_no_answer_is_in_progress(engine: BlendEngine) -> N
     assert engine.store.stats().chunks == 1
 
 
-def test_texts_are_noted_while_others_wait_for_an_idle_moment(engine: BlendEngine) -> None:
-    _ask(engine, messages(PAGE))
+def test_prompts_wait_for_an_idle_moment(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more than `_WAITING`, the oldest are ignored."""
+    monkeypatch.setattr(learn, "_WAITING", 2)
     stream = engine.stream(messages(PAGE), max_new_tokens=4, temperature=0)
     next(stream)
-    engine.generate(messages(" ".join(CHUNKS[1:])), max_new_tokens=1)  # of a server that is never idle
-    _learner(engine)._looking.wait()
-    assert engine.learned is not None
-    assert (engine.learned.seen, engine.learned.learned) == (1, 0)
+    for _ in range(2):
+        engine.generate(messages(" ".join(CHUNKS[1:])), max_new_tokens=1)
+    assert (_learned(engine).seen, _learned(engine).ignored) == (0, 1)
     list(stream)
-    _learner(engine).wait()
-    assert engine.learned.learned == 1
+    engine.wait_until_idle()
+    assert (_learned(engine).learned, _learned(engine).ignored) == (1, 1)
 
 
 def test_an_answer_in_progress_does_not_keep_the_program_from_ending(
@@ -210,8 +208,7 @@ def test_an_answer_in_progress_does_not_keep_the_program_from_ending(
     _ask(engine, messages(PAGE))
     stream = engine.stream(messages(PAGE), max_new_tokens=4, temperature=0)
     next(stream)
-    _learner(engine)._looking.wait()
-    done = _learner(engine)._encoding._pool.submit(lambda: None)
+    done = engine._answering.idle._pool.submit(lambda: None)
     monkeypatch.setattr("concurrent.futures.thread._shutdown", True)  # the interpreter waits for all threads
     done.result(30)
     assert engine.store.stats().chunks == 0
@@ -221,18 +218,17 @@ def test_closing_the_engine_ends_an_encoding_between_two_layers(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _ask(engine, messages(PAGE))
-    layers, pause, learner = [], engine.model._pause, _learner(engine)
+    layers, pause, idle = [], engine.model._pause, engine._answering.idle
 
     def closing() -> None:
-        if threading.current_thread().name.startswith("kvrag-learn"):
+        if threading.current_thread().name.startswith("kvrag-idle"):
             layers.append(1)
-            learner.close()
+            idle.close()
         pause()
 
     monkeypatch.setattr(engine.model, "_pause", closing)
     engine.generate(messages(PAGE), max_new_tokens=1)
-    learner._looking.wait()  # it has handed the text over
-    learner._encoding._pool.shutdown()
+    idle._pool.shutdown()
     assert layers == [1]
     assert engine.store.stats().chunks == 0
     assert not caplog.text
@@ -249,8 +245,7 @@ def test_a_text_that_is_encoded_while_the_engine_is_closed_is_no_error(
 
     monkeypatch.setattr(engine.store, "put", put)
     engine.generate(messages(PAGE), max_new_tokens=1)
-    _learner(engine)._looking.wait()  # it has handed the text over
-    _learner(engine)._encoding._pool.shutdown()
+    engine._answering.idle._pool.shutdown()
     assert not caplog.text
 
 
@@ -267,8 +262,7 @@ def test_a_store_that_cannot_be_written_costs_one_warning_and_no_answer(
         for number in range(6):
             report = _ask(engine, messages(f"{number // 2} {PAGE}"), ratio=0.3)
             assert report.prompt_tokens > 60
-        assert engine.learned is not None
-        assert (engine.learned.learned, engine.learned.failed) == (0, 3)
+        assert (_learned(engine).learned, _learned(engine).failed) == (0, 3)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1, warnings
     assert why in warnings[0]
@@ -278,17 +272,15 @@ def test_memory_for_texts_seen_once_is_bounded(engine: BlendEngine, monkeypatch:
     monkeypatch.setattr(learn, "_SEEN", 3)
     for number in range(9):
         _ask(engine, f"{number} {PAGE}")
-    assert engine.learned is not None
-    assert engine.learned.seen == 3
+    assert _learned(engine).seen == 3
 
 
 def test_odd_unicode_is_learned_or_left(engine: BlendEngine) -> None:
     for _ in range(2):
-        _learner(engine).observe("\ud800 lone " * 50, RequestState([]))
-        _learner(engine).observe("🜁\u200d" * 200, RequestState([]))
-    _learner(engine).wait()
-    assert engine.learned is not None
-    assert engine.learned.learned + engine.learned.failed >= 1
+        for prompt in ("\ud800 lone " * 50, "🜁\u200d" * 200):
+            _learner(engine).prefilled(engine.prefill([1, 2, 3]), prompt)
+    engine.wait_until_idle()
+    assert _learned(engine).learned + _learned(engine).failed >= 1
     assert _ask(engine, messages(PAGE)).prompt_tokens > 60, "answers go on"
 
 
@@ -296,15 +288,15 @@ def test_without_learning_nothing_is_kept(model: Model, tmp_path: Path) -> None:
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
         for _ in range(3):
             engine.generate(messages(PAGE), max_new_tokens=1)
-        assert (engine.learned, engine.store.stats().chunks) == (None, 0)
+        assert ("learned" in engine.stats(), engine.store.stats().chunks) == (False, 0)
 
 
 def test_forgetting_learned_texts_leaves_what_another_namespace_is_about_to_learn(engine: BlendEngine) -> None:
     for namespace in "ab":
         _ask(engine, messages(PAGE), namespace=namespace)
     engine.forget_learned(namespace="a")
-    seen = {namespace: getattr(engine.learned_in(namespace), "seen", None) for namespace in "ab"}
+    seen = {namespace: _learned(engine, namespace).seen for namespace in "ab"}
     assert seen == {"a": 0, "b": 1}
     for namespace in "ab":
         _ask(engine, messages(PAGE, question="What?"), namespace=namespace)
-    assert [getattr(engine.learned_in(namespace), "learned", None) for namespace in "ab"] == [0, 1]
+    assert [_learned(engine, namespace).learned for namespace in "ab"] == [0, 1]

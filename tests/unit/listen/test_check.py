@@ -14,9 +14,9 @@ import torch
 
 from kvrag import BlendConfig, BlendEngine, KvragError, Model, SettingError
 from kvrag.control.agreement import DECIDED, END
-from kvrag.control.check import FEW
 from kvrag.control.evidence import rung
 from kvrag.control.plan import LARGE, STARTS
+from kvrag.listen.check import FEW, Checker
 from kvrag.reader import samples
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0}
@@ -45,6 +45,11 @@ def _prompt(number: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": "\n\n".join([*chunks, f"Question: {question}"])}]
 
 
+def _checker(engine: BlendEngine) -> Checker:
+    [checker] = [one for one in engine._answering.listeners if isinstance(one, Checker)]
+    return checker
+
+
 def _seen(engine: BlendEngine, start: float, deep: bool = False) -> list[float]:
     return engine._planner.evidence[""].of(rung("query", start, deep, True)).sum(axis=1).tolist()  # type: ignore[no-any-return]
 
@@ -70,16 +75,16 @@ def test_an_answer_is_kept_if_full_prefill_would_give_it(engine: BlendEngine) ->
         engine._answering.idle.wait()
         ids = engine.tokenize(_prompt(number))
         expected.append(_is_full_prefills(engine, ids, [*answer.token_ids, *[END] * (answer.finish_reason == "stop")]))
-        assert (engine.checked.compared, engine.checked.kept) == (len(expected), sum(expected))
-    assert engine.checked.chosen == 6
-    assert engine.checked.failed == 0
+        assert (engine.stats()["checked"].compared, engine.stats()["checked"].kept) == (len(expected), sum(expected))
+    assert engine.stats()["checked"].chosen == 6
+    assert engine.stats()["checked"].failed == 0
     seen, judged, _ = _seen(engine, LARGE[0])
     assert seen > judged > 0, "each answer counts once by its own tokens, and once as it is checked"
     assert judged >= sum(len(answer.token_ids) for answer in [answer])
 
 
 def test_answers_count_their_tokens_and_doubts(engine: BlendEngine) -> None:
-    engine._answering.checker._share = 0.0
+    _checker(engine)._share = 0.0
     answer = engine.generate(_prompt(0), **GREEDY, margin=1e8)
     assert answer.report.deepened is not None
     assert answer.report.completed is not None
@@ -109,7 +114,7 @@ def test_what_follows_no_evidence_gives_none(engine: BlendEngine, options: dict[
     engine.generate(_prompt(0), **GREEDY | options)
     engine._answering.idle.wait()
     assert engine._planner.evidence[""].answers.answers == 0
-    assert engine.checked.chosen == 0
+    assert engine.stats()["checked"].chosen == 0
 
 
 @pytest.mark.parametrize(
@@ -118,18 +123,18 @@ def test_what_follows_no_evidence_gives_none(engine: BlendEngine, options: dict[
 def test_sampled_and_changed_answers_are_not_checked(engine: BlendEngine, options: dict[str, Any]) -> None:
     engine.generate(_prompt(0), **GREEDY | options)
     engine._answering.idle.wait()
-    assert engine.checked.chosen == 0
+    assert engine.stats()["checked"].chosen == 0
     assert engine._planner.evidence[""].answers.answers == 1, "its tokens and doubts count"
 
 
 def test_a_few_answers_are_all_checked_then_a_share_of_them(engine: BlendEngine) -> None:
     added = list[Any]()
-    engine._answering.idle.add = lambda request, work: added.append(work)  # type: ignore[method-assign]
-    engine._answering.checker._share = 1e-9
+    engine._answering.idle.add = lambda request, work: added.append(work) or True  # type: ignore[method-assign]
+    _checker(engine)._share = 1e-9
     for number in range(FEW + 5):
         engine.generate(_prompt(number), **GREEDY)
     assert len(added) == FEW
-    engine._answering.checker._share = 0.0
+    _checker(engine)._share = 0.0
     engine.reset_calibration()
     engine.generate(_prompt(0), **GREEDY)
     assert len(added) == FEW
@@ -139,10 +144,10 @@ def test_a_failing_check_is_counted_and_disturbs_nobody(engine: BlendEngine, mon
     def fail(*_: Any) -> None:
         raise KvragError("no memory")
 
-    monkeypatch.setattr("kvrag.control.check._refer", fail)
+    monkeypatch.setattr("kvrag.listen.check._refer", fail)
     assert engine.generate(_prompt(0), **GREEDY).text
     engine._answering.idle.wait()
-    assert (engine.checked.failed, engine.checked.compared) == (1, 0)
+    assert (engine.stats()["checked"].failed, engine.stats()["checked"].compared) == (1, 0)
 
 
 def test_an_engine_is_freed_without_garbage_collection(model: Model, tmp_path: Path) -> None:
@@ -168,7 +173,7 @@ def test_a_calibration_measures_all_starts_and_is_kept(engine: BlendEngine, tmp_
     found = engine.calibrate([_prompt(0), _prompt(1)], progress=lambda *steps: done.append(steps))
     steps = 1 + len(STARTS)
     assert done == [(number + 1, 2 * steps) for number in range(2 * steps)]
-    assert found == engine.checked
+    assert found == engine.stats()["checked"]
     for start in STARTS:
         seen, judged, _ = _seen(engine, start)
         assert seen == judged > 0

@@ -1,4 +1,4 @@
-"""Learning from prompts: texts that are seen twice become chunks, encoded while no answer is in progress."""
+"""Learning from prompts: texts that are seen twice become chunks, while no answer is in progress."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import cast
@@ -16,76 +16,58 @@ from kvrag.config import named_texts
 from kvrag.errors import KvragError
 from kvrag.index.catalog import Lookup
 from kvrag.ingest.ingest import Ingestion
-from kvrag.process import Background
+from kvrag.listen.listener import Listener
 from kvrag.reuse.request_state import RequestState
+from kvrag.scheduling.idle import Idle
 from kvrag.scheduling.waiting import is_cancelled
 from kvrag.store.values import text_key
-from kvrag.types import LearnStats, Messages, Run, TokenIds
+from kvrag.types import LearnStats, Messages, TokenIds
 
 logger = logging.getLogger("kvrag")
 
 LEAST_TOKENS = 64  # shorter texts save too little
 _LEAST_LETTERS = 2 * LEAST_TOKENS  # a text with fewer is not tokenised
 _SEEN = 1 << 16  # texts seen once that are remembered, by their digests
-_WAITING = 256  # prompts to look at, and texts to encode, each; more are ignored
-_POLL_S = 0.1
+_WAITING = 256  # prompts; more are ignored
 
 
-class Learner:
-    """Encodes texts that were seen in two prompts of a namespace. Thread-safe.
+class Learner(Listener):
+    """Encodes texts that were seen in two prompts of a namespace.
 
     A text is a message of a tool, or a paragraph of another message. Only those after the last answer count, because
     the earlier ones were in the previous prompt of the conversation. Learned chunks have no document: they expire like
     those of `documents=`, and go with a document that contains the same text.
     """
 
-    def __init__(
-        self, ingestion: Ingestion, lookup: Lookup, is_busy: Callable[[], bool], notice: Callable[[], None]
-    ) -> None:
+    name = "learned"
+
+    def __init__(self, ingestion: Ingestion, lookup: Lookup, idle: Idle, notice: Callable[[], None]) -> None:
         """Start without texts.
 
         Args:
-            is_busy: Returns whether answers are in progress.
             notice: Marks prompts of which texts were removed from the store, see `RequestState`.
         """
-        self._ingestion, self._lookup, self._is_busy, self._notice = ingestion, lookup, is_busy, notice
+        self._ingestion, self._lookup, self._idle, self._notice = ingestion, lookup, idle, notice
         self._seen: OrderedDict[bytes, str] = OrderedDict()  # namespaces by digest
-        self._looking = Background("kvrag-learn-look", _WAITING)
-        self._encoding = Background("kvrag-learn", _WAITING)  # waits while answers are in progress
         self._keys: set[str] = set()  # of the chunks learned
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by namespace
         self._counting = threading.Lock()
         self._has_warned = False
         self._times_forgotten = Counter[str]()  # by namespace
 
-    def observe(self, prompt: str | Messages | TokenIds, request: RequestState, runs: Iterable[Run] = ()) -> None:
-        """Count what a prompt reused, and look at its new texts later, in another thread.
+    def prefilled(self, request: RequestState, prompt: str | Messages | TokenIds) -> None:
+        """Count what a prompt reused, and look at its new texts later.
 
         The first error is logged as a warning, all are counted.
         """
-        self._count(request.namespace, reused=sum(len(run) for run in runs if run.key in self._keys))
-        is_forgotten = partial(self._is_forgotten, request, self._times_forgotten[request.namespace])
-        self._later(self._looking, request.namespace, partial(self._look, prompt, request.namespace, is_forgotten))
+        namespace = request.namespace
+        self._count(namespace, reused=sum(len(run) for run in request.report.runs if run.key in self._keys))
+        is_forgotten = partial(self._is_forgotten, request, self._times_forgotten[namespace])
+        look = partial(self._look, prompt, namespace, is_forgotten)
+        self._count(namespace, ignored=int(not self._idle.add(request, look, "learn", _WAITING)))
 
-    def _later(self, thread: Background, namespace: str, work: Callable[[], None]) -> None:
-        """Run this in a thread, unless too much is waiting."""
-        if not thread.later(self._run, namespace, work):
-            self._count(namespace, ignored=1)
-
-    def _run(self, namespace: str, work: Callable[[], None]) -> None:
-        is_cancelled.set(lambda: self._looking.is_over)
-        try:
-            work()
-        except Exception as error:  # no answer depends on it
-            if self._looking.is_over:
-                return
-            self._count(namespace, failed=1)
-            level = logging.INFO if self._has_warned else logging.WARNING  # a disk that is full stays so for a while
-            logger.log(level, "a text of a prompt could not be learned: %s (logged once)", error)
-            self._has_warned = True
-
-    def stats(self, namespace: str | None = None) -> LearnStats:
-        """Return the counters of a namespace; None = of all."""
+    def stats(self, namespace: str | None) -> LearnStats:
+        """See `Listener`."""
         with self._counting:
             seen = Counter(self._seen.values())
             if namespace is None:
@@ -95,21 +77,11 @@ class Learner:
             names = ("learned", "tokens", "failed", "ignored", "reused")
             return LearnStats(num_seen, **{name: counts[name] for name in names})
 
-    def wait(self) -> None:
-        """Wait until the prompts so far were looked at; for tests and benchmarks."""
-        self._looking.wait()
-        self._encoding.wait()
-
-    def forget(self, namespace: str) -> None:
+    def forget_learned(self, namespace: str) -> None:
         """Forget which texts of a namespace were seen once, and its prompts that wait."""
         with self._counting:
             self._times_forgotten[namespace] += 1
             self._seen = OrderedDict((digest, name) for digest, name in self._seen.items() if name != namespace)
-
-    def close(self) -> None:
-        """End, also within a text that is being encoded."""
-        self._looking.close()
-        self._encoding.close()
 
     def _count(self, namespace: str, **more: int) -> None:
         with self._counting:
@@ -120,11 +92,20 @@ class Learner:
         return request.is_forgotten or times_forgotten != self._times_forgotten[request.namespace]
 
     def _look(self, prompt: str | Messages | TokenIds, namespace: str, is_forgotten: Callable[[], bool]) -> None:
+        is_cancelled.set(lambda: self._idle.is_over)  # answers that begin do not end it
         for text in dict.fromkeys(new_texts(prompt)):
-            if self._looking.is_over or is_forgotten():
+            if self._idle.is_over or is_forgotten():
                 return
-            if self._is_known(text, namespace):
-                self._later(self._encoding, namespace, partial(self._encode, text, namespace, is_forgotten))
+            try:
+                if self._is_known(text, namespace):
+                    self._encode(text, namespace, is_forgotten)
+            except Exception as error:  # no answer depends on it
+                if self._idle.is_over:
+                    return
+                self._count(namespace, failed=1)
+                level = logging.INFO if self._has_warned else logging.WARNING  # a full disk stays so for a while
+                logger.log(level, "a text of a prompt could not be learned: %s (logged once)", error)
+                self._has_warned = True
 
     def _is_known(self, text: str, namespace: str) -> bool:
         """Return whether the text was seen before; remember it."""
@@ -145,11 +126,8 @@ class Learner:
         text_id = text_key(namespace, ids)
         if key is None or len(ids) < LEAST_TOKENS or self._lookup.usable([text_id]):
             return
-        while self._is_busy():
-            self._encoding.closed.wait(_POLL_S)
-            if self._encoding.is_over:
-                return
-        if is_forgotten():
+        self._idle.pause()
+        if self._idle.is_over or is_forgotten():
             return
         report = self._ingestion.warm([text], "", None, namespace, mode="on request")
         self._lookup.refresh()

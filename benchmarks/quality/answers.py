@@ -46,9 +46,9 @@ from kvrag.retrieval import documents
 from kvrag.retrieval.index import ChunkIndex
 
 if TYPE_CHECKING:
+    from benchmarks.quality.compare import Record
     from benchmarks.quality.grid import Cell, Journal, Task
     from kvrag.backend.transformers import Model
-    from kvrag.control.agreement import Record
 
 T = TypeVar("T")
 
@@ -246,7 +246,7 @@ def evaluate(
         config, codec: How chunks are encoded and stored.
     """
     from benchmarks.quality import grid
-    from kvrag.control.agreement import Record
+    from benchmarks.quality.compare import Record
     from kvrag.engine import BlendEngine
 
     corpus: dict[str, list[str]] = {}
@@ -426,7 +426,8 @@ def verdict(cells: Sequence[dict[str, Any]]) -> str:
 
     As in a calibration, changes of near ties do not count.
     """
-    from kvrag.control.agreement import TARGET, choose
+    from benchmarks.quality.compare import choose
+    from kvrag.control.agreement import TARGET
 
     _, _, first, *_ = cells
     curve = {cell["ratio"]: cell for cell in cells if cell["policy"] == first["policy"]}

@@ -1,4 +1,4 @@
-"""Answers of policies and ratios compared with full prefill's; `kvrag.control.agreement` measures.
+"""Answers of policies and ratios compared with full prefill's; `benchmarks.quality.compare` measures.
 
 The order of the policies changes from row to row. Times run from token ids to the first token; the KV comes from the
 RAM tier unless it is off.
@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.quality.compare import Record, ask, compare, first_word
 from benchmarks.quality.rows import QuestionRow
 from kvrag.backend.transformers import Model
 from kvrag.config import BlendConfig, Sampling
-from kvrag.control.agreement import Record, compare, is_kept, wilson
-from kvrag.control.prompts import ask, first_word, render
+from kvrag.control.agreement import is_kept, wilson
+from kvrag.control.prompts import render
 from kvrag.engine import BlendEngine
 from kvrag.errors import ContextWindowError, ModelError, PromptError
 

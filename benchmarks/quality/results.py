@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 
 from benchmarks.quality import grid
 from benchmarks.quality.answers import cell_lines, heading, ratio
+from benchmarks.quality.compare import Record, first_word
 from benchmarks.quality.grid import Cell, Journal, Table, Task, exact_match, normalise
 from benchmarks.quality.metrics import Bootstrap, rouge_l, token_f1
 from benchmarks.quality.rows import QuestionRow
 from benchmarks.quality.worlds import WorldRow
-from kvrag.control.agreement import Record
-from kvrag.control.prompts import first_word
 
 ACROSS, WITHIN = "depends on another passage", "depends on one passage"
 RETRIEVED, NOT_RETRIEVED = "answer retrieved", "answer not retrieved"

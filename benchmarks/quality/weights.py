@@ -25,6 +25,7 @@ from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from benchmarks.quality.arms import DECIDED, FULL, INSTRUCTION, margin_of, settings_of_arm
+from benchmarks.quality.compare import divergence
 from benchmarks.quality.grid import Journal
 from benchmarks.quality.metrics import token_f1
 from benchmarks.quality.questions import (
@@ -45,7 +46,7 @@ from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.answer import overridden
 from kvrag.cli.common import existing_path, say
 from kvrag.config import DEFAULT_CONTEXT, Sampling
-from kvrag.control.agreement import END, divergence, likeliest, own_answer, wilson
+from kvrag.control.agreement import END, likeliest, own_answer, wilson
 from kvrag.reuse.request_state import RequestState
 from kvrag.types import Messages
 

@@ -29,7 +29,7 @@ Search = Callable[[str, int], Sequence[str]]
 """From a query and a number to the texts of that many chunks, best first."""
 
 # a run of letters and digits, or one character of a script that is written without spaces
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+")
+WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])|\n\s*\n")
 _CHUNKS = 1000  # stored chunks that prompts are generated from
 _SHORTEST, _LONGEST = 6, 60  # words of a sentence
@@ -129,21 +129,9 @@ def render(tokenizer: Tokenizer, chunks: Sequence[str], beginning: str) -> list[
     return tokenizer.render(tokenizer.as_prompt("\n\n".join([*chunks, _INSTRUCTION]))) + tokenizer.encode(beginning)
 
 
-def ask(tokenizer: Tokenizer, chunks: Sequence[str], question: str) -> list[int]:
-    """Return the ids of a prompt of chunks and a question."""
-    text = "\n\n".join([*chunks, f"Question: {question}"])
-    return tokenizer.render(tokenizer.as_prompt(text if tokenizer.has_chat_template else f"{text}\n\nAnswer:"))
-
-
-def first_word(text: str) -> str:
-    """Return the first word of a text; "" without one."""
-    word = _WORD.search(text)
-    return word.group() if word else ""
-
-
 def find_gaps(chunks: Sequence[str], seed: int) -> list[Gap]:
     """Return gaps in random order, alternating clozes and continuations; those of one chunk are far apart."""
-    frequencies = Counter(word for chunk in chunks for word in set(_WORD.findall(chunk)))
+    frequencies = Counter(word for chunk in chunks for word in set(WORD.findall(chunk)))
     most = max(_RARE[0], round(_RARE[1] * len(chunks)))
     rare = {word: count for word, count in frequencies.items() if len(word) >= _LETTERS and 2 <= count <= most}
     kinds: dict[str, list[tuple[int, Gap]]] = {CLOZE: [], CONTINUATION: []}
@@ -164,7 +152,7 @@ def find_gaps(chunks: Sequence[str], seed: int) -> list[Gap]:
 def _sentences(text: str) -> Iterator[str]:
     for sentence in _SENTENCE.split(text):
         sentence = sentence.strip()
-        words = _WORD.findall(sentence)
+        words = WORD.findall(sentence)
         # tables and code have few letters between their signs
         if _SHORTEST <= len(words) <= _LONGEST and sum(map(len, words)) >= 0.7 * len("".join(sentence.split())):
             yield sentence
@@ -172,7 +160,7 @@ def _sentences(text: str) -> Iterator[str]:
 
 def _gaps(sentence: str, rare: dict[str, int]) -> Iterator[Gap]:
     """Yield a continuation, and a cloze at the rarest word that the sentence does not have before."""
-    words = list(_WORD.finditer(sentence))
+    words = list(WORD.finditer(sentence))
     yield _gap(CONTINUATION, sentence, words[2 * len(words) // 3])
     first = {word.group(): word for word in reversed(words)}
     later = [first[word] for word in rare.keys() & first.keys() if first[word].start() >= words[_BEFORE].start()]
@@ -195,12 +183,12 @@ def search_by_words(chunks: Sequence[str]) -> Search:
     """Return a search by the rare words that query and chunk share, for use without an embedder."""
     holders: dict[str, list[int]] = defaultdict(list)
     for number, chunk in enumerate(chunks):
-        for word in {word.lower() for word in _WORD.findall(chunk)}:
+        for word in {word.lower() for word in WORD.findall(chunk)}:
             holders[word].append(number)
 
     def search(query: str, k: int) -> list[str]:
         scores = [0.0] * len(chunks)
-        for word in dict.fromkeys(word.lower() for word in _WORD.findall(query)):
+        for word in dict.fromkeys(word.lower() for word in WORD.findall(query)):
             for number in holders.get(word, ()):
                 scores[number] += math.log(1 + len(chunks) / len(holders[word]))
         best = sorted(range(len(chunks)), key=lambda number: -scores[number])  # stable: ties in reading order

@@ -32,7 +32,7 @@ from kvrag.config import (
 )
 from kvrag.control.agreement import TOKENS
 from kvrag.control.plan import STARTS, Planner
-from kvrag.control.prompts import Search, chunk_texts, make_prompts, search_by_words
+from kvrag.control.prompts import chunk_texts, make_prompts, search_by_words
 from kvrag.errors import AbandonedError, AnswerTimeoutError, KvragError, SettingError
 from kvrag.generate.prompt import prepare
 from kvrag.index.catalog import Lookup
@@ -447,10 +447,6 @@ class BlendEngine:
         *,
         namespace: str = "",
         count: int = FEW,
-        chunks: int = 4,
-        search: Search | None = None,
-        seed: int = 0,
-        limit_s: float = math.inf,
         progress: Callable[[int, int], None] | None = None,
     ) -> CheckStats:
         """Measure how much recompute this model needs on this corpus: what its own answers would tell, but at once.
@@ -462,26 +458,18 @@ class BlendEngine:
             prompts: As in `stream`, with chunks that were warmed; None = generated from the stored chunks, see
                 `kvrag.control.prompts`.
             count: Number of generated prompts.
-            chunks: Number of chunks per generated prompt.
-            search: Retrieves the chunks of generated prompts, best first, from a query and their number; None = by the
-                rare words that they share.
-            seed: Seed of generated prompts.
-            limit_s: Seconds after which no further prompt is measured.
             progress: Called with (prefills done, prefills to do); None = as in `warm`.
 
         Raises:
             KvragError: No prompts could be generated, or one is too long.
         """
         self._check_open()
-        ids = self._test_prompts(prompts, namespace, count, chunks, search, seed)
+        ids = self._test_prompts(prompts, namespace, count)
         prefill, evidence = self._answering.prefill, self._planner.evidence[namespace]
-        stop, steps = time.monotonic() + check_number("limit_s", limit_s), 1 + len(STARTS)
         try:
             with watched(progress, "calibrating") as update:
                 for done in self_test(self.model, prefill, evidence, ids, namespace):
-                    (update or no_progress)(done, steps * len(ids))
-                    if done % steps == 0 and time.monotonic() > stop:
-                        break
+                    (update or no_progress)(done, (1 + len(STARTS)) * len(ids))
         finally:
             self._planner.keep_speed()
         return cast(CheckStats, self.stats(namespace)["checked"])
@@ -491,7 +479,7 @@ class BlendEngine:
         known = int(self._planner.evidence[namespace].answers.answers)
         if known < FEW and self._check and self._planner.learns(self.config):
             with suppress(KvragError):  # too few documents
-                prompts = self._test_prompts(None, namespace, FEW, 4, None, 0)
+                prompts = self._test_prompts(None, namespace, FEW)
                 evidence, prefill = self._planner.evidence[namespace], self._answering.prefill
                 self_test_when_idle(self._answering.idle, self.model, prefill, evidence, prompts[known:], namespace)
 
@@ -499,20 +487,11 @@ class BlendEngine:
         """Wait until the work that is left to idle time is done; for benchmarks and tests."""
         self._answering.idle.wait()
 
-    def _test_prompts(
-        self,
-        prompts: Sequence[str | Messages] | None,
-        namespace: str,
-        count: int,
-        chunks: int,
-        search: Search | None,
-        seed: int,
-    ) -> list[list[int]]:
+    def _test_prompts(self, prompts: Sequence[str | Messages] | None, namespace: str, count: int) -> list[list[int]]:
         check_number("count", count, least=1, whole=True)
-        check_number("chunks", chunks, least=2, whole=True)
         if prompts is None:
             texts = chunk_texts(self.model, self.store, namespace)
-            gaps = make_prompts(self.model, texts, search or search_by_words(texts), count, chunks, seed, TOKENS)
+            gaps = make_prompts(self.model, texts, search_by_words(texts), count, room=TOKENS)
             return [prompt.ids for prompt in gaps]
         rendered = [self.model.tokenizer.render(prompt) for prompt in check_list("prompts", prompts)]
         for ids in rendered:

@@ -30,7 +30,6 @@ from kvrag.cli.common import (
     require_extra,
     say,
 )
-from kvrag.cli.question import text_search
 from kvrag.config import (
     CODECS,
     DEFAULT_CONTEXT,
@@ -341,7 +340,10 @@ def _document_rows(args: argparse.Namespace, model: Model, corpus: dict[str, lis
         with progress("indexing", args.json) as update:
             if len(chunks) > 1:
                 index.add(chunks, progress=update)
-        search = text_search(index)
+
+        def search(query: str, k: int) -> list[str]:
+            return [hit.text for hit in index.search(query, k)]
+
         made = [
             gap
             for seed in dict.fromkeys(args.seed)

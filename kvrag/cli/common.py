@@ -339,14 +339,6 @@ def read_text(path: Path) -> str:
         raise KvragError(f"{path} is not UTF-8 text (byte {error.start}): convert it to UTF-8") from None
 
 
-def read_questions(path: Path) -> list[str]:
-    """Return the distinct lines of a file; raises KvragError if there are none."""
-    lines = (line.strip() for line in path.read_text("utf-8", "replace").splitlines())
-    if not (questions := list(dict.fromkeys(line for line in lines if line))):
-        raise KvragError(f"{path} contains no questions: write one per line")
-    return questions
-
-
 def say(message: str) -> None:
     """Print a line to stderr; stdout is reserved for results."""
     print(f"{_CLEAR if sys.stderr.isatty() else ''}{message}", file=sys.stderr, flush=True)

@@ -23,7 +23,6 @@ _COMMANDS = {  # modules of kvrag.cli, with their help
     "chat": "ask several questions in a conversation",
     "explain": "explain what was reused of a prompt, and why not more",
     "serve": "serve a model and a corpus with OpenAI's API",
-    "calibrate": "find how much to recompute on your model and corpus",
     "estimate": "estimate disk usage and time before you ingest",
     "store": "show, check or clean up stores",
     "verify": "test that blending is exact on your model",

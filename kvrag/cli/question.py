@@ -16,7 +16,6 @@ from kvrag.server.settings import TEMPLATE, fill
 from kvrag.types import BlendReport, Messages
 
 if TYPE_CHECKING:
-    from kvrag.control.prompts import Search
     from kvrag.engine import BlendEngine
     from kvrag.retrieval.index import ChunkIndex, Hit
 
@@ -61,8 +60,3 @@ def print_answer(hits: Sequence[Hit], text: str, report: BlendReport, args: argp
         here = os.path.join(os.getcwd(), "")
         say(f"sources: {', '.join(dict.fromkeys(hit.source.removeprefix(here) for hit in hits))}")
         say("\n".join(summary_of(report)))
-
-
-def text_search(index: ChunkIndex) -> Search:
-    """Return a function from a query and a number to the texts of that many chunks."""
-    return lambda query, k: [hit.text for hit in index.search(query, k)]

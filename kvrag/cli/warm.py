@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text-field", default="text", metavar="NAME", help=text_field)
     prune = "drop documents whose files no longer exist in the folders in PATH; what cannot be read is kept"
     parser.add_argument("--prune", action="store_true", help=prune)
-    tune = "then measure how much this model has to recompute on these documents, as `kvrag calibrate` does"
+    tune = "then measure how much this model has to recompute on these documents (calibrate)"
     parser.add_argument("--tune", action="store_true", help=tune)
     cluster = parser.add_argument_group("on many machines")
     add_ray_argument(cluster, "encode with workers on a Ray cluster")

@@ -181,7 +181,7 @@ def _seconds(value: float) -> str:
 
 
 _UNCALIBRATED = (
-    "full prefill: models with layers that keep a state are blended once they are calibrated (`kvrag calibrate`), "
+    "full prefill: models with layers that keep a state are blended once they are calibrated (`kvrag warm --tune`), "
     "or where a ratio or margin is given"
 )  # see decision 34
 

@@ -24,7 +24,7 @@ ODD: list[Any] = [
     Fraction(1, 3),
 ]
 PROMPT = messages(CHUNKS[0])
-NUMBERS = ("count", "chunks", "prompts", "limit_s")
+NUMBERS = ("count", "prompts")
 
 
 @pytest.fixture(scope="module")

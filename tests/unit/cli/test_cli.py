@@ -142,7 +142,6 @@ WRONG = [
     ["store", "stats", "--store", "missing"],
     ["estimate", "missing"],
     ["explain", "missing.txt"],
-    ["calibrate", "--questions", "missing"],
     ["verify", "--chunk-tokens", "0"],
 ]
 
@@ -170,14 +169,14 @@ for argv in json.loads(sys.argv[1]):
     command = [sys.executable, "-c", program, json.dumps(every)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    for name in ("demo", "warm", "ask", "chat", "calibrate", "estimate", "store", "verify"):
+    for name in ("demo", "warm", "ask", "chat", "estimate", "store", "verify"):
         assert f"\n    {name} " in done.stdout
     assert done.stdout.count("\n  --json ") >= len(_COMMANDS)
 
 
 def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    assert "calibrate" in capsys.readouterr().out
+    assert "estimate" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -187,7 +186,7 @@ def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str
         ("ask", "kvrag ask: the following arguments are required: QUESTION; see `kvrag ask --help`"),
         ("ask Who founded it?", "unexpected 'founded it?': quote arguments that contain spaces"),
         ("ask Who? --modle x", "unknown option --modle: did you mean --model?"),
-        ("calibrate --top-k=2 --prmopts=2", "unknown option --prmopts: did you mean --prompts?"),
+        ("ask Who? --top-k=2 --polciy=2", "unknown option --polciy: did you mean --policy?"),
         ("warm docs --xyz", "kvrag warm: unknown option --xyz; see `kvrag warm --help`"),
         ("ask Who? --ratio high", "--ratio: invalid float value: 'high'"),
         ("ask Who? --dtype float8", "--dtype: invalid choice: 'float8' (choose from"),
@@ -710,7 +709,7 @@ def test_ask_before_warm_says_what_to_do(
     assert not (tmp_path / "kv").exists()
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(Model, "from_pretrained", None)  # not called
-    for command in (["ask", QUESTION], ["chat"], ["calibrate"], ["store", "stats"]):
+    for command in (["ask", QUESTION], ["chat"], ["store", "stats"]):
         assert "run `kvrag warm PATH` first, on this machine" in fails(*command)
     assert not (tmp_path / ".cache" / "kvrag").exists()  # none of them made a store
 
@@ -1084,28 +1083,6 @@ def own(warmed: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(warmed, tmp_path / "own"))
 
 
-@pytest.fixture
-def questions(tmp_path: Path) -> Path:
-    """Forty questions about the corpus, one of them twice."""
-    path = tmp_path / "questions.txt"
-    asked = [f"{question} ({number})" for number in range(40) for question, _ in QUESTIONS][:40]
-    path.write_text("\n".join([*asked, "", asked[0]]))
-    return path
-
-
-def test_calibrate_by_questions(own: Path, questions: Path, as_json: Json) -> None:
-    wanted = ("--store", own, "--questions", questions)
-    result = as_json("calibrate", *wanted, "--prompts", "2")
-    assert (result["store"], result["verdict"]) == (str(own), "")
-    (counts,) = json.loads((own / "evidence.json").read_text()).values()
-    assert counts["answers"][0][0] == 2
-    as_json("calibrate", *wanted, "--minutes", "0")
-    (counts,) = json.loads((own / "evidence.json").read_text()).values()
-    assert counts["answers"][0][0] == 3
-    assert as_json("calibrate", "--store", own, "--reset")["store"] == str(own)
-    assert json.loads((own / "evidence.json").read_text()) == {}
-
-
 def test_warm_can_calibrate_as_well(tmp_path: Path, as_json: Json, fails: Callable[..., str]) -> None:
     (tmp_path / "a.md").write_text(
         "The north tower has a blue door. It was painted by Arno in the spring of that year."
@@ -1118,23 +1095,6 @@ def test_warm_can_calibrate_as_well(tmp_path: Path, as_json: Json, fails: Callab
     (counts,) = json.loads((store / "evidence.json").read_text()).values()
     assert counts["answers"][0][0] > 0
     assert "--tune is for a local store" in fails("warm", tmp_path, "--server", "http://localhost:1", "--tune")
-
-
-def test_calibrate_without_questions(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", "--store", str(own), "--prompts", "1"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == "nothing is known yet\n"
-    assert "--questions FILE" in captured.err
-
-
-def test_calibrate_says_what_is_missing(own: Path, tmp_path: Path, fails: Callable[..., str]) -> None:
-    empty = tmp_path / "empty.txt"
-    empty.write_text("\n \n")
-    assert "contains no questions" in fails("calibrate", "--store", own, "--questions", empty)
-    assert "has no store: create one with" in fails("calibrate", "--store", tmp_path / "new")
-    assert "--minutes: must be" in fails("calibrate", "--store", own, "--minutes", "-2")
-    assert "nowhere.txt" in fails("calibrate", "--store", own, "--questions", tmp_path / "nowhere.txt")
-    assert not (own / "evidence.json").exists()
 
 
 def test_the_controller_can_be_switched_off(own: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,11 +188,6 @@ def test_a_calibration_measures_all_starts_and_is_kept(engine: BlendEngine, tmp_
         assert again._planner.evidence[""].answers.answers == 0
 
 
-def test_a_calibration_stops_at_its_limit(engine: BlendEngine) -> None:
-    engine.calibrate([_prompt(0), _prompt(1), _prompt(2)], limit_s=0, progress=lambda *_: None)
-    assert engine._planner.evidence[""].answers.answers == 1
-
-
 def test_a_calibration_needs_chunks(engine: BlendEngine) -> None:
     with pytest.raises(KvragError, match="at least two stored chunks"):
         engine.calibrate(namespace="empty")

@@ -41,8 +41,8 @@ LANGCHAIN, LLAMA = "../../integrations/langchain-kvrag/tests", "../../integratio
 MUTATIONS = [
     Mutation("ratio rounded down", "reuse/select.py", "budget = round((", "budget = int((", "reuse/test_select.py"),
     Mutation(
-        "lowest scores first", "reuse/select.py", "scores.topk(budget)", "scores.topk(budget, largest=False)",
-        "reuse/test_select.py",
+        "lowest scores first", "reuse/select.py", "min(2 * budget, len(inexact)))",
+        "min(2 * budget, len(inexact)), largest=False)", "reuse/test_select.py",
     ),
     Mutation(
         "deviation of values ignored", "reuse/policies/hkvd.py", " + _distances(fresh_values, values[:, :, at])",

@@ -17,7 +17,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 
@@ -232,7 +231,7 @@ class KVStore(ABC):
     def _add(self, rows: Sequence[ManifestRow]) -> list[ManifestRow]:
         """Record stored chunks; return the rows whose key had another file already."""
         pages = [rows[i : i + _ADD] for i in range(0, len(rows), _ADD)]
-        return [row for page in pages for row in self._changes.change("put", rows=page)]
+        return [row for page in pages for row in self._changes.change("add", rows=page)]
 
     def remove(self, keys: Sequence[str]) -> None:
         """Delete chunks, even if documents rely on them."""
@@ -271,7 +270,7 @@ class KVStore(ABC):
             counted = sorted(self._counted(list(uses)))
             for i in range(0, len(counted), _USES):
                 keys = counted[i : i + _USES]
-                self._changes.change("used", keys=keys, uses=[uses[key] for key in keys])
+                self._changes.change("touch", keys=keys, uses=[uses[key] for key in keys])
         except StoreError as error:  # a full disk must not fail a request; and a remote may only be read
             logger.log(logging.INFO if self._has_warned else logging.WARNING, "uses are not recorded: %s", error)
             self._has_warned = True
@@ -353,7 +352,7 @@ class KVStore(ABC):
         max_bytes = None if max_bytes is None else check_budget("a budget", max_bytes)
         check_namespace(namespace)
         self._check_open()
-        self._changes.change("budget", namespace=namespace, bytes=max_bytes)
+        self._changes.change("set_budget", namespace=namespace, bytes=max_bytes)
         return 0 if max_bytes is None else self._evict(max_bytes, namespace)
 
     def _limits(self) -> dict[str | None, int]:
@@ -414,10 +413,6 @@ class KVStore(ABC):
             damaged=self._manifest.counter("damaged"),
             namespaces=namespaces,
         )
-
-    def contents(self) -> Iterator[tuple[str, list[Any]]]:
-        """See Manifest.contents."""
-        return self._current.contents()
 
     def gc(self, unused_days: float = 7.0) -> tuple[int, int]:
         """Delete unneeded chunks and files; return (chunks, files) deleted. Also enforces the budgets.

@@ -35,11 +35,8 @@ _LOG = 100_000  # number of removals kept
 _BUDGET = "budget "  # and a namespace: counter with its budget in bytes
 _STORED = 2  # uses that storing counts as: new chunks must outlast chunks that are hardly used
 
-OPERATIONS = {
-    **{"put": "add", "hold": "hold", "remove": "remove", "release": "release"},
-    **{"used": "touch", "budget": "set_budget"},
-}
-"""Methods that change a manifest, by their names in the log of a shared store."""
+OPERATIONS = ("add", "hold", "remove", "release", "touch", "set_budget")
+"""Methods that change a manifest, as they are named in the log of a shared store."""
 
 Removed = tuple[str, str]
 """Key and file of a chunk whose row was deleted."""
@@ -137,7 +134,7 @@ class Manifest(Database):
     def change(self, op: str, **fields: Any) -> Any:
         """Call one of the methods of `OPERATIONS`; functions in place of fields are called in the same transaction."""
         with self.transaction():
-            return getattr(self, OPERATIONS[op])(**called(fields))
+            return getattr(self, op)(**called(fields))
 
     def add(self, rows: Iterable[ManifestRow]) -> list[ManifestRow]:
         """Insert chunks and their texts in one transaction; return the rows whose key had another file already."""
@@ -214,28 +211,6 @@ class Manifest(Database):
         """Set counters, each 63 bits."""
         with self.transaction() as connection:
             connection.executemany("INSERT OR REPLACE INTO counters VALUES (?, ?)", list(counters.items()))
-
-    def replace(
-        self, rows: Iterable[ManifestRow], holders: Iterable[Sequence[str]], scores: Iterable[Sequence[Any]]
-    ) -> list[Removed]:
-        """Make these the only chunks, holders and scores, see `contents`. Texts that stay keep their number."""
-        with self.transaction() as connection:
-            connection.execute("CREATE TEMP TABLE kept (key TEXT PRIMARY KEY, file TEXT) WITHOUT ROWID")
-            rows = iter(rows)
-            while page := list(islice(rows, PAGE)):
-                connection.executemany("INSERT INTO kept VALUES (?, ?)", [(row.key, row.file) for row in page])
-                moved = "SELECT key FROM kept JOIN chunks USING (key) WHERE key = ? AND kept.file != chunks.file"
-                for row in page:
-                    if connection.execute(moved, (row.key,)).fetchone():
-                        self.correct(row)
-                self.add(page)
-            others = "SELECT key FROM chunks WHERE key NOT IN (SELECT key FROM kept)"
-            removed = _remove_rows(connection, [key for (key,) in connection.execute(others)])
-            connection.execute("DROP TABLE kept")
-            connection.execute("DELETE FROM holders")
-            connection.executemany(f"INSERT INTO {_HOLDERS}", holders)
-            connection.executemany("UPDATE chunks SET score = ?2 WHERE key = ?1", scores)
-        return removed
 
     def purge(self) -> bool:
         """Rewrite the file and empty SQLite's write-ahead log, if chunks were removed since; return whether they were.
@@ -354,20 +329,6 @@ class Manifest(Database):
         """Return the chunks, out of these, that a document (None = any) relies on, stored or not."""
         query = f"SELECT key FROM holders WHERE key IN {_LISTED} AND (?2 IS NULL OR document = ?2)"
         return {key for (key,) in self._all(query, json.dumps(keys), document)}
-
-    def contents(self) -> Iterator[tuple[str, list[Any]]]:
-        """Yield everything from one snapshot, in pages of a kind: counters first; rows have ManifestRow's fields."""
-        queries = {
-            "counters": "SELECT name, value FROM counters",
-            "rows": f"{_ROWS} JOIN texts USING (text) ORDER BY key",
-            "holders": "SELECT namespace, document, text, source, key FROM holders",
-            "scores": "SELECT key, score FROM chunks ORDER BY key",
-        }
-        with self._reading() as connection:
-            for kind, query in queries.items():
-                cursor = connection.execute(query)
-                while page := cursor.fetchmany(PAGE):
-                    yield kind, page
 
     def rows(self) -> dict[str, ManifestRow]:
         """Return all chunks by key."""

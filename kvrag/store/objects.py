@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -24,7 +23,7 @@ from obstore.exceptions import (
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvrag.errors import SettingError, StoreError, StoreReadOnlyError
-from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError, Remote
+from kvrag.store.remote import TIMEOUT_S, Blob, DeletedError
 
 _BEGINNING = 1 << 20  # header, ids and the first layers
 _WRITE_S = 300.0  # seconds for one object
@@ -46,8 +45,16 @@ _REASONS = re.compile(
 _process: int | None = None  # that uses obstore: its threads do not survive a fork, so a child would wait forever
 
 
-class ObjectStore(Remote):
-    """A prefix of a bucket. Credentials come from the environment, as in the tools of each provider."""
+Tag = Mapping[str, Any]
+"""What identifies the content of a small object."""
+
+
+class ObjectStore:
+    """A prefix of a bucket. Credentials come from the environment, as in the tools of each provider. Thread-safe.
+
+    It has small objects, and chunks, which are read by byte ranges. Every method raises StoreError, with a remedy, if
+    it fails. `url` is for messages.
+    """
 
     def __init__(self, url: str, scheme: str, bucket: str, prefix: str, options: Mapping[str, str]) -> None:
         """Connect; sends nothing."""
@@ -90,43 +97,46 @@ class ObjectStore(Remote):
         self._pool = ThreadPoolExecutor(16, "kvrag-objects")
 
     def read(self, names: Sequence[str]) -> list[bytes | None]:
-        return list(self._pool.map(self._read, names)) if len(names) > 1 else [self._read(name) for name in names]
+        """Return small objects; None where there is none."""
+        contents = self._pool.map(self.look, names) if len(names) > 1 else map(self.look, names)
+        return [content for content, _ in contents]
 
-    def _read(self, name: str) -> bytes | None:
+    def look(self, name: str) -> tuple[bytes | None, Tag | None]:
+        """Return a small object and its tag; None if there is none."""
         with suppress(FileNotFoundError), self._translated():
-            return bytes(obstore.get(self._reader, name).bytes())
-        return None
+            answer = obstore.get(self._reader, name)
+            tag = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta[name] is not None}
+            return bytes(answer.bytes()), tag
+        return None, None
 
-    def create(self, name: str, content: bytes) -> bool:
-        with suppress(AlreadyExistsError), self._translated(writing=True):
-            obstore.put(self._reader, name, content, mode="create", use_multipart=False)
+    def swap(self, name: str, content: bytes, tag: Tag | None) -> bool:
+        """Replace a small object, and return True, if it has this tag (None = if there is none)."""
+        mode: Any = "create" if tag is None else tag
+        with suppress(AlreadyExistsError, PreconditionError), self._translated(writing=True):
+            obstore.put(self._reader, name, content, mode=mode, use_multipart=False)
             return True
         return False
 
     def write(self, name: str, content: bytes) -> None:
+        """Create or replace an object atomically."""
         with self._translated(writing=True):
             obstore.put(self._writer, name, content, use_multipart=False)
 
-    def change(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
-        for attempt in range(CHANGES):
-            time.sleep(random.random() * min(0.02 * attempt, 1.0))
-            before: bytes | None = None
-            mode: Any = "create"
-            with suppress(FileNotFoundError), self._translated():
-                answer = obstore.get(self._reader, name)
-                mode = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta[name] is not None}
-                before = bytes(answer.bytes())
-            content = change(before)
-            with suppress(AlreadyExistsError, PreconditionError), self._translated(writing=True):
-                obstore.put(self._reader, name, content, mode=mode, use_multipart=False)
-                return
-        raise StoreError(f"{self.url} has too many writers at the moment: try again")
+    def is_conditional(self) -> bool:
+        """Return whether the bucket respects the conditions of `swap`."""
+        first, second, third = (secrets.token_bytes(8) for _ in range(3))  # a tag may be a digest of the content
+        self.write(_CLOCK, first)
+        _, tag = self.look(_CLOCK)
+        self.write(_CLOCK, second)
+        return not self.swap(_CLOCK, third, None) and not self.swap(_CLOCK, third, tag)
 
     def names(self, prefix: str) -> list[str]:
+        """Return the names of the objects under a prefix that ends with "/"."""
         with self._translated():
             return [item["path"] for page in obstore.list(self._reader, prefix) for item in page]
 
     def delete(self, names: Sequence[str]) -> None:
+        """Delete objects; missing ones are ignored."""
         for i in range(0, len(names), 1000):
             part = list(names[i : i + 1000])
             try:
@@ -138,11 +148,11 @@ class ObjectStore(Remote):
                         obstore.delete(self._reader, name)
 
     def put_chunk(self, name: str, header: bytes, body: memoryview) -> None:
-        # names are unique: one that exists is that of a retry after a lost answer
-        with suppress(AlreadyExistsError), self._translated(writing=True):
-            obstore.put(self._writer, _path(name), header + bytes(body), mode="create", use_multipart=False)
+        """Store a chunk, given as by `kvrag.store.chunkfile.serialise`, under a new name."""
+        self.write(_path(name), header + bytes(body))
 
     def open_chunk(self, name: str) -> Blob | None:
+        """Open a chunk; None if there is none."""
         try:
             with self._translated():
                 answer = obstore.get(self._reader, _path(name), options={"range": (0, _BEGINNING)})
@@ -161,24 +171,33 @@ class ObjectStore(Remote):
         except FileNotFoundError as error:
             raise DeletedError("it has been deleted") from error
 
-    def list_chunks(self) -> Iterator[tuple[str, float]]:
+    def listed(self, *prefixes: str) -> Iterator[tuple[str, float]]:
+        """Yield name and age in seconds, by the bucket's clock, of the objects under these prefixes."""
         with self._translated(writing=True):
             obstore.put(self._reader, _CLOCK, b"", use_multipart=False)
             now = obstore.head(self._reader, _CLOCK)["last_modified"]
-            for prefix in ("chunks/", "quarantine/"):
+            for prefix in prefixes:
                 for page in obstore.list(self._reader, prefix):
                     for item in page:
-                        yield _name(item["path"]), (now - item["last_modified"]).total_seconds()
+                        yield item["path"], (now - item["last_modified"]).total_seconds()
+
+    def list_chunks(self) -> Iterator[tuple[str, float]]:
+        """Yield name and age in seconds of all chunks, also quarantined and damaged ones."""
+        for path, age in self.listed("chunks/", "quarantine/"):
+            yield path if path.startswith("quarantine/") else path.rpartition("/")[2], age
 
     def delete_chunks(self, names: Sequence[str]) -> None:
+        """Delete chunks; missing ones are ignored."""
         self.delete([_path(name) for name in names])
 
     def rename_chunk(self, name: str, other: str) -> None:
+        """Move a chunk; a missing one is ignored."""
         with self._translated(writing=True), suppress(FileNotFoundError):
             obstore.copy(self._writer, _path(name), _path(other))
             obstore.delete(self._writer, _path(name))
 
     def close(self) -> None:
+        """Release threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
@@ -212,10 +231,6 @@ def _path(name: str) -> str:
     """Return the path of a chunk; quarantined ones have a folder of their own."""
     folder, _, name = name.rpartition("/")
     return f"{folder}/{name}" if folder else f"chunks/{name[:2]}/{name}"
-
-
-def _name(path: str) -> str:
-    return path if path.startswith("quarantine/") else path.rpartition("/")[2]
 
 
 def _reason(error: Exception) -> str:

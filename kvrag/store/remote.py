@@ -1,13 +1,12 @@
-"""A remote: storage that machines share, such as a bucket; and a chunk that is read from one."""
+"""A chunk that is read from a bucket."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitTimeoutError
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,9 +21,6 @@ _IN_FLIGHT = 3  # ... and requests per chunk at a time, so that several chunks a
 TIMEOUT_S = 10.0
 """Seconds after which a read counts as failed."""
 
-CHANGES = 100
-"""Attempts to change a small object while other writers do."""
-
 
 class DeletedError(StoreError):
     """A chunk has been deleted while it was read."""
@@ -32,7 +28,7 @@ class DeletedError(StoreError):
 
 @dataclass(slots=True)
 class Blob:
-    """The bytes of a chunk in a remote.
+    """The bytes of a chunk in a bucket.
 
     `beginning` has the first of its `size` bytes, including the header. `read(start, stop)` reads a range of bytes; it
     raises StoreError, DamagedChunkError if they differ from what was written.
@@ -43,54 +39,8 @@ class Blob:
     read: Callable[[int, int], bytes | memoryview]
 
 
-class Remote(Protocol):
-    """Storage that machines share. Thread-safe. Every method raises StoreError, with a remedy, if it fails.
-
-    It has small objects, whose creation is atomic and conditional, and chunks, which are read by byte ranges. `url` is
-    for messages, without a password.
-    """
-
-    url: str
-
-    def read(self, names: Sequence[str]) -> list[bytes | None]:
-        """Return small objects; None where there is none."""
-
-    def create(self, name: str, content: bytes) -> bool:
-        """Create a small object atomically; return False if the name is taken."""
-
-    def write(self, name: str, content: bytes) -> None:
-        """Create or replace a small object atomically."""
-
-    def change(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
-        """Replace a small object (None = there is none); `change` is called again if another writer was faster."""
-
-    def names(self, prefix: str) -> list[str]:
-        """Return the names of the small objects under a prefix that ends with "/"."""
-
-    def delete(self, names: Sequence[str]) -> None:
-        """Delete small objects; missing ones are ignored."""
-
-    def put_chunk(self, name: str, header: bytes, body: memoryview) -> None:
-        """Store a chunk, given as by `kvrag.store.chunkfile.serialise`, under a new name, durably and atomically."""
-
-    def open_chunk(self, name: str) -> Blob | None:
-        """Open a chunk; None if there is none. Raises DamagedChunkError if it differs from what was written."""
-
-    def list_chunks(self) -> Iterator[tuple[str, float]]:
-        """Yield name and age in seconds, by the remote's clock, of all chunks, also quarantined and damaged ones."""
-
-    def delete_chunks(self, names: Sequence[str]) -> None:
-        """Delete chunks; missing ones are ignored."""
-
-    def rename_chunk(self, name: str, other: str) -> None:
-        """Move a chunk; a missing one is ignored."""
-
-    def close(self) -> None:
-        """Release connections."""
-
-
 class RemoteChunk(PackedChunk):
-    """A chunk in a remote. Its layers are fetched ahead in groups, in the background, in order."""
+    """A chunk in a bucket. Its layers are fetched ahead in groups, in the background, in order."""
 
     tier = "shared"
 
@@ -171,7 +121,7 @@ class RemoteChunk(PackedChunk):
             raise
         except (WaitTimeoutError, StoreError) as error:
             reason = f"no answer for {TIMEOUT_S:g} s" if isinstance(error, WaitTimeoutError) else str(error)
-            if not isinstance(error, DeletedError):  # of a deleted chunk, the remote does answer
+            if not isinstance(error, DeletedError):  # of a deleted chunk, the bucket does answer
                 self._failed(StoreError(reason))
             raise ChunkUnreadableError(self.key, reason) from error
         offset = self._groups[number][0]

@@ -22,6 +22,7 @@ from filelock import FileLock
 from kvrag.errors import StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.fingerprint import FORMAT
 from kvrag.process import check_process, refuse
+from kvrag.store.durable import temporary
 from kvrag.store.owner import old_format
 
 logger = logging.getLogger("kvrag")
@@ -97,6 +98,7 @@ CREATE TRIGGER IF NOT EXISTS chunk_removed AFTER DELETE ON chunks BEGIN
     DELETE FROM texts WHERE text = OLD.text AND NOT EXISTS (SELECT 1 FROM chunks WHERE text = OLD.text);
 END;
 """
+_CHECK = "PRAGMA integrity_check"
 COUNT = "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2"
 
 
@@ -139,12 +141,7 @@ class Database:
                 connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA}")
                 if is_new:
                     connection.execute(COUNT, (INCOMPLETE, 1))
-            # positions are never reused, even when a damaged manifest is rebuilt
-            connection.execute(
-                "INSERT INTO sqlite_sequence SELECT 'removed', ?"
-                " WHERE NOT EXISTS (SELECT 1 FROM sqlite_sequence WHERE name = 'removed')",
-                (time.time_ns() // 1000,),
-            )
+            _start_positions(connection)
         except sqlite3.OperationalError as error:
             if is_new or not self._path.exists() or _primary(error) not in _UNWRITABLE:
                 raise
@@ -181,7 +178,7 @@ class Database:
     def is_sound(self) -> bool:
         """Return whether SQLite's integrity check passes; reads the whole file. Raises StoreError for other faults."""
         try:
-            return self._all("PRAGMA integrity_check") == [("ok",)]
+            return self._all(_CHECK) == [("ok",)]
         except StoreError as error:
             if not _is_damage(error.__cause__):
                 raise
@@ -199,6 +196,48 @@ class Database:
             self._close_idle()
             self._idle = deque()  # connections in use do not return to this one
             self._replace("the integrity check failed")
+
+    # ---------------------------------------------------------------- copies
+
+    def snapshot(self) -> tuple[bytes, dict[str, int]]:
+        """Return the file's content without traces of deleted rows, and the counters in it."""
+        with temporary(self._folder) as (_, path), translated(self._folder):
+            with self._lock:
+                self._writer.execute("VACUUM INTO ?", (str(path),))
+            with contextlib.closing(connect(path)) as copy:
+                return path.read_bytes(), dict(copy.execute("SELECT name, value FROM counters"))
+
+    def restore(self, content: bytes | None) -> list[str]:
+        """Make this a copy of another manifest (None = an empty one); return the keys of the chunks that it lacks.
+
+        Positions of the removal log start again. Raises ValueError if the content, as of `snapshot`, is damaged.
+        """
+        with temporary(self._folder) as (_, path), translated(self._folder):
+            path.write_bytes(content or b"")
+            with contextlib.closing(connect(path)) as copy:
+                try:
+                    copy.execute("PRAGMA journal_mode=OFF")  # a killed process leaves no file of another name
+                    if content is None:
+                        copy.executescript(f"{_SCHEMA}; PRAGMA user_version={FORMAT}")
+                    is_sound = _has_tables(copy, self._folder) and copy.execute(_CHECK).fetchall() == [("ok",)]
+                except sqlite3.DatabaseError:
+                    is_sound = False
+                if not is_sound:
+                    raise ValueError("it is not a manifest")
+                with self._lock:
+                    return self._copy_from(copy)
+
+    def _copy_from(self, copy: sqlite3.Connection) -> list[str]:
+        before = {key for (key,) in self._all("SELECT key FROM chunks")}
+        left = before - {key for (key,) in copy.execute("SELECT key FROM chunks")}
+        removals = self._all("SELECT value FROM counters WHERE name = 'removals'") or [(0,)]
+        # both counters of removals differ from all that readers have seen
+        copy.execute(COUNT, ("removals", removals[0][0] + 1))
+        copy.execute("INSERT OR REPLACE INTO counters VALUES ('purged', -1)")
+        copy.executescript("DELETE FROM removed; DELETE FROM sqlite_sequence WHERE name = 'removed'")
+        _start_positions(copy)
+        copy.backup(self._writer)
+        return list(left)
 
     # ---------------------------------------------------------------- connections
 
@@ -363,6 +402,15 @@ def advance(connection: sqlite3.Connection, uses: int) -> None:
     """Advance the clock by this many uses."""
     (chunks,) = connection.execute("SELECT total(chunks) FROM totals").fetchone()
     connection.execute(COUNT, (CLOCK, int(uses * TICKS / max(chunks, 1))))
+
+
+def _start_positions(connection: sqlite3.Connection) -> None:
+    """Let the positions of a new removal log start after all others, even if a damaged manifest was rebuilt."""
+    connection.execute(
+        "INSERT INTO sqlite_sequence SELECT 'removed', ?"
+        " WHERE NOT EXISTS (SELECT 1 FROM sqlite_sequence WHERE name = 'removed')",
+        (time.time_ns() // 1000,),
+    )
 
 
 def _has_tables(connection: sqlite3.Connection, folder: Path) -> bool:

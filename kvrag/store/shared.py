@@ -1,4 +1,4 @@
-"""The shared store: machines share a bucket or a Valkey server (the remote), each with a local cache folder.
+"""The shared store: machines share a prefix of a bucket (the remote), each with a local cache folder.
 
 The local folder has a copy of the manifest, kept up to date by the log (`kvrag.store.log`), and a `FileStore` with the
 chunks that this machine has used, within a byte budget. Lookups of a prompt are answered from the copy; a thread
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -36,14 +37,14 @@ from kvrag.errors import (
 )
 from kvrag.fingerprint import Fingerprint
 from kvrag.process import Background
-from kvrag.store.base import MANIFEST, KVStore, Progress, StoreCheck, no_progress, row_of
+from kvrag.store.base import MANIFEST, KVStore, Progress, StoreCheck, no_progress
 from kvrag.store.chunkfile import PackedChunk, key_of
 from kvrag.store.durable import TEMPORARY, delete_left, write_file
 from kvrag.store.files import FileStore
 from kvrag.store.follower import Follower
-from kvrag.store.log import Log
+from kvrag.store.log import HEAD, Log
 from kvrag.store.manifest import Manifest, ManifestRow
-from kvrag.store.owner import OWNER, check_owner, owner_file, parse_owner
+from kvrag.store.owner import OWNER, check_owner, old_format, owner_file, parse_owner
 from kvrag.store.remote import TIMEOUT_S, RemoteChunk
 from kvrag.store.urls import connect, is_shared
 from kvrag.store.values import ON_REQUEST, ChunkRecord, StoreStats, TextState
@@ -53,15 +54,16 @@ logger = logging.getLogger("kvrag")
 _TRUST_S = 10.0  # age of the copy up to which chunks encoded with preceding context are served
 _PROMOTIONS = 8  # chunks at a time that wait to be copied into the local folder
 _USED_EVERY_S = 3600.0  # between reports of the chunks that were used
-_STALE_S = 3600.0  # age of a chunk without a row that is a leftover
-_SNAPSHOT_EVERY = 1000  # operations
+_STALE_S = 3600.0  # age of an object that nothing names, from which on it is a leftover
+_ROUNDS = 100  # of changing a text before other machines do
+_COMPACT_EVERY = 500  # changes
 _CLOSE_S = 1.0  # for the end of requests to a store that does not answer
 CACHE_BYTES = 64 << 30
 """Default byte budget of the local copies of chunks."""
 
 
 class SharedStore(KVStore):
-    """Chunk KV in a bucket or a Valkey server, shared by machines, with a local folder in front. Thread-safe.
+    """Chunk KV in a bucket, shared by machines, with a local folder in front. Thread-safe.
 
     Attributes:
         url: URL of the remote, without a password.
@@ -81,7 +83,7 @@ class SharedStore(KVStore):
         """Connect to the remote.
 
         Args:
-            url: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, or valkey://HOST:PORT/DATABASE/PREFIX.
+            url: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, or az://CONTAINER/PREFIX.
             cache: Folder of local copies, a subfolder for each remote; None = `~/.cache/kvrag/shared`.
             cache_bytes: Byte budget of the local copies of chunks; those that save least are evicted first.
             min_free_bytes: No copies are made if less than this would stay free on the local disk.
@@ -118,13 +120,12 @@ class SharedStore(KVStore):
             self._open_local()
 
     def _claim(self, fingerprint: Fingerprint) -> None:
-        content = owner_file(fingerprint)
-        # the first of two machines wins
-        if self._remote.create(OWNER, content) and self._remote.create(OWNER, content):
+        if not self._remote.is_conditional():
             raise StoreError(
-                f"{self.url} ignores conditional writes (If-None-Match), which keep machines from overwriting each "
-                "other: use a newer version of the object store, or another one"
+                f"{self.url} ignores conditional writes (If-Match, If-None-Match), which keep machines from "
+                "overwriting each other: use a newer version of the object store, or another one"
             )
+        self._remote.swap(OWNER, owner_file(fingerprint), None)  # the first of two machines wins
         self._owner = self._read_owner()
         if not self._owner:
             raise StoreError(f"{self.url} has lost its {OWNER}: the prefix is being deleted, or not writable")
@@ -156,6 +157,8 @@ class SharedStore(KVStore):
         self._is_open = True
         self._follower = Follower(self._pull, self._always_follow)
         try:
+            if self._remote.look(HEAD)[0] is None and self._remote.names("log/"):
+                raise old_format(self.url)
             self._follower.pull_now()
             self._drop_unknown(self._local.keys())  # of a process that was killed before it dropped them
         except BaseException:
@@ -198,12 +201,12 @@ class SharedStore(KVStore):
         if owner := self._read_owner():
             check_owner(owner, fingerprint, self.url)
         else:
-            self._remote.create(OWNER, owner_file(fingerprint))
+            self._remote.swap(OWNER, owner_file(fingerprint), None)
 
     def _appended(self, number: int, since: float) -> None:
         self._follower.confirm(since)
-        if number % _SNAPSHOT_EVERY == 0:  # new machines start from it
-            self._in_background(self._log.write_snapshot)
+        if number % _COMPACT_EVERY == 0:
+            self._in_background(self._log.compact)
 
     @property
     def max_bytes(self) -> int | None:
@@ -313,22 +316,12 @@ class SharedStore(KVStore):
             logger.warning("chunks without a row are left until `kvrag store gc`: %s", error)
 
     def quarantine(self, key: str) -> None:
-        """See KVStore.quarantine. If only the local copy is damaged, the next prompt reads the shared chunk."""
+        """See KVStore.quarantine. A local copy goes first: if that was sound, the next prompt gets here again."""
         self._check_open()
-        if not self._local.missing([key]) and self._is_damaged(key):
-            self._local.quarantine(key)
-        else:
+        if self._local.missing([key]):
             super().quarantine(key)
-
-    def _is_damaged(self, key: str) -> bool:
-        """Return whether the local copy of a chunk is damaged."""
-        try:
-            if reader := self._local.open(key):
-                with contextlib.closing(reader):
-                    row_of(reader, "")
-        except (DamagedChunkError, ChunkUnreadableError) as error:
-            return isinstance(error, DamagedChunkError)
-        return False
+        else:
+            self._local.quarantine(key)
 
     def _put_aside(self, name: str) -> None:
         self._remote.rename_chunk(name, f"quarantine/{name}")
@@ -374,14 +367,16 @@ class SharedStore(KVStore):
 
     def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
         self._check_reachable()
-
-        def changed(content: bytes | None) -> bytes:
+        for attempt in range(_ROUNDS):
+            time.sleep(random.random() * min(0.02 * attempt, 1.0))
+            content, tag = self._remote.look(name)
             try:
-                return change(None if content is None else content.decode()).encode()
+                before = None if content is None else content.decode()
             except UnicodeDecodeError:
-                return change(None).encode()
-
-        self._remote.change(name, changed)
+                before = None
+            if self._remote.swap(name, change(before).encode(), tag):
+                return
+        raise StoreError(f"{self.url} has too many writers at the moment: try again")
 
     # ---------------------------------------------------------------- maintenance
 
@@ -412,14 +407,14 @@ class SharedStore(KVStore):
 
     def clean(self) -> int:
         """See KVStore.clean. Looks at this machine alone."""
-        return delete_left(self.path.glob(f"*/{TEMPORARY}")) + self._local.clean()
+        return delete_left([*self.path.glob(TEMPORARY), *self.path.glob(f"*/{TEMPORARY}")]) + self._local.clean()
 
     def purge(self) -> None:
         super().purge()
         self._local.purge()
 
     def delete_leftovers(self) -> int:
-        """See KVStore.delete_leftovers. Also trims the log, and deletes local copies of removed chunks."""
+        """See KVStore.delete_leftovers. Also compacts the log, and deletes local copies of removed chunks."""
         listed = list(self._remote.list_chunks())
         self._log.pull()  # the rows of all listed chunks
         known = self._manifest.files()
@@ -427,7 +422,8 @@ class SharedStore(KVStore):
         unneeded = {name for name, _ in listed if "/" in name and key_of(name) not in held}
         leftovers = [name for name, age in listed if name not in known and (age > _STALE_S or name in unneeded)]
         self._remote.delete_chunks(leftovers)
-        self._log.trim()
+        self._log.compact()
+        self._remote.delete(self._log.leftovers(_STALE_S))
         self._drop_unknown(self._local.keys())
         self._local.keep_budgets()
         self._local.delete_leftovers()

@@ -1,26 +1,23 @@
-"""Stores by name: a folder, or the URL of a remote, see `kvrag.store.remote`."""
+"""Stores by name: a folder, or the URL of a bucket."""
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvrag.config import check_type, without_password
 from kvrag.errors import SettingError
-from kvrag.store.remote import Remote
 
-_OBJECTS = {"s3": ["endpoint", "region"], "gs": [], "az": ["account", "endpoint"]}
-_SERVER = ["expire", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"]
-_OPTIONS = {**_OBJECTS, "redis": _SERVER, "rediss": _SERVER, "valkey": _SERVER, "valkeys": _SERVER}  # by scheme
+if TYPE_CHECKING:
+    from kvrag.store.objects import ObjectStore
 
-PASSWORD_VARIABLE = "KVRAG_STORE_PASSWORD"
-"""Environment variable with the password of a Valkey server whose URL has none."""
+_OPTIONS = {"s3": ["endpoint", "region"], "gs": [], "az": ["account", "endpoint"]}  # by scheme
 
 
 def is_shared(store: str | Path) -> bool:
-    """Return whether this is the URL of a remote, and not a folder; raises SettingError if it is neither."""
+    """Return whether this is the URL of a bucket, and not a folder; raises SettingError if it is neither."""
     text = str(store)
     if re.match(r"\w[\w+.-]+://", text):
         return True
@@ -29,8 +26,8 @@ def is_shared(store: str | Path) -> bool:
     return False
 
 
-def connect(url: str) -> Remote:
-    """Return the remote that a URL names; sends nothing. Raises SettingError if it is wrong or a package is missing."""
+def connect(url: str) -> ObjectStore:
+    """Return the bucket that a URL names; sends nothing. Raises SettingError if it is wrong or a package is missing."""
     try:
         parts, public = urlsplit(check_type("url", url, str, "a string")), without_password(url)
     except ValueError as error:
@@ -39,38 +36,15 @@ def connect(url: str) -> Remote:
     if scheme not in _OPTIONS:
         schemes = ", ".join(f"{name}://" for name in _OPTIONS)
         raise SettingError(f"{public} has an unknown scheme: use a folder, or one of {schemes}")
-    kind, form = ("bucket", "BUCKET/PREFIX") if scheme in _OBJECTS else ("host", "HOST:PORT/DATABASE")
     if not parts.hostname:
-        raise SettingError(f"{public} names no {kind}: use {scheme}://{form}")
+        raise SettingError(f"{public} names no bucket: use {scheme}://BUCKET/PREFIX")
     if unknown := ", ".join(sorted(options.keys() - set(_OPTIONS[scheme]))):
         known = ", ".join(_OPTIONS[scheme])
         raise SettingError(
             f"{public} has an unknown option {unknown} ({f'known: {known}' if known else 'there are none'})"
         )
-    path = unquote(parts.path).strip("/")
     try:
-        if scheme in _OBJECTS:
-            from kvrag.store.objects import ObjectStore
-
-            return ObjectStore(public, scheme, parts.netloc, path, options)
-        from kvrag.store.valkey import ValkeyStore
+        from kvrag.store.objects import ObjectStore
     except ImportError as error:
         raise SettingError(f"{scheme}:// needs the package {error.name}: pip install 'kvrag[shared]'") from error
-    first, _, prefix = path.partition("/")
-    if first and not first.isdigit():
-        first, prefix = "0", path
-    try:
-        port = parts.port or 6379
-    except ValueError:
-        raise SettingError(f"{public} has no valid port: use {scheme}://{form}") from None
-    return ValkeyStore(
-        public,
-        prefix,
-        options,
-        host=parts.hostname,
-        port=port,
-        db=int(first or 0),
-        username=unquote(parts.username) if parts.username else None,
-        password=unquote(parts.password) if parts.password else os.environ.get(PASSWORD_VARIABLE),
-        ssl=scheme in ("rediss", "valkeys"),
-    )
+    return ObjectStore(public, scheme, parts.netloc, unquote(parts.path).strip("/"), options)

@@ -30,7 +30,8 @@ from records import FINGERPRINT, has, record, text
 
 from kvrag import ChunkUnreadableError, SharedStore, StoreError
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, chunkfile, log, shared
-from kvrag.store.remote import Remote
+from kvrag.store.manifest import Manifest
+from kvrag.store.objects import ObjectStore
 from kvrag.store.urls import connect
 
 NAMES = {"one": "one", "two": "two", "three": "three", "three, again": "three"}
@@ -38,7 +39,7 @@ NAMES = {"one": "one", "two": "two", "three": "three", "three, again": "three"}
 
 NAMESPACES, DOCUMENTS, TEXTS = ["", "other"], ["a", "b"], range(3)
 _LOCAL = ("drop", "copy")  # calls that are not of the remote: only a kill can interrupt them
-_WRITES = ("create", "write", "delete", "put_chunk", "delete_chunks", "rename_chunk")
+_WRITES = ("swap", "write", "delete", "put_chunk", "delete_chunks", "rename_chunk")
 _CALLS = 12  # of one operation, among which a fault happens
 
 
@@ -138,10 +139,10 @@ class Calls:
         raise Killed(name)
 
 
-class Unreliable(Remote):
+class Unreliable:
     """A remote, through the calls of one machine."""
 
-    def __init__(self, remote: Remote, calls: Calls) -> None:
+    def __init__(self, remote: ObjectStore, calls: Calls) -> None:
         self.url, self._remote, self.calls = remote.url, remote, calls
 
     def __getattribute__(self, name: str) -> Any:
@@ -150,8 +151,8 @@ class Unreliable(Remote):
         method = getattr(self._remote, name)
         if name == "close":
             return method
-        if name == "list_chunks":
-            return lambda: iter(self.calls.call(name, lambda: list(method())))
+        if name in ("list_chunks", "listed"):
+            return lambda *prefixes: iter(self.calls.call(name, lambda: list(method(*prefixes))))
         return partial(self.calls.call, name, method)
 
 
@@ -236,10 +237,8 @@ class Operation:
             case "use":
                 store.touch(self.keys)
                 store._record_uses()
-            case "snapshot":
-                store._log.write_snapshot()
-            case "trim":
-                store._log.trim()
+            case "compact":
+                store._log.compact()
             case "check":
                 assert store.check().damaged == 0
             case "sync":
@@ -269,6 +268,17 @@ class Operation:
         return []
 
 
+def contents(store: Any) -> dict[str, list[Any]]:
+    """Return what all machines must agree on."""
+    queries = {
+        "texts": "SELECT text, namespace, ids FROM texts ORDER BY text",
+        "scores": "SELECT key, text, context_tokens, file, num_bytes, score FROM chunks ORDER BY key",
+        "holders": "SELECT namespace, document, text, source, key FROM holders ORDER BY 1, 2, 3, 4",
+        "counters": "SELECT * FROM counters WHERE name IN ('log last', 'damaged', 'clock') AND value > 0 ORDER BY name",
+    }
+    return {name: store._manifest._all(query) for name, query in queries.items()}
+
+
 def ask(store: Any, key: str) -> bool:
     """Return whether a machine serves a chunk; its KV must be that of its key."""
     try:
@@ -291,7 +301,7 @@ OPERATIONS = st.one_of(
     st.builds(Operation, st.just("forget"), **_CHOICES),
     st.builds(Operation, st.sampled_from(["remove", "use", "ask"]), **_CHOICES),
     st.builds(Operation, st.sampled_from(["forget namespace", "forget requests"]), **_CHOICES),
-    st.builds(Operation, st.sampled_from(["gc", "gc of requests", "snapshot", "trim", "check", "sync"])),
+    st.builds(Operation, st.sampled_from(["gc", "gc of requests", "compact", "check", "sync"])),
     st.builds(Operation, st.sampled_from(["restart", "start anew"])),
 )
 
@@ -307,8 +317,8 @@ class Fleet(RuleBasedStateMachine):
 
     done = 0  # operations of all fleets
 
-    @initialize(checks=st.booleans(), every=st.sampled_from([3, 1000]))
-    def begin(self, checks: bool, every: int) -> None:
+    @initialize(every=st.sampled_from([3, 1000]))
+    def begin(self, every: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kvrag-fleet-"))
         self.place = self.url.replace("PLACE", self.folder.name)
         self.stack = ExitStack()
@@ -333,10 +343,9 @@ class Fleet(RuleBasedStateMachine):
             (shared, "connect", lambda url: Unreliable(connect(url), self.opening)),
             (shared.logger, "disabled", True),
             (shared, "_TRUST_S", math.inf),
-            (shared, "_SNAPSHOT_EVERY", every),
+            (shared, "_COMPACT_EVERY", every),
             (SharedStore, "_in_background", at_once),
             (SharedStore, "_drop_removed", dropping),
-            (log, "_CHECK_EVERY_S", -1.0 if checks else math.inf),
             (log, "time", clock),
         ):
             self.stack.enter_context(patch.object(target, name, value))
@@ -505,8 +514,7 @@ class Fleet(RuleBasedStateMachine):
         type(self).done += 1
 
     def _held(self, store: Any) -> Held:
-        pages = [page for kind, page in store.contents() if kind == "holders"]
-        return {tuple(row[:4]): row[4] for page in pages for row in page}
+        return {tuple(row[:4]): row[4] for row in contents(store)["holders"]}
 
     def _check_counts(self, store: Any, stored: set[str]) -> None:
         """A synced machine counts what is stored, and what documents hold."""
@@ -534,12 +542,14 @@ class Fleet(RuleBasedStateMachine):
         remote = self.observer._remote._remote
         assert {name for name, _ in remote.list_chunks()} == {row.file for row in stored.values()}
         keys = {row.text_key for row in stored.values()}
-        for path in [*remote.names("log/"), *remote.names("snapshots/")]:
-            (content,) = remote.read([path])
-            found = log._unpack(content[34:] if path.startswith("log/") else content, path)
-            rows = found.get("rows", []) if isinstance(found, dict) else found
-            if isinstance(rows, list) and "holders" not in path and "scores" not in path:
-                assert {row[1] for row in rows} <= keys, f"{path} has ids of texts that are not stored"
+        named = [*remote.names("bases/"), *remote.names("changes/")]
+        head = self.observer._log._head()
+        assert named == [log._base(head.base)], "gc leaves changes and former bases"
+        assert head.changes == []
+        base = Manifest(self.folder / "base")
+        base.restore(log._unsealed(*remote.read(named), "base"))
+        assert set(base._all("SELECT text FROM texts")) == {(key,) for key in keys}, "the base has ids of other texts"
+        base.close()
 
     def _converge(self) -> None:
         """All machines that sync are the same, serve what is stored, and keep nothing else."""
@@ -548,16 +558,11 @@ class Fleet(RuleBasedStateMachine):
         wanted = None
         for name, store in self.stores.items():
             store.sync()
-            counters = {"log position", "log last", "damaged", "clock"}
-            state: dict[str, list[Any]] = {"rows": [], "holders": [], "scores": []}
-            for kind, page in store.contents():
-                state.setdefault(kind, []).extend(page)
-            state["counters"] = sorted(pair for pair in state.get("counters", []) if pair[0] in counters and pair[1])
-            state["holders"].sort()
+            state = contents(store)
             wanted = wanted or state
             for kind, content in state.items():
                 assert content == wanted[kind], f"{name} has {kind} {content} instead of {wanted[kind]}"
-            stored = {row[0] for row in state["rows"]}
+            stored = {row[0] for row in state["scores"]}
             self._check_counts(store, stored)
             copies = set(store._local.keys())
             assert copies <= stored, f"{name} keeps KV of {[text(CHUNKS[key]) for key in copies - stored]}"

@@ -21,37 +21,32 @@ from typing import Any
 
 import obstore
 import pytest
-import redis
 import torch
 from blending import CHUNKS, messages
-from places import Bucket, Faults, Server, Stalling, free_port, run_valkey
+from fleet import contents
+from places import Bucket, Faults, Stalling, free_port
 from records import FINGERPRINT, A, B, C, drop_copies, has, held, record, text
 
 from kvrag import (
     BlendEngine,
     ChunkUnreadableError,
-    DamagedChunkError,
     FileStore,
     FingerprintMismatchError,
-    LLMSettings,
     Model,
     SettingError,
     SharedStore,
     StoreError,
-    StoreFullError,
 )
 from kvrag.cli.main import main
 from kvrag.store import ON_REQUEST, log, open_store, shared, visible_variant
 from kvrag.store import follower as following
-from kvrag.store.objects import ObjectStore
 from kvrag.store.urls import connect
-from kvrag.store.valkey import ValkeyStore
 from kvrag.store.values import chunk_key, text_key
 
 Machine = Callable[..., SharedStore]
 
 
-@pytest.fixture(params=["memory", pytest.param("valkey", marks=pytest.mark.slow)])
+@pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.slow)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A shared store of this test."""
     server = request.getfixturevalue(request.param)
@@ -157,12 +152,8 @@ def test_all_machines_apply_the_same_operations_in_the_same_order(machine: Machi
     states = []
     for store in stores:
         store._log.pull()
-        states.append(
-            (store._manifest.rows(), sorted(h for kind, page in store.contents() for h in page if kind == "holders"))
-        )
-    assert states[0][0] == states[1][0] == states[2][0]
-    assert states[0][1] == states[1][1] == states[2][1]
-    assert stores[0]._log.position >= 3 * len(records)
+        states.append(contents(store))
+    assert states[0] == states[1] == states[2]
 
 
 def test_sources_that_come_at_the_same_time_see_each_other(machine: Machine) -> None:
@@ -181,40 +172,65 @@ def test_sources_that_come_at_the_same_time_see_each_other(machine: Machine) -> 
         assert max(seen) == 2
 
 
-def test_a_new_machine_starts_from_a_snapshot(machine: Machine) -> None:
-    one, behind = machine("one"), machine("behind")
+def test_a_new_machine_starts_from_the_base(machine: Machine) -> None:
+    one, behind, current = machine("one"), machine("behind"), machine("current")
     one.put([A])
     one.set_document("doc", held("doc", A))
-    behind._log.pull()
+    behind.sync()
     one.put([B])
     one.set_document("doc", held("doc", B), replace=False)
     one.quarantine(B.key)
+    current.sync()
+    behind._follower.close()
     assert one.gc()[0] == 0
-    contents = b"".join(filter(None, one._remote.read([f"log/{n:012d}" for n in range(1, one._log.position + 1)])))
-    assert A.key.encode() not in contents
-    assert len(contents) < 100 * one._log.position, "operations are truncated to a line: token ids are gone"
+    assert one._remote.names("changes/") == [], "token ids are gone"
     one.put([C])
     new = machine("new")
-    for store in (new, behind):
-        store._log.pull()
-        assert store._log.rebuilt == 1
-        assert store._manifest.rows() == one._manifest.rows()
+    for store in (new, behind, current):
+        store.sync()
+        assert store._log.restored == (store is not current)
+        assert contents(store) == contents(one)
         assert store.documents() == one.documents() == {"doc": sorted([A.key, B.key])}
         assert store.stats() == one.stats()
         assert has(store, A)
         assert has(store, C)
 
 
-def test_snapshots_are_written_now_and_then(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "_SNAPSHOT_EVERY", 4)
+def test_what_follows_removals_notices_a_new_base(machine: Machine) -> None:
+    """Other processes of a machine may have read entries and removals before."""
+    one, two = machine("one"), machine("two")
+    one.put([A, B])
+    two.sync()
+    two._follower.close()
+    position, removals = two.removed(0), two.removals()
+    assert position is not None
+    one.remove([A.key])
+    one.gc()
+    one.put([C])
+    two.sync()
+    assert two._log.restored == 1
+    assert two.removals() != removals
+    assert two.removed(position[0]) is None, "read all entries again"
+    assert {entry.text_key for entry in two.entries(0)} == {text(C)}
+
+
+def test_the_log_is_compacted_now_and_then(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "_COMPACT_EVERY", 4)
     one = machine("one")
     for number in range(30, 36):
         one.put([record(number)])
-    one._writers.submit(lambda: None).result()
-    assert soon(lambda: one._log._snapshots() != [])
+    assert soon(lambda: one._remote.names("bases/") != [])
+    assert soon(lambda: len(one._remote.names("changes/")) < 4)
     new = machine("new")
-    assert new._log.rebuilt == 1
+    assert new._log.restored == 1
     assert new.stats().chunks == 6
+
+
+def test_a_store_of_an_earlier_version_is_refused(machine: Machine, url: str, tmp_path: Path) -> None:
+    one = machine("one")
+    one._remote.write("log/000000000001", b"")
+    with pytest.raises(StoreError, match="another version's format, which this version cannot read"):
+        SharedStore(url, tmp_path / "two", min_free_bytes=0)
 
 
 def test_the_local_copies_stay_within_their_budget(machine: Machine) -> None:
@@ -382,7 +398,7 @@ def test_two_machines_that_evict_at_once_do_not_evict_twice(machine: Machine, mo
     size = one.put([record(number) for number in range(40, 50)]) // 10
     two._log.pull()
     for store in (one, two):
-        store._log.change("budget", namespace="", bytes=5 * size)
+        store._log.change("set_budget", namespace="", bytes=5 * size)
     real = two._log.change
 
     def late(op: str, **fields: Any) -> Any:
@@ -551,28 +567,21 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_served(machine: Machine,
 def test_a_lost_response_does_not_append_twice(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client tries again, and finds its own operation."""
     one = machine("one")
-    real = one._remote.create
-
-    def create(name: str, content: bytes) -> bool:
-        return real(name, content) and not name.startswith("log/")
-
-    monkeypatch.setattr(one._remote, "create", create)
+    real = one._remote.swap
+    monkeypatch.setattr(one._remote, "swap", lambda *args: real(*args) and False)
     one.put([A])
     one.set_document("doc", held("doc", A))
-    assert one._log.position == 2
+    assert len(one._log._head().changes) == 2
     assert has(machine("two"), A)
 
 
-def test_a_store_that_was_deleted_starts_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_was_deleted_starts_again(machine: Machine) -> None:
     """Also for running machines: they detect that the log does not continue their own."""
-    monkeypatch.setattr(log, "_CHECK_EVERY_S", 0.0)
     one, two = machine("one"), machine("two")
     one.put([A, B])
     one.set_document("doc", held("doc", A, B))
     two._log.pull()
-    for prefix in ("log/", "snapshots/"):
-        one._remote.delete(one._remote.names(prefix))
-    one._remote.delete(["fingerprint.json"])
+    one._remote.delete([*one._remote.names("changes/"), "fingerprint.json", "head.json"])
     one._remote.delete_chunks(chunks_in(one))
     before = one.removals()
     one._pull()
@@ -584,65 +593,100 @@ def test_a_store_that_was_deleted_starts_again(machine: Machine, monkeypatch: py
     assert has(two, C)
 
 
-def test_a_store_that_now_belongs_to_another_model_is_left_alone(
-    machine: Machine, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log, "_CHECK_EVERY_S", 0.0)
+def test_a_store_that_now_belongs_to_another_model_is_left_alone(machine: Machine, url: str, tmp_path: Path) -> None:
     one = machine("one")
     one.put([A])
-    one._remote.delete([*one._remote.names("log/"), "fingerprint.json"])
+    one._remote.delete([*one._remote.names("changes/"), "fingerprint.json", "head.json"])
     other = SharedStore(url, tmp_path / "two", min_free_bytes=0)
     other.bind(replace(FINGERPRINT, weights="other"))
     with pytest.raises(FingerprintMismatchError, match="different: weights"):
         one.put([B])
     assert one.missing([A.key]) == []
     assert has(one, A), "from the copy"
-    assert other._log.position == 0
+    assert other._log.last == 0
     other.close()
 
 
+@pytest.mark.parametrize("ignores", ["If-Match", "If-None-Match"])
 def test_a_store_without_conditional_writes_is_refused(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignores: str
 ) -> None:
-    """Its machines would overwrite each other's operations."""
+    """Its machines would overwrite each other's changes."""
     store = SharedStore(url, tmp_path, min_free_bytes=0)
-    monkeypatch.setattr(store._remote, "create", lambda name, content: True)
-    with pytest.raises(StoreError, match=r"ignores conditional writes \(If-None-Match\)"):
+    put = obstore.put
+
+    def ignoring(*args: Any, mode: Any = "overwrite", **more: Any) -> Any:
+        is_ignored = mode == "create" if ignores == "If-None-Match" else isinstance(mode, dict)
+        return put(*args, mode="overwrite" if is_ignored else mode, **more)
+
+    monkeypatch.setattr(obstore, "put", ignoring)
+    with pytest.raises(StoreError, match=r"ignores conditional writes \(If-Match, If-None-Match\)"):
         store.bind(FINGERPRINT)
     store.close()
 
 
 def test_an_uploaded_object_stays_if_its_record_is_uncertain(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operation may have been added although the answer was an error."""
+    """The change may have been appended although the answer was an error."""
     one = machine("one")
-    real = one._remote.create
+    real = one._remote.swap
 
-    def create(name: str, content: bytes) -> bool:
-        real(name, content)
+    def swap(*args: Any) -> bool:
+        real(*args)
         raise StoreError("no answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(one._remote, "create", create)
+        patch.setattr(one._remote, "swap", swap)
         with pytest.raises(StoreError, match="no answer"):
             one.put([A])
     assert soon(lambda: one.missing([A.key]) == [])
     assert has(one, A)
 
 
-def test_a_damaged_log_is_an_error_with_a_remedy(machine: Machine) -> None:
+@pytest.mark.parametrize("damage", [lambda content: content[:-3] + b"xyz", lambda content: b"", None])
+def test_a_damaged_log_is_an_error_with_a_remedy(machine: Machine, damage: Callable[[bytes], bytes] | None) -> None:
     one, two = machine("one"), machine("two")
     two.put([A])
     one.put([B])
     one.set_document("doc", held("doc", A, B))
-    content = one._remote.read(["log/000000000002"])[0]
+    name = log._change(one._log._head().changes[1])
+    (content,) = one._remote.read([name])
     assert content is not None
-    one._remote.write("log/000000000002", content[:-3] + b"xyz")
-    with pytest.raises(StoreError, match=r"log/000000000002 is damaged: run `kvrag store gc`") as caught:
-        two._log.pull()
+    two._follower.close()
+    if damage:
+        one._remote.write(name, damage(content))
+    else:
+        one._remote.delete([name])
+    with pytest.raises(StoreError, match=r"changes.* is damaged: run `kvrag store gc`") as caught:
+        machine("new")
     assert "\n" not in str(caught.value)
     one.gc()
-    two._log.pull()
+    two.sync()
     assert has(two, B)
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"no SQLite", b"SQLite format 3\0" + bytes(4080)])
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_a_damaged_base_is_an_error_with_a_remedy(machine: Machine, content: bytes, is_sealed: bool) -> None:
+    one = machine("one")
+    one.put([A])
+    one.set_document("doc", held("doc", A))
+    one._log.compact()
+    one._remote.write(log._base(one._log._head().base), log._sealed(content) if is_sealed else content)
+    with pytest.raises(StoreError, match=r"bases/.* is damaged: run `kvrag store gc`"):
+        machine("two")
+    one.gc()
+    assert has(machine("two"), A)
+
+
+@pytest.mark.parametrize("head", [b"", b"x", log._pack({}), log._pack({"base": 0, "after": "x", "changes": []})])
+def test_a_damaged_head_is_an_error(machine: Machine, head: bytes) -> None:
+    one = machine("one")
+    one.put([A])
+    one._remote.write(log.HEAD, head)
+    for use in (one.sync, lambda: one.put([B]), one.gc):
+        with pytest.raises(StoreError, match=r"head\.json is damaged"):
+            use()
+    assert has(one, A)
 
 
 def test_check_finds_damage_and_losses(machine: Machine) -> None:
@@ -654,70 +698,6 @@ def test_check_finds_damage_and_losses(machine: Machine) -> None:
     assert (found.sound, found.damaged, found.unreadable) == (1, 2, 0)
     assert one.missing([A.key, B.key, C.key]) == [A.key, B.key]
     assert one.check().damaged == 0
-
-
-FIELDS = [("size", b"x"), ("size", None), ("starts", b"1,x"), ("starts", b"0,5"), ("created", b"soon"), ("0", b"")]
-
-
-@pytest.mark.parametrize(("field", "content"), FIELDS)
-def test_a_damaged_field_loses_one_chunk(valkey: Server, tmp_path: Path, field: str, content: bytes | None) -> None:
-    url = valkey.url.replace("PLACE", blake2b(str(tmp_path).encode(), digest_size=8).hexdigest())
-    with contextlib.closing(SharedStore(url, tmp_path, min_free_bytes=0, cache_bytes=1)) as store:
-        store.bind(FINGERPRINT)
-        store.put([A, B])
-        store.set_document("doc", held("doc", A, B))
-        remote: Any = store._remote
-        (name,) = (name for name in chunks_in(store) if name.startswith(A.key))
-        if content is None:
-            remote._client.hdel(remote._key(f"chunks/{name}"), field)
-        else:
-            remote._client.hset(remote._key(f"chunks/{name}"), field, content)
-        if field != "created":  # nothing that a prompt needs
-            with contextlib.suppress(DamagedChunkError):
-                if reader := store.open(A.key):
-                    reader.layer(0)
-                assert reader is None
-        found = store.check()
-        assert (found.sound, found.damaged) in [(2, 0), (1, 1), (1, 0)]
-        store.gc()
-        store.put([A])
-        assert has(store, A)
-        assert has(store, B)
-        assert not store._follower.is_failing
-        assert store.check().damaged == 0
-
-
-def test_a_chunk_of_another_type_is_quarantined(valkey: Server, tmp_path: Path) -> None:
-    with contextlib.closing(SharedStore(valkey.url.replace("PLACE", "types"), tmp_path, min_free_bytes=0)) as store:
-        store.bind(FINGERPRINT)
-        store.put([A])
-        store.set_document("doc", held("doc", A))
-        remote: Any = store._remote
-        (name,) = chunks_in(store)
-        remote._client.set(remote._key(f"chunks/{name}"), b"text")
-        remote._client.set(remote._prefix.encode() + b"log/\xff", b"")
-        assert store.check().damaged == 1
-        assert store._remote.names("log/")
-        assert store.gc() == (0, 1)
-        assert chunks_in(store) == []
-
-
-def test_an_operation_of_another_type_is_damage(
-    valkey: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is in the way of the next operation, but reads like a missing one."""
-    monkeypatch.setattr("kvrag.store.log._ROUNDS", 20)
-    with contextlib.closing(SharedStore(valkey.url.replace("PLACE", "way"), tmp_path, min_free_bytes=0)) as store:
-        store.bind(FINGERPRINT)
-        store.put([A])
-        remote: Any = store._remote
-        key = remote._key("log/000000000002")
-        remote._client.hset(key, "field", "text")
-        with pytest.raises(StoreError, match=r"log/000000000002 is damaged"):
-            store.put([B])
-        remote._client.delete(key)
-        store.put([B])
-        assert store.stats().chunks == 2
 
 
 def test_an_empty_object_is_quarantined(s3: Bucket, tmp_path: Path) -> None:
@@ -735,7 +715,7 @@ def test_a_listing_with_an_invalid_time_is_refused(s3: Bucket, monkeypatch: pyte
 
     monkeypatch.setattr(obstore, "list", listed)
     with pytest.raises(StoreError, match="damaged metadata: year 0"):
-        connect(s3.url).names("log/")
+        connect(s3.url).names("changes/")
 
 
 @pytest.mark.parametrize("part", ["format", "model", "rope", "digest"])
@@ -747,38 +727,16 @@ def test_a_damaged_fingerprint_is_refused(machine: Machine, part: str) -> None:
             machine("two", bound=False)
 
 
-def test_a_damaged_record_of_trimmed_operations_does_not_stop_gc(machine: Machine) -> None:
-    one = machine("one")
-    one.put([A])
-    for note in (b"x", b"", b"9" * 5000, b"999"):
-        one._remote.write("trimmed", note)
-        one._remote.write("snapshots/old", b"")
-        one.gc()
-        assert one._remote.read(["trimmed"]) == [str(one._log.position).encode()]
-
-
-@pytest.mark.parametrize("operation", [{"op": "put", "rows": [[1]]}, {"op": "hold"}, [], "x", None, {"op": ["put"]}])
+@pytest.mark.parametrize("operation", [{"op": "add", "rows": [[1]]}, {"op": "hold"}, [], "x", None, {"op": ["add"]}])
 def test_an_operation_that_no_machine_writes_is_refused(machine: Machine, operation: Any) -> None:
     one = machine("one")
     one.put([A])
-    last = one._manifest.counter("log last")
-    one._remote.write("log/000000000002", b"%016x %016x %s" % (7, last, log._pack(operation)))
+    head = one._log._head()
+    one._remote.write(log._change(7), log._pack(operation))
+    assert one._log._swap(replace(head, changes=[*head.changes, 7]))
     with pytest.raises(StoreError):
         one._log.pull()
-    one._remote.write("log/000000000002", b"ffffffffffffffff %016x %s" % (last, log._pack({"op": "published"})))
-    with pytest.raises(StoreError, match="log/000000000002 is damaged"):
-        one._log.pull()
     assert has(one, A)
-
-
-def test_publications_of_an_index_by_earlier_versions_are_skipped(machine: Machine) -> None:
-    one, two = machine("one"), machine("two")
-    one.put([A])
-    last = one._manifest.counter("log last")
-    one._remote.write("log/000000000002", b"%016x %016x %s" % (7, last, log._pack({"op": "published"})))
-    one.set_document("doc", held("doc", A))
-    assert soon(lambda: bool(two.documents()))
-    assert two._log.position == 3
 
 
 def test_while_the_shared_store_is_unreachable_only_kv_encoded_alone_is_served(
@@ -801,7 +759,7 @@ def test_while_the_shared_store_is_unreachable_only_kv_encoded_alone_is_served(
         raise StoreError("the network is down")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        for method in ("read", "open_chunk", "create", "put_chunk"):
+        for method in ("read", "look", "open_chunk", "swap", "put_chunk"):
             patch.setattr(one._remote, method, away)
         assert soon(lambda: served() == [None, alone.key])
         assert has(one, alone), "the copy is here"
@@ -825,13 +783,13 @@ def test_a_copy_is_as_old_as_the_request_that_shows_it_is_current(
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0], sleep=time.sleep)
     for module in (log, following):
         monkeypatch.setattr(module, "time", clock)
-    real = one._remote.create
+    real = one._remote.swap
 
-    def create(name: str, content: bytes) -> bool:
+    def swap(*args: Any) -> bool:
         late[0] += 1000.0
-        return real(name, content)
+        return real(*args)
 
-    monkeypatch.setattr(one._remote, "create", create)
+    monkeypatch.setattr(one._remote, "swap", swap)
     monkeypatch.setattr(one._follower, "glance", lambda: None)
     one.put([A])
     assert one._follower.age() >= 1000.0
@@ -859,11 +817,11 @@ def impatient(store: Any, url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
     remote = vars(store._remote)
     patient = dict(remote)
     with monkeypatch.context() as patch:
-        for name in ("remote", "objects", "valkey", "shared"):
+        for name in ("remote", "objects", "shared"):
             patch.setattr(f"kvrag.store.{name}.TIMEOUT_S", 0.3)
         patch.setattr("kvrag.store.objects._WRITE_S", 0.3)
         patch.setattr("kvrag.store.objects._RETRIES", 1)
-        remote.update(vars(connect(url)), _checked=True)
+        remote.update(vars(connect(url)))
         yield
     remote.update(patient)
 
@@ -904,20 +862,13 @@ def test_a_failing_bucket_costs_only_time(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["s3", "valkey"])
 @pytest.mark.parametrize("most", [20, 2000])
 def test_a_network_that_stalls_within_an_answer_costs_only_time(
-    most: int,
-    kind: str,
-    model: Model,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    most: int, s3: Bucket, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place: Any = request.getfixturevalue(kind)
     prompt: Any = messages(*CHUNKS)
-    with contextlib.closing(Stalling(place.port)) as proxy:
-        url = place.url.replace(str(place.port), str(proxy.port)).replace("PLACE", f"stalls-{tmp_path.name}")
+    with contextlib.closing(Stalling(s3.port)) as proxy:
+        url = s3.url.replace(str(s3.port), str(proxy.port)).replace("PLACE", f"stalls-{tmp_path.name}")
         engine = BlendEngine(model, SharedStore(url, tmp_path, min_free_bytes=0), ram_bytes=0)
         engine.warm(CHUNKS[:3], document="doc")
         full = engine.generate(prompt, policy="full", max_new_tokens=8, temperature=0).token_ids
@@ -938,16 +889,6 @@ def test_a_network_that_stalls_within_an_answer_costs_only_time(
                 with ThreadPoolExecutor(1) as pool:
                     error = pool.submit(call).exception(60)
                 assert isinstance(error, StoreError) or (error is None and (most > 20 or call == engine.close))
-
-
-def test_a_server_that_does_not_answer_is_not_asked_again(valkey: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.store.valkey.TIMEOUT_S", 0.1)
-    with contextlib.closing(Stalling(valkey.port)) as proxy:
-        proxy.left = 0
-        store = connect(valkey.url.replace(str(valkey.port), str(proxy.port)))
-        with pytest.raises(StoreError, match="Timeout"):
-            store.names("a/")
-        assert len(proxy._sockets) == 1 + 2  # the proxy's own, and those of one connection
 
 
 def test_closing_does_not_wait_for_a_request_to_a_dead_store(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -971,69 +912,6 @@ def test_closing_does_not_wait_for_a_request_to_a_dead_store(machine: Machine, m
     assert is_over
 
 
-@pytest.mark.slow
-def test_a_full_valkey_is_reported_and_keeps_its_chunks(tmp_path: Path) -> None:
-    with run_valkey("--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
-        store = SharedStore(server.url, tmp_path, min_free_bytes=0)
-        store.bind(FINGERPRINT)
-        store.put([A])
-        big = record(2)
-        large = type(big)(big.key, "", big.ids, big.context, [(torch.zeros(1 << 20), torch.ones(1 << 20))])
-        with pytest.raises(StoreFullError, match="is full: raise its maxmemory"):
-            store.put([large])
-        assert store.missing([A.key, large.key]) == [large.key]
-        assert has(store, A)
-        assert [name.partition("-")[0] for name in chunks_in(store)] == [A.key]
-        store.close()
-
-
-@pytest.mark.slow
-def test_valkey_that_may_evict_the_record_is_refused(tmp_path: Path) -> None:
-    with (
-        run_valkey("--maxmemory", "50mb", "--maxmemory-policy", "allkeys-lru") as server,
-        pytest.raises(StoreError, match="maxmemory-policy to volatile-lru") as caught,
-    ):
-        SharedStore(server.url, tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-def test_chunks_in_valkey_expire_when_they_are_not_used(valkey: Server, tmp_path: Path) -> None:
-    url = valkey.url.replace("PLACE", "expiring") + "?expire=100"
-    store = SharedStore(url, tmp_path, min_free_bytes=0, cache_bytes=1)
-    store.bind(FINGERPRINT)
-    store.put([A])
-    client: Any = redis.Redis(port=valkey.port)
-    (key,) = client.scan_iter(match="expiring:chunks/*")
-    assert 90 < client.ttl(key) <= 100
-    client.expire(key, 5)
-    assert has(store, A)
-    assert client.ttl(key) > 90, "using it counts"
-    assert client.ttl("expiring:log/000000000001") == -1
-    client.delete(key)
-    assert store.open(A.key) is None
-    assert soon(lambda: store.missing([A.key]) == [A.key])
-    assert store.stats().damaged == 0
-    client.close()
-    store.close()
-
-
-@pytest.mark.slow
-def test_valkey_that_restarts_empty_is_an_empty_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "_CHECK_EVERY_S", 0.0)
-    with run_valkey() as server:
-        store = SharedStore(server.url, tmp_path, min_free_bytes=0)
-        store.bind(FINGERPRINT)
-        store.put([A])
-        server.stop()
-        with pytest.raises(StoreError, match=r"cannot use valkey://127.*check the URL, the server and the network"):
-            store.put([B])
-        server.start()
-        assert soon(lambda: store.put([B]) > 0)
-        assert store.missing([A.key, B.key]) == [A.key]
-        assert has(store, B)
-        store.close()
-
-
 @pytest.mark.parametrize(
     ("url", "says"),
     [
@@ -1042,10 +920,7 @@ def test_valkey_that_restarts_empty_is_an_empty_store(tmp_path: Path, monkeypatc
         ("s3://", "names no bucket"),
         ("s3://bucket/x?endpont=http://here", "unknown option endpont (known: endpoint, region)"),
         ("gs://bucket/x?endpoint=http://here", "unknown option endpoint (there are none)"),
-        ("valkey://", "names no host"),
-        ("valkey://here:port/0", "has no valid port"),
-        ("valkey://here/0?expire=soon", "expire must be a number of seconds, got soon"),
-        ("valkey://here/0?ttl=5", "unknown option ttl"),
+        ("valkey://here/0", "unknown scheme: use a folder, or one of s3://"),
     ],
 )
 def test_a_wrong_url_is_refused_in_one_line(url: str, says: str) -> None:
@@ -1066,13 +941,10 @@ def test_a_url_is_not_taken_for_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("objects", "valkey"):
-        monkeypatch.delitem(sys.modules, f"kvrag.store.{module}", raising=False)
+    monkeypatch.delitem(sys.modules, "kvrag.store.objects", raising=False)
     monkeypatch.setitem(sys.modules, "obstore", None)
-    monkeypatch.setitem(sys.modules, "redis", None)
-    for package, url in (("obstore", "s3://bucket/x"), ("redis", "redis://here/0")):
-        with pytest.raises(SettingError, match=rf"needs the package {package}: pip install 'kvrag\[shared\]'"):
-            connect(url)
+    with pytest.raises(SettingError, match=r"needs the package obstore: pip install 'kvrag\[shared\]'"):
+        connect("s3://bucket/x")
 
 
 def _connect_refused(url: str) -> None:
@@ -1089,19 +961,6 @@ def test_a_forked_process_is_refused(s3: Bucket) -> None:
     assert child.exitcode == 0
 
 
-def test_a_password_is_in_no_message() -> None:
-    remote = connect("valkey://me:secret@127.0.0.1:1/3/pre/fix?expire=5")
-    assert isinstance(remote, ValkeyStore)
-    assert remote.url == "valkey://127.0.0.1:1/3/pre/fix"
-    with pytest.raises(StoreError) as caught:
-        remote.read(["x"])
-    assert "secret" not in str(caught.value)
-    assert "refused" in str(caught.value)
-    remote.close()
-    settings = LLMSettings(model="reader", store="valkey://me:secret@here/0?expire=5")
-    assert settings.identity()["store"] == "valkey://here/0"
-
-
 def test_a_missing_bucket_and_a_wrong_address_are_named(s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoreError, match="the bucket nothing does not exist: create it, or correct the URL"):
         SharedStore(f"s3://nothing/x?endpoint={s3.endpoint}")
@@ -1111,25 +970,12 @@ def test_a_missing_bucket_and_a_wrong_address_are_named(s3: Bucket, monkeypatch:
     assert len(str(caught.value)) < 200
 
 
-@pytest.mark.slow
-def test_wrong_credentials_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with run_valkey("--requirepass", "right") as server:
-        for password in ("", ":wrong@"):
-            with pytest.raises(StoreError, match=r"access to .* was denied.*: check user and password"):
-                SharedStore(f"valkey://{password}127.0.0.1:{server.port}/0/x", tmp_path)
-        SharedStore(f"valkey://:right@127.0.0.1:{server.port}/0/x", tmp_path).close()
-        monkeypatch.setenv("KVRAG_STORE_PASSWORD", "right")
-        SharedStore(f"valkey://127.0.0.1:{server.port}/0/x", tmp_path).close()
-
-
-def test_tls_is_checked(tmp_path: Path, s3: Bucket, valkey: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tls_is_checked(tmp_path: Path, s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server without TLS is refused, and is not used in plain text."""
     monkeypatch.setattr("kvrag.store.objects._RETRIES", 0)
-    monkeypatch.setattr("kvrag.store.valkey.TIMEOUT_S", 0.2)
-    for url in (f"valkeys://127.0.0.1:{valkey.port}/0/x", f"s3://kvrag/x?endpoint=https://127.0.0.1:{s3.port}"):
-        with pytest.raises(StoreError, match="cannot use") as caught:
-            SharedStore(url, tmp_path)
-        assert "\n" not in str(caught.value)
+    with pytest.raises(StoreError, match="cannot use") as caught:
+        SharedStore(f"s3://kvrag/x?endpoint=https://127.0.0.1:{s3.port}", tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 # ---------------------------------------------------------------- engines
@@ -1199,8 +1045,8 @@ def test_prompts_are_answered_without_the_shared_store(
     def fail(*_: object) -> Any:
         raise StoreError("the network is down")
 
-    monkeypatch.setattr(two.store._remote, "open_chunk", fail)  # type: ignore[attr-defined]
-    monkeypatch.setattr(two.store._remote, "read", fail)  # type: ignore[attr-defined]
+    for method in ("open_chunk", "read", "look"):
+        monkeypatch.setattr(two.store._remote, method, fail)  # type: ignore[attr-defined]
     answer = two.generate(prompt, ratio=1.0, policy="random", max_new_tokens=8, temperature=0)
     assert answer.token_ids == full
     assert answer.report.stored_tokens == 0
@@ -1247,19 +1093,10 @@ def _spoil(store: SharedStore, key: str) -> None:
     """Flip a bit of a shared chunk's last layer."""
     name = store._manifest.file(key)
     assert name is not None
-    remote = store._remote
-    if isinstance(remote, ObjectStore):
-        path = f"chunks/{name[:2]}/{name}"
-        content = bytearray(bytes(obstore.get(remote._writer, path).bytes()))
-        content[-1] ^= 1
-        obstore.put(remote._writer, path, bytes(content))
-    else:
-        assert isinstance(remote, ValkeyStore)
-        name = remote._key(f"chunks/{name}")
-        starts = remote._client.hget(name, "starts").split(b",")
-        content = bytearray(remote._client.hget(name, starts[-1]))
-        content[-1] ^= 1
-        remote._client.hset(name, starts[-1], bytes(content))
+    path = f"chunks/{name[:2]}/{name}"
+    (content,) = store._remote.read([path])
+    assert content is not None
+    store._remote.write(path, content[:-1] + bytes([content[-1] ^ 1]))
 
 
 def test_another_machine_warms_the_same_documents_without_encoding(

@@ -102,7 +102,7 @@ lint: setup
 # all that CI does with a change
 check: lint test-all
 
-# stress tests, see docs/operations.md: HOURS=8 SEED=1 ONLY=kill,fuzz CASE=17 SCALE=0.1 STORE=valkey|s3 OUT=FOLDER
+# stress tests, see docs/operations.md: HOURS=8 SEED=1 ONLY=kill,fuzz CASE=17 SCALE=0.1 STORE=s3 OUT=FOLDER
 torture: setup
 	$(INSTALL) -e '.[torture]'
 	$(BIN)/python tests/torture $(if $(HOURS),--hours $(HOURS)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY)) \

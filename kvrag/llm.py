@@ -97,7 +97,7 @@ class EngineSettings:
     )
     store: str | None = _row(
         None,
-        "folder or URL (s3://, valkey://, ...) of the chunks; default: one per model in ~/.cache/kvrag",
+        "folder or URL (s3://...) of the chunks; default: one per model in ~/.cache/kvrag",
     )
     store_cache: str | None = _of("store_cache")
     codec: str = _of("codec")

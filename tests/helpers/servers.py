@@ -1,11 +1,11 @@
-"""Fixtures of shared stores' servers."""
+"""Fixture of a shared store's server."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from places import Bucket, Server, run_s3, run_valkey
+from places import Bucket, run_s3
 
 
 @pytest.fixture(scope="session")
@@ -13,10 +13,3 @@ def s3() -> Iterator[Bucket]:
     """An S3 server of this session's own."""
     with run_s3() as bucket:
         yield bucket
-
-
-@pytest.fixture(scope="session")
-def valkey() -> Iterator[Server]:
-    """A Valkey server of this session's own."""
-    with run_valkey() as server:
-        yield server

@@ -18,7 +18,7 @@ import transformers
 from blending import CHUNKS, messages, plain_logits, prefilled, prepare, relative
 from families import HYBRIDS, SINCE, build
 from packaging.version import Version
-from places import run_valkey
+from places import Memory
 from safetensors.numpy import load_file
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -390,15 +390,12 @@ def test_history_behind_an_edit_has_no_states_to_go_on_from(storing: Model, tmp_
     assert report.moved_tokens > 20
 
 
-@pytest.mark.slow
-def test_machines_share_states(storing: Model, tmp_path: Path) -> None:
+def test_machines_share_states(storing: Model, memory: Memory, tmp_path: Path) -> None:
     ids = storing.tokenizer.render(PROMPT)
-    with run_valkey() as server:
-        url = server.url.replace("PLACE", "states")
-        logits = []
-        for machine in ("a", "b"):
-            with BlendEngine(storing, url, store_cache=tmp_path / machine) as engine:
-                if not logits:
-                    engine.warm(CHUNKS, document="a")
-                logits.append(prepare(engine, ids, 0.2).logits)
+    logits = []
+    for machine in ("a", "b"):
+        with BlendEngine(storing, memory.url, store_cache=tmp_path / machine) as engine:
+            if not logits:
+                engine.warm(CHUNKS, document="a")
+            logits.append(prepare(engine, ids, 0.2).logits)
     assert torch.equal(*logits)

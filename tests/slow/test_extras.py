@@ -20,7 +20,7 @@ from gguf_files import write_gguf
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from pdf import pdf
-from places import CREDENTIALS, free_port, run_s3, run_valkey
+from places import CREDENTIALS, free_port, run_s3
 from pypdf import PdfReader, PdfWriter
 from transformers import AutoTokenizer
 
@@ -114,11 +114,10 @@ def test_the_extra_cli_reads_every_kind_of_file_and_answers(folder: Path, store:
 
 
 @pytest.mark.slow
-def test_the_extra_shared_opens_both_kinds_of_stores() -> None:
+def test_the_extra_shared_opens_a_bucket() -> None:
     code = ENGINE + "print(engine.warm(['Mira Brel plays the harp.'], document='a'))"
-    with run_s3() as bucket, run_valkey() as valkey:
-        for url in (bucket.url, valkey.url):
-            assert _run("shared", code, url)
+    with run_s3() as bucket:
+        assert _run("shared", code, bucket.url)
 
 
 @pytest.mark.slow

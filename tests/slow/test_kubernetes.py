@@ -17,20 +17,18 @@ import kubernetes_validate
 import pytest
 import yaml
 from hatchling.builders.wheel import WheelBuilder
-from places import run_valkey
 
 from kvrag.cli import serve
 from kvrag.cli.main import _parser
 from kvrag.client.connection import KEY_VARIABLE
 from kvrag.server import app, guard
-from kvrag.store.urls import PASSWORD_VARIABLE, connect
+from kvrag.store.urls import connect
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-VARIANTS = ("bucket", "valkey")
+VARIANTS = ("bucket",)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMAGE = f"{PROJECT['name']}:{PROJECT['version']}"
-SECRETS = {KEY_VARIABLE, PASSWORD_VARIABLE}
 
 
 def rendered(variant: str) -> list[dict[str, Any]]:
@@ -119,8 +117,7 @@ def test_commands_are_kvrags_and_agree(variant: str, monkeypatch: pytest.MonkeyP
     connect(commands["serve"].store).close()  # the URL is well formed
     serve.read_settings(commands["serve"])
     serve.read_config(commands["serve"])
-    others = {container["image"] for _, container in pods(variant)} - {IMAGE}
-    assert others == ({"valkey/valkey:9.1.2"} if variant == "valkey" else set())
+    assert {container["image"] for _, container in pods(variant)} == {IMAGE}
 
 
 @every
@@ -155,7 +152,7 @@ def test_every_environment_variable_is_read(variant: str) -> None:
         }:
             assert name == "HF_HOME" or f"`{name}`" in documented
     page = (ROOT / "docs" / "many-machines.md").read_text()
-    assert set(re.findall(r"--from-literal=(\w+)=", page)) >= SECRETS, "the page says how to make the secret"
+    assert set(re.findall(r"--from-literal=(\w+)=", page)) >= {KEY_VARIABLE}, "the page says how to make the secret"
     assert serve._KEYS == KEY_VARIABLE
 
 
@@ -168,7 +165,7 @@ def test_services_and_references_lead_somewhere(variant: str) -> None:
             assert len(selected) == 1
             ports = [port["name"] for _, container in pods(variant) for port in container.get("ports", [])]
             assert {port["targetPort"] for port in document["spec"]["ports"]} <= set(ports)
-        if document["kind"] in ("Deployment", "StatefulSet"):
+        if document["kind"] == "Deployment":
             template = document["spec"]["template"]
             assert document["spec"]["selector"]["matchLabels"] == template["metadata"]["labels"]
     for _, container in pods(variant):
@@ -197,37 +194,13 @@ def test_nothing_runs_as_root_or_writes_outside_its_volumes(variant: str) -> Non
         }
         assert "memory" in container["resources"]["limits"]
         mounted = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
-        claims = (
-            one(variant, "StatefulSet", "kvrag-valkey")["spec"]["volumeClaimTemplates"]
-            if "data" in str(mounted)
-            else []
-        )
-        volumes = {volume["name"] for volume in [*spec.get("volumes", []), *(claim["metadata"] for claim in claims)]}
+        volumes = {volume["name"] for volume in spec.get("volumes", [])}
         assert {mount["name"] for mount in mounted.values()} == volumes
     for _, container, args in kvrags(variant):
         writable = [mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")]
         homes = [each["value"] for each in container.get("env", [])]
         for place in (args.store_cache, *homes):
             assert any(Path(place).is_relative_to(path) for path in writable)
-
-
-def test_valkey_takes_its_arguments_and_the_store_takes_valkey(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(PASSWORD_VARIABLE, "secret")
-    ((_, container),) = (each for each in pods("valkey") if each[1]["image"].startswith("valkey/"))
-    program, *given = container["args"]
-    assert program == "valkey-server"
-    names = {"--port", "--dir"}  # the test has its own
-    given = [word.replace(f"$({PASSWORD_VARIABLE})", "secret") for word in given if word.partition("=")[0] not in names]
-    words = [part for word in given for part in word.split("=", 1)]
-    url, service = settings("valkey")["STORE"], one("valkey", "Service", "kvrag-valkey")
-    port = service["spec"]["ports"][0]["port"]
-    assert url.startswith(f"valkey://{service['metadata']['name']}:{port}/")
-    assert container["ports"][0]["containerPort"] == port
-    with run_valkey("--dir", str(tmp_path), *words) as server:
-        place = connect(url.replace(f"kvrag-valkey:{port}", f"127.0.0.1:{server.port}"))
-        place.write("name", b"content")  # checks the server's settings, too
-        assert place.read(["name"]) == [b"content"]
-        place.close()
 
 
 # ---------------------------------------------------------------- the image

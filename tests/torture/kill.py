@@ -24,24 +24,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from places import run_s3, run_valkey
+from places import run_s3
 
 import kvrag.store.shared
 from kvrag import BlendEngine, FileStore, SharedStore
 from kvrag.errors import KvragError
 from kvrag.ingest.encode import encode
 from kvrag.store.manifest import Manifest
-from kvrag.store.remote import Remote
+from kvrag.store.objects import ObjectStore
 from kvrag.store.values import text_key
 from torture import tiny
 from torture.campaign import Campaign
 
 _PER_STORE = 10  # kills before a new store
-_SECONDS = {"folder": 0.6, "valkey": 1.0, "s3": 2.0}  # of work before a process is killed, at most
+_SECONDS = {"folder": 0.6, "s3": 2.0}  # of work before a process is killed, at most
 _TEXTS = 24
 Step = Callable[..., Any]
 _STEPS: list[Step] = [os.fsync, os.replace, os.unlink, Manifest.add, Manifest.hold, Manifest.coldest, Manifest.remove]
-_REMOTE_STEPS: list[Step] = [Remote.put_chunk, Remote.create, Remote.delete_chunks]
+_REMOTE_STEPS: list[Step] = [ObjectStore.put_chunk, ObjectStore.write, ObjectStore.swap, ObjectStore.delete_chunks]
 _SHARED_STEPS: list[Step] = [*_REMOTE_STEPS, os.replace, Manifest.add, Manifest.hold, Manifest.remove]
 
 
@@ -116,7 +116,7 @@ def _places(kind: str, folder: Path) -> Iterator[Callable[[str], str]]:
     if kind == "folder":
         yield lambda name: str(folder / name)
     else:
-        with run_valkey() if kind == "valkey" else run_s3() as server:
+        with run_s3() as server:
             yield lambda name: server.url.replace("PLACE", f"kill-{name}")
 
 

@@ -1,6 +1,6 @@
 """Damaged records of a shared store: prompts are answered, and every error is a KvragError.
 
-Each case writes the records of a store to a shared store, with one record or one of its fields damaged. A machine that
+Each case writes the records of a store to a shared store, with one record damaged. A machine that
 used the store before, or a new one, asks, checks and collects. A damaged chunk must not raise an error; a damaged log
 may.
 """
@@ -10,17 +10,15 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from places import run_s3, run_valkey
+from places import run_s3
 from records import drop_copies
 
 from kvrag.errors import KvragError
 from kvrag.store import SharedStore
 from kvrag.store.chunkfile import PackedChunk
-from kvrag.store.remote import Remote
 from kvrag.store.urls import connect
 from torture import tiny
 from torture.campaign import Campaign
@@ -29,19 +27,16 @@ from torture.damage import Layers, only_what_was_stored
 _DOCUMENTS = {"a": [0, 1, 2], "b": [4, 5, 2]}
 _PROMPT = [1, 4, 2]
 
-Record = bytes | dict[bytes, bytes]
-"""A small object or a chunk of an object store; the fields of a chunk in Valkey."""
-
 
 def run(campaign: Campaign) -> None:
-    """Damage one record per case, in Valkey and S3 by turns."""
-    with ExitStack() as stack:
-        places = [_Place(stack.enter_context(run_valkey()).url), _Place(stack.enter_context(run_s3()).url)]
-        made = [place.make(campaign.folder / str(number)) for number, place in enumerate(places)]
+    """Damage one record per case."""
+    with run_s3() as bucket:
+        place = _Place(bucket.url)
+        known = campaign.folder / "known"
+        made = place.make(known)
         for number in campaign.numbers():
             with campaign.case(number):
-                which = number % len(places)
-                _case(campaign, campaign.random(number), places[which], campaign.folder / str(which), *made[which])
+                _case(campaign, campaign.random(number), place, known, *made)
 
 
 class _Place:
@@ -51,7 +46,7 @@ class _Place:
         self.url = url.replace("PLACE", "torture")
         self.remote: Any = connect(self.url)
 
-    def make(self, known: Path) -> tuple[dict[str, Record], Layers]:
+    def make(self, known: Path) -> tuple[dict[str, bytes], Layers]:
         """Fill a store; return its records and layers. `known` becomes the local folder of a machine that used it."""
         truth: Layers = {}
         with tiny.engine(self.url, cache=known) as engine:
@@ -59,7 +54,7 @@ class _Place:
             for name, numbers in _DOCUMENTS.items():
                 engine.warm(map(tiny.text, numbers), document=name)
             store.change_text("speed.json", lambda _: "{}")
-            store._log.trim()
+            store._log.compact()
             engine.warm([tiny.text(6)], document="c")
             for keys in store.documents().values():
                 for key in keys:
@@ -68,29 +63,19 @@ class _Place:
                     reader.close()
             drop_copies(store)
         names = self.remote.names("")
-        return {name: self._read(name) for name in names}, truth
+        contents = self.remote.read(names)
+        assert None not in contents
+        return dict(zip(names, contents, strict=True)), truth
 
-    def _read(self, name: str) -> Record:
-        remote: Any = self.remote
-        if name.startswith("chunks/") and hasattr(remote, "_client"):
-            return dict(remote._client.hgetall(remote._key(name)))
-        (content,) = remote.read([name])
-        assert content is not None
-        return bytes(content)
-
-    def fill(self, records: dict[str, Record]) -> None:
+    def fill(self, records: dict[str, bytes]) -> None:
         """Replace all records by these."""
-        remote: Remote = self.remote
-        remote.delete(remote.names(""))
+        self.remote.delete(self.remote.names(""))
         for name, record in records.items():
-            if isinstance(record, bytes):
-                remote.write(name, record)
-            elif record:
-                self.remote._client.hset(self.remote._key(name), mapping=record)
+            self.remote.write(name, record)
 
 
 def _case(
-    campaign: Campaign, rng: random.Random, place: _Place, known: Path, intact: dict[str, Record], truth: Layers
+    campaign: Campaign, rng: random.Random, place: _Place, known: Path, intact: dict[str, bytes], truth: Layers
 ) -> None:
     records, cache = dict(intact), campaign.folder / "cache"
     chunks = [name for name in records if name.startswith("chunks/")]
@@ -129,25 +114,16 @@ def _use(place: _Place, cache: Path) -> None:
         tiny.check_answer(engine, tiny.prompt(_PROMPT))
 
 
-def _damage(rng: random.Random, records: dict[str, Record], name: str) -> str:
-    """Damage one record or one of its fields; return a description."""
-    record = records[name]
-    how = rng.choice([*_WAYS, "deleted", "swapped", "another type"])
+def _damage(rng: random.Random, records: dict[str, bytes], name: str) -> str:
+    """Damage one record; return a description."""
+    how = rng.choice([*_WAYS, "deleted", "swapped"])
     if how == "swapped":
         other = rng.choice([each for each in sorted(records) if each[:7] == name[:7]])  # chunks among themselves
-        records[name], records[other] = records[other], record
-    elif how == "another type":
-        has_types = any(isinstance(each, dict) for each in records.values())  # objects have none
-        records[name] = {b"field": b"text"} if has_types and isinstance(record, bytes) else b""
-    elif isinstance(record, dict):
-        field = rng.choice([*sorted(record), b"created", b"size", b"starts"])
-        damaged = {field: _WAYS[how](rng, record[field])} if how in _WAYS else {}
-        records[name] = {key: each for key, each in record.items() if key != field} | damaged
-        how = f"{field.decode() if field.isalpha() else 'layer'} {how}"
+        records[name], records[other] = records[other], records[name]
     elif how == "deleted":
         del records[name]
     else:
-        records[name] = _WAYS[how](rng, record)
+        records[name] = _WAYS[how](rng, records[name])
     return how
 
 

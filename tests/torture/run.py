@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", metavar="NAME,...", help=f"of {', '.join(COUNTS)}")
     parser.add_argument("--case", type=int, help="run this case only, of one campaign")
     parser.add_argument(
-        "--store", choices=("folder", "valkey", "s3"), default="folder", help="stores of `kill` (default: folder)"
+        "--store", choices=("folder", "s3"), default="folder", help="stores of `kill` (default: folder)"
     )
     parser.add_argument("--out", metavar="FOLDER", help="of the reports (default: a new temporary folder)")
     parser.add_argument("--table", metavar="REPORT.json", help="only write this report's table into the page")

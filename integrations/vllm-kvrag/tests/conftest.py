@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from defaults import is_sure, learning, not_by_the_clock, pytest_collection_finish  # noqa: F401
-from servers import s3, valkey  # noqa: F401
+from servers import s3  # noqa: F401
 
 _HERE = Path(__file__).parent
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import Bucket, Faults, run_valkey
+from places import Bucket, Faults
 from vllm_engines import CHUNKS, QUESTION, Engine, checkpoint, prompt_of, reference, started, until
 from vllm_kvrag.connector import open_store
 from vllm_kvrag.params import ConnectorSettings
@@ -37,10 +37,9 @@ def await_documents(engine: Engine, *names: str) -> None:
     until(engine, lambda: list(store_of(engine).documents()) == list(names))
 
 
-@pytest.mark.parametrize("kind", ["s3", "valkey"])
-def test_one_store_serves_both_engines(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_one_store_serves_both_engines(s3: Bucket, tmp_path: Path) -> None:
     """The bundled reader, which answers from the chunks, in float32: the same tokens for chunks of either engine."""
-    url = request.getfixturevalue(kind).url.replace("PLACE", "both")
+    url = s3.url.replace("PLACE", "both")
     caches = tmp_path / "transformers", tmp_path / "vllm"
     model = Model.from_pretrained(str(reader_path()), dtype="float32")
     with (
@@ -211,8 +210,9 @@ def test_a_wrong_url_stops_the_start(s3: Bucket, folder: Path, tmp_path: Path) -
     assert "\n" not in str(caught.value)
 
 
-def test_wrong_credentials_stop_the_start(tmp_path: Path) -> None:
-    with run_valkey("--requirepass", "right") as server:
-        settings = ConnectorSettings.of({"store": f"valkey://:wrong@127.0.0.1:{server.port}/0", "store_cache": "x"})
-        with pytest.raises(StoreError, match=r"access to .* was denied.*: check user and password"):
+def test_wrong_credentials_stop_the_start(s3: Bucket) -> None:
+    with closing(Faults(s3)) as faults:
+        faults.mode = "403"
+        settings = ConnectorSettings.of({"store": faults.url.replace("PLACE", "denied"), "store_cache": "x"})
+        with pytest.raises(StoreError, match=r"access to .* was denied.*: check AWS_ACCESS_KEY_ID"):
             open_store(settings)

@@ -33,7 +33,6 @@ STORES: dict[str, Callable[[Path, pytest.FixtureRequest], KVStore]] = {
     "files": lambda path, _: FileStore(path, min_free_bytes=0),
     "memory": lambda path, request: shared(request.getfixturevalue("memory").url, path),
     "s3": lambda path, request: shared(request.getfixturevalue("s3").url, path),
-    "valkey": lambda path, request: shared(request.getfixturevalue("valkey").url, path),
 }
 
 
@@ -43,10 +42,7 @@ def shared(url: str, path: Path) -> SharedStore:
     return SharedStore(url.replace("PLACE", place), path, min_free_bytes=0)
 
 
-SLOW = ("s3", "valkey")
-
-
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in STORES])
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name == "s3" else ()) for name in STORES])
 def opens(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     """Opens the store under test, each time at the same path or URL."""
     opened: list[KVStore] = []

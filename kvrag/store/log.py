@@ -144,7 +144,7 @@ class Log:
             (packed,) = self._remote.read([name])
             if packed is None:
                 return False
-            content = _unsealed(packed, self._where(name))
+            content = _unpacked(packed, self._where(name))
         with _noticing_damage(self._where(name)):
             removed = self._manifest.restore(content)
         self.restored += 1
@@ -211,7 +211,7 @@ class Log:
         self.pull()
         content, counters = self._manifest.snapshot()
         number, last = 1 + secrets.randbits(62), counters.get(_LAST, 0)
-        self._remote.write(_base(number), _sealed(content))
+        self._remote.write(_base(number), _packed(content))
         for _ in range(_ROUNDS):
             head = self.pull()
             if head.base == number or last not in head.order:
@@ -244,26 +244,25 @@ def _row(listed: Sequence[Any]) -> ManifestRow:
     return ManifestRow._make([*listed[:3], base64.b64decode(listed[3]), *listed[4:]])
 
 
-def _sealed(content: bytes) -> bytes:
-    return xxhash.xxh3_64_hexdigest(content).encode() + content
+def _packed(content: bytes) -> bytes:
+    packed = zlib.compress(content, 1)
+    return xxhash.xxh3_64_hexdigest(packed).encode() + packed
 
 
-def _unsealed(sealed: bytes, where: str) -> bytes:
-    if xxhash.xxh3_64_hexdigest(sealed[16:]).encode() != sealed[:16]:
+def _unpacked(packed: bytes, where: str) -> bytes:
+    if xxhash.xxh3_64_hexdigest(packed[16:]).encode() != packed[:16]:
         raise _damaged(where)
-    return sealed[16:]
+    with _noticing_damage(where):
+        return zlib.decompress(packed[16:])
 
 
 def _pack(content: Mapping[str, Any]) -> bytes:
-    return _sealed(zlib.compress(json.dumps(content).encode(), 1))
+    return _packed(json.dumps(content).encode())
 
 
 def _unpack(packed: bytes, where: str) -> Mapping[str, Any]:
     with _noticing_damage(where):
-        content = json.loads(zlib.decompress(_unsealed(packed, where)))
-        if not isinstance(content, dict):
-            raise ValueError("it is not an object")
-        return content
+        return dict(json.loads(_unpacked(packed, where)))
 
 
 @contextmanager

@@ -547,7 +547,7 @@ class Fleet(RuleBasedStateMachine):
         assert named == [log._base(head.base)], "gc leaves changes and former bases"
         assert head.changes == []
         base = Manifest(self.folder / "base")
-        base.restore(log._unsealed(*remote.read(named), "base"))
+        base.restore(log._unpacked(*remote.read(named), "base"))
         assert set(base._all("SELECT text FROM texts")) == {(key,) for key in keys}, "the base has ids of other texts"
         base.close()
 

@@ -19,7 +19,7 @@ from records import FINGERPRINT, A, B, held
 from kvrag import BlendEngine, FileStore, Model, ModelLoadError, SharedStore, StoreError
 from kvrag.cli.serve import add_arguments
 from kvrag.store import ChunkRecord
-from kvrag.store.log import _unpack
+from kvrag.store.log import _unpack, _unpacked
 
 PROMPT = messages(*CHUNKS)
 
@@ -134,8 +134,8 @@ def test_gc_erases_the_token_ids_of_a_deleted_text_from_the_place(memory: Memory
         ids = chunk.ids.astype("<u4").tobytes()
         changes = store._remote.read(store._remote.names("changes/"))
         listed = json.dumps([_unpack(content, "change") for content in changes if content])
-        bases = b"".join(filter(None, store._remote.read(store._remote.names("bases/"))))
-        return ids in bases or base64.b64encode(ids).decode() in listed
+        bases = [_unpacked(content, "base") for content in store._remote.read(store._remote.names("bases/")) if content]
+        return any(ids in base for base in bases) or base64.b64encode(ids).decode() in listed
 
     store.put([A, B])
     store.set_document("doc", held("doc", A, B))

@@ -665,13 +665,13 @@ def test_a_damaged_log_is_an_error_with_a_remedy(machine: Machine, damage: Calla
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"no SQLite", b"SQLite format 3\0" + bytes(4080)])
-@pytest.mark.parametrize("is_sealed", [False, True])
-def test_a_damaged_base_is_an_error_with_a_remedy(machine: Machine, content: bytes, is_sealed: bool) -> None:
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_damaged_base_is_an_error_with_a_remedy(machine: Machine, content: bytes, is_packed: bool) -> None:
     one = machine("one")
     one.put([A])
     one.set_document("doc", held("doc", A))
     one._log.compact()
-    one._remote.write(log._base(one._log._head().base), log._sealed(content) if is_sealed else content)
+    one._remote.write(log._base(one._log._head().base), log._packed(content) if is_packed else content)
     with pytest.raises(StoreError, match=r"bases/.* is damaged: run `kvrag store gc`"):
         machine("two")
     one.gc()

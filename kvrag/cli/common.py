@@ -294,9 +294,8 @@ def existing_store(store: str) -> str:
         from kvrag.store.urls import connect, is_shared
     if ":" in store and is_shared(store):
         remote = connect(store)
-        with closing(remote):
-            if remote.read(["fingerprint.json"]) == [None]:
-                raise StoreError(f"{remote.url} has no store: create one with `kvrag warm PATH --store {remote.url}`")
+        if remote.read(["fingerprint.json"]) == [None]:
+            raise StoreError(f"{remote.url} has no store: create one with `kvrag warm PATH --store {remote.url}`")
         return store
     folder = Path(store).expanduser()
     if not (folder / "chunks").is_dir():

@@ -79,15 +79,6 @@ def serialise(record: ChunkRecord, fingerprint: str) -> tuple[bytes, memoryview]
     return header.replace(b'"digest":"' + _BLANK, b'"digest":"' + _digest(header).encode(), 1), content[start:]
 
 
-def borders(header: bytes) -> list[int]:
-    """Return the offsets of the parts that are read together: everything before the layers, and each layer."""
-    tensors = json.loads(header[8:])
-    keys = [tensors[name]["data_offsets"][0] for name in tensors if name.endswith(".k")]
-    values = [tensors[name]["data_offsets"][1] for name in tensors if name.endswith(".v")]
-    end = max(tensors[name]["data_offsets"][1] for name in tensors if name != "__metadata__")
-    return sorted({0, *(len(header) + offset for offset in (*keys, *values) if offset < end)})
-
-
 def estimate(record: ChunkRecord) -> int:
     """Return a tight lower bound of the bytes that `serialise` returns for a record."""
     tensors = sum(keys.nbytes + values.nbytes for keys, values in record.layers)

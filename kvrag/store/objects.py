@@ -94,12 +94,13 @@ class ObjectStore:
 
         with self._translated():
             self._reader, self._writer = connect(TIMEOUT_S), connect(_WRITE_S)
-        self._pool = ThreadPoolExecutor(16, "kvrag-objects")
 
     def read(self, names: Sequence[str]) -> list[bytes | None]:
         """Return small objects; None where there is none."""
-        contents = self._pool.map(self.look, names) if len(names) > 1 else map(self.look, names)
-        return [content for content, _ in contents]
+        if len(names) == 1:
+            return [self.look(names[0])[0]]
+        with ThreadPoolExecutor(16, "kvrag-objects") as pool:
+            return [content for content, _ in pool.map(self.look, names)]
 
     def look(self, name: str) -> tuple[bytes | None, Tag | None]:
         """Return a small object and its tag; None if there is none."""
@@ -195,10 +196,6 @@ class ObjectStore:
         with self._translated(writing=True), suppress(FileNotFoundError):
             obstore.copy(self._writer, _path(name), _path(other))
             obstore.delete(self._writer, _path(name))
-
-    def close(self) -> None:
-        """Release threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
     def _translated(self, writing: bool = False) -> Iterator[None]:

@@ -6,13 +6,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitTimeoutError
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError
+from kvrag.errors import ChunkUnreadableError, StoreError
 from kvrag.store.chunkfile import PackedChunk
 
 _GROUP = 4 << 20  # bytes of adjacent layers per request ...
@@ -31,7 +32,7 @@ class Blob:
     """The bytes of a chunk in a bucket.
 
     `beginning` has the first of its `size` bytes, including the header. `read(start, stop)` reads a range of bytes; it
-    raises StoreError, DamagedChunkError if they differ from what was written.
+    raises StoreError.
     """
 
     size: int
@@ -40,7 +41,7 @@ class Blob:
 
 
 class RemoteChunk(PackedChunk):
-    """A chunk in a bucket. Its layers are fetched ahead in groups, in the background, in order."""
+    """A chunk in a bucket. Its layers are fetched in groups, in the background, some ahead of the one that is read."""
 
     tier = "shared"
 
@@ -56,19 +57,18 @@ class RemoteChunk(PackedChunk):
         """Read the header and start to fetch the layers; raises as PackedChunk.
 
         Args:
-            failed: Called if layers cannot be read because the remote does not answer.
+            failed: Called if layers cannot be read because the bucket does not answer.
             used: Called when the reader is closed.
         """
         self._blob, self._pool, self._failed, self._used = blob, pool, failed, used
         self._groups: list[tuple[int, int]] = []
-        super().__init__(key, fingerprint, blob.size, bytes(blob.beginning))
-        with self._noticing_faults():
-            self._groups = self._grouped()
         self._fetches: list[Future[bytes | memoryview]] = []
         self._lock = threading.Lock()
         self._is_closed = False
-        for _ in range(_IN_FLIGHT):
-            self._fetch_next()
+        super().__init__(key, fingerprint, blob.size, bytes(blob.beginning))
+        with self._noticing_faults():
+            self._groups = self._grouped()
+        self._fetch_ahead(0)
 
     def _grouped(self) -> list[tuple[int, int]]:
         """Return the byte ranges to fetch: of the layers that are not in the beginning."""
@@ -82,25 +82,12 @@ class RemoteChunk(PackedChunk):
                 groups.append((start, stop))
         return groups
 
-    def _fetch_next(self) -> None:
-        with self._lock:
-            number = len(self._fetches)
-            if number == len(self._groups):
-                return
-            try:
-                fetch = self._pool.submit(self._blob.read, *self._groups[number])
-            except RuntimeError:  # the store has been closed, or no thread can be started; its readers stay valid
-                fetch = Future()
-                try:
-                    fetch.set_result(self._blob.read(*self._groups[number]))
-                except StoreError as error:
-                    fetch.set_exception(error)
-            self._fetches.append(fetch)
-        fetch.add_done_callback(self._fetched)
-
-    def _fetched(self, fetch: Future[bytes | memoryview]) -> None:
-        if not fetch.cancelled() and fetch.exception() is None:
-            self._fetch_next()
+    def _fetch_ahead(self, number: int) -> None:
+        """Fetch the groups from this one on that are not being fetched."""
+        # the store has been closed, or no thread can be started: its readers stay valid
+        with self._lock, suppress(RuntimeError):
+            for start, stop in self._groups[len(self._fetches) : number + _IN_FLIGHT]:
+                self._fetches.append(self._pool.submit(self._blob.read, start, stop))
 
     def _range(self, start: int, stop: int) -> Tensor:
         content = torch.empty(stop - start, dtype=torch.uint8)
@@ -110,15 +97,13 @@ class RemoteChunk(PackedChunk):
     def _read(self, start: int, stop: int) -> bytes | memoryview:
         if stop <= len(self._blob.beginning):
             return memoryview(self._blob.beginning)[start:stop]
-        number = next((n for n, (first, last) in enumerate(self._groups) if first <= start and stop <= last), None)
+        # none for a part of the header, before there are groups
+        number = next((n for n, (first, last) in enumerate(self._groups) if first <= start and stop <= last), 0)
+        self._fetch_ahead(number)
         try:
-            if number is None:  # a part of the header, before there are groups
+            if number >= len(self._fetches):
                 return self._blob.read(start, stop)
-            while len(self._fetches) <= number:
-                self._fetch_next()
             fetched = memoryview(self._fetches[number].result(TIMEOUT_S))
-        except DamagedChunkError:
-            raise
         except (WaitTimeoutError, StoreError) as error:
             reason = f"no answer for {TIMEOUT_S:g} s" if isinstance(error, WaitTimeoutError) else str(error)
             if not isinstance(error, DeletedError):  # of a deleted chunk, the bucket does answer
@@ -128,7 +113,7 @@ class RemoteChunk(PackedChunk):
         return fetched[start - offset : stop - offset]
 
     def close(self) -> None:
-        """See ChunkReader.close. The remaining layers are still fetched, for the local copy."""
+        """See ChunkReader.close."""
         if not self._is_closed:
             self._is_closed = True
             self._used(self)

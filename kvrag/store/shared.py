@@ -149,7 +149,6 @@ class SharedStore(KVStore):
             self._remote, self._manifest, self._drop_removed, self._recheck_owner, self._appended
         )
         self._fetchers = ThreadPoolExecutor(32, "kvrag-fetch")
-        self._openers = ThreadPoolExecutor(16, "kvrag-open")
         self._writers = ThreadPoolExecutor(4, "kvrag-shared")
         self._promoter = Background("kvrag-promote", _PROMOTIONS)
         self._opening: TTLCache[str, Future[RemoteChunk | None]] = TTLCache(1 << 20, 2 * TIMEOUT_S)  # under _lock
@@ -249,7 +248,7 @@ class SharedStore(KVStore):
             absent = [key for key in keys if key not in self._opening]
         for key in self._local.missing(absent):
             with self._lock:
-                self._opening[key] = self._openers.submit(self._open_remote, key)
+                self._opening[key] = self._fetchers.submit(self._open_remote, key)
 
     def open(self, key: str) -> PackedChunk | None:
         self._check_open()
@@ -461,14 +460,10 @@ class SharedStore(KVStore):
     def _end(self) -> None:
         self._follower.close()
         self._record_uses()
-        with self._lock:
-            for opening in self._opening.values():
-                opening.cancel()
-        for pool in (self._openers, self._writers):
-            pool.shutdown()
+        self._writers.shutdown()
         self._promoter.close(finish=True)
-        self._fetchers.shutdown(wait=False)
-        for part in (self._local, self._manifest, self._remote):
+        self._fetchers.shutdown(wait=False, cancel_futures=True)
+        for part in (self._local, self._manifest):
             part.close()
 
 

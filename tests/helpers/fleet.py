@@ -149,8 +149,6 @@ class Unreliable:
         if name in ("url", "calls", "_remote") or name.startswith("__"):
             return object.__getattribute__(self, name)
         method = getattr(self._remote, name)
-        if name == "close":
-            return method
         if name in ("list_chunks", "listed"):
             return lambda *prefixes: iter(self.calls.call(name, lambda: list(method(*prefixes))))
         return partial(self.calls.call, name, method)

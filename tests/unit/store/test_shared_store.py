@@ -954,7 +954,7 @@ def _connect_refused(url: str) -> None:
 
 def test_a_forked_process_is_refused(s3: Bucket) -> None:
     """The client's threads do not survive a fork: the child would wait forever."""
-    connect(s3.url).close()
+    connect(s3.url)
     child = multiprocessing.get_context("fork").Process(target=_connect_refused, args=(s3.url,))
     child.start()
     child.join(60)

@@ -27,7 +27,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "vllm": ("benchmarks.speed.vllm", "measure vLLM with vllm-kvrag against vLLM alone, under load"),
     "quality": (
         "benchmarks.quality.command",
-        "measure answer quality on the readers' worlds, or as `answers`, with more settings",
+        "measure answer quality on the reader's world, or as `answers`, with more settings",
     ),
     "simulate": ("benchmarks.simulate", "predict where reuse wins and where it loses, with a cost model"),
 }

@@ -1,4 +1,4 @@
-"""`python -m benchmarks answers` with more settings, questions about the readers' worlds, and more results."""
+"""`python -m benchmarks answers` with more settings, questions about the reader's world, and more results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.quality.answers import comma_separated
 from benchmarks.quality.grid import make_cells
 from benchmarks.quality.rows import QuestionRow
 from benchmarks.quality.variants import code_digest, leave_out, make_configs, rechunk, split_policies
-from benchmarks.quality.worlds import WORLDS, world_of, world_rows
+from benchmarks.quality.worlds import WORLD, world_rows
 from kvrag.backend.transformers import Model
 from kvrag.cli.common import at_least, checked
 from kvrag.config import CODECS, BlendConfig, check_option
@@ -78,12 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     study.add_argument(
         "--against", default=_AGAINST, metavar="POLICY", help=f"policy to compare with (default: {_AGAINST})"
-    )
-    study.add_argument(
-        "--world",
-        type=int,
-        choices=WORLDS,
-        help="the world to draw from without --docs and --data (default: the one the reader was trained on)",
     )
 
 
@@ -162,17 +156,13 @@ def _variant(row: QuestionRow, length: int, missing: float, model: Model) -> Que
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.docs is not None or args.data is not None:
-        if args.world:
-            raise SettingError("--world excludes --docs and --data: leave out one of them")
-        if args.docs is not None and args.missing:
-            raise SettingError("--missing and --docs exclude each other: leave out one of them")
-    elif args.top_k is not None:
+    if args.docs is not None and args.missing:
+        raise SettingError("--missing and --docs exclude each other: leave out one of them")
+    if args.docs is None and args.data is None and args.top_k is not None:
         raise SettingError("--top-k needs --docs")
 
 
 def _rows(args: argparse.Namespace) -> tuple[Sequence[QuestionRow], dict[str, Any]]:
     """Return the rows, and a description of their source that does not depend on their number."""
-    world = args.world or world_of(args.model)
-    rows = [row for seed in dict.fromkeys(args.seed) for row in world_rows(args.samples, seed, world)]
-    return rows, {"file": WORLDS[world], "seed": args.seed, "digest": rows[0].key}
+    rows = [row for seed in dict.fromkeys(args.seed) for row in world_rows(args.samples, seed)]
+    return rows, {"file": WORLD, "seed": args.seed, "digest": rows[0].key}

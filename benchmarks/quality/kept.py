@@ -42,7 +42,7 @@ from benchmarks.quality.questions import (
     xquad_rows,
 )
 from benchmarks.quality.rows import QuestionRow
-from benchmarks.quality.worlds import WORLDS, world_rows
+from benchmarks.quality.worlds import WORLD, world_rows
 from benchmarks.settings import run_settings
 from kvrag.backend.hub import check_model
 from kvrag.backend.transformers import Model
@@ -76,8 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nq", type=existing_path, metavar="FILE", help="NQ-open's passages, --k per prompt" + half)
     parser.add_argument("--xquad", type=existing_path, metavar="FILE", help="XQuAD's articles" + half)
     parser.add_argument("--half", type=int, choices=(0, 1), default=1, help="default: 1")
-    world = "questions about a reader's world, in place of --questions, see `benchmarks.quality.worlds`"
-    parser.add_argument("--world", type=int, choices=WORLDS, help=world)
+    world = "questions about the reader's world, in place of --questions, see `benchmarks.quality.worlds`"
+    parser.add_argument("--world", action="store_true", help=world)
     context = "tokens that chunks are encoded with; 0 = alone (default: 256)"
     parser.add_argument("--context-tokens", type=at_least(0), default=DEFAULT_CONTEXT, metavar="N", help=context)
     parser.add_argument("--instruction", default=INSTRUCTION, metavar="TEXT", help=f"default: {INSTRUCTION}")
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     arms = tuple(dict.fromkeys((FULL, *args.arms)))
     model = Model.from_pretrained(args.model, dtype=args.dtype)
     if args.world:
-        rows: Sequence[QuestionRow] = world_rows(args.n or 100, args.seed, args.world)
+        rows: Sequence[QuestionRow] = world_rows(args.n or 100, args.seed)
     elif args.musique:
         rows = chosen(passage_rows(args.musique), args.seed, args.n or 50)
     elif args.nq:
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
             **settings,
             "seed": args.seed,
             "samples": len(done),
-            "file": str(WORLDS.get(args.world) or args.musique or args.nq or args.xquad or args.questions),
+            "file": WORLD if args.world else str(args.musique or args.nq or args.xquad or args.questions),
         },
         "environment": {
             **run_settings(model),

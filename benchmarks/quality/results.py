@@ -17,10 +17,8 @@ from benchmarks.quality.rows import QuestionRow
 from benchmarks.quality.worlds import WorldRow
 
 ACROSS, WITHIN = "depends on another passage", "depends on one passage"
-RETRIEVED, NOT_RETRIEVED = "answer retrieved", "answer not retrieved"
 HIDDEN = "answer only in a neighbour"
 """Questions with `hidden` answers; their metric `leaked` is the share of answers from what was not retrieved."""
-_RETRIEVAL = (RETRIEVED, NOT_RETRIEVED, HIDDEN)
 _PAIRED = ("em", "f1", "rouge_l", "kept", "kl")
 
 # -------------------------------------------------------------------- metrics
@@ -67,8 +65,6 @@ def groups(tasks: Sequence[Task]) -> dict[str, NDArray[np.bool_]]:
     masks |= {
         ACROSS: [row is not None and row.across is True for row in rows],
         WITHIN: [row is not None and row.across is False for row in rows],
-        RETRIEVED: [row is not None and row.supported is True for row in rows],
-        NOT_RETRIEVED: [row is not None and row.supported is False for row in rows],
         HIDDEN: [bool(hidden(task.row)) for task in tasks],
     }
     return {name: np.array(mask) for name, mask in masks.items() if any(mask)}
@@ -138,34 +134,16 @@ def by_setup(cells: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]
 
 
 def _by_retrieval(setup: str, cells: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the lines about what was retrieved; none if that is unknown or does not differ."""
-    names = [name for name in _RETRIEVAL if name in cells[0]["groups"]]
-    if not names:
+    """Return the lines about answers from what was not retrieved; none without such questions."""
+    if HIDDEN not in cells[0]["groups"]:
         return []
-    heads, columns = "", ""
-    for name in names:
-        count = cells[0]["groups"][name]["samples"]
-        if name == HIDDEN:
-            heads += f"answers from what was not retrieved ({count})"
-        else:
-            heads += f"{f'{name} ({count})':78}"
-            columns += f"{'EM':22}{'EM kept':22}{'kept':>7}  {'KL':25}"
-    lines = ["", f"{setup}: by what was retrieved", "", f"{'':34}{heads}", f"{'':26}{'ratio':>6}  {columns}"]
-    for cell in cells:
-        text = f"{cell['policy']:26}{ratio(cell)}  "
-        for name in names:
-            group = cell["groups"][name]
-            if name == HIDDEN:
-                text += interval(group["leaked"])
-            else:
-                text += f"{interval(group['em']):22}{interval(group.get('em_kept')):22}{group['kept']['value']:>7.3f}  "
-                text += f"{interval(group['kl'], '.4f'):25}"
-        lines.append(text)
-    return [line.rstrip() for line in lines]
+    head = f"answers from what was not retrieved ({cells[0]['groups'][HIDDEN]['samples']})"
+    lines = ["", f"{setup}: by what was retrieved", "", f"{'':34}{head}", f"{'':26}{'ratio':>6}"]
+    return lines + [f"{cell['policy']:26}{ratio(cell)}  {interval(cell['groups'][HIDDEN]['leaked'])}" for cell in cells]
 
 
 def _by_kind(setup: str, cells: Sequence[dict[str, Any]]) -> list[str]:
-    names = [name for name in cells[0]["groups"] if name not in _RETRIEVAL]
+    names = [name for name in cells[0]["groups"] if name != HIDDEN]
     if not names:
         return []
     heads = [name.removeprefix("kind: ").replace("depends on ", "") for name in names]

@@ -40,7 +40,7 @@ from benchmarks.quality.questions import (
 )
 from benchmarks.quality.rows import QuestionRow
 from benchmarks.quality.variants import code_digest
-from benchmarks.quality.worlds import WORLDS, world_rows
+from benchmarks.quality.worlds import world_rows
 from benchmarks.settings import run_settings
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.answer import overridden
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=30, help="number of questions (default: 30)")
     what = "JSON lines with passages, question and answers (default: the questions of `kept`)"
     parser.add_argument("--data", type=existing_path, metavar="FILE", help=what)
-    parser.add_argument("--world", type=int, choices=WORLDS, help="questions about a reader's world")
+    parser.add_argument("--world", action="store_true", help="questions about the reader's world")
     parser.add_argument("--k", type=int, default=8, help="chunks to retrieve (default: 8)")
     parser.add_argument("--context-tokens", type=int, default=DEFAULT_CONTEXT, help="0 = chunks encoded alone")
     parser.add_argument("--arms", nargs="*", default=ARMS, help=f"kvrag's settings (default: {' '.join(ARMS)})")
@@ -136,7 +136,7 @@ def main() -> None:
 
 def _rows(args: argparse.Namespace, model: Model) -> Sequence[QuestionRow]:
     if args.world:
-        return world_rows(args.n, args.seed, args.world)
+        return world_rows(args.n, args.seed)
     if args.data:
         return chosen(passage_rows(args.data), args.seed, args.n)
     corpus = read_corpus(CORPUS, lambda text: len(model.tokenizer.encode(text)), 128)

@@ -25,7 +25,7 @@ from benchmarks.speed.first_token import add_shape
 from kvrag.backend.transformers import Model
 from kvrag.cli.common import add_number, at_least
 from kvrag.config import Sampling
-from kvrag.generate.decode import decode
+from kvrag.generate.decode import Row, decode
 from kvrag.process import release_team
 from kvrag.types import Delta
 
@@ -86,7 +86,7 @@ def _rate(net: Model, prompts: Sequence[Tensor], num_tokens: int) -> float:
 def _begin(net: Model, ids: Tensor, num_tokens: int) -> Iterator[Delta]:
     cache = net.new_cache(len(ids) + num_tokens)
     logits = net.forward(ids[None], cache)
-    answer = decode(net, ids, cache, logits, Sampling(num_tokens, temperature=0))
+    answer = decode(Row(net, ids, cache, logits, Sampling(num_tokens, temperature=0)))
     next(answer)
     return answer
 

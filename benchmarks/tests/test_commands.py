@@ -21,8 +21,6 @@ WRONG = [
     *(["answers", "--docs", ".", *wrong] for wrong in (["--top-k", "1"], ["--skip-long"])),
     *(["answers", "--docs", "docs", *wrong] for wrong in (["--chunk-tokens", "4"], ["--instruction", "x"])),
     *(["quality", *wrong] for wrong in (["--top-k", "3"], ["--top-k", "0"])),
-    ["quality", "--data", __file__, "--world", "1"],
-    ["quality", "--docs", ".", "--world", "1"],
 ]
 
 

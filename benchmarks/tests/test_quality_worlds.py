@@ -1,4 +1,4 @@
-"""`python -m benchmarks quality`: questions drawn from the readers' worlds."""
+"""`python -m benchmarks quality`: questions drawn from the reader's world."""
 
 from __future__ import annotations
 

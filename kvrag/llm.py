@@ -31,6 +31,7 @@ from kvrag.config import (
 from kvrag.errors import KvragError, PromptError, SettingError
 
 if TYPE_CHECKING:  # the command line reads the table, and importing torch takes seconds
+    from kvrag.backend.transformers import Tokenizer
     from kvrag.client import RemoteEngine
     from kvrag.engine import BlendEngine
     from kvrag.inspect.explanation import Explanation
@@ -265,7 +266,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
     def on_disk(self) -> tuple[int | None, bool | None]:
         """Return the context window, and whether the model can think; None = not available locally."""
         if self.engine is not None:
-            return self.engine.context_window, self.engine.model.tokenizer.thinks
+            return self.engine.context_window, _thinks(self.engine.model.tokenizer)
         window = thinks = None
         source = str(self.model), self.revision, self.trust_remote_code, True
         if self.base_url is None:
@@ -313,7 +314,13 @@ def _template(
 
     hf = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_files_only)
     tokenizer = Tokenizer(hf, name, preamble=False)
-    return tokenizer.has_chat_template, tokenizer.thinks
+    return tokenizer.has_chat_template, _thinks(tokenizer)
+
+
+def _thinks(tokenizer: Tokenizer) -> bool:
+    from kvrag.generate.prompt import thinks
+
+    return thinks(tokenizer)
 
 
 @dataclass

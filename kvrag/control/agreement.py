@@ -15,7 +15,7 @@ from torch import Tensor
 from kvrag.backend.transformers import Model
 from kvrag.config import Sampling
 from kvrag.errors import ModelError
-from kvrag.generate.decode import decode
+from kvrag.generate.decode import Row, decode
 from kvrag.reuse.request_state import RequestState
 
 TARGET = 0.98
@@ -36,7 +36,7 @@ def is_kept(agrees: Iterable[bool], margins: Iterable[float]) -> bool:
 
 def own_answer(model: Model, prefilled: RequestState, sampling: Sampling) -> tuple[list[int], str]:
     """Return the tokens of the greedy answer, with `END` for an end token, and its text."""
-    deltas = list(decode(model, prefilled.ids, prefilled.cache, prefilled.logits, sampling))
+    deltas = list(decode(Row(model, prefilled.ids, prefilled.cache, prefilled.logits, sampling)))
     tokens = [token for delta in deltas for token in delta.token_ids]
     if not deltas[-1].token_ids:
         tokens.append(END)

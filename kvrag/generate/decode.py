@@ -24,7 +24,7 @@ from kvrag.backend.protocol import KVCache
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.tokenizer import TextStream
 from kvrag.config import Sampling
-from kvrag.errors import ModelError, OutOfMemoryError, SettingError
+from kvrag.errors import ModelError, SettingError
 from kvrag.generate.grammar import Constraint, constrain
 from kvrag.generate.parse import Thoughts
 from kvrag.generate.prompt import Prepared
@@ -39,43 +39,19 @@ AHEAD = 16
 
 _MAX_ROWS = 64  # per pass
 _STATES = 4  # of an answer: before and after the generation prompt, and the last step
-_WAITS, _WAIT_S = 20, 0.05  # until an answer without memory is given up, although other answers may still free some
 
 
-def decode(
-    model: Model,
-    ids: Tensor,
-    cache: KVCache,
-    logits: Tensor,
-    sampling: Sampling,
-    constraint: Constraint | None = None,
-    control_tokens: Collection[int] = (),
-    thoughts: Thoughts | None = None,
-    alone: bool = False,
-    late: LateRecompute | None = None,
-) -> Iterator[Delta]:
+def decode(row: Row) -> Iterator[Delta]:
     """Generate with `model.generate`'s own processors, in steps that all answers of the model share.
 
-    Appends to `cache`, also between the requests of the consumer, until the iterator is closed, and at most one token
-    afterwards. Never changes a position that is complete.
-
-    Args:
-        ids: (T,) token ids of the prompt, for which `cache` is complete.
-        logits: (1, V) after the prompt's last token.
-        constraint: Grammar that the answer must match. It is changed.
-        control_tokens: Those that stay in the text, for `thoughts` and a parser of tool calls.
-        thoughts: Splits the answer from its thoughts. It is changed.
-        alone: Share no step, so that the answer does not depend on others: kernels round by the number of rows.
-        late: Recomputes more of the prompt before a token of which the model is unsure.
+    Appends to the row's cache, also between the requests of the consumer, until the iterator is closed, and at most one
+    token afterwards. Never changes a position that is complete.
 
     Yields:
         One Delta per token. Its text is empty while a character or a stop string is incomplete. The last one has
             `finish_reason` set and no report.
     """
-    if unknown := [token for token in sampling.logit_bias or () if token >= logits.shape[-1]]:
-        raise SettingError(f"logit_bias: unknown token {unknown[0]}: this model has tokens 0 to {logits.shape[-1] - 1}")
-    row = Row(model, ids, cache, logits, sampling, constraint, control_tokens, thoughts, alone, late)
-    batch = _batch_of(model)
+    batch = _batch_of(row.model)
     try:
         delta: Delta | None = None
         while delta is None or delta.finish_reason is None:  # not `row.is_done`, which another thread sets later
@@ -102,36 +78,28 @@ class Batch:
                 row.recompute_more()
                 continue
             self._rows[row] = None
-            self._steps.run_until(lambda: bool(row.deltas or row.error or row.is_unsure), lambda: self._step(row))
+            self._steps.run_until(lambda: bool(row.deltas or row.error or row.is_unsure), self._step)
         return row.deltas.popleft()
 
     def leave(self, row: Row) -> None:
         """Remove a row. Takes no lock: garbage collection may close an abandoned answer in any thread."""
         self._rows.pop(row, None)
         self._max_rows = _MAX_ROWS  # there may be more memory now
-        for other in tuple(self._rows):
-            other.is_parked = False
 
-    def _step(self, leader: Row) -> None:
+    def _step(self) -> None:
         """Compute the next token of every row that is not too far ahead of its consumer."""
-        unfinished = [row for row in tuple(self._rows) if not row.is_done and row.error is None]
-        rows = [row for row in unfinished if len(row.deltas) < AHEAD and not (row.is_parked or row.is_unsure)]
-        if not rows:  # no memory for the leader's row, and the others depend on their consumers
-            if len(self._rows) > 1 and leader.num_waits < _WAITS:
-                leader.num_waits += 1
-                time.sleep(_WAIT_S)
-                return
-            rows = [leader]
+        unfinished = [row for row in tuple(self._rows) if not (row.is_done or row.error or row.is_unsure)]
+        rows = [row for row in unfinished if len(row.deltas) < AHEAD]
         size, together = self._max_rows, [row for row in rows if row.can_share_steps]
         groups = [together[start : start + size] for start in range(0, len(together), size)]
         try:
             for group in groups + [[row] for row in rows if not row.can_share_steps]:
-                self._advance(group, is_last=len(rows) == 1)
+                self._advance(group)
         finally:
             if len(self._rows) > 1:
                 release_team()  # another thread may run the next step
 
-    def _advance(self, rows: Sequence[Row], is_last: bool) -> None:
+    def _advance(self, rows: Sequence[Row]) -> None:
         """Compute the next token of these rows in one pass, or in smaller passes if it fails."""
         lengths = [row.cache.get_seq_length() for row in rows]
         try:
@@ -143,21 +111,19 @@ class Batch:
             _rewind(rows, lengths)  # some layers may have been written
             if not isinstance(error, Exception):
                 raise
-            self._retry(rows, error, is_last)
+            self._retry(rows, error)
         else:
             _append_tokens(rows, lengths, logits)
 
-    def _retry(self, rows: Sequence[Row], error: Exception, is_last: bool) -> None:
-        """Compute the rows of a failed pass in two passes. One alone waits for memory, or ends with the error."""
-        if len(rows) > 1:
-            self._max_rows = half = (len(rows) + 1) // 2
-            error.__traceback__ = None  # its frames would keep the tensors of the failed pass
-            self._advance(rows[:half], is_last=False)
-            self._advance(rows[half:], is_last=False)
-        elif isinstance(error, OutOfMemoryError) and not is_last:
-            rows[0].is_parked = True
-        else:
+    def _retry(self, rows: Sequence[Row], error: Exception) -> None:
+        """Compute the rows of a failed pass in two passes; one alone ends with the error."""
+        if len(rows) == 1:
             rows[0].error = error
+            return
+        self._max_rows = half = (len(rows) + 1) // 2
+        error.__traceback__ = None  # its frames would keep the tensors of the failed pass
+        self._advance(rows[:half])
+        self._advance(rows[half:])
 
 
 def _append_tokens(rows: Sequence[Row], lengths: Sequence[int], logits: Tensor) -> None:
@@ -205,8 +171,6 @@ class Row:
         deltas: One per token, in order; the last one has `finish_reason` set and no report.
         is_unsure: The model is not sure enough of the next token. The row takes part in no step until
             `recompute_more`.
-        is_parked: It ran out of memory and waits until another row leaves.
-        num_waits: Number of waits of its consumer for memory.
     """
 
     def __init__(
@@ -216,18 +180,30 @@ class Row:
         cache: KVCache,
         logits: Tensor,
         sampling: Sampling,
-        constraint: Constraint | None,
-        control_tokens: Collection[int],
-        thoughts: Thoughts | None,
-        alone: bool,
-        late: LateRecompute | None,
+        constraint: Constraint | None = None,
+        control_tokens: Collection[int] = (),
+        thoughts: Thoughts | None = None,
+        alone: bool = False,
+        late: LateRecompute | None = None,
     ) -> None:
-        """Begin an answer, and draw its first token; see `decode`."""
+        """Begin an answer, and draw its first token.
+
+        Args:
+            ids: (T,) token ids of the prompt, for which `cache` is complete.
+            logits: (1, V) after the prompt's last token.
+            constraint: Grammar that the answer must match. It is changed.
+            control_tokens: Those that stay in the text, for `thoughts` and a parser of tool calls.
+            thoughts: Splits the answer from its thoughts. It is changed.
+            alone: Share no step, so that the answer does not depend on others: kernels round by the number of rows.
+            late: Recomputes more of the prompt before a token of which the model is unsure.
+        """
+        if unknown := [token for token in sampling.logit_bias or () if token >= logits.shape[-1]]:
+            known = f"this model has tokens 0 to {logits.shape[-1] - 1}"
+            raise SettingError(f"logit_bias: unknown token {unknown[0]}: {known}")
         self.model, self.cache, self._alone, self._is_cancelled = model, cache, alone, is_cancelled.get()
         self.deltas: deque[Delta] = deque()
         self._late, self._num_tokens = late, 0
-        self.is_done = self.is_parked = self.is_unsure = False
-        self.num_waits = 0
+        self.is_done = self.is_unsure = False
         self.error: Exception | None = None
         self._sampling, self._constraint = sampling, constraint
         self._process, self._do_sample = model.logits_processor(sampling, len(ids))
@@ -471,7 +447,8 @@ class Reply:
         request, alone = self._request, self._request.config.deterministic
         start = self._model, request.ids, request.cache, request.logits, self._sampling
         control_tokens = {token for part in (self._thoughts, self._parser) if part for token in part.control_tokens}
-        for delta in decode(*start, self._constraint, control_tokens, self._thoughts, alone, request.late):
+        row = Row(*start, self._constraint, control_tokens, self._thoughts, alone, request.late)
+        for delta in decode(row):
             if not self._has_begun:
                 self._has_begun = True
                 request.note_first_token(time.perf_counter() - started)

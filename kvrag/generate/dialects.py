@@ -137,6 +137,7 @@ _NAMED_HEAD = re.compile(
     rf"\s*(?:function{_SEP})?(?P<name>[\w.-]+)"
     rf"(?:{_SEP}|\s*```json\s*|[^<{{]*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>\w*)?<\|message\|>)\s*(?=\{{)"
 )
+_PYTHON_HEAD = re.compile(r"\s*\[\s*([\w.-]+)\s*\(")
 _XML_HEAD = re.compile(r"\s*<function=([\w.-]+)>\s*")
 _XML_PARAMETER, _XML_END = re.compile(r"\s*<parameter=([^>\n]+)>\n?"), "</parameter>"
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
@@ -184,15 +185,10 @@ def _from_xml(text: str, is_complete: bool, tools: Mapping[str, Mapping[str, Any
     arguments, end = [], head.end()
     while parameter := _XML_PARAMETER.match(text, end):
         schema, stop = properties.get(parameter[1], {}), text.find(_XML_END, parameter.end())
-        if stop >= 0:
-            value = _json(_typed(text[parameter.end() : stop].removesuffix("\n"), schema))
-            end = stop + len(_XML_END)
-        elif not is_complete and _types(schema) <= {"string"}:
-            shown = text[parameter.end() :]
-            held = max(n for mark in (_XML_END, f"\n{_XML_END}") for n in range(len(mark)) if shown.endswith(mark[:n]))
-            value, end = _json(shown[: len(shown) - held])[:-1], len(text)
-        else:
+        if stop < 0:
             break
+        value = _json(_typed(text[parameter.end() : stop].removesuffix("\n"), schema))
+        end = stop + len(_XML_END)
         arguments.append(f"{_json(parameter[1])}: {value}")
     tail = "" if not is_complete else text[end:].strip() or "}}"
     return f"{_call_head(head[1])}{{{', '.join(arguments)}{tail}"
@@ -223,17 +219,11 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _from_python(text: str, end: str) -> str:
-    """Return the calls in a list, `[look(where="up", far=True)]`, up to the last complete argument."""
-    if end == "complete" and (calls := _parsed(text.strip())) is not None:
+    """Return the calls in a list, `[look(where="up", far=True)]`; of one that was cut off, the beginning."""
+    if end and (calls := _parsed(text.strip())) is not None:
         return f"[{', '.join(calls)}]"
-    # text in parentheses need not be a call, so that none begins before its first argument
-    ends = {")": ("]",), ",": (")]", "]"), "(": (")]",) if end == "cut" else ()}
-    for mark in reversed(list(re.finditer("[(),]", text))):
-        before = text[: mark.start() if mark[0] == "," else mark.end()]
-        for closing in ends[mark[0]]:
-            if calls := _parsed(before + closing):
-                malformed = text[len(before) :] if end == "complete" else ""
-                return "[" + ", ".join(calls)[: -2 if closing == ")]" else None] + malformed
+    if end == "cut" and (head := _PYTHON_HEAD.match(text)):
+        return f"{_call_head(head[1])}{{{text[head.end() :]}"
     return text
 
 

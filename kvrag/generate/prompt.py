@@ -280,6 +280,12 @@ def kind_of(tokenizer: Tokenizer) -> Kind | None:
     return None
 
 
+def thinks(tokenizer: Tokenizer) -> bool:
+    """Return whether the model thinks. A token alone is no sign: tokenizers of models that do not have it, too."""
+    kind, source = kind_of(tokenizer), str(tokenizer.hf.chat_template)
+    return kind is not None and (not kind.signs or any(sign in source for sign in kind.signs))
+
+
 def own_fields(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the fields of thoughts in the tokenizer's own response template."""
     fields = (tokenizer.response_template or {}).get("fields", {})
@@ -301,15 +307,13 @@ def switch(tokenizer: Tokenizer, reasoning: bool | None, is_plain: bool) -> dict
         raise SettingError(f"reasoning must be True, False or None, got {reasoning!r:.80}")
     if not is_plain and (name := tokenizer.find_switch(SWITCHES)):
         return {name: reasoning}
-    kind, source = kind_of(tokenizer), str(tokenizer.hf.chat_template)
-    # a token alone is no sign: tokenizers of models that do not think have it too
-    thinks = kind is not None and (not kind.signs or any(sign in source for sign in kind.signs))
-    if reasoning and not thinks:
+    is_thinking = thinks(tokenizer)
+    if reasoning and not is_thinking:
         raise SettingError("reasoning=True: this model does not think; leave reasoning out")
-    if not reasoning and thinks:
+    if not reasoning and is_thinking:
         if is_plain:
             raise SettingError("reasoning=False needs a chat prompt: pass the prompt as a list of messages")
-        if kind is HARMONY:
+        if kind_of(tokenizer) is HARMONY:
             raise SettingError("reasoning=False: this model always thinks; pass template={'reasoning_effort': 'low'}")
         raise SettingError("reasoning=False: the chat template has no switch for thoughts; leave reasoning out")
     return {}

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.rows import implementation
 from kvrag.config import BlendConfig, Sampling
-from kvrag.generate.decode import decode
+from kvrag.generate.decode import Row, decode
 from kvrag.store import FileStore
 from kvrag.store.base import no_progress
 
@@ -86,7 +86,7 @@ def verify(
             name = "ratio 1.0 = full prefill (logits)"
             yield _check_logits(model, ids, name, blended.logits, reference, tolerance)
             sampling = Sampling(max_new_tokens=_NEW_TOKENS, temperature=0)
-            deltas = decode(model, torch.tensor(ids), blended.cache, blended.logits, sampling)
+            deltas = decode(Row(model, torch.tensor(ids), blended.cache, blended.logits, sampling))
             answer = [token for delta in deltas for token in delta.token_ids]
             gap = float(reference.max() - reference[0, blended.logits.argmax()]) / float(reference.abs().max())
             yield _check_tokens(model, tokens, answer, is_tie=gap <= tolerance)

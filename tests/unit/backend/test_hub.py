@@ -66,24 +66,17 @@ def test_a_slow_network_is_not_refused(listening: str, monkeypatch: pytest.Monke
     check_model(NAME)
 
     def slow(*_: Any, **__: Any) -> Any:
-        raise ExceptionGroup("create_connection failed", [OSError("unreachable"), TimeoutError("timed out")])
+        raise TimeoutError("timed out")
 
     monkeypatch.setattr(socket, "create_connection", slow)
     check_model(NAME)
 
 
-def test_a_proxy_is_asked_instead(listening: str, closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_is_not_judged(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://hub.invalid")
-    monkeypatch.setenv("http_proxy", f"http://{listening}")
-    check_model(NAME)
-    monkeypatch.setenv("http_proxy", f"http://{closed}")
     with pytest.raises(ModelLoadError, match=UNREACHABLE):
         check_model(NAME)
-    monkeypatch.setenv("http_proxy", "http://proxy:port")
-    check_model(NAME)
-    monkeypatch.setenv("http_proxy", listening)  # without a scheme
-    check_model(NAME)
-    monkeypatch.setenv("http_proxy", "socks5://proxy.invalid")
+    monkeypatch.setenv("http_proxy", f"http://{closed}")
     check_model(NAME)
 
 

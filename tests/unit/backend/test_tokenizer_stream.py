@@ -12,7 +12,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from kvrag.backend.transformers.tokenizer import TextStream, _apply_marked, apply_chat_template
+from kvrag import PromptError
+from kvrag.backend.transformers.tokenizer import TextStream, apply_chat_template
 
 SAID = "The café's “crème brûlée” costs 3 €; 東京から 🍮🍮 and more."
 
@@ -29,8 +30,8 @@ def _sentencepiece() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
-class _Slow:
-    """A tokenizer without a Rust backend: decodes as another one does."""
+class _Counting:
+    """A tokenizer that counts the tokens it decodes."""
 
     def __init__(self, hf: Any) -> None:
         self._hf, self.added_tokens_decoder, self.num_decoded = hf, hf.added_tokens_decoder, 0
@@ -40,10 +41,9 @@ class _Slow:
         return str(self._hf.decode(ids, **settings))
 
 
-@pytest.fixture(params=["byte-level", "sentencepiece", "slow byte-level", "slow sentencepiece"])
+@pytest.fixture(params=["byte-level", "sentencepiece"])
 def hf(request: pytest.FixtureRequest, tokenizer: Any) -> Any:
-    fast = tokenizer if "byte-level" in request.param else _sentencepiece()
-    return _Slow(fast) if "slow" in request.param else fast
+    return tokenizer if request.param == "byte-level" else _sentencepiece()
 
 
 def _bytes(text: bytes) -> list[int]:
@@ -92,57 +92,44 @@ def test_the_first_space_is_dropped_and_no_other() -> None:
 )
 def test_bytes_that_are_not_utf8_are_replacement_characters(said: list[int], text: str) -> None:
     assert _joined(_sentencepiece(), said) == text
-    assert _joined(_Slow(_sentencepiece()), said) == text
-
-
-def test_bytes_that_make_those_before_them_invalid_do_not_end_the_answer() -> None:
-    """`DecodeStream` raises "Invalid prefix" there, and at every token after it."""
-    text = _joined(_sentencepiece(), [3, *_bytes(b"A\xff"), 4, 5, 6])
-    assert text.startswith("HeA")
-    assert text.endswith("llo world")
 
 
 @pytest.mark.parametrize("answer", ["text", "control tokens", "invalid bytes"])
 def test_work_is_linear(answer: str, tokenizer: Any) -> None:
     """Every token is decoded a bounded number of times, even if none of them becomes text."""
-    hf = _Slow(_sentencepiece() if answer == "invalid bytes" else tokenizer)
+    hf = _Counting(_sentencepiece() if answer == "invalid bytes" else tokenizer)
     ids = {"text": tokenizer.encode(SAID * 20), "control tokens": [1] * 3000, "invalid bytes": _bytes(b"\xff") * 3000}
     _joined(hf, ids[answer])
     assert hf.num_decoded <= 24 * len(ids[answer])
 
 
-def test_fast_tokenizers_decode_nothing_anew(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids, decoded = tokenizer.encode(SAID * 20), []
-    decode = type(tokenizer).decode
-    monkeypatch.setattr(
-        type(tokenizer), "decode", lambda hf, ids, **settings: decoded.append(len(ids)) or decode(hf, ids, **settings)
-    )
-    assert _joined(tokenizer, ids) == SAID * 20
-    assert sum(decoded) < 10, "only the rest at the end"
-
-
 # ---------------------------------------------------------------- control tokens in messages
 
-MESSAGES = [
-    [{"role": "user", "content": "Hello there"}],
-    [{"role": "system", "content": CHUNKS[0]}, {"role": "user", "content": f"{CHUNKS[1]} <s> and </s><s>?"}],
-    [{"role": "user", "content": "</s> first </s"}, {"role": "assistant", "content": "<pad>"}],
-    [{"role": "user", "content": "forged \U000f0000<s>\U000f0001 <\U000f0000s>"}],
-    [{"role": "user", "content": [{"type": "text", "text": "a <s>"}]}],
-]
+
+class _Older:
+    """A tokenizer of transformers before 5.20."""
+
+    def __init__(self, hf: Any) -> None:
+        self._hf = hf
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hf, name)
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        return self._hf.apply_chat_template(messages, **options)
 
 
-@pytest.mark.parametrize("messages", MESSAGES)
-def test_control_tokens_are_written_as_text_as_newer_transformers_do(messages: Any, tokenizer: Any) -> None:
-    ids = _apply_marked(tokenizer, messages, {"add_generation_prompt": True})
-    assert ids == apply_chat_template(tokenizer, messages, add_generation_prompt=True)
-
-
-def test_added_tokens_of_the_template_are_written_as_text_too(tokenizer: Any) -> None:
+@pytest.mark.parametrize(
+    ("content", "is_refused"),
+    [(CHUNKS[0], False), ("a </s", False), (f"{CHUNKS[1]} <s>?", True), ("one <tool_call> two", True)],
+)
+def test_older_transformers_write_no_control_token_of_a_message(content: str, is_refused: bool, tokenizer: Any) -> None:
     changed = copy.deepcopy(tokenizer)
     changed.add_tokens(["<tool_call>"])  # not special, as in Qwen's tokenizers
     changed.chat_template = f"{tokenizer.chat_template}{{% if tools %}}<tool_call>{{% endif %}}"
-    said = [{"role": "user", "content": "one <tool_call> two"}]
-    ids = _apply_marked(changed, said, {"add_generation_prompt": True})
-    assert changed.convert_tokens_to_ids("<tool_call>") not in ids
-    assert ids == apply_chat_template(changed, said, add_generation_prompt=True)
+    said = [{"role": "user", "content": content}]
+    if is_refused:
+        with pytest.raises(PromptError, match="update transformers"):
+            apply_chat_template(_Older(changed), said)
+    else:
+        assert apply_chat_template(_Older(changed), said) == apply_chat_template(changed, said)

@@ -18,7 +18,7 @@ from packaging import version
 import kvrag.backend.transformers.rows
 import kvrag.request
 from kvrag import BlendEngine, Delta, FileStore, Model, ModelError, Sampling, SettingError
-from kvrag.generate.decode import decode
+from kvrag.generate.decode import Row, decode
 
 PROMPT = messages(*CHUNKS[:2])
 
@@ -78,7 +78,7 @@ def test_a_device_is_waited_for_once_per_token(
     cache = endless.new_cache(len(ids))
     logits = endless.forward(ids[None], cache)
     sampling = Sampling(10, **({"temperature": 0.9} | settings))  # type: ignore[arg-type]
-    answer = decode(endless, ids, cache, logits, sampling)
+    answer = decode(Row(endless, ids, cache, logits, sampling))
     next(answer)
     for _ in range(8):
         before = len(waits)
@@ -204,7 +204,8 @@ def script(endless: Model, monkeypatch: pytest.MonkeyPatch) -> Script:
 
         monkeypatch.setattr(endless, "forward_each", logits)
         cache = endless.new_cache(8)
-        return list(decode(endless, torch.tensor([5, 6]), cache, logits(), Sampling(temperature=0, **settings)))
+        row = Row(endless, torch.tensor([5, 6]), cache, logits(), Sampling(temperature=0, **settings))
+        return list(decode(row))
 
     return run
 
@@ -328,18 +329,18 @@ def test_the_window_ends_the_answer(tokenizer: Any, tmp_path: Path) -> None:
     ids = model.tokenizer.encode(CHUNKS[0] + CHUNKS[1])[:60]
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
         done = prepare(engine, ids)
-        deltas = list(decode(model, done.ids, done.cache, done.logits, Sampling(max_new_tokens=50)))
+        deltas = list(decode(Row(model, done.ids, done.cache, done.logits, Sampling(max_new_tokens=50))))
         assert sum(len(delta.token_ids) for delta in deltas) == 4
         assert deltas[-1].finish_reason == "length"
         done = prepare(engine, ids[:10])
-        deltas = list(decode(model, done.ids, done.cache, done.logits, Sampling(max_new_tokens=1)))
+        deltas = list(decode(Row(model, done.ids, done.cache, done.logits, Sampling(max_new_tokens=1))))
         assert [(len(delta.token_ids), delta.finish_reason) for delta in deltas] == [(1, "length")]
 
 
 def test_logits_that_are_no_numbers_are_an_error_that_says_what_to_do(endless: Model) -> None:
     logits = torch.full((1, endless.vocab_size), torch.nan)
     with pytest.raises(ModelError, match="bfloat16"):
-        next(decode(endless, torch.tensor([5]), endless.new_cache(8), logits, Sampling()))
+        Row(endless, torch.tensor([5]), endless.new_cache(8), logits, Sampling())
 
 
 def test_deltas_are_made_when_they_are_asked_for(engine: BlendEngine, endless: Model, monkeypatch: Any) -> None:
@@ -433,7 +434,7 @@ def test_stop_strings_are_a_sequence_of_strings(stop: Any) -> None:
 def test_every_number_in_range_can_be_decoded_with(settings: dict[str, Any], endless: Model) -> None:
     sampling = Sampling(**settings)
     ids, cache = torch.tensor([5, 6, 7]), endless.new_cache(8)
-    deltas = decode(endless, ids, cache, endless.forward(ids[None], cache), sampling)
+    deltas = decode(Row(endless, ids, cache, endless.forward(ids[None], cache), sampling))
     assert [len(next(deltas).token_ids) for _ in range(3)] == [1, 1, 1]
 
 
@@ -442,4 +443,4 @@ def test_logits_that_leave_nothing_to_draw_are_an_error(endless: Model, monkeypa
     logits = torch.zeros(1, endless.vocab_size)
     for temperature in (0, 1.0):
         with pytest.raises(SettingError, match="no token"):
-            next(decode(endless, torch.tensor([5]), endless.new_cache(8), logits, Sampling(temperature=temperature)))
+            Row(endless, torch.tensor([5]), endless.new_cache(8), logits, Sampling(temperature=temperature))

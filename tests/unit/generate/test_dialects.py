@@ -143,7 +143,8 @@ def test_calls_are_found_and_streamed(form: str, size: int, tokenizer: Any) -> N
         check(answer, deltas, *calls)
         assert answer.text == ""
         if size == 1 and "text" in calls[0][1]:
-            assert sum(bool(delta.call_pieces) for delta in deltas) > (5 if form == "llama4" else 25)
+            least = {"llama4": 1, "qwen3-coder": 6}  # the others' arguments are JSON already
+            assert sum(bool(delta.call_pieces) for delta in deltas) >= least.get(form, 25)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -197,6 +198,7 @@ TEXTS = {
         "[look",
         "[look(1)] x",
         "[look(where=up)]",
+        "[look(where='up'), or down]",
         "[jump(far=True)]",
         "[]",
         "See [look(where='up')]",
@@ -241,7 +243,6 @@ def test_values_in_xml_have_the_types_of_the_schema(tokenizer: Any) -> None:
 def test_a_call_that_is_malformed_after_it_began_is_invalid(tokenizer: Any) -> None:
     for form, said in (
         ("qwen3-coder", "<tool_call>\n<function=look>\n<parameter=where>\nup\n</parameter>\nor\n</function>"),
-        ("llama4", "[look(where='up'), or down]"),
         ("deepseek-v3.1", "<｜tool▁call▁begin｜>look<｜tool▁sep｜>{'where': up}<｜tool▁call▁end｜>"),
     ):
         for size in SIZES:

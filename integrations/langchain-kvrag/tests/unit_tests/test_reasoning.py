@@ -17,6 +17,7 @@ from langchain_kvrag.messages import template_messages
 
 from kvrag import BlendEngine, CallPiece, Delta, Model, SettingError
 from kvrag.backend.transformers import Tokenizer
+from kvrag.generate.prompt import thinks
 
 QUESTION = "Question: Who likes curry?"
 THOUGHT, TEXT = "Who eats it?", "Zel Vinford."  # of the fixture `thinking`
@@ -165,7 +166,7 @@ def test_the_profile_reports_whether_the_model_thinks(
     tokenizer = copy.deepcopy(model.tokenizer.hf)
     tokenizer.add_tokens("[THINK]")
     assert ChatBlend(engine=chat._open()).profile["reasoning_output"] is False  # type: ignore[index, arg-type]
-    assert not Tokenizer(tokenizer, "other").thinks  # some models that do not think have the token
+    assert not thinks(Tokenizer(tokenizer, "other"))  # some models that do not think have the token
     remote = ChatBlend(model="m", base_url="http://localhost:1")
     assert remote.profile is not None
     assert "reasoning_output" not in remote.profile  # unknown

@@ -36,25 +36,21 @@ from kvrag.errors import (
     reason_of,
 )
 
-# fmt: off
-FAMILIES = frozenset(
-    (
-        "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm",
-        "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo",
-        "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm",
-        "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm4v_text", "gpt_neox", "gpt_oss", "granite",
-        "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_dense",
-        "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "kolibri1", "laguna", "llama",
-        "llama4_text", "longcat_flash", "mellum", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral",
-        "mistral4", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe",
-        "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text",
-        "qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
-        # with layers that keep a state
-        "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm3",
-        "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-    )
-)
-# fmt: on
+_FULL = """
+    afmoe apertus arcee aria_text axk1 beam bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 dots1
+    ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text
+    gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm4v_moe_text glm4v_text gpt_neox gpt_oss granite
+    granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3
+    hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama llama4_text longcat_flash mellum minicpm3
+    minimax_m2 ministral ministral3 mistral mistral4 mixtral nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3
+    phimoe qwen2 qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_moe qwen3_vl_moe_text qwen3_vl_text seed_oss
+    smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+"""
+_WITH_STATES = """
+    bamba falcon_h1 granitemoehybrid kimi_linear lara_mini lfm2 lfm2_moe lfm3 nemotron_h olmo_hybrid
+    qwen3_5_moe_text qwen3_5_text qwen3_next
+"""
+FAMILIES = frozenset((_FULL + _WITH_STATES).split())
 """Model types whose blending is tested to equal full prefill (tests/integration/test_families.py)."""
 
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")

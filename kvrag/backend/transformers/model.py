@@ -14,6 +14,7 @@ from typing import Any, Unpack, cast
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
+from transformers.cache_utils import Cache
 
 from kvrag.backend.positions import rotate, unrotate
 from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer, Tables
@@ -360,17 +361,10 @@ class Model(Backend):
             if self.keeps_states:
                 cache.begin_states(int(positions[0]), end)
             with attention, reporting_memory():
-                output = self.hf(
-                    input_ids=ids.to(self.device),
-                    position_ids=positions[None].to(self.device),
-                    attention_mask=mask,
-                    **as_argument(self.hf, cache),
-                    use_cache=True,
-                    **({} if all_logits else self._last_logits_only),
-                )
+                logits = self._logits(ids, positions[None], mask, cache, all_logits)
             if self.keeps_states:
                 cache.end_states()
-            return (output.logits if all_logits else output.logits[:, -1]).float()
+            return logits
 
     @torch.inference_mode()
     def _step(self, ids: Tensor, caches: Sequence[KVCache]) -> Tensor:
@@ -380,18 +374,23 @@ class Model(Backend):
         positions = torch.tensor([[cache.get_seq_length()] for cache in caches]).to(self.device)
         if self.keeps_states:
             step.begin_states()
-        arguments = {
-            "input_ids": ids.to(self.device),
-            "position_ids": positions,
-            "attention_mask": self._no_mask,
-            "use_cache": True,
-            **self._last_logits_only,
-        }
         with attention_of(self.config, Step(step, positions, self.windows)), reporting_memory():
-            logits = self.hf(**arguments, **as_argument(self.hf, step)).logits
+            logits = self._logits(ids, positions, self._no_mask, step)
             if self.keeps_states:
                 step.end_states()
-        return logits[:, -1].float()
+        return logits
+
+    def _logits(self, ids: Tensor, positions: Tensor, mask: Any, cache: Cache, all_logits: bool = False) -> Tensor:
+        """Run the model on (B, S) tokens; return (B, V) logits after the last ones, or (B, S, V) after all."""
+        logits: Tensor = self.hf(
+            input_ids=ids.to(self.device),
+            position_ids=positions.to(self.device),
+            attention_mask=mask,
+            **as_argument(self.hf, cache),
+            use_cache=True,
+            **({} if all_logits else self._last_logits_only),
+        ).logits
+        return (logits if all_logits else logits[:, -1]).float()
 
     def _pause(self) -> None:
         """Between two layers, end this pass if nobody waits for it, or let another thread's decode step run."""

@@ -269,12 +269,6 @@ def test_two_stop_strings_in_one_token(script: Script, endless: Model) -> None:
         assert _text(script([16, token], stop=stop)).strip() == endless.tokenizer.decode([16])
 
 
-def test_a_stop_string_at_the_very_beginning(script: Script) -> None:
-    deltas = script("\n\nAnswer", stop=("\n\n",))
-    assert _text(deltas) == ""
-    assert deltas[-1].finish_reason == "stop"
-
-
 def test_work_ends_with_the_stop_string(script: Script, endless: Model) -> None:
     deltas = script("One two three. And many more words that nobody wants to hear.", stop=("three",))
     assert sum(len(delta.token_ids) for delta in deltas) <= len(endless.tokenizer.encode("One two three. And"))
@@ -312,12 +306,6 @@ def test_end_tokens_are_the_models_own(tokenizer: Any) -> None:
     assert Model(hf, tokenizer).eos_ids == {7}
     hf.generation_config.eos_token_id = None
     assert Model(hf, tokenizer).eos_ids == {tokenizer.eos_token_id}
-
-
-def test_special_tokens_leave_no_text(script: Script, endless: Model) -> None:
-    tokens = endless.tokenizer.encode("Some words")
-    deltas = script([tokens[0], 0, *tokens[1:], 2])
-    assert _text(deltas) == "Some words"
 
 
 # ---------------------------------------------------------------- borders

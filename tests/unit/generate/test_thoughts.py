@@ -126,16 +126,6 @@ def test_a_thought_without_an_end_is_no_answer(ask: Ask, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", THINKING)
-def test_a_call_in_a_thought_is_no_call(ask: Ask, name: str) -> None:
-    said = THINKING[name].replace("well", f"\n{HERMES}")
-    answer = ask(name, f"{said}{IN_FINAL if name == 'gpt-oss' else ''}Hi.", tools=[LOOK])
-    assert (answer.reasoning, answer.text) == (f"Hm, \n{HERMES}.", "Hi.")
-    assert answer.tool_calls == answer.invalid_calls == ()
-    forced = ask(name, said, tools=[LOOK], tool_choice="look", max_new_tokens=8)
-    assert not forced.tool_calls
-
-
-@pytest.mark.parametrize("name", THINKING)
 def test_stop_strings_apply_to_the_answer(ask: Ask, name: str) -> None:
     said = f"{THINKING[name]}{IN_FINAL if name == 'gpt-oss' else ''}Well, hi."
     answer = ask(name, said, stop=["ll, "])

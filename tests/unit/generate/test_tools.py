@@ -351,26 +351,6 @@ def test_arguments_come_in_pieces_that_make_up_the_calls(form: str, size: int) -
 
 
 @pytest.mark.parametrize("size", [1, 1000])
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_call_cut_off_at_any_place_is_invalid(form: str, size: int) -> None:
-    text = FORMATS[form] % LONG
-    start = text.index(LONG)
-    for end in range(start + 1, start + len(LONG)):
-        deltas = spell(text[:end], size, "length")
-        [(name, number, arguments)] = put_together(deltas)
-        [call] = deltas[-1].invalid_calls
-        assert (call.name, call.id, call.arguments) == (name, number, arguments)
-        assert name == "look"
-        with pytest.raises(json.JSONDecodeError):
-            json.loads(arguments)
-        assert not any(delta.tool_calls for delta in deltas)
-        assert "".join(delta.text for delta in deltas) == ("Well." if form == "hermes" else "")
-    for end in range(start + len(LONG), start + len(LONG) + 2):  # only closing marks are missing
-        [call] = (call for delta in spell(text[:end], size, "length") for call in delta.tool_calls)  # type: ignore[assignment]
-        assert call.arguments == json.loads(LONG, strict=False)
-
-
-@pytest.mark.parametrize("size", [1, 1000])
 @pytest.mark.parametrize(
     ("text", "arguments"),
     [

@@ -17,7 +17,8 @@ from kvrag.types import CallPiece, Delta, InvalidCall, ToolCall, add_piece
 _ABSENT = "\0"  # occurs in no prompt
 _JSON = json.JSONDecoder(strict=False)
 _AT_START = ("bare", "python")  # regions that begin an answer
-_CALLS = (*_AT_START, "tagged", "named", "xml", "tool_calls")  # the last one in templates of tokenizers
+_PARSED = ("xml", "python", "tool_calls")  # by transformers; the last one in templates of tokenizers
+_CALLS = (*_AT_START, "tagged", "named", *_PARSED)
 
 # a call up to its arguments
 _HEAD = re.compile(
@@ -124,7 +125,7 @@ def call_parser(
         for name, field in (dialect.fields if tools else {}).items()
     }
     template = {"start_anchor": _ABSENT, "fields": {"content": {}, **(marks or {}), **fields}}
-    return AnswerParser(AnswerRegions(template, ""), tools, forced)
+    return AnswerParser(AnswerRegions(template, "", tools), tools, forced)
 
 
 class _OpenCall:
@@ -174,7 +175,7 @@ class AnswerParser:
     ) -> None:
         self.control_tokens = control_tokens
         self._regions, self._forced = regions, forced
-        self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+        self._names = {tool["function"]["name"] for tool in tools}
         self._num_calls = 0
         self._raw = self._text = ""  # of the open region, as generated and as JSON
         self._open: _OpenCall | None = None  # pieces of it were sent
@@ -208,36 +209,36 @@ class AnswerParser:
             self._raw += event["text"]
             self._stream(field, "")
         else:
-            return self._close(field, event["value"], is_cut, event["ended_by"])
+            return self._close(event, is_cut and not event["ended_by"])
         return ""
 
     def _stream(self, field: str, end: str) -> None:
         """Send the new part of a call's arguments, once the text before them is complete."""
-        self._text = translate(field, self._raw, end, self._schemas)
+        self._text = translate(field, self._raw, end)
         if self._open is None:
             head = _HEAD.match(self._text) or (_MISTRAL_HEAD.match(self._text) if field == "bare" else None)
-            if head is None or (field in _AT_START and head["name"] not in self._schemas):
+            if head is None or (field in _AT_START and head["name"] not in self._names):
                 return
             self._open = self._begin(head["name"], head.end())
         self._send(self._open, self._open.take(self._text))
 
-    def _close(self, field: str, value: Any, is_cut: bool, ended_by: str) -> str:
+    def _close(self, event: Mapping[str, Any], is_cut: bool) -> str:
         """End a region with its calls, or with an invalid one; return its text if it has none."""
-        opening = ""
-        if field == "tool_calls":
-            calls = [] if is_cut else _calls_in(value)  # transformers would complete the call
-            ended_by = ""
-        else:
-            self._stream(field, "cut" if is_cut and not ended_by else "complete")
-            calls, opening = _calls(self._text), value
-        if field in _AT_START and any(call.name not in self._schemas for call in calls):
+        field, captures = event["field"], event["captures"]
+        if field not in _PARSED:
+            self._stream(field, "cut" if is_cut else "complete")
+            calls = _calls(self._text)
+        else:  # transformers would complete all but Python
+            calls = [] if is_cut and field != "python" else _calls_in(event["value"])
+        if field in _AT_START and any(call.name not in self._names for call in calls):
             calls = []
+        opening = captures.get("open", "")
         if calls:
             self._end(calls)
-        elif self._open or (is_cut and (field not in _AT_START or opening.strip())):
-            self._fail(self._text)
+        elif self._open or (is_cut and (field != "bare" or opening.strip())):
+            self._fail(self._text, captures.get("name", ""))
         else:
-            return opening + self._raw + ended_by
+            return opening + self._raw + ("" if field == "tool_calls" else event["ended_by"])
         return ""
 
     def _end(self, calls: Sequence[ToolCall]) -> None:
@@ -249,9 +250,10 @@ class AnswerParser:
             self._valid.append(replace(call, id=self._open.id))
             self._open = None
 
-    def _fail(self, text: str) -> None:
-        """End an invalid call with this text."""
-        opened = self._open or self._begin(self._forced[0] if len(self._forced) == 1 else "", len(text))
+    def _fail(self, text: str, name: str = "") -> None:
+        """End an invalid call with this text, which are arguments if the name is known."""
+        only = self._forced[0] if len(self._forced) == 1 else ""
+        opened = self._open or self._begin(name or only, 0 if name else len(text))
         self._open, rest = opened, text[opened.start + opened.taken :]
         arguments = arguments_of(opened.arguments) if opened.is_complete and not rest.strip("}] \n") else None
         if arguments is not None:  # only closing marks are missing

@@ -90,11 +90,8 @@ class Prepared:
         own, thoughts, kind = tokenizer.response_template, own_fields(tokenizer), kind_of(tokenizer)
         if own and (self.is_native if self.tools else kind and not kind.signs):
             fields = {name: field for name, field in own["fields"].items() if name not in thoughts}
-            regions = AnswerRegions(
-                {**own, "fields": fields},
-                tokenizer.decode(ids, control_tokens=True),
-                tools=list(self.tools),
-            )
+            prompt = tokenizer.decode(ids, control_tokens=True)
+            regions = AnswerRegions({**own, "fields": fields}, prompt, self.tools)
             return AnswerParser(regions, self.tools, self.forced, control_tokens=tokenizer.control_tokens())
         marks = CHANNELS if kind is HARMONY else {}
         if not self.tools and not marks:

@@ -18,6 +18,7 @@ import xxhash
 from cachetools import LRUCache, cachedmethod
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 
 from kvrag.config import check_text
 from kvrag.errors import PromptError
@@ -285,11 +286,19 @@ class AnswerRegions(ResponseParser):  # type: ignore[misc]
     """transformers' streaming parser of answers. A region that cannot be parsed has the value None.
 
     `tag` ends the regions of the field "tagged", except inside a JSON string. The event of a region's end has the text
-    that ended it as `ended_by`.
+    that ended it as `ended_by`, and what its patterns found as `captures`.
     """
 
     tag = "</tool_call>"
     _delimiter = ""  # found last
+
+    def __init__(self, template: Mapping[str, Any], prompt: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Begin an answer; `tools` give the types of arguments that are not written as JSON."""
+        known = {  # older transformers do not parse Python
+            name: field for name, field in template["fields"].items() if field.get("content", "text") in CONTENT_PARSERS
+        }
+        typed = [_with_types(tool["function"]) for tool in tools]
+        super().__init__({**template, "fields": known}, prompt, tools=typed)
 
     @property
     def field(self) -> str | None:
@@ -316,14 +325,27 @@ class AnswerRegions(ResponseParser):  # type: ignore[misc]
         if self._current == "tagged" and self._delimiter and _ends_in_string(self._body):
             self._accumulate(events, self._delimiter)
             return
-        before = len(events)
+        before, captures = len(events), self._captures
         try:
             super()._close_current(events)
         except Exception:  # for example a call whose arguments are not JSON
             events.append({"type": "region_close", "field": self._current, "value": None})
             self._reset_to_implicit()
         for event in events[before:]:
-            event["ended_by"] = self._delimiter
+            event |= {"ended_by": self._delimiter, "captures": captures}
+
+
+def _with_types(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool whose parameters have types in place of references, which transformers does not follow."""
+
+    def typed(schema: Any) -> Any:
+        if not isinstance(schema, Mapping):
+            return schema
+        unions = {name: [*map(typed, schema[name])] for name in ("anyOf", "oneOf") if name in schema}
+        return {"type": ["object", "array"]} if "$ref" in schema else {**schema, **unions}
+
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    return {"name": function["name"], "parameters": {"properties": {key: typed(properties[key]) for key in properties}}}
 
 
 def _ends_in_string(text: str) -> bool:

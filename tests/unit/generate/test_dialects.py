@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from templates import tokenizer_of
+from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 
 from kvrag import Delta, Grammar
 from kvrag.backend.transformers import Tokenizer
@@ -67,6 +68,7 @@ FORMATS = {  # what precedes calls, is between them, and follows
     "deepseek-r1": ("<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
     "deepseek-v3.1": ("<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"),
 }
+WRITES_JSON = FORMATS.keys() - {"qwen3-coder", "llama4"}  # arguments are streamed while they are written
 THOUGHTS = {
     "qwen3": "<think>\nHm: {}\n</think>\n\n",
     "qwen3.5": "Hm: {}\n</think>\n\n",
@@ -86,6 +88,8 @@ class Model:
     """The tokenizer of a model, with the tools in its prompt."""
 
     def __init__(self, name: str, tokenizer: Any, **options: Any) -> None:
+        if name == "llama4" and "python-call-list" not in CONTENT_PARSERS:
+            pytest.skip("older transformers do not parse Python")
         self.name = name
         self.tokenizer = Tokenizer(tokenizer_of(name, tokenizer), name)
         self.prepared: Prepared = prepare(self.tokenizer, HELLO, TOOLS, **options)
@@ -143,8 +147,7 @@ def test_calls_are_found_and_streamed(form: str, size: int, tokenizer: Any) -> N
         check(answer, deltas, *calls)
         assert answer.text == ""
         if size == 1 and "text" in calls[0][1]:
-            least = {"llama4": 1, "qwen3-coder": 6}  # the others' arguments are JSON already
-            assert sum(bool(delta.call_pieces) for delta in deltas) >= least.get(form, 25)
+            assert sum(bool(delta.call_pieces) for delta in deltas) >= (25 if form in WRITES_JSON else 1)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -242,7 +245,7 @@ def test_values_in_xml_have_the_types_of_the_schema(tokenizer: Any) -> None:
 
 def test_a_call_that_is_malformed_after_it_began_is_invalid(tokenizer: Any) -> None:
     for form, said in (
-        ("qwen3-coder", "<tool_call>\n<function=look>\n<parameter=where>\nup\n</parameter>\nor\n</function>"),
+        ("qwen3", '<tool_call>{"name": "look", "arguments": {"where": "up"} or}</tool_call>'),
         ("deepseek-v3.1", "<｜tool▁call▁begin｜>look<｜tool▁sep｜>{'where': up}<｜tool▁call▁end｜>"),
     ):
         for size in SIZES:

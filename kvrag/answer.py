@@ -99,7 +99,7 @@ class Answering:
         notice, self.recent = self.forgetting.notice, RecentRequests()
         self.idle = idle = Idle(self._admission.is_busy, notice)
         self.listeners: list[Listener] = [self.recent, Watch(), Checker(model, pipeline.planner, options.check, idle)]
-        if options.complete == "idle":
+        if options.exact_when_idle:
             self.listeners.append(ExactWhenIdle(model, idle, options.conversation_bytes))
         if options.learn:
             self.listeners.append(Learner(ingestion, pipeline.lookup, idle, notice))

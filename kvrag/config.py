@@ -10,9 +10,10 @@ import inspect
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from itertools import chain
 from numbers import Integral, Real
@@ -37,10 +38,9 @@ DEFAULT_RATIO = 0.15  # CacheBlend's; see `BlendConfig.ratio`
 DEFAULT_CONTEXT = 256  # tokens that a chunk is encoded with
 CONTROLLERS = ("auto", "off")
 HISTORIES = ("exact", "blend")
-COMPLETIONS = ("off", "idle")
 QUANTIZATIONS = ("int8",)
 
-ANSWER_SETTINGS = ("ratio", "margin", "policy", "controller", "history", "deterministic")
+ANSWER_SETTINGS = ("ratio", "margin", "policy", "controller", "edited_history", "deterministic")
 """Names of the settings that every answer can override."""
 
 T = TypeVar("T")
@@ -139,6 +139,36 @@ def check_fields(settings: Any) -> None:
             object.__setattr__(settings, declared.name, declared.metadata["check"](declared.name, value))
 
 
+_FORMER = {"history": "edited_history", "complete": "exact_when_idle"}
+"""Former names of options, with the present ones: they work for one release."""
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, FutureWarning, stacklevel=4)
+
+
+def renamed(options: Mapping[str, Any], warn: Callable[[str], None] = _warn) -> dict[str, Any]:
+    """Return options by their present names; `warn` of former ones."""
+    present = dict(options)
+    for former in _FORMER.keys() & present.keys():
+        name, value = _FORMER[former], present.pop(former)
+        warn(f"the option {former} is now {name}: the former name works in this release only")
+        present[name] = {"idle": True, "off": False}.get(value, value) if isinstance(value, str) else value
+    return present
+
+
+def takes_former_names(table: type[T]) -> type[T]:
+    """Let a dataclass take former names of its options."""
+    create = table.__init__
+
+    @wraps(create)
+    def __init__(self: T, *values: Any, **options: Any) -> None:
+        create(self, *values, **renamed(options))
+
+    setattr(table, "__init__", __init__)  # noqa: B010, mypy refuses the assignment to a method
+    return table
+
+
 check_bytes = partial(check_number, whole=True)
 
 
@@ -217,6 +247,7 @@ def check_text(text: str) -> None:
         ) from None
 
 
+@takes_former_names
 @dataclass(frozen=True, slots=True)
 class BlendConfig:
     """Recompute settings: how much of the stitched KV, and which tokens.
@@ -234,8 +265,8 @@ class BlendConfig:
             higher ratio to begin with if loading hides it. "off" = always blend, at the given or default ratio.
             See `kvrag.control.plan`.
         min_run: Minimum length of a reused run, in tokens.
-        history: KV of earlier prompts and answers that is reused. "exact": as far as a prompt begins like one of them.
-            "blend": also behind an edit of the history; it is recomputed in part, like chunks.
+        edited_history: KV of earlier prompts and answers that is reused. "exact": as far as a prompt begins like one of
+            them. "blend": also behind an edit of the history; it is recomputed in part, like chunks.
         deterministic: The same prompt and store give the same answer, whatever the load and the earlier prompts, on
             machines and thread counts alike: nothing depends on measured speed, no KV of earlier prompts and answers
             is reused, and the answer shares no decode step with others. Sampling also needs a seed.
@@ -249,14 +280,14 @@ class BlendConfig:
     margin: float | None = number(None, "nats by which a token must lead, else more is recomputed", most=_EXTREME)
     controller: str = choice("auto", CONTROLLERS, "'off' = always blend, at the given or default ratio")
     min_run: int = number(16, least=16, whole=True)  # guaranteed by the matcher
-    history: str = choice("exact", HISTORIES, "'blend' = also reuse KV of earlier turns behind an edit of the history")
+    edited_history: str = choice("exact", HISTORIES, "'blend' = also reuse KV of earlier turns behind an edit")
     deterministic: bool = switch("the same answer at every load and after any prompts; slower")
     context_tokens: int = number(DEFAULT_CONTEXT, whole=True)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        clash = 'deterministic=True reuses nothing of earlier prompts: leave history at "exact"'
-        _require(not self.deterministic or self.history == "exact", clash)
+        clash = 'deterministic=True reuses nothing of earlier prompts: leave edited_history at "exact"'
+        _require(not self.deterministic or self.edited_history == "exact", clash)
 
     @property
     def reuses_prompts(self) -> bool:
@@ -305,6 +336,7 @@ class Sampling:
         object.__setattr__(self, "stop", tuple(self.stop))
 
 
+@takes_former_names
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Options of `BlendEngine`, besides its model, store and config.
@@ -315,17 +347,16 @@ class EngineOptions:
             bytes; with these, no reused KV is exact.
         conversation_bytes: Maximum size of the KV of recent conversations, kept on the model's device for their next
             turns; 0 = none.
-        batch_bytes: Maximum size of the KV of the answers in progress, each at its full length; further answers wait.
-            One answer is always in progress. A consumer that asks for an answer while it reads another one waits only
-            for those that are being computed.
+        batch_bytes: Maximum size of the KV of all answers in progress, each counted at its full length: an answer that
+            would exceed it waits.
         store_cache: Folder of the local copies of a shared store; None = `~/.cache/kvrag/shared`.
         device_bytes: Size of a tier of unpacked KV on the model's device, in front of the RAM tier, for chunks that are
             used repeatedly; 0 = none. Of use on a GPU, if it holds most chunks in frequent use.
         learn: Encode texts that two prompts of a namespace contain, while no answer is in progress: paragraphs, and
             messages of tools, of at least 64 tokens. See `BlendEngine.forget_learned`.
-        check: Compare the first greedy answers, and this share of the later ones, with full prefill while no answer is
-            in progress: how much is recomputed follows, where it is not given. 0 = none. See `BlendEngine.stats`.
-        complete: "idle" = prefill conversations whose KV is not exact in full while no answer is in progress, so that
+        check: Share of the greedy answers, after a namespace's first ones, that are compared with full prefill while no
+            answer is in progress; 0 = none.
+        exact_when_idle: Prefill conversations whose KV is not exact in full while no answer is in progress, so that
             the next turn begins with full prefill's KV.
     """
 
@@ -339,7 +370,7 @@ class EngineOptions:
     device_bytes: int = number(0, "stored KV kept on the GPU", whole=True)
     learn: bool = switch("encode texts that two prompts of a namespace contain, while no answer is in progress")
     check: float = number(0.05, "share of the answers to compare with full prefill when idle; 0 = none", most=1)
-    complete: str = choice("off", COMPLETIONS, "'idle' = prefill conversations in full when idle, for their next turns")
+    exact_when_idle: bool = switch("prefill conversations in full when idle, for their next turns")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -452,7 +483,7 @@ class AnswerOptions(TypedDict, total=False):
     margin: float | None
     policy: str | None
     controller: str | None
-    history: str | None
+    edited_history: str | None
     deterministic: bool | None
     stop: Sequence[str]
     tools: Sequence[dict[str, Any]] | None
@@ -485,7 +516,7 @@ class EngineKeywords(TypedDict, total=False):
     device_bytes: int
     learn: bool
     check: float
-    complete: str
+    exact_when_idle: bool
 
 
 class LoadOptions(TypedDict, total=False):
@@ -535,7 +566,8 @@ def show_options(table: type, defaults: Mapping[str, Any]) -> Callable[[F], F]:
 
 def fill_options(function: str, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with the defaults of those not given; raise SettingError for an unknown name."""
-    for name in options:
+    given = renamed(options)
+    for name in given:
         if name not in defaults:
             raise SettingError(f"{function} got an unknown option {name!r}: it accepts {', '.join(defaults)}")
-    return {**defaults, **options}
+    return {**defaults, **given}

@@ -28,6 +28,7 @@ from kvrag.config import (
     check_number,
     check_timeout,
     check_type,
+    renamed,
     show_options,
 )
 from kvrag.control.agreement import TOKENS
@@ -97,8 +98,8 @@ class BlendEngine:
         check_type("config", config, BlendConfig | None, "a BlendConfig")
         chosen = EngineOptions(**options)
         codec = chosen.codec
-        if config and config.deterministic and chosen.complete != "off":
-            raise SettingError("deterministic=True lets no answer depend on earlier ones: leave out complete")
+        if config and config.deterministic and chosen.exact_when_idle:
+            raise SettingError("deterministic=True lets no answer depend on earlier ones: leave out exact_when_idle")
         self.model, self.config, self.codec = model, config or BlendConfig(), codec
         self.fingerprint = model.fingerprint.stored_as(codec)
         self.store: KVStore = open_store(default_store(model, codec) if store is None else store, chosen.store_cache)
@@ -123,7 +124,7 @@ class BlendEngine:
         **options: Unpack[LoadingOptions],
     ) -> BlendEngine:
         """Load a model and combine it with a store; see `Model.from_pretrained` and `kvrag.config.EngineOptions`."""
-        loading: dict[str, Any] = {**options}
+        loading = renamed(options)
         own = {name: loading.pop(name) for name in ENGINE_DEFAULTS if name in loading}
         EngineOptions(**own)  # report mistakes before the slow loading
         return cls(Model.from_pretrained(name_or_path, **loading), store, config, **own)
@@ -291,7 +292,7 @@ class BlendEngine:
             documents: Chunks that the prompt contains; those not stored are encoded and stored now.
             namespace: Only chunks and conversations of this namespace are reused.
             ratio, policy: Override the engine's `config`; with either, the controller does not decide.
-            margin, controller, history, deterministic: Override the engine's `config`.
+            margin, controller, edited_history, deterministic: Override the engine's `config`.
             stop: The answer ends before the first of these strings.
             tools, tool_choice: Tools that the model may or must call, in OpenAI's form; see
                 `kvrag.generate.prompt.prepare`.

@@ -26,6 +26,8 @@ from kvrag.config import (
     check_option,
     check_type,
     option,
+    renamed,
+    takes_former_names,
     without_password,
 )
 from kvrag.errors import KvragError, PromptError, SettingError
@@ -131,7 +133,7 @@ class AnswerSettings:
     margin: float | None = _of("margin")
     policy: str | None = _of("policy")
     controller: str | None = _of("controller")
-    history: str | None = _of("history")
+    edited_history: str | None = _of("edited_history")
     deterministic: bool | None = _of("deterministic")
     reasoning: bool | None = _row(None, "answer with or without a thought first; default: as the chat template does")
     namespace: str = _row(
@@ -144,6 +146,7 @@ SETTINGS = _ENGINE | _ANSWER
 """All settings by name, as fields whose metadata is that of `kvrag.config.option`."""
 
 
+@takes_former_names
 @dataclass(kw_only=True)
 class LLMSettings(EngineSettings, AnswerSettings):
     """Validated settings of one LLM object.
@@ -205,7 +208,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
                 given only here. `timeout` replaces the object's. `stream_usage`, `stream_options`, `strict`, `user` and
                 `n=1` of other LLM classes have no effect.
         """
-        call = {name: value for name, value in call.items() if name not in _WITHOUT_EFFECT}
+        call = {name: value for name, value in renamed(call).items() if name not in _WITHOUT_EFFECT}
         if call.pop("n", None) not in (None, 1):
             raise SettingError("n must be 1: call several times for several answers")
         if unknown := [name for name in call if name not in (*_ANSWER, *_ONLY_PER_CALL)]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvrag.backend.hub import BUNDLED, READER, check_model
-from kvrag.config import DEFAULT_CONTEXT, DEFAULT_POLICY, ENGINE_DEFAULTS, POLICIES, BlendConfig, choices_of
+from kvrag.config import DEFAULT_CONTEXT, DEFAULT_POLICY, ENGINE_DEFAULTS, POLICIES, BlendConfig, choices_of, renamed
 from kvrag.errors import FingerprintMismatchError, KvragError, SettingError, StoreError
 from kvrag.llm import SETTINGS
 from kvrag.progress import progress as progress
@@ -99,6 +99,14 @@ def add_corpus_arguments(parser: argparse._ActionsContainer) -> None:
     context = "encode chunks with N preceding tokens as context, to resolve pronouns and references; 0 = alone"
     add_number(parser, "--context-tokens", DEFAULT_CONTEXT, context)
     parser.add_argument("--embedder", help="sentence-transformers model for retrieval (default: the one in kvrag[cli])")
+
+
+class FormerName(argparse.Action):
+    """A former name of an option: sets the present one, and says so."""
+
+    def __call__(self, _: object, namespace: argparse.Namespace, value: Any, option_string: str | None = None) -> None:
+        """Set the present option."""
+        vars(namespace).update(renamed({self.dest: value}, say))
 
 
 def existing_path(text: str) -> Path:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrag.cli.common import (
+    FormerName,
     add_answer_arguments,
     add_corpus_arguments,
     add_engine_arguments,
@@ -31,7 +32,7 @@ from kvrag.cli.common import (
 )
 from kvrag.cli.plugin import add_ray_argument, find
 from kvrag.cli.question import template
-from kvrag.config import ANSWER_SETTINGS, COMPLETIONS, DECLARED, ENGINE_DEFAULTS, BlendConfig
+from kvrag.config import ANSWER_SETTINGS, DECLARED, ENGINE_DEFAULTS, BlendConfig
 from kvrag.errors import SettingError
 from kvrag.reader import samples
 from kvrag.retrieval import documents
@@ -76,11 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_corpus_arguments(corpus)
     budget = "evict the chunks that save least beyond this size; see also kvrag store budget"
     corpus.add_argument("--store-gib", type=_size(30), dest="store_bytes", metavar="N", help=budget)
-    add_setting(parser, "history")
+    add_setting(parser, "edited_history")
     add_setting(parser, "deterministic")
     add_setting(parser, "learn")
     add_setting(parser, "check", metavar="SHARE")
-    parser.add_argument("--complete", choices=COMPLETIONS, default="off", help=DECLARED["complete"].metadata["about"])
+    about = DECLARED["exact_when_idle"].metadata["about"]
+    parser.add_argument("--exact-when-idle", action="store_true", help=about)
+    for former in ("history", "complete"):
+        parser.add_argument(f"--{former}", action=FormerName, help=argparse.SUPPRESS, default=argparse.SUPPRESS)
     limits = parser.add_argument_group("limits")
     for tier in ("ram", "device", "conversation", "batch"):
         name, kind = f"{tier}_bytes", _size(30, may_be_zero=tier != "batch")

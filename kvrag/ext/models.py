@@ -19,7 +19,7 @@ from kvrag.backend.transformers.loading import (
 )
 from kvrag.backend.transformers.model import fingerprint
 from kvrag.backend.transformers.tokenizer import Tokenizer
-from kvrag.config import DEFAULT_RATIO, check_bytes, check_names, check_namespace, check_option
+from kvrag.config import DEFAULT_RATIO, check_bytes, check_names, check_namespace, check_option, renamed
 from kvrag.control.plan import Planner
 from kvrag.fingerprint import Fingerprint, hash_weights
 from kvrag.index.catalog import Catalog, Lookup, Match

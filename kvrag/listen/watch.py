@@ -25,7 +25,7 @@ class Watch(Listener):
         report, config = answer.request.report, answer.request.config
         kept = report.conversation_tokens  # such as the system prompt, and earlier turns
         rest = report.prompt_tokens - kept
-        if config.history != "exact":  # where edited histories are blended, unwarmed text is normal
+        if config.edited_history != "exact":  # where edited histories are blended, unwarmed text is normal
             return
         if report.policy == "full" or rest < _LONG:
             return

@@ -156,7 +156,7 @@ class RequestState:
 
     def add_history(self, backend: Backend) -> None:
         """Add the rest of its history, where `config` asks for it, in the gaps between its matches."""
-        if self.conversations is None or self.config.history != "blend" or self.config.policy == "full":
+        if self.conversations is None or self.config.edited_history != "blend" or self.config.policy == "full":
             return
         starts = [self.kept, *(run.stop for run in self.runs)]
         stops = [*(run.start for run in self.runs), len(self.ids)]

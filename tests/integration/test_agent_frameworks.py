@@ -60,7 +60,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 @pytest.mark.parametrize(("name", "way"), [*((name, "exact") for name in FRAMEWORKS), ("react-agent", "blend")])
 def test_from_the_second_turn_on_few_tokens_are_computed(name: str, way: str, model: Model, tmp_path: Path) -> None:
     history, conversation_bytes = WAYS[way]
-    config = BlendConfig(ratio=0.15, controller="off", history=history)
+    config = BlendConfig(ratio=0.15, controller="off", edited_history=history)
     with BlendEngine(model, tmp_path, config, conversation_bytes=conversation_bytes) as engine:
         engine.warm(CHUNKS)
         handbook = Handbook(CHUNKS)
@@ -79,7 +79,7 @@ def test_from_the_second_turn_on_few_tokens_are_computed(name: str, way: str, mo
 def test_with_everything_recomputed_the_last_answer_is_transformers(
     name: str, model: Model, tmp_path: Path, calls: list[Call]
 ) -> None:
-    config = BlendConfig(ratio=1.0, history="blend")
+    config = BlendConfig(ratio=1.0, edited_history="blend")
     with BlendEngine(model, tmp_path, config) as engine:
         engine.warm(CHUNKS)
         reports = list(converse(name, engine, Handbook(CHUNKS), 2, max_tokens=100))

@@ -24,7 +24,7 @@ def engine(tmp_path: Path) -> Iterator[BlendEngine]:
         dtype="float32",
         store=tmp_path,
         config=BlendConfig(context_tokens=0, controller="off"),
-        complete="idle",
+        exact_when_idle=True,
     ) as engine:
         engine.warm(_chunks(), document=[f"{number}" for number in range(5)])
         yield engine

@@ -324,10 +324,10 @@ def test_a_prompt_continues_no_kv_of_one_whose_length_gave_other_frequencies(
             prompt = [system, *messages(*chunks, question=f"Who is number {number}?")]
             ids = model.tokenizer.render(prompt)
             lengths.add(len(ids) <= 96)  # where the frequencies of these families change
-            done = prefilled(engine, ids, replace(engine.config, ratio=1.0, history=history), goes_on=True)
+            done = prefilled(engine, ids, replace(engine.config, ratio=1.0, edited_history=history), goes_on=True)
             assert done.report.exact
             assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= TOLERANCE
-            stream = engine.stream(prompt, ratio=0.3, max_new_tokens=50, temperature=0, history=history)
+            stream = engine.stream(prompt, ratio=0.3, max_new_tokens=50, temperature=0, edited_history=history)
             for _ in zip(range(told), stream, strict=False):
                 pass
             stream.close()

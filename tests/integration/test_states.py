@@ -234,13 +234,15 @@ def test_conversations_with_edits_equal_full_prefill(limit: int, storing: Model,
             if len(ids) > 800:
                 history = []
                 continue
-            config = replace(engine.config, ratio=1.0, history=rng.choice(["exact", "blend"]))
+            config = replace(engine.config, ratio=1.0, edited_history=rng.choice(["exact", "blend"]))
             done = prefilled(engine, ids, config, goes_on=True)
             assert done.report.exact
             assert relative(done.logits[0], plain_logits(storing.hf, ids)[-1]) <= 2 * TOLERANCE
             continued += done.report.conversation_tokens > 0
             options: dict[str, Any] = rng.choice([{"ratio": 1.0}, {"ratio": 0.3}, {}])
-            stream = engine.stream(history, max_new_tokens=6, temperature=0, history=config.history, **options)
+            stream = engine.stream(
+                history, max_new_tokens=6, temperature=0, edited_history=config.edited_history, **options
+            )
             said = "".join(delta.text for delta, _ in zip(stream, range(rng.choice([1, 3, 6])), strict=False))
             stream.close()
             history = [*history, {"role": "assistant", "content": said}]
@@ -379,7 +381,7 @@ def test_a_store_with_states_and_one_without_are_two(
 
 
 def test_history_behind_an_edit_has_no_states_to_go_on_from(storing: Model, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0, "history": "blend"}
+    asked: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0, "edited_history": "blend"}
     with BlendEngine(storing, FileStore(tmp_path, min_free_bytes=0)) as engine:
         engine.warm(CHUNKS)
         told = messages(CHUNKS[0], question=" ".join(f"Is {name} the brother of the founder?" for name in "ABCDEFGH"))

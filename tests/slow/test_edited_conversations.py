@@ -52,7 +52,7 @@ def test_random_conversations_with_edits(history: str, endless: Model, hf: Any, 
     budget = 6000 * endless.bytes_per_token
     seen: dict[str, set[bytes]] = {"one": set(), "two": set()}
     compared = moved = 0
-    config = BlendConfig(history=history, controller="off")
+    config = BlendConfig(edited_history=history, controller="off")
     store = FileStore(tmp_path, min_free_bytes=0)
     with BlendEngine(endless, store, config, conversation_bytes=budget) as engine:
         done: list[Any] = []

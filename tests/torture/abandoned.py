@@ -63,7 +63,7 @@ def _abandon(folder: Path, rng: random.Random) -> str:
     """Read some tokens of two to four streams in turn, close them, and check the next turn of each."""
     family = rng.choice([*_ROPES, *_WITH_STATES])
     model, told = _model(family), list[list[int]]()
-    config = replace(_EXACT, history=rng.choice(["exact", "blend"]))
+    config = replace(_EXACT, edited_history=rng.choice(["exact", "blend"]))
     with BlendEngine(model, FileStore(folder, min_free_bytes=0), config) as engine:
         prompts = [[rng.randrange(5, 1000) for _ in range(rng.randint(40, 95))] for _ in range(rng.randint(2, 4))]
         for number in range(1, len(prompts)):
@@ -103,7 +103,7 @@ def _forget_in_flight(folder: Path, rng: random.Random) -> None:
     """Forget documents, in this engine or in another one, while threads answer prompts with their texts."""
     numbers = list(range(rng.randint(2, 5)))
     learns = rng.random() < 0.5
-    idle: Any = {"check": rng.choice([0.0, 1.0]), "complete": rng.choice(["off", "idle"])}
+    idle: Any = {"check": rng.choice([0.0, 1.0]), "exact_when_idle": rng.choice([False, True])}
     with tiny.engine(folder, learn=learns, **idle) as engine, tiny.engine(folder) as other:
         if rng.random() < 0.5:
             engine.warm(map(tiny.text, numbers), document="a")
@@ -115,7 +115,7 @@ def _forget_in_flight(folder: Path, rng: random.Random) -> None:
                 while not stops.is_set():
                     asked = own.sample(numbers, own.randint(1, len(numbers)))
                     options: dict[str, Any] = {"documents": list(map(tiny.text, asked))} if own.random() < 0.2 else {}
-                    options |= {"history": own.choice(["exact", "blend"]), "max_new_tokens": tiny.TOKENS}
+                    options |= {"edited_history": own.choice(["exact", "blend"]), "max_new_tokens": tiny.TOKENS}
                     options |= {"margin": own.choice([None, 0.0])}  # with 0, KV is not exact: there is idle work
                     stream = engine.stream(tiny.prompt(asked, own.randrange(3)), **options)
                     for _ in zip(range(own.randint(1, 9)), stream, strict=False):

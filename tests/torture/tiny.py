@@ -97,12 +97,12 @@ def answer(engine: BlendEngine, messages: list[dict[str, str]], **options: Any) 
 def check_edited_talk(engine: BlendEngine, numbers: list[int], rng: random.Random) -> None:
     """Ask, then check an answer to a prompt whose history was edited, of which stretches are moved."""
     messages = prompt(numbers)
-    said = answer(engine, messages, history="blend").text
+    said = answer(engine, messages, edited_history="blend").text
     edited = messages[0]["content"].split(" ")
     start = rng.randrange(len(edited))
     edited[start : start + rng.randrange(1, 9)] = ["Ina"] * rng.randrange(3)
     history = [{"role": "user", "content": " ".join(edited)}, {"role": "assistant", "content": said}]
-    check_answer(engine, [*history, *prompt(numbers[:1], 1)], history="blend")
+    check_answer(engine, [*history, *prompt(numbers[:1], 1)], edited_history="blend")
 
 
 def check_answer(engine: BlendEngine, messages: list[dict[str, str]], **options: Any) -> int:

@@ -77,7 +77,16 @@ def test_of_a_config(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("ram_bytes", "conversation_bytes", "batch_bytes", "device_bytes", "codec", "learn", "check", "complete"),
+        *(
+            "ram_bytes",
+            "conversation_bytes",
+            "batch_bytes",
+            "device_bytes",
+            "codec",
+            "learn",
+            "check",
+            "exact_when_idle",
+        ),
         *("config", "store"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -119,15 +119,42 @@ def test_a_wrong_one_is_refused_in_one_line_everywhere(
 
 
 def test_serve_passes_all_options_of_blending_on() -> None:
-    args = _parse(serve, "--no-corpus", "--margin", "3", "--policy", POLICY, "--history", "blend")
-    assert serve.read_config(args) == BlendConfig(POLICY, margin=3.0, history="blend", controller="off")
+    args = _parse(serve, "--no-corpus", "--margin", "3", "--policy", POLICY, "--edited-history", "blend")
+    assert serve.read_config(args) == BlendConfig(POLICY, margin=3.0, edited_history="blend", controller="off")
     assert serve.read_config(_parse(serve, "--no-corpus")) == BlendConfig()
+
+
+FORMER: dict[str, Callable[[], Any]] = {
+    "config": lambda: BlendConfig(history="blend"),  # type: ignore[call-arg]
+    "change": lambda: replace(BlendConfig(), history="blend"),  # type: ignore[call-arg]
+    "server": lambda: ChatRequest.model_validate(REQUEST | {"history": "blend"}),
+    "LLM classes": lambda: LLMSettings(model="reader", history="blend"),  # type: ignore[call-arg]
+}
+
+
+@pytest.mark.parametrize("door", FORMER)
+def test_former_names_work_with_a_warning(door: str) -> None:
+    with pytest.warns(FutureWarning, match="the option history is now edited_history"):
+        assert FORMER[door]().edited_history == "blend"
+
+
+def test_former_names_of_options_of_engines_calls_and_flags_work(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(FutureWarning, match="the option complete is now exact_when_idle"):
+        assert EngineOptions(complete="idle").exact_when_idle is True  # type: ignore[call-arg]
+    for take in (DOORS["client"], DOORS["a call of an LLM"]):
+        with pytest.warns(FutureWarning, match="history"):
+            assert take(history="blend")["edited_history"] == "blend"
+    args = _parse(serve, "--history", "blend", "--complete=idle")
+    assert (args.edited_history, args.exact_when_idle) == ("blend", True)
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    args = _parse(serve, "--complete", "off")
+    assert args.exact_when_idle is False
 
 
 def test_sizes_that_serve_offers_are_the_engines() -> None:
     args = _parse(serve)
     sizes = "ram_bytes", "device_bytes", "conversation_bytes", "batch_bytes"
-    for name in (*sizes, "learn", "codec", "store_cache", "complete"):
+    for name in (*sizes, "learn", "codec", "store_cache", "exact_when_idle"):
         assert getattr(args, name) == DECLARED[name].default, name
 
 

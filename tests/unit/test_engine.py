@@ -738,7 +738,7 @@ def test_nothing_of_a_prefill_that_ends_at_any_check_is_used(policy: str, engine
     own = plain_logits(engine.model.hf, engine.model.tokenizer.render(PROMPT))[-1]
     before = engine.store.stats()
     with _leaving_at(10**9) as checks:
-        engine.generate(PROMPT, policy=policy, ratio=0.3, max_new_tokens=1, history="exact")
+        engine.generate(PROMPT, policy=policy, ratio=0.3, max_new_tokens=1, edited_history="exact")
     num, engine = checks.count, _engine(engine.model, Path(before.path))
     assert num >= engine.model.num_layers
     for last in range(1, num + 1):

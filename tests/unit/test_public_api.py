@@ -120,7 +120,7 @@ def test_signatures_show_the_options_of_an_answer(method: str) -> None:
                 "margin",
                 "policy",
                 "controller",
-                "history",
+                "edited_history",
                 "deterministic",
                 "tools",
                 "tool_choice",

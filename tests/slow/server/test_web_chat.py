@@ -253,8 +253,8 @@ def test_what_is_recomputed_can_be_chosen_and_is_kept(page: Any, url: str) -> No
     page.press("#question", "Enter")
     page.locator(".detail", has_text="5 prompt tokens").nth(4).wait_for()
     assert page.locator("#send").inner_text() == "Ask"
-    blended = {"policy": "query", "controller": "off", "deterministic": True, "history": "exact"}
-    names = ("ratio", "policy", "controller", "deterministic", "history")
+    blended = {"policy": "query", "controller": "off", "deterministic": True, "edited_history": "exact"}
+    names = ("ratio", "policy", "controller", "deterministic", "edited_history")
     settings = [{name: body[name] for name in names if name in body} for body in asked]
     assert settings == [{"ratio": 0.3}, {"policy": "full"}, {"policy": "full"}, blended, {}]
 

@@ -233,7 +233,7 @@ def test_ratio_1_reuses_no_conversation_of_a_lower_ratio(talk: Talk, hf: Any) ->
         ({"ratio": 0.3, "policy": "first_k"}, {"ratio": 0.1}, False),
         ({"ratio": 1.0}, {"ratio": 0.3, "policy": "first_k"}, True),
         ({"ratio": 1.0}, {}, True),
-        ({"ratio": 0.3}, {"ratio": 0.3, "history": "blend"}, True),
+        ({"ratio": 0.3}, {"ratio": 0.3, "edited_history": "blend"}, True),
         ({"ratio": 0.0}, {"policy": "none"}, True),
         ({}, {}, True),
         ({}, {"ratio": 0.3}, False),
@@ -739,7 +739,7 @@ def _talked(talk: Talk, **settings: Any) -> tuple[Messages, str]:
 
 @pytest.fixture
 def blending(model: Model, tmp_path: Path) -> Iterator[Talk]:
-    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0), BlendConfig(history="blend")) as engine:
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0), BlendConfig(edited_history="blend")) as engine:
         engine.warm(CHUNKS)
         yield Talk(engine)
 
@@ -759,7 +759,7 @@ def test_a_deterministic_answer_does_not_depend_on_earlier_prompts(talk: Talk) -
     with pytest.raises(
         SettingError, match='deterministic=True reuses nothing of earlier prompts: leave history at "exa'
     ):
-        talk(prompt, history="blend", deterministic=True)
+        talk(prompt, edited_history="blend", deterministic=True)
     with pytest.raises(SettingError, match="deterministic must be True or False, got 'yes'"):
         talk(prompt, deterministic="yes")
     talk.engine.config = replace(talk.engine.config, deterministic=True)
@@ -827,6 +827,6 @@ def test_full_prefill_reuses_no_history_behind_an_edit(blending: Talk, hf: Any) 
 
 def test_histories_can_be_blended_per_answer(talk: Talk) -> None:
     prompt, thought = _talked(talk, ratio=0.3)
-    assert talk(_edited(prompt, thought), ratio=0.3, history="blend").report.moved_tokens > 80
+    assert talk(_edited(prompt, thought), ratio=0.3, edited_history="blend").report.moved_tokens > 80
     with pytest.raises(SettingError, match="unknown history 'all'; choose one of exact, blend"):
-        talk(prompt, history="all")
+        talk(prompt, edited_history="all")

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from functools import partial, wraps
-from importlib import import_module
 from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
@@ -31,7 +30,7 @@ CODECS = ("native", "int8", "int4")  # of stored KV: as the model computes it, o
 _MODULES = (Path(__file__).parent / "reuse" / "policies").glob("[!_]*.py")
 
 POLICIES = ("none", "full", *sorted(path.stem for path in _MODULES))
-"""No recompute, full prefill, and the modules of `kvrag.reuse.policies`, which are not imported here."""
+"""No recompute, full prefill, and the modules of `kvrag.reuse.policies`, which import this one."""
 
 DEFAULT_POLICY = "query"
 DEFAULT_RATIO = 0.15  # CacheBlend's; see `BlendConfig.ratio`
@@ -98,16 +97,6 @@ def check_list(name: str, value: Iterable[T]) -> list[T]:
         raise SettingError(f"{name} must be a list, not {_shown(value)}") from None
 
 
-def check_policy(_: str, policy: str) -> str:
-    """Return a policy if it exists, else raise SettingError. Settings can follow its name: `hkvd:check_layer=3`."""
-    name, colon, _ = policy.partition(":") if isinstance(policy, str) else (policy, "", "")
-    check_choice("policy", name, POLICIES)
-    if colon:
-        _require(name not in ("none", "full"), f"policy {name} has no settings, got {policy!r:.80}")
-        import_module("kvrag.reuse.policies").policy_of(policy)  # which alone knows them
-    return policy
-
-
 def option(default: Any, about: str = "", check: Callable[..., Any] = lambda name, value: value, **limits: Any) -> Any:
     """Declare an option: its default, what it is for in one line, and its check, called with the name and a value.
 
@@ -170,6 +159,60 @@ def takes_former_names(table: type[T]) -> type[T]:
 
 
 check_bytes = partial(check_number, whole=True)
+
+
+def _check_band(name: str, band: Any) -> tuple[float, float]:
+    _require(isinstance(band, tuple) and len(band) == 2, _BAND.format(name), band)
+    _require(0.0 <= band[0] < band[1] <= 1.0, _BAND.format(name), band)
+    return band
+
+
+_BAND = "{} must be two rising fractions in [0, 1], as in 0.5:0.8"
+_POLICY_SETTINGS: dict[str, dict[str, Any]] = {
+    "hkvd": {"check_layer": number(1, least=1, whole=True)},  # layer 0 cannot deviate
+    "query": {"first_tokens": number(2, whole=True), "band": option((0.5, 0.8), check=_check_band)},
+    "random": {"seed": number(0, whole=True)},
+}
+"""Settings of the policies that have some, described there."""
+
+
+class PolicyChoice(str):
+    """A policy and its settings, checked; equal to the text that it was made from.
+
+    Attributes:
+        name: One of `POLICIES`.
+        settings: All of its settings, with the defaults of those that are not given.
+    """
+
+    name: str
+    settings: dict[str, Any]
+
+    def __new__(cls, text: str) -> PolicyChoice:
+        """Check a policy's name, which settings can follow: `hkvd:check_layer=3`, `query:first_tokens=4,band=0:0.5`."""
+        if isinstance(text, cls):
+            return text
+        name, _, assignments = text.partition(":") if isinstance(text, str) else (text, "", "")
+        check_choice("policy", name, POLICIES)
+        declared = _POLICY_SETTINGS.get(name, {})
+        settings = {setting: row.default for setting, row in declared.items()}
+        for assignment in filter(None, assignments.split(",")):
+            setting, equals, value = assignment.partition("=")
+            if not equals or setting not in declared:
+                known = f"write NAME=VALUE with one of {', '.join(declared)}" if declared else "it has none"
+                raise SettingError(f"policy {name}: {assignment!r:.80} is not a setting: {known}")
+            try:
+                numbers = tuple(int(part) if part.isdecimal() else float(part) for part in value.split(":"))
+            except ValueError:
+                raise SettingError(f"policy {name}: {assignment!r:.80} is not a number, or two with a colon") from None
+            check = declared[setting].metadata["check"]
+            settings[setting] = check(setting, numbers[0] if len(numbers) == 1 else numbers)
+        self = super().__new__(cls, text if assignments else name)
+        self.name, self.settings = name, settings
+        return self
+
+
+def _check_policy(_: str, policy: str) -> PolicyChoice:
+    return PolicyChoice(policy)
 
 
 def _check_temperature(name: str, value: Any) -> float:
@@ -275,7 +318,7 @@ class BlendConfig:
             encoded alone: its KV, and every chunk that prompts reuse, depends on its own text only.
     """
 
-    policy: str = option(DEFAULT_POLICY, "which tokens to recompute; 'full' = ordinary prefill", check_policy)
+    policy: str = option(DEFAULT_POLICY, "which tokens to recompute; 'full' = ordinary prefill", _check_policy)
     ratio: float | None = number(None, "share of reused tokens to recompute, 0 to 1; default: by the model", most=1)
     margin: float | None = number(None, "nats by which a token must lead, else more is recomputed", most=_EXTREME)
     controller: str = choice("auto", CONTROLLERS, "'off' = always blend, at the given or default ratio")

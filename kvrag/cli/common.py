@@ -22,7 +22,7 @@ from kvrag.errors import FingerprintMismatchError, KvragError, SettingError, Sto
 from kvrag.llm import SETTINGS
 from kvrag.progress import progress as progress
 from kvrag.retrieval import documents
-from kvrag.retrieval.documents import Content, Problem
+from kvrag.retrieval.content import Content, Problem
 from kvrag.retrieval.sandbox import Sandbox
 from kvrag.types import BlendReport, Messages
 from kvrag.words import counted

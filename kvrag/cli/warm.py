@@ -28,7 +28,7 @@ from kvrag.cli.plugin import add_ray_argument, find
 from kvrag.client.connection import KEY_VARIABLE
 from kvrag.errors import ContextWindowError, KvragError, SettingError
 from kvrag.retrieval import documents
-from kvrag.retrieval.documents import Problem
+from kvrag.retrieval.content import Problem
 from kvrag.words import counted, human_bytes
 
 if TYPE_CHECKING:

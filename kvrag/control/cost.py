@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvrag.backend.protocol import PREFILL_BLOCK
 from kvrag.errors import StoreError
 from kvrag.reuse.blend import MOST
-from kvrag.reuse.select import NO_PASSES, Passes
+from kvrag.reuse.policy import NO_PASSES, Passes
 from kvrag.store import KVStore
 
 logger = logging.getLogger("kvrag")

@@ -10,7 +10,7 @@ from kvrag.cli.plugin import ADDRESS, HERE
 from kvrag.cli.serve import add_arguments, build, read_config, read_settings
 from kvrag.cli.warm import TOTALS, bytes_per_token, drop, find_gone, read_chunks
 from kvrag.fingerprint import Fingerprint
-from kvrag.retrieval.documents import Problem
+from kvrag.retrieval.content import Problem
 from kvrag.retrieval.index import ChunkIndex
 from kvrag.server.api_errors import ApiError, describe, error_response
 from kvrag.server.guard import Guard

@@ -22,14 +22,12 @@ from functools import partial
 from io import BytesIO, StringIO
 from itertools import accumulate, chain, islice, pairwise
 from statistics import median_high
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 from urllib.parse import unquote
 
 from kvrag.errors import needing
+from kvrag.retrieval.content import Content, UnreadableError
 from kvrag.retrieval.markup import HTML, OFFICE, OPEN, PICTURES, Markup, Reader, Target
-
-if TYPE_CHECKING:
-    from kvrag.retrieval.documents import Content
 
 EXTRA = "kvrag[cli]"
 MAX_BYTES = 1 << 30  # splitting a text takes several times its size in memory
@@ -55,14 +53,6 @@ _BOMS = {  # UTF-32's begin with UTF-16's
 _DECLARED = re.compile(rb"<(?:meta|\?xml)\b[^>]{0,200}?(?:charset|encoding)\s*=\s*[\"']?([\w.:-]+)", re.IGNORECASE)
 _ZIP, _OLD_OFFICE = b"PK\3\4", b"\xd0\xcf\x11\xe0"
 _OLD = "it is protected by a password, or an old .doc, .xls or .ppt: save it as .docx without a password (.xlsx, .pptx)"
-
-
-class UnreadableError(Exception):
-    """A file, a part of it or a line without readable text. The message gives the reason."""
-
-
-class TooLongError(UnreadableError):
-    """The text of a file is too long, not that of a part."""
 
 
 # ---------------------------------------------------------------- encodings

@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from kvrag.retrieval.documents import Content
+from kvrag.retrieval.content import Content
 
 Markup = dict[str, Any]
 """Local or full name of an element -> its role, the texts around its own, "@" and an attribute that is shown, or "!"

@@ -18,7 +18,8 @@ from dataclasses import asdict
 from typing import Any
 
 from kvrag.errors import KvragError
-from kvrag.retrieval.documents import Content, Problem, parse
+from kvrag.retrieval.content import Content, Problem
+from kvrag.retrieval.documents import parse
 
 _SECONDS, _SECONDS_PER_MIB = 60, 20  # a PDF of 1 MiB may have 1000 pages
 _BYTES, _BYTES_PER_BYTE = 2 << 30, 16  # of memory; parsed XML of 64 MiB takes 1.3 GiB

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from kvrag.index.catalog import Match
 from kvrag.memory.conversation import CachedPrefix, Conversations, Placed
 from kvrag.store import ChunkReader
 from kvrag.types import BlendReport, Run
-
-if TYPE_CHECKING:
-    from kvrag.reuse.blend import LateRecompute
 
 _MEMORY = ("ram", "device")  # tiers
 
@@ -86,7 +83,7 @@ class RequestState:
     logits: Tensor = field(init=False)
     recomputed: Tensor = field(init=False)
     report: BlendReport = field(init=False)
-    late: LateRecompute | None = None
+    late: Any = None  # a LateRecompute while more can be recomputed
     # in any state
     is_forgotten: bool = False
 

@@ -25,7 +25,8 @@ from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError
 from kvrag.reader.samples import of as samples_of
-from kvrag.retrieval.documents import SUFFIXES, Content
+from kvrag.retrieval.content import Content
+from kvrag.retrieval.documents import SUFFIXES
 from kvrag.retrieval.index import ChunkIndex
 from kvrag.retrieval.sandbox import Sandbox
 from kvrag.server import page

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrag.reuse.select import Context, Policy
+from kvrag.reuse.policy import Context, Policy
 
 
 class FirstK(Policy):

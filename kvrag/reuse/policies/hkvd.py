@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import prefill_blocks
-from kvrag.config import number
-from kvrag.reuse.select import Context, Passes, Policy
+from kvrag.reuse.policy import Context, Passes, Policy
 
 
 @dataclass(frozen=True)
 class Hkvd(Policy):
     """The tokens with the highest KV deviation at the check layer. Measuring it costs that many full layers."""
 
-    check_layer: int = number(1, least=1, whole=True)  # layer 0 cannot deviate
+    check_layer: int
 
     def score(self, context: Context) -> Tensor:
         """Score by the deviation at the check layer.

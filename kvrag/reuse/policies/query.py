@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import prefill_blocks
-from kvrag.config import number, option
-from kvrag.errors import SettingError
-from kvrag.reuse.select import Context, Passes, Policy
+from kvrag.reuse.policy import Context, Passes, Policy
 
 _MIN_QUERIES = 8
 _FIRST_SHARE = 1 / 2  # of the budget, at most, for the first tokens of runs
-
-
-def _check_band(name: str, band: object) -> tuple[float, float]:
-    parts = band if isinstance(band, tuple | list) else ()
-    if len(parts) != 2 or not all(isinstance(part, Real) for part in parts) or not 0.0 <= parts[0] < parts[1] <= 1.0:
-        raise SettingError(f"{name} must be two rising fractions in [0, 1], as in 0.5:0.8, got {band!r:.80}")
-    return parts[0], parts[1]
 
 
 @dataclass(frozen=True)
@@ -35,8 +25,8 @@ class Query(Policy):
         band: Layers whose attention is used, as fractions of the depth.
     """
 
-    first_tokens: int = number(2, whole=True)
-    band: tuple[float, float] = option((0.5, 0.8), check=_check_band)
+    first_tokens: int
+    band: tuple[float, float]
 
     def score(self, context: Context) -> Tensor:
         """Score the first tokens above all others, and these by their attention.

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvrag.config import number
-from kvrag.reuse.select import Context, Policy
+from kvrag.reuse.policy import Context, Policy
 
 
 @dataclass(frozen=True)
 class Random(Policy):
     """Random tokens, the same for the same seed."""
 
-    seed: int = number(0, whole=True)
+    seed: int
 
     def score(self, context: Context) -> Tensor:
         """Score every position at random."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvrag.reuse.policy import Context, Policy
 from kvrag.reuse.request_state import RequestState
-from kvrag.reuse.select import Context, Policy
 
 _MOST = 2  # times the budget
 

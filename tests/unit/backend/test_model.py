@@ -443,7 +443,7 @@ def test_blend_settings_out_of_range_are_refused(settings: dict[str, Any]) -> No
         ("query:first_tokens=2,seed=1", "policy query: 'seed=1' is not a setting: .* first_tokens, band"),
         ("query:band", "'band' is not a setting"),
         ("first_k:k=3", "policy first_k: 'k=3' is not a setting: it has none"),
-        ("full:seed=1", "policy full has no settings"),
+        ("full:seed=1", "policy full: 'seed=1' is not a setting: it has none"),
         ("best:seed=1", "unknown policy 'best'"),
         (["query"], "unknown policy"),
     ],

@@ -17,7 +17,8 @@ from openpyxl import Workbook
 
 from kvrag import KvragError
 from kvrag.retrieval import documents
-from kvrag.retrieval.documents import Content, find, page_numbers, parse, read
+from kvrag.retrieval.content import Content
+from kvrag.retrieval.documents import find, page_numbers, parse, read
 
 GERMAN = "Die Straße nach München führt über Österreich."
 OTHERS = {

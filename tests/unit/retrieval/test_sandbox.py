@@ -15,7 +15,7 @@ import pytest
 
 from kvrag import KvragError
 from kvrag.retrieval import documents, sandbox
-from kvrag.retrieval.documents import Content
+from kvrag.retrieval.content import Content
 from kvrag.retrieval.sandbox import Sandbox
 
 

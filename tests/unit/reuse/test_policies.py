@@ -14,7 +14,7 @@ POLICY = '''
 
 import torch
 
-from kvrag.reuse.select import Passes, Policy
+from kvrag.reuse.policy import Passes, Policy
 
 
 class LastK(Policy):
@@ -35,7 +35,8 @@ import kvrag
 from kvrag import POLICIES, BlendConfig, BlendEngine, FileStore, Model
 from kvrag.cli.main import main
 from kvrag.control.cost import Speed, Workload, blend_seconds
-from kvrag.reuse.select import Passes, selecting
+from kvrag.reuse.policy import Passes
+from kvrag.reuse.select import selecting
 
 assert "last_k" in POLICIES
 assert BlendConfig(policy="last_k").policy == "last_k"

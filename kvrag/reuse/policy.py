@@ -1,0 +1,47 @@
+"""Base of the policies, which score positions; see `kvrag.reuse.select`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kvrag.backend.protocol import Backend
+from kvrag.reuse.request_state import RequestState
+
+
+@dataclass
+class Context:
+    """Input of a policy. A policy may fill layers of `request.cache` with better KV, never with worse."""
+
+    backend: Backend
+    request: RequestState
+    budget: int
+
+
+class Passes(NamedTuple):
+    """Shares of the layers that a policy runs to score, for the cost model."""
+
+    query: float = 0.0  # on the fresh tokens
+    detection: float = 0.0  # on all tokens
+
+
+NO_PASSES = Passes()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy: its settings are its fields. The subclass is in a module of `kvrag.reuse.policies`."""
+
+    def score(self, context: Context) -> Tensor:
+        """Return (T,) scores of all positions: higher ones are recomputed first, those with -inf never."""
+        raise NotImplementedError
+
+    def budget(self, request: RequestState, budget: int) -> int:
+        """Return how many of the inexact positions to recompute, where the ratio asks for `budget`."""
+        return budget
+
+    def passes(self, num_layers: int) -> Passes:
+        """Return the layers of the model that scoring runs."""
+        return NO_PASSES

@@ -1,18 +1,24 @@
-"""Files of kvrag that one `engine.generate` runs through, and their lines."""
+"""Files of kvrag that one answer runs through, and how often it goes from one of them to another."""
 
 from __future__ import annotations
 
 import sys
 import tempfile
-import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
+from typing import Any
+
+import langchain_kvrag
+from langchain_kvrag import ChatBlend
 
 import kvrag
 from kvrag import BlendEngine, FileStore, Model
 
 ROOT = Path(kvrag.__file__).resolve().parent
+ADAPTER = Path(langchain_kvrag.__file__).resolve().parent
 CHUNKS = [
     f"In the year {1700 + number} the harbour of Brindle was enlarged by {number + 3} rooms, and "
     f"{7 * number + 11} people came to see it on the first day of spring."
@@ -20,29 +26,54 @@ CHUNKS = [
 ]
 
 
+def _prompt(chunks: Sequence[str]) -> list[dict[str, str]]:
+    return [{"role": "user", "content": "\n\n".join([*chunks, "How many rooms?"])}]
+
+
+def _traced(call: Callable[[], Any], until: CodeType | None = None) -> tuple[Any, list[Path]]:
+    """Return the result of a call, and the file of each line that it runs in this thread, up to the code `until`."""
+    seen: list[str] = []
+    is_reached = False
+
+    def trace(frame: FrameType, *_: object) -> Any:
+        nonlocal is_reached
+        is_reached |= frame.f_code is until
+        if not is_reached and frame.f_code.co_filename.startswith((str(ROOT), str(ADAPTER))):
+            seen.append(frame.f_code.co_filename)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        result = call()
+    finally:
+        sys.settrace(None)
+    return result, [Path(name) for name, _ in groupby(seen)]
+
+
+def _show(title: str, path: Sequence[Path]) -> None:
+    """Print the files of a path with their lines and how often each is entered."""
+    entered = Counter(path)
+    lines = {file: len(file.read_text().splitlines()) for file in sorted(entered)}
+    print(f"{title}: {len(lines)} files, {sum(lines.values())} lines, {len(path) - 1} changes of file")
+    for file, count in lines.items():
+        print(f"{count:6} lines, entered {entered[file]:4} times: {file.relative_to(ROOT.parent if file.is_relative_to(ROOT) else ADAPTER.parent)}")
+
+
 def main() -> None:
-    """Trace one answer of the bundled reader with reused chunks; print files and lines."""
-    executed: set[str] = set()
-
-    def trace(frame: FrameType, *_: object) -> None:
-        executed.add(frame.f_code.co_filename)
-
-    def prompt(chunks: Sequence[str]) -> list[dict[str, str]]:
-        return [{"role": "user", "content": "\n\n".join([*chunks, "How many rooms?"])}]
-
+    """Trace answers of the bundled reader with reused chunks; print files, lines and changes of file."""
     model = Model.from_pretrained(str(ROOT / "reader"))
     with tempfile.TemporaryDirectory() as folder, BlendEngine(model, FileStore(folder, min_free_bytes=0)) as engine:
         engine.warm(CHUNKS, document="a")
-        engine.generate(prompt(CHUNKS[::-1]), max_new_tokens=4)  # in another order, so that no prefix is reused
-        threading.settrace(trace)
-        sys.settrace(trace)
-        report = engine.generate(prompt(CHUNKS), max_new_tokens=4).report
-        sys.settrace(None)
-    files = sorted(path for path in map(Path, executed) if path.is_relative_to(ROOT))
-    lines = [len(path.read_text().splitlines()) for path in files]
-    for path, count in zip(files, lines, strict=True):
-        print(f"{count:6} {path.relative_to(ROOT)}")
-    print(f"{len(files)} files, {sum(lines)} lines; {report.reused_tokens} of {report.prompt_tokens} tokens reused")
+        engine.generate(_prompt(CHUNKS[::-1]), max_new_tokens=4)  # in another order, so that no prefix is reused
+        answer, path = _traced(lambda: engine.generate(_prompt(CHUNKS), max_new_tokens=4))
+        _show("generate()", path)
+        print(f"{answer.report.reused_tokens} of {answer.report.prompt_tokens} tokens reused")
+        llm = ChatBlend(engine=engine, max_tokens=4)
+        llm.invoke("How many rooms?")
+        _, path = _traced(lambda: llm.invoke("How many rooms?"))
+        _show("ChatBlend.invoke()", path)
+        _, path = _traced(lambda: llm.invoke("How many rooms?"), BlendEngine.generate.__code__)
+        _show("ChatBlend.invoke() before the engine is reached", path)
 
 
 if __name__ == "__main__":

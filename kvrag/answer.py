@@ -5,28 +5,21 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from kvrag.backend.transformers import Model, Tokenizer
 from kvrag.backend.transformers.tokenizer import common_prefix
 from kvrag.config import (
-    ANSWER_DEFAULTS,
-    ANSWER_SETTINGS,
     DEFAULT_POLICY,
     AnswerOptions,
     BlendConfig,
     EngineOptions,
-    Grammar,
     Sampling,
-    check_list,
-    check_namespace,
-    check_type,
-    fill_options,
+    checked_answer,
     named_texts,
 )
 from kvrag.errors import SettingError, StoreError
@@ -64,19 +57,10 @@ class Question:
         cls, tokenizer: Tokenizer, prompt: str | Messages | TokenIds, config: BlendConfig, overrides: AnswerOptions
     ) -> Question:
         """Return the question that a prompt and its options ask; raises the errors of `BlendEngine.stream`."""
-        options = fill_options("an answer", ANSWER_DEFAULTS, overrides)
-        config = overridden(config, **{name: options[name] for name in ANSWER_SETTINGS})
-        tools, choice, grammar = options["tools"], options["tool_choice"], options["grammar"]
-        check_type("grammar", grammar, Grammar | None, "a Grammar")
-        check_type("template", options["template"], Mapping | None, "a dict")
-        check_type("tool_choice", choice, str | Mapping | None, "a name or a dict")
-        prepared = prepare(tokenizer, prompt, tools, choice, grammar, options["template"], options["reasoning"])
-        if isinstance(options["stop"], str):
-            raise SettingError("stop must be a sequence of strings, not one string")
-        sampling = Sampling(**{field.name: options[field.name] for field in fields(Sampling)})
-        namespace = check_namespace(options["namespace"])
-        documents = () if options["documents"] is None else check_list("documents", options["documents"])
-        return cls(prepared, documents, namespace, config, sampling)
+        options, config, sampling = checked_answer(overrides, config)
+        asked = {name: options[name] for name in ("tools", "tool_choice", "grammar", "template", "reasoning")}
+        prepared = prepare(tokenizer, prompt, **asked)
+        return cls(prepared, options["documents"], options["namespace"], config, sampling)
 
 
 class Answering:
@@ -90,18 +74,19 @@ class Answering:
         options: EngineOptions,
     ) -> None:
         self._model, self._pipeline, self._ingestion = model, pipeline, ingestion
-        kept = options.conversation_bytes, model.stable_length, model.num_layers, model.keeps_states
+        kept = options["conversation_bytes"], model.stable_length, model.num_layers, model.keeps_states
         self._conversations = Conversations(*kept)
-        self._admission = Admission(options.batch_bytes)
+        self._admission = Admission(options["batch_bytes"])
         self._warming = threading.Lock()
         memory, decode = (pipeline.memory, self._conversations), model.tokenizer.decode
         self.forgetting = Forgetting(pipeline.store, pipeline.lookup, *memory, decode)
         notice, self.recent = self.forgetting.notice, RecentRequests()
         self.idle = idle = Idle(self._admission.is_busy, notice)
-        self.listeners: list[Listener] = [self.recent, Watch(), Checker(model, pipeline.planner, options.check, idle)]
-        if options.exact_when_idle:
-            self.listeners.append(ExactWhenIdle(model, idle, options.conversation_bytes))
-        if options.learn:
+        checker = Checker(model, pipeline.planner, options["check"], idle)
+        self.listeners: list[Listener] = [self.recent, Watch(), checker]
+        if options["exact_when_idle"]:
+            self.listeners.append(ExactWhenIdle(model, idle, options["conversation_bytes"]))
+        if options["learn"]:
             self.listeners.append(Learner(ingestion, pipeline.lookup, idle, notice))
         # no method of `self`: the model is to be freed without garbage collection
         self.forgetting.then += [idle.drop_forgotten, *(listener.forgotten for listener in self.listeners)]
@@ -265,9 +250,3 @@ class Answering:
         replaced = prefix.continued if prefix else None
         ids = ids if answer and not self._model.keeps_states else ids[:exact]
         self._conversations.keep(request, ids, exact, request.cache, request.chunks, blended, replaced)
-
-
-def overridden(config: BlendConfig, **settings: Any) -> BlendConfig:
-    """Return the config with those settings that are not None; a given policy is not left to the controller."""
-    given = {name: value for name, value in settings.items() if value is not None}
-    return replace(config, **({"controller": "off"} if "policy" in given else {}) | given)

@@ -1,7 +1,7 @@
-"""Settings, validated on creation. Each option is declared here once; what offers it elsewhere is made from that.
+"""Options, checked where they are given. Each one is declared here once; what offers it elsewhere is made from that.
 
-Functions take options as keywords. A type checker reads a TypedDict only as it is written: so their types are here a
-second time, and a test compares them with the declarations.
+`Sampling` and `BlendConfig` are values. The options of functions are TypedDicts, whose names type checkers see. Those
+of an answer have the names of both values too, because type checkers read a TypedDict only as it is written.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields
-from functools import partial, wraps
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial, wraps
 from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, cast, get_type_hints
 from urllib.parse import urlsplit
 
 from kvrag.errors import PromptError, SettingError
-
-if TYPE_CHECKING:
-    import torch
 
 CODECS = ("native", "int8", "int4")  # of stored KV: as the model computes it, or in 8 or 4 bits
 
@@ -37,7 +35,6 @@ DEFAULT_RATIO = 0.15  # CacheBlend's; see `BlendConfig.ratio`
 DEFAULT_CONTEXT = 256  # tokens that a chunk is encoded with
 CONTROLLERS = ("auto", "off")
 HISTORIES = ("exact", "blend")
-QUANTIZATIONS = ("int8",)
 
 ANSWER_SETTINGS = ("ratio", "margin", "policy", "controller", "edited_history", "deterministic")
 """Names of the settings that every answer can override."""
@@ -332,6 +329,11 @@ class BlendConfig:
         clash = 'deterministic=True reuses nothing of earlier prompts: leave edited_history at "exact"'
         _require(not self.deterministic or self.edited_history == "exact", clash)
 
+    def overridden(self, options: Mapping[str, Any]) -> BlendConfig:
+        """Return the config with those options of an answer that are given; a given policy is not left to the controller."""
+        given = blend_of(options)
+        return replace(self, **({"controller": "off"} if "policy" in given else {}) | given) if given else self
+
     @property
     def reuses_prompts(self) -> bool:
         """Whether KV of earlier prompts and answers is reused. Full prefill is the reference, so it is not."""
@@ -379,9 +381,7 @@ class Sampling:
         object.__setattr__(self, "stop", tuple(self.stop))
 
 
-@takes_former_names
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
+class EngineOptions(TypedDict, total=False):
     """Options of `BlendEngine`, besides its model, store and config.
 
     Attributes:
@@ -403,41 +403,45 @@ class EngineOptions:
             the next turn begins with full prefill's KV.
     """
 
-    ram_bytes: int = number(2 << 30, "stored KV kept in RAM", whole=True)
-    codec: str = choice("native", CODECS, "codec of stored chunks: native precision, 8 or 4 bits")
-    conversation_bytes: int = number(1 << 30, "KV of recent conversations, kept for their next turns", whole=True)
-    batch_bytes: int = number(4 << 30, "KV of the answers in progress", whole=True)
-    store_cache: str | Path | None = option(
-        None, "folder of the local copies of a shared store; default: ~/.cache/kvrag/shared"
-    )
-    device_bytes: int = number(0, "stored KV kept on the GPU", whole=True)
-    learn: bool = switch("encode texts that two prompts of a namespace contain, while no answer is in progress")
-    check: float = number(0.05, "share of the answers to compare with full prefill when idle; 0 = none", most=1)
-    exact_when_idle: bool = switch("prefill conversations in full when idle, for their next turns")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    ram_bytes: Annotated[int, number(2 << 30, "stored KV kept in RAM", whole=True)]
+    codec: Annotated[str, choice("native", CODECS, "codec of stored chunks: native precision, 8 or 4 bits")]
+    conversation_bytes: Annotated[int, number(1 << 30, "KV of recent conversations, for their next turns", whole=True)]
+    batch_bytes: Annotated[int, number(4 << 30, "KV of the answers in progress", whole=True)]
+    store_cache: Annotated[
+        str | Path | None, option(None, "local copies of a shared store; default: ~/.cache/kvrag/shared")
+    ]
+    device_bytes: Annotated[int, number(0, "stored KV kept on the GPU", whole=True)]
+    learn: Annotated[bool, switch("when idle, encode texts that two prompts of a namespace contain")]
+    check: Annotated[float, number(0.05, "share of answers to compare with full prefill when idle; 0 = none", most=1)]
+    exact_when_idle: Annotated[bool, switch("prefill conversations in full when idle, for their next turns")]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """Options of `Model.from_pretrained`, described there; the loader checks them."""
+class ModelOptions(TypedDict, total=False):
+    """Options of `Model.from_pretrained`, described there."""
 
-    dtype: str | torch.dtype = option("auto", "dtype to compute in; auto = dtype of the stored weights")
-    device: str | None = option(None, "cuda, cpu, ...; default: a GPU if there is one")
-    device_map: str | dict[str, Any] | None = option(None, "splits a model over GPUs")
-    revision: str | None = option(None, "branch, tag or commit of the model on the hub")
-    attn_implementation: str | None = option(None, "transformers' attn_implementation")
-    trust_remote_code: bool = switch("run the Python code that a model repository ships")
-    allow_unverified: bool = False
-    preamble: bool = True
-    quantization: str | None = option(
-        None, "int8 = round the weights to 8 bits: faster answers on CPUs", check_choice, choices=QUANTIZATIONS
-    )
-    store_states: bool = switch("store the states at each chunk's end too, of models that keep some (hybrids)")
+    dtype: Annotated[str | Any, option("auto", "dtype to compute in; auto = dtype of the stored weights")]
+    device: Annotated[str | None, option(None, "cuda, cpu, ...; default: a GPU if there is one")]
+    device_map: Annotated[str | dict[str, Any] | None, option(None, "splits a model over GPUs")]
+    revision: Annotated[str | None, option(None, "branch, tag or commit of the model on the hub")]
+    attn_implementation: Annotated[str | None, option(None, "transformers' attn_implementation")]
+    trust_remote_code: Annotated[bool, switch("run the Python code that a model repository ships")]
+    allow_unverified: Annotated[bool, switch("")]
+    preamble: Annotated[bool, option(True, check=check_type, kind=bool, form="True or False")]
+    quantization: Annotated[
+        str | None,
+        option(None, "int8 = weights in 8 bits: faster on CPUs", check_choice, choices=("int8",)),
+    ]
+    store_states: Annotated[bool, switch("of models that keep states (hybrids), store those at each chunk's end")]
 
 
-DECLARED = {row.name: row for table in (Sampling, BlendConfig, EngineOptions, ModelOptions) for row in fields(table)}
+@cache
+def declared(table: type) -> dict[str, Any]:
+    """Return the options of a TypedDict by name, as fields that have their default and metadata."""
+    return {name: kind.__metadata__[0] for name, kind in get_type_hints(table, include_extras=True).items()}
+
+
+DECLARED: dict[str, Any] = {row.name: row for table in (Sampling, BlendConfig) for row in fields(table)}
+DECLARED |= declared(EngineOptions) | declared(ModelOptions)
 """All options by name: the one place that has their defaults, checks and descriptions."""
 
 
@@ -448,7 +452,14 @@ def choices_of(check: Callable[..., Any]) -> tuple[str, ...] | None:
 
 def check_option(name: str, value: Any) -> Any:
     """Return the value of an option as its declaration accepts it, else raise SettingError."""
-    return DECLARED[name].metadata["check"](name, value)
+    row = DECLARED[name]
+    return None if value is None and row.default is None else row.metadata["check"](name, value)
+
+
+def checked(function: str, table: type[T], options: Mapping[str, Any]) -> T:
+    """Return the options of a TypedDict, with the defaults of those not given; raise SettingError if one is wrong."""
+    given = _filled(function, {name: row.default for name, row in declared(table).items()}, options)
+    return cast(T, {name: check_option(name, value) for name, value in given.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -548,49 +559,45 @@ class AnswerOptions(TypedDict, total=False):
     timeout: float | None
 
 
-class EngineKeywords(TypedDict, total=False):
-    """Options of `BlendEngine`, described in `EngineOptions`."""
-
-    ram_bytes: int
-    codec: str
-    conversation_bytes: int
-    batch_bytes: int
-    store_cache: str | Path | None
-    device_bytes: int
-    learn: bool
-    check: float
-    exact_when_idle: bool
-
-
-class LoadOptions(TypedDict, total=False):
-    """Options of `Model.from_pretrained`, described there."""
-
-    dtype: str | torch.dtype
-    device: str | None
-    device_map: str | dict[str, Any] | None
-    revision: str | None
-    attn_implementation: str | None
-    trust_remote_code: bool
-    allow_unverified: bool
-    preamble: bool
-    quantization: str | None
-    store_states: bool
-
-
-class LoadingOptions(EngineKeywords, LoadOptions):
+class LoadingOptions(EngineOptions, ModelOptions):
     """Options of `BlendEngine.from_pretrained`, besides the store and the config."""
 
 
-def _defaults(table: type) -> dict[str, Any]:
-    return {row.name: row.default for row in fields(table)}
+ANSWER_DEFAULTS: dict[str, Any] = dict.fromkeys(AnswerOptions.__annotations__) | {"namespace": ""}
+ANSWER_DEFAULTS |= {row.name: row.default for row in fields(Sampling)}
+_ANSWER_TYPES: dict[str, tuple[Any, str]] = {
+    "tools": (list | tuple, "a list of dicts"),
+    "tool_choice": (str | Mapping, "a name or a dict"),
+    "grammar": (Grammar, "a Grammar"),
+    "template": (Mapping, "a dict"),
+    "reasoning": (bool, "True, False or None"),
+}
 
 
-ENGINE_DEFAULTS, LOAD_DEFAULTS = _defaults(EngineOptions), _defaults(ModelOptions)
-ANSWER_DEFAULTS = dict.fromkeys(AnswerOptions.__annotations__) | {"namespace": ""} | _defaults(Sampling)
+def checked_answer(
+    options: Mapping[str, Any], config: BlendConfig = BlendConfig()
+) -> tuple[dict[str, Any], BlendConfig, Sampling]:
+    """Return the options of an answer with the defaults of those not given, and the settings that follow from them.
+
+    Raises SettingError if one is unknown or wrong.
+    """
+    given = _filled("an answer", ANSWER_DEFAULTS, options)
+    check_timeout(given["timeout"])
+    check_namespace(given["namespace"])
+    for name, (kind, form) in _ANSWER_TYPES.items():
+        check_type(name, given[name], kind | None, form)
+    _require(not isinstance(given["stop"], str), "stop must be a sequence of strings, not one string")
+    given["documents"] = [row.text for row in named_texts(given["documents"] or ())]
+    return given, config.overridden(given), Sampling(**{row.name: given[row.name] for row in fields(Sampling)})
 
 
-def show_options(table: type, defaults: Mapping[str, Any]) -> Callable[[F], F]:
-    """Show the names of `**options: Unpack[table]` in a function's signature.
+def blend_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those options of an answer that are a BlendConfig's, and are given."""
+    return {name: options[name] for name in ANSWER_SETTINGS if options.get(name) is not None}
+
+
+def show_options(table: type, defaults: Mapping[str, Any] = MappingProxyType({})) -> Callable[[F], F]:
+    """Show the names of `**options: Unpack[table]` in a function's signature, with these or the declared defaults.
 
     Type checkers and editors read the TypedDict; `help`, notebooks and Sphinx only read the signature.
     """
@@ -598,16 +605,16 @@ def show_options(table: type, defaults: Mapping[str, Any]) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         signature, keyword = inspect.signature(function), inspect.Parameter.KEYWORD_ONLY
         parameters = [named for named in signature.parameters.values() if named.kind is not named.VAR_KEYWORD]
-        for name, kind in table.__annotations__.items():
-            kind = getattr(kind, "__forward_arg__", kind)
-            parameters.append(inspect.Parameter(name, keyword, default=defaults[name], annotation=kind))
+        for name, kind in get_type_hints(table).items():
+            default = defaults[name] if defaults else DECLARED[name].default
+            parameters.append(inspect.Parameter(name, keyword, default=default, annotation=kind))
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return function
 
     return decorate
 
 
-def fill_options(function: str, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def _filled(function: str, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with the defaults of those not given; raise SettingError for an unknown name."""
     given = renamed(options)
     for name in given:

@@ -11,15 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-from kvrag.answer import Answering, Question, overridden
+from kvrag.answer import Answering, Question
 from kvrag.backend.transformers import Model
 from kvrag.config import (
     ANSWER_DEFAULTS,
-    ENGINE_DEFAULTS,
-    LOAD_DEFAULTS,
     AnswerOptions,
     BlendConfig,
-    EngineKeywords,
     EngineOptions,
     LoadingOptions,
     check_list,
@@ -28,7 +25,8 @@ from kvrag.config import (
     check_number,
     check_timeout,
     check_type,
-    renamed,
+    checked,
+    declared,
     show_options,
 )
 from kvrag.control.agreement import TOKENS
@@ -77,14 +75,14 @@ class BlendEngine:
     `config` has the defaults of every answer; `ratio` and `policy` can be given per call.
     """
 
-    @show_options(EngineKeywords, ENGINE_DEFAULTS)
+    @show_options(EngineOptions)
     @releasing_threads()
     def __init__(
         self,
         model: Model,
         store: KVStore | str | Path | None = None,
         config: BlendConfig | None = None,
-        **options: Unpack[EngineKeywords],
+        **options: Unpack[EngineOptions],
     ) -> None:
         """Combine a model and a store.
 
@@ -96,25 +94,25 @@ class BlendEngine:
         if isinstance(model, str | Path):
             raise SettingError(f"model must be a Model, not a name: use BlendEngine.from_pretrained({str(model)!r})")
         check_type("config", config, BlendConfig | None, "a BlendConfig")
-        chosen = EngineOptions(**options)
-        codec = chosen.codec
-        if config and config.deterministic and chosen.exact_when_idle:
+        chosen = checked("BlendEngine", EngineOptions, options)
+        codec = chosen["codec"]
+        if config and config.deterministic and chosen["exact_when_idle"]:
             raise SettingError("deterministic=True lets no answer depend on earlier ones: leave out exact_when_idle")
         self.model, self.config, self.codec = model, config or BlendConfig(), codec
         self.fingerprint = model.fingerprint.stored_as(codec)
-        self.store: KVStore = open_store(default_store(model, codec) if store is None else store, chosen.store_cache)
+        self.store: KVStore = open_store(default_store(model, codec) if store is None else store, chosen["store_cache"])
         self.store.bind(self.fingerprint)
         self._planner = Planner(model, self.store, codec)
         self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._planner)
-        memory = MemoryTier(chosen.ram_bytes, faster=device_tier(model, codec, chosen.device_bytes))
+        memory = MemoryTier(chosen["ram_bytes"], faster=device_tier(model, codec, chosen["device_bytes"]))
         self._lookup = Lookup(self.store, alone_only=not self.config.context_tokens)
         self._pipeline = Pipeline(model, self.store, memory, self._lookup, self._planner, codec)
         self._prefetcher = Prefetcher(self.store, self._pipeline.memory)
         self._answering = Answering(model, self._pipeline, self._ingestion, chosen)
-        self._check, self._closed, self._process = chosen.check, False, os.getpid()
+        self._check, self._closed, self._process = chosen["check"], False, os.getpid()
 
     @classmethod
-    @show_options(LoadingOptions, ENGINE_DEFAULTS | LOAD_DEFAULTS)
+    @show_options(LoadingOptions)
     def from_pretrained(
         cls,
         name_or_path: str | Path,
@@ -124,10 +122,9 @@ class BlendEngine:
         **options: Unpack[LoadingOptions],
     ) -> BlendEngine:
         """Load a model and combine it with a store; see `Model.from_pretrained` and `kvrag.config.EngineOptions`."""
-        loading = renamed(options)
-        own = {name: loading.pop(name) for name in ENGINE_DEFAULTS if name in loading}
-        EngineOptions(**own)  # report mistakes before the slow loading
-        return cls(Model.from_pretrained(name_or_path, **loading), store, config, **own)
+        known: dict[str, Any] = {**checked("from_pretrained()", LoadingOptions, options)}  # before the slow loading
+        own: Any = {name: known.pop(name) for name in declared(EngineOptions)}
+        return cls(Model.from_pretrained(name_or_path, **known), store, config, **own)
 
     @classmethod
     def shared(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine:
@@ -426,7 +423,8 @@ class BlendEngine:
             PromptError: The prompt cannot be answered, or there is no such answer.
         """
         self._check_open()
-        config = overridden(self.config, ratio=ratio, margin=margin, policy=policy, controller=controller)
+        settings = {"ratio": ratio, "margin": margin, "policy": policy, "controller": controller}
+        config = self.config.overridden(settings)
         check_namespace(namespace)
         if prompt is None or isinstance(prompt, (BlendReport, dict)):
             answered = self._answering.recent.find(namespace, prompt)

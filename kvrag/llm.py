@@ -17,7 +17,6 @@ from hashlib import scrypt
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvrag.client.connection import KEY_VARIABLE, root_of
-from kvrag.client.wire import checked
 from kvrag.config import (
     ANSWER_SETTINGS,
     DECLARED,
@@ -25,6 +24,7 @@ from kvrag.config import (
     check_namespace,
     check_option,
     check_type,
+    checked_answer,
     option,
     renamed,
     takes_former_names,
@@ -179,12 +179,9 @@ class LLMSettings(EngineSettings, AnswerSettings):
             if local := [name for name in given if name not in ("model=", "base_url=")]:
                 names = ", ".join(local)
                 raise SettingError(f"base_url= answers with the model and the store of the server: leave out {names}")
-        self.request()
-
-    @classmethod
-    def of(cls, llm: object) -> LLMSettings:
-        """Read the settings from an object's attributes; raise SettingError if they are wrong."""
-        return cls(**{row.name: getattr(llm, row.name) for row in fields(cls)})
+        self.max_tokens = _ANSWER["max_tokens"].metadata["check"]("max_tokens", self.max_tokens)
+        check_type("stop", self.stop, list | tuple | None, "a list of strings")
+        checked_answer(self.request())
 
     @staticmethod
     def plain(value: Any) -> Any:
@@ -200,7 +197,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
         return {name: value for name, value in values.items() if value != _ENGINE[name].default}
 
     def request(self, **call: Any) -> dict[str, Any]:
-        """Return the arguments of `BlendEngine.stream` for one call; raise SettingError if one is wrong.
+        """Return the arguments of `BlendEngine.stream` for one call; raise SettingError if one is unknown.
 
         Args:
             call: Overrides for this call. None keeps the setting; `stop` is added to it. `documents`, `tools`,
@@ -208,24 +205,31 @@ class LLMSettings(EngineSettings, AnswerSettings):
                 given only here. `timeout` replaces the object's. `stream_usage`, `stream_options`, `strict`, `user` and
                 `n=1` of other LLM classes have no effect.
         """
-        call = {name: value for name, value in renamed(call).items() if name not in _WITHOUT_EFFECT}
-        if call.pop("n", None) not in (None, 1):
-            raise SettingError("n must be 1: call several times for several answers")
-        if unknown := [name for name in call if name not in (*_ANSWER, *_ONLY_PER_CALL)]:
-            known = ", ".join((*_ANSWER, *_ONLY_PER_CALL))
-            raise SettingError(f"unknown setting {', '.join(unknown)}: a call accepts {known}")
-        check_type("stop", call.get("stop"), list | tuple | None, "a list of strings")
-        request = {name: getattr(self, name) for name in _ANSWER}
-        request |= {name: value for name, value in call.items() if value is not None}
-        request["stop"] = tuple(dict.fromkeys([*(self.stop or ()), *(call.get("stop") or ())]))
-        request["max_new_tokens"] = _ANSWER["max_tokens"].metadata["check"]("max_tokens", request.pop("max_tokens"))
-        request.setdefault("timeout", self.timeout)
-        if response_format := request.pop("response_format", None):
-            if "grammar" in request:
-                raise SettingError("response_format and grammar exclude each other: leave out one of them")
-            request["grammar"] = Grammar.of_response_format(response_format)
-        checked(request)
+        call = {name: value for name, value in call.items() if value is not None and name not in _WITHOUT_EFFECT}
+        if call:
+            call = self._checked_call(call)
+        request = {name: getattr(self, name) for name in _ANSWER} | {"timeout": self.timeout} | call
+        request["stop"] = tuple(dict.fromkeys([*(self.stop or ()), *call.get("stop", ())]))
+        request["max_new_tokens"] = request.pop("max_tokens")
         return request
+
+    @staticmethod
+    def _checked_call(call: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the overrides of a call by their present names; the engine checks most values."""
+        call = renamed(call)
+        if call.pop("n", 1) != 1:
+            raise SettingError("n must be 1: call several times for several answers")
+        known = (*_ANSWER, *_ONLY_PER_CALL)
+        if unknown := [name for name in call if name not in known]:
+            raise SettingError(f"unknown setting {', '.join(unknown)}: a call accepts {', '.join(known)}")
+        check_type("stop", call.get("stop"), list | tuple | None, "a list of strings")
+        if "max_tokens" in call:
+            call["max_tokens"] = _ANSWER["max_tokens"].metadata["check"]("max_tokens", call["max_tokens"])
+        if response_format := call.pop("response_format", None):
+            if "grammar" in call:
+                raise SettingError("response_format and grammar exclude each other: leave out one of them")
+            call["grammar"] = Grammar.of_response_format(response_format)
+        return call
 
     @property
     def model_name(self) -> str:
@@ -293,6 +297,9 @@ class LLMSettings(EngineSettings, AnswerSettings):
         return identity
 
 
+_NAMES = [row.name for row in fields(LLMSettings)]
+
+
 @functools.lru_cache(maxsize=64)
 def _digest(api_key: str, base_url: str) -> str:
     """Return a digest of an API key, too slow to be reversed by guessing: it appears in traces and cache keys."""
@@ -328,13 +335,21 @@ def _thinks(tokenizer: Tokenizer) -> bool:
 
 @dataclass
 class LazyEngine:
-    """Opens the engine of some settings on first use, and keeps it alive.
+    """Checks the settings of an object, opens their engine on first use, and keeps it alive.
 
     Made for an attribute of a framework's LLM class: copies of the object open the same engine, pickles omit it.
     """
 
     # by model, which a call can name; an open engine does not make two objects different
     _engines: dict[str, Engine] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: tuple[list[Any], LLMSettings] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def settings_of(self, llm: object) -> LLMSettings:
+        """Return the settings in an object's attributes, checked when they have changed; raises SettingError."""
+        values, known = [getattr(llm, name) for name in _NAMES], self._known
+        if known is None or known[0] != values:
+            self._known = known = values, LLMSettings(**dict(zip(_NAMES, values, strict=True)))
+        return known[1]
 
     def open(self, settings: LLMSettings) -> Engine:
         """Return the given engine, or the one shared by all objects with equal settings."""
@@ -351,8 +366,12 @@ class LLMBase(EngineSettings, AnswerSettings):
 
     _lazy: LazyEngine
 
+    @property
+    def _settings(self) -> LLMSettings:
+        return self._lazy.settings_of(self)
+
     def _open(self) -> Engine:
-        return self._lazy.open(LLMSettings.of(self))
+        return self._lazy.open(self._settings)
 
     @staticmethod
     def _text(chunk: Any) -> Any:
@@ -428,7 +447,7 @@ class LLMBase(EngineSettings, AnswerSettings):
 
         Does nothing before the model is loaded, or with a server, which does it itself.
         """
-        engine = LLMSettings.of(self).opened()
+        engine = self._settings.opened()
         if engine is not None:
             engine.prefetch(self._texts(list(texts)), namespace=self._in(namespace))
 

@@ -42,5 +42,5 @@ class LLMFields(BaseModel, LLMBase):
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
-        LLMSettings.of(self)
+        self._lazy.settings_of(self)
         return self

@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvrag.backend.hub import BUNDLED, READER, check_model
-from kvrag.config import DEFAULT_CONTEXT, DEFAULT_POLICY, ENGINE_DEFAULTS, POLICIES, BlendConfig, choices_of, renamed
+from kvrag.config import (
+    DEFAULT_CONTEXT,
+    DEFAULT_POLICY,
+    POLICIES,
+    BlendConfig,
+    EngineOptions,
+    choices_of,
+    declared,
+    renamed,
+)
 from kvrag.errors import FingerprintMismatchError, KvragError, SettingError, StoreError
 from kvrag.llm import SETTINGS
 from kvrag.progress import progress as progress
@@ -226,7 +235,7 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
     store = default_store(model, args.codec) if args.store is None else args.store
     if is_warmed and args.store is None and not (store / "chunks").is_dir():
         raise _nothing_warmed(store)
-    options: Any = {name: getattr(args, name) for name in ENGINE_DEFAULTS if name in args}
+    options: Any = {name: getattr(args, name) for name in declared(EngineOptions) if name in args}
     return BlendEngine(model, store, config, **options)
 
 

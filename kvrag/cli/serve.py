@@ -32,7 +32,7 @@ from kvrag.cli.common import (
 )
 from kvrag.cli.plugin import add_ray_argument, find
 from kvrag.cli.question import template
-from kvrag.config import ANSWER_SETTINGS, DECLARED, ENGINE_DEFAULTS, BlendConfig
+from kvrag.config import DECLARED, BlendConfig
 from kvrag.errors import SettingError
 from kvrag.reader import samples
 from kvrag.retrieval import documents
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits")
     for tier in ("ram", "device", "conversation", "batch"):
         name, kind = f"{tier}_bytes", _size(30, may_be_zero=tier != "batch")
-        gib, about = f"{ENGINE_DEFAULTS[name] >> 30}", DECLARED[name].metadata["about"]
+        gib, about = f"{DECLARED[name].default >> 30}", DECLARED[name].metadata["about"]
         add_number(limits, f"--{tier}-gib", gib, about, type=kind, dest=name)
     add_number(limits, "--token-limit", 4096, "maximum answer length; longer requests are cut to it", least=1)
     add_number(limits, "--concurrency", 16, "concurrent requests", least=1)
@@ -222,10 +222,7 @@ def read_config(args: argparse.Namespace) -> BlendConfig:
     if not args.no_corpus:
         require_extra()
         documents.check_lengths(args.chunk_tokens, args.chunk_overlap)
-    config = {name: value for name in ANSWER_SETTINGS if (value := getattr(args, name)) is not None}
-    if args.policy is not None:
-        config = {"controller": "off", **config}  # as in requests that name a policy
-    return BlendConfig(context_tokens=args.context_tokens, **config)
+    return BlendConfig(context_tokens=args.context_tokens).overridden(vars(args))
 
 
 def _corpus(

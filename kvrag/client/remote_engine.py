@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from contextvars import copy_context
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 from kvrag.blocking import iterate, run
 from kvrag.client.connection import Body, Connection
 from kvrag.client.servers import Server, find_server, warm
-from kvrag.client.wire import checked, deltas_of, messages_of
-from kvrag.config import check_names, check_namespace, named_texts
+from kvrag.client.wire import deltas_of, messages_of
+from kvrag.config import check_names, check_namespace, checked_answer, named_texts
 from kvrag.errors import SettingError
 from kvrag.progress import watched
 from kvrag.types import Answer, Delta, Messages, WarmReport, join
@@ -142,11 +142,11 @@ class RemoteEngine:
         `timeout` is the time without a response, as in the constructor. A server that cannot be reached, refuses the
         request, or fails, is a ServerError.
         """
-        return iterate(self._deltas(self._blocking, prompt, checked(options), is_stream=True))
+        return iterate(self._deltas(self._blocking, prompt, _checked(options), is_stream=True))
 
     def generate(self, prompt: str | Messages, **options: Any) -> Answer:
         """Return the complete answer; arguments as in `BlendEngine.stream`."""
-        return join(iterate(self._deltas(self._blocking, prompt, checked(options), is_stream=False)))
+        return join(iterate(self._deltas(self._blocking, prompt, _checked(options), is_stream=False)))
 
     def generate_batch(self, prompts: Sequence[str | Messages], **options: Any) -> list[Answer]:
         """Return the complete answers to several prompts, which are sent at the same time; see `BlendEngine`.
@@ -163,11 +163,11 @@ class RemoteEngine:
 
     def astream(self, prompt: str | Messages, **options: Any) -> AsyncGenerator[Delta, None]:
         """Like `stream`, without blocking the event loop."""
-        return self._deltas(self._async, prompt, checked(options), is_stream=True)
+        return self._deltas(self._async, prompt, _checked(options), is_stream=True)
 
     async def agenerate(self, prompt: str | Messages, **options: Any) -> Answer:
         """Like `generate`, without blocking the event loop. Cancelling it ends the work on the server."""
-        return join([delta async for delta in self._deltas(self._async, prompt, checked(options), False)])
+        return join([delta async for delta in self._deltas(self._async, prompt, _checked(options), False)])
 
     async def _deltas(
         self, connection: Connection, prompt: str | Messages, options: Body, is_stream: bool
@@ -220,3 +220,11 @@ class RemoteEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _checked(options: Mapping[str, Any]) -> Body:
+    """Return the options of an answer, as in `BlendEngine.stream`, and defaults; raise SettingError if one is wrong."""
+    given, _, sampling = checked_answer(options)
+    if sampling.logprobs is not None:
+        raise SettingError("logprobs are not read from servers: leave them out")
+    return given | asdict(sampling)

@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 from kvrag.blocking import run
 from kvrag.client.connection import Body, Connection
-from kvrag.client.wire import blend_of, body_of, report_of
-from kvrag.config import NamedText
+from kvrag.client.wire import body_of, report_of
+from kvrag.config import NamedText, blend_of, named_texts
 from kvrag.errors import (
     ContextWindowError,
     KvragError,
@@ -74,11 +74,10 @@ class KvragServe(_ServedModel):
         _check_no_namespace(options["namespace"])
         if options["grammar"] is not None and options["grammar"].json_schema is None:
             raise SettingError("kvrag serve supports grammars as a json_schema only: convert this one")
-        chunks = [row.text for row in options["documents"]]
         body = body_of(self.name, prompt, options, bool(tag)) | blend_of(options)
         if options["reasoning"] is False and "messages" in body:
             body["reasoning_effort"] = "none"  # also switches templates with another name for it
-        return body | {"chunks": chunks} if chunks else body
+        return body | {"chunks": options["documents"]} if options["documents"] else body
 
     async def report(self, extras: Body, usage: Body, tag: str) -> BlendReport:
         """Return the report of a complete answer from its responses' extra fields and usage."""
@@ -109,7 +108,7 @@ class _Vllm(_ServedModel):
 
     async def body(self, prompt: str | Messages, options: Body, tag: str) -> Body:
         namespace, grammar = options["namespace"], options["grammar"]
-        await warm(options["documents"], "", self, namespace)
+        await warm(named_texts(options["documents"]), "", self, namespace)
         body = body_of(self.name, prompt, options, bool(tag))
         params = {"mode": "blend", **blend_of(options), "namespace": namespace, "tag": tag}
         body["kv_transfer_params"] = {"kvrag": {name: value for name, value in params.items() if value != ""}}

@@ -9,42 +9,13 @@ from dataclasses import fields, replace
 from typing import Any
 
 from kvrag.client.connection import Body
-from kvrag.config import (
-    ANSWER_DEFAULTS,
-    ANSWER_SETTINGS,
-    BlendConfig,
-    Sampling,
-    check_namespace,
-    check_timeout,
-    check_type,
-    fill_options,
-    named_texts,
-)
+from kvrag.config import Sampling
 from kvrag.errors import PromptError, ServerError
 from kvrag.types import BlendReport, CallPiece, Delta, InvalidCall, Messages, ToolCall, add_piece
 
-_SAMPLING = [field.name for field in fields(Sampling) if field.name != "logprobs"]
-_SAME = {*_SAMPLING, "tools"} - {"max_new_tokens"}  # as OpenAI and vLLM name them
+# as OpenAI and vLLM name them
+_SAME = {"tools", *(row.name for row in fields(Sampling))} - {"max_new_tokens", "logprobs"}
 _SWITCHES = ("enable_thinking", "thinking")  # of thoughts, in chat templates
-_DEFAULTS = {name: value for name, value in ANSWER_DEFAULTS.items() if name != "logprobs"}
-
-
-def checked(options: Mapping[str, Any]) -> Body:
-    """Return the options of an answer, as in `BlendEngine.stream`, and defaults; raise SettingError if one is wrong."""
-    given = fill_options("an answer", _DEFAULTS, options)
-    check_timeout(given["timeout"])
-    check_namespace(given["namespace"])
-    BlendConfig(**blend_of(given))
-    check_type("tools", given["tools"] or (), list | tuple, "a list of dicts")
-    check_type("reasoning", given["reasoning"], bool | None, "True, False or None")
-    documents = named_texts(given["documents"] or ())
-    sampling = Sampling(**{name: given[name] for name in _SAMPLING})
-    return {**given, **{name: getattr(sampling, name) for name in _SAMPLING}, "documents": documents}
-
-
-def blend_of(options: Body) -> Body:
-    """Return the options of blending that are given."""
-    return {name: options[name] for name in ANSWER_SETTINGS if options[name] is not None}
 
 
 def body_of(model: str, prompt: str | Messages, options: Body, is_stream: bool) -> Body:

@@ -107,7 +107,7 @@ def prepare(
     tokenizer: Tokenizer,
     prompt: str | Messages | TokenIds,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    choice: str | Mapping[str, Any] | None = None,
+    tool_choice: str | Mapping[str, Any] | None = None,
     grammar: Grammar | None = None,
     template: Mapping[str, Any] | None = None,
     reasoning: bool | None = None,
@@ -116,7 +116,7 @@ def prepare(
 
     Args:
         tools: `{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}`.
-        choice: "auto" or None = call or answer, "none" = answer, "required" or "any" = call one of them, a tool's name
+        tool_choice: "auto" or None = call or answer, "none" = answer, "required" or "any" = call one of them, a tool's name
             or `{"type": "function", "function": {"name": ...}}` or Anthropic's `{"type": "tool", "name": ...}` = call
             that one. A forced answer is exactly one call.
         grammar: Grammar of an answer without a call; with tools, a JSON schema only.
@@ -127,8 +127,8 @@ def prepare(
     variables = {**switch(tokenizer, reasoning, is_plain), **(template or {})}
     listed = check_type("tools", tools, list | tuple | None, "a list of dicts") or ()
     known = tuple(_checked_tool(tool) for tool in listed)
-    forced = _forced(choice, tuple(tool["function"]["name"] for tool in known))
-    if choice == "none":
+    forced = _forced(tool_choice, tuple(tool["function"]["name"] for tool in known))
+    if tool_choice == "none":
         known = ()
     if is_plain:
         if known:

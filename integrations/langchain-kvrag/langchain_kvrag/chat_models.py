@@ -84,7 +84,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
             structured_output=True,
             max_output_tokens=self.max_tokens,
         )
-        window, thinks = LLMSettings.of(self).on_disk()
+        window, thinks = self._settings.on_disk()
         if window is not None:
             profile["max_input_tokens"] = window
         if thinks is not None:

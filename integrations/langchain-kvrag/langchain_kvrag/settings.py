@@ -133,7 +133,7 @@ class BlendSettings(BaseLanguageModel[Any], LLMFields):
 
     def _request(self, stop: list[str] | None, call: dict[str, Any]) -> tuple[LLMSettings, dict[str, Any]]:
         """Return the settings of the engine for a call, and the arguments for its `stream`."""
-        settings, arguments = LLMSettings.of(self), dict(call)
+        settings, arguments = self._settings, dict(call)
         arguments.pop("stream", None)  # already handled by LangChain
         arguments["documents"] = self._texts(arguments.get("documents"))
         model = LLMSettings.plain(arguments.pop("model", None))
@@ -150,11 +150,11 @@ class BlendSettings(BaseLanguageModel[Any], LLMFields):
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
         params["ls_provider"] = "kvrag"
-        params["ls_model_name"] = kwargs.get("model") or LLMSettings.of(self).model_name
+        params["ls_model_name"] = kwargs.get("model") or self._settings.model_name
         return params
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        identity = LLMSettings.of(self).identity()
+        identity = self._settings.identity()
         # LangChain's cache key overwrites `stop` with the stop strings of the call
         return identity | {"stop_sequences": identity.pop("stop")}

@@ -91,8 +91,7 @@ def load(
         SettingError: Unknown dtype or device, or see `quantize`.
     """
     _check_settings(dtype, device)
-    if quantization is not None:
-        check_option("quantization", quantization)
+    check_option("quantization", quantization)
     if attn_implementation is not None:
         refuse_attention(attn_implementation)
     config = load_config(name, allow_unverified=allow_unverified, **where)

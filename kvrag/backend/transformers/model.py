@@ -33,7 +33,7 @@ from kvrag.backend.transformers.rows import (
     suspended,
 )
 from kvrag.backend.transformers.tokenizer import Tokenizer
-from kvrag.config import LOAD_DEFAULTS, LoadOptions, Sampling, fill_options, show_options
+from kvrag.config import ModelOptions, Sampling, checked, show_options
 from kvrag.errors import ContextWindowError, SettingError, UnsupportedModelError
 from kvrag.fingerprint import Fingerprint, hash_weights
 from kvrag.process import Shared, reporting_memory
@@ -116,8 +116,8 @@ class Model(Backend):
         self.fingerprint = replace(fingerprint(self.name, hf, self.tokenizer), states=store_states)
 
     @classmethod
-    @show_options(LoadOptions, LOAD_DEFAULTS)
-    def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[LoadOptions]) -> Model:
+    @show_options(ModelOptions)
+    def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[ModelOptions]) -> Model:
         """Load a model by hub name or path. Equal settings share one model while it is in use.
 
         Args:
@@ -139,7 +139,7 @@ class Model(Backend):
             UnsupportedModelError: The model cannot be blended exactly.
             SettingError: A setting is unknown, or there are no states to store.
         """
-        settings = fill_options("from_pretrained()", LOAD_DEFAULTS, options)
+        settings: dict[str, Any] = {**checked("from_pretrained()", ModelOptions, options)}
         key = json.dumps([str(name_or_path), settings], default=str)
         own = {option: settings.pop(option) for option in ("preamble", "store_states")}
         name = str(name_or_path)

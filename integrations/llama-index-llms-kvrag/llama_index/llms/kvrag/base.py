@@ -36,7 +36,7 @@ from llama_index.core.tools.types import BaseTool, ToolMetadata
 from llama_index.core.types import BasePydanticProgram, Model
 from llama_index.llms.kvrag.messages import assistant_message, template_messages
 
-from kvrag import Answer, BlendReport, Delta, LLMSettings
+from kvrag import Answer, BlendReport, Delta
 from kvrag.ext.frameworks import LONGER, LLMFields, add_piece, parameters_of
 
 _Prompt = str | list[dict[str, Any]]
@@ -91,7 +91,7 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
     @property
     def metadata(self) -> LLMMetadata:
         """The model's context window and capabilities, read without loading its weights."""
-        settings = LLMSettings.of(self)
+        settings = self._settings
         window, takes_messages = settings.window()
         return LLMMetadata(
             context_window=window,
@@ -103,7 +103,7 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
 
     def to_payload(self) -> dict[str, Any]:
         """Return the fields for events. Reads no files, because it runs on the event loop."""
-        return {"class_name": self.class_name(), **LLMSettings.of(self).identity()}
+        return {"class_name": self.class_name(), **self._settings.identity()}
 
     def encode(self, text: str) -> list[int]:
         """Return token ids of the model's own tokenizer; set `Settings.tokenizer = llm.encode` to count with it."""
@@ -276,7 +276,7 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
         return text if formatted else self._open().as_prompt(text)
 
     def _request(self, call: dict[str, Any]) -> dict[str, Any]:
-        return LLMSettings.of(self).request(**{**call, "documents": self._texts(call.get("documents"))})
+        return self._settings.request(**{**call, "documents": self._texts(call.get("documents"))})
 
     def _answer(self, prompt: _Prompt, call: dict[str, Any]) -> _Response:
         request = self._request(call)

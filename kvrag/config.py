@@ -207,6 +207,9 @@ class PolicyChoice(str):
         self.name, self.settings = name, settings
         return self
 
+    def __deepcopy__(self, _: object) -> PolicyChoice:
+        return self  # it does not change
+
 
 def _check_policy(_: str, policy: str) -> PolicyChoice:
     return PolicyChoice(policy)
@@ -330,7 +333,7 @@ class BlendConfig:
         _require(not self.deterministic or self.edited_history == "exact", clash)
 
     def overridden(self, options: Mapping[str, Any]) -> BlendConfig:
-        """Return the config with those options of an answer that are given; a given policy is not left to the controller."""
+        """Return the config with those of an answer's options that are given; with a policy, always blend."""
         given = blend_of(options)
         return replace(self, **({"controller": "off"} if "policy" in given else {}) | given) if given else self
 
@@ -435,7 +438,7 @@ class ModelOptions(TypedDict, total=False):
 
 
 @cache
-def declared(table: type) -> dict[str, Any]:
+def declared(table: Any) -> dict[str, Any]:
     """Return the options of a TypedDict by name, as fields that have their default and metadata."""
     return {name: kind.__metadata__[0] for name, kind in get_type_hints(table, include_extras=True).items()}
 
@@ -458,7 +461,8 @@ def check_option(name: str, value: Any) -> Any:
 
 def checked(function: str, table: type[T], options: Mapping[str, Any]) -> T:
     """Return the options of a TypedDict, with the defaults of those not given; raise SettingError if one is wrong."""
-    given = _filled(function, {name: row.default for name, row in declared(table).items()}, options)
+    defaults = {name: row.default for name, row in declared(cast(Any, table)).items()}
+    given = _filled(function, defaults, options)
     return cast(T, {name: check_option(name, value) for name, value in given.items()})
 
 
@@ -587,7 +591,8 @@ def checked_answer(
     for name, (kind, form) in _ANSWER_TYPES.items():
         check_type(name, given[name], kind | None, form)
     _require(not isinstance(given["stop"], str), "stop must be a sequence of strings, not one string")
-    given["documents"] = [row.text for row in named_texts(given["documents"] or ())]
+    documents = () if given["documents"] is None else check_list("documents", given["documents"])
+    given["documents"] = [row.text for row in named_texts(documents)]
     return given, config.overridden(given), Sampling(**{row.name: given[row.name] for row in fields(Sampling)})
 
 

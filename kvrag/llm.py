@@ -21,6 +21,7 @@ from kvrag.config import (
     ANSWER_SETTINGS,
     DECLARED,
     Grammar,
+    check_list,
     check_namespace,
     check_option,
     check_type,
@@ -197,7 +198,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
         return {name: value for name, value in values.items() if value != _ENGINE[name].default}
 
     def request(self, **call: Any) -> dict[str, Any]:
-        """Return the arguments of `BlendEngine.stream` for one call; raise SettingError if one is unknown.
+        """Return the arguments of `BlendEngine.stream` for one call; raise SettingError if one is wrong.
 
         Args:
             call: Overrides for this call. None keeps the setting; `stop` is added to it. `documents`, `tools`,
@@ -205,24 +206,27 @@ class LLMSettings(EngineSettings, AnswerSettings):
                 given only here. `timeout` replaces the object's. `stream_usage`, `stream_options`, `strict`, `user` and
                 `n=1` of other LLM classes have no effect.
         """
-        call = {name: value for name, value in call.items() if value is not None and name not in _WITHOUT_EFFECT}
-        if call:
-            call = self._checked_call(call)
+        call = self._checked_call(call) if call != {"stop": None} else {}
         request = {name: getattr(self, name) for name in _ANSWER} | {"timeout": self.timeout} | call
         request["stop"] = tuple(dict.fromkeys([*(self.stop or ()), *call.get("stop", ())]))
         request["max_new_tokens"] = request.pop("max_tokens")
+        if call:
+            checked_answer(request)
         return request
 
     @staticmethod
     def _checked_call(call: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the overrides of a call by their present names; the engine checks most values."""
-        call = renamed(call)
-        if call.pop("n", 1) != 1:
+        """Return the overrides of a call by the engine's names."""
+        call = {name: value for name, value in renamed(call).items() if name not in _WITHOUT_EFFECT}
+        if call.pop("n", None) not in (None, 1):
             raise SettingError("n must be 1: call several times for several answers")
         known = (*_ANSWER, *_ONLY_PER_CALL)
         if unknown := [name for name in call if name not in known]:
             raise SettingError(f"unknown setting {', '.join(unknown)}: a call accepts {', '.join(known)}")
-        check_type("stop", call.get("stop"), list | tuple | None, "a list of strings")
+        call = {name: value for name, value in call.items() if value is not None}
+        check_type("stop", call.get("stop", []), list | tuple, "a list of strings")
+        if "documents" in call:
+            call["documents"] = check_list("documents", call["documents"])
         if "max_tokens" in call:
             call["max_tokens"] = _ANSWER["max_tokens"].metadata["check"]("max_tokens", call["max_tokens"])
         if response_format := call.pop("response_format", None):

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from benchmarks.quality.questions import is_right
 from benchmarks.quality.rows import QuestionRow
-from kvrag.answer import overridden
 from kvrag.config import BlendConfig
 from kvrag.control.agreement import END
 from kvrag.engine import BlendEngine
@@ -86,9 +85,9 @@ def measure(
     ids = engine.tokenize(prompt)
     for name, chunks in row.all_documents().items():
         engine.warm(chunks, document=name)
-    engine.prefill(ids, overridden(engine.config, policy="none"))  # reads the KV into RAM, for all arms
+    engine.prefill(ids, engine.config.overridden({"policy": "none"}))  # reads the KV into RAM, for all arms
     settings = {arm: settings_of_arm(arm, engine, row) for arm in arms}
-    measured, configs = {}, {arm: overridden(engine.config, **settings[arm]) for arm in arms}
+    measured, configs = {}, {arm: engine.config.overridden(settings[arm]) for arm in arms}
     for arm in rng.sample(arms, len(arms)):
         started, times, deltas = time.perf_counter(), list[float](), list[Delta]()
         for delta in engine.stream(  # a penalty of the model's own would change what is decided

@@ -43,7 +43,6 @@ from benchmarks.quality.variants import code_digest
 from benchmarks.quality.worlds import world_rows
 from benchmarks.settings import run_settings
 from kvrag import BlendConfig, BlendEngine, Model
-from kvrag.answer import overridden
 from kvrag.cli.common import existing_path, say
 from kvrag.config import DEFAULT_CONTEXT, Sampling
 from kvrag.control.agreement import END, likeliest, own_answer, wilson
@@ -209,7 +208,7 @@ def _answer(arm: Arm, row: QuestionRow) -> tuple[Answered, Tensor | None]:
 
 
 def _fixed(engine: BlendEngine, row: QuestionRow, setting: str) -> tuple[Answered, Tensor, RequestState]:
-    config = overridden(engine.config, **settings_of_arm(setting, engine, row))
+    config = engine.config.overridden(settings_of_arm(setting, engine, row))
     prefilled = engine.prefill(engine.tokenize(_prompt(engine, row)), config)
     logits = prefilled.logits.clone()
     return _answered(row, *own_answer(engine.model, prefilled, _SAMPLING)), logits, prefilled

@@ -56,7 +56,8 @@ def _show(title: str, path: Sequence[Path]) -> None:
     lines = {file: len(file.read_text().splitlines()) for file in sorted(entered)}
     print(f"{title}: {len(lines)} files, {sum(lines.values())} lines, {len(path) - 1} changes of file")
     for file, count in lines.items():
-        print(f"{count:6} lines, entered {entered[file]:4} times: {file.relative_to(ROOT.parent if file.is_relative_to(ROOT) else ADAPTER.parent)}")
+        base = ROOT if file.is_relative_to(ROOT) else ADAPTER
+        print(f"{count:6} lines, entered {entered[file]:4} times: {file.relative_to(base.parent)}")
 
 
 def main() -> None:

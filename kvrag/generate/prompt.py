@@ -116,9 +116,9 @@ def prepare(
 
     Args:
         tools: `{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}`.
-        tool_choice: "auto" or None = call or answer, "none" = answer, "required" or "any" = call one of them, a tool's name
-            or `{"type": "function", "function": {"name": ...}}` or Anthropic's `{"type": "tool", "name": ...}` = call
-            that one. A forced answer is exactly one call.
+        tool_choice: "auto" or None = call or answer, "none" = answer, "required" or "any" = call one of them, a tool's
+            name or `{"type": "function", "function": {"name": ...}}` or Anthropic's `{"type": "tool", "name": ...}` =
+            call that one. A forced answer is exactly one call.
         grammar: Grammar of an answer without a call; with tools, a JSON schema only.
         template: Variables for the chat template.
         reasoning: Sets the chat template's switch for thoughts, unless `template` does.

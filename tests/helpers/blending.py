@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from kvrag import BlendConfig, BlendEngine, Model
-from kvrag.answer import overridden
 from kvrag.reuse.blend import blend, stitch
 from kvrag.reuse.load import LayerLoader, Recovery
 from kvrag.reuse.request_state import RequestState, Trace
@@ -32,7 +31,7 @@ def prepare(
     engine: BlendEngine, ids: list[int], ratio: float | None = None, policy: str | None = None, **changes: Any
 ) -> RequestState:
     """The engine's way from prompt ids to a complete cache."""
-    config = overridden(engine.config, ratio=ratio, policy=policy)
+    config = engine.config.overridden({"ratio": ratio, "policy": policy})
     return engine.prefill(ids, BlendConfig(**{**_fields(config), **changes}))
 
 

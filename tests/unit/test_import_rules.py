@@ -16,6 +16,7 @@ ROOT = Path(kvrag.__file__).parent
 
 BASE = {"errors", "config", "types", "fingerprint", "process", "words"}
 ROOMS = {"backend", "store", "index", "memory", "scheduling", "reuse", "ingest", "generate", "control", "inspect"}
+ROOMS |= {"listen"}
 
 # unit -> the units it may import besides itself; a folder is one unit
 ALLOWED: dict[str, set[str]] = {
@@ -39,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "generate": BASE | {"backend", "scheduling", "reuse"},
     "control": BASE | {"backend", "store", "scheduling", "reuse", "generate"},
     "ingest": BASE | {"backend", "store", "index", "memory", "scheduling", "reuse", "control"},
+    "listen": BASE | {"backend", "store", "index", "scheduling", "reuse", "ingest", "control"},
     "inspect": BASE | {"backend", "store", "index", "reuse", "ingest", "generate"},
     "request": BASE | {"backend", "store", "index", "memory", "reuse", "control", "tracing"},
     "answer": BASE | ROOMS | {"request"},

@@ -7,7 +7,9 @@ import inspect
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,7 +135,7 @@ def test_signatures_show_the_options_of_an_answer(method: str) -> None:
     }
     assert {name: one.default for name, one in shown.items() if one.kind is one.KEYWORD_ONLY} == expected
     assert list(shown)[:2] == ["self", "prompt"]
-    assert shown["tools"].annotation == "Sequence[dict[str, Any]] | None"
+    assert shown["tools"].annotation == Sequence[dict[str, Any]] | None
 
 
 def test_the_signature_of_a_model_shows_its_options() -> None:

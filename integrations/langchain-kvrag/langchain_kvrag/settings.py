@@ -135,10 +135,12 @@ class BlendSettings(BaseLanguageModel[Any], LLMFields):
         """Return the settings of the engine for a call, and the arguments for its `stream`."""
         settings, arguments = self._settings, dict(call)
         arguments.pop("stream", None)  # already handled by LangChain
-        arguments["documents"] = self._texts(arguments.get("documents"))
-        model = LLMSettings.plain(arguments.pop("model", None))
-        if model is not None and model != settings.model_name:
-            settings = replace(settings, model=model, engine=None)
+        if "documents" in arguments:
+            arguments["documents"] = self._texts(arguments["documents"])
+        if "model" in arguments:
+            model = LLMSettings.plain(arguments.pop("model"))
+            if model not in (None, settings.model_name):
+                settings = replace(settings, model=model, engine=None)
         return settings, settings.request(stop=stop, **arguments)
 
     def get_token_ids(self, text: str) -> list[int]:

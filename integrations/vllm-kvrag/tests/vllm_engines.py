@@ -29,7 +29,6 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_kvrag import worker
 
 from kvrag import BlendEngine, Model
-from kvrag.answer import overridden
 from kvrag.backend.transformers.loading import reader_path
 from kvrag.reuse.request_state import RequestState
 from kvrag.store import KVStore
@@ -356,7 +355,7 @@ def reference(model: Path, store: Path | KVStore, **settings: Any) -> Iterator[B
 
 def blended(engine: BlendEngine, ids: list[int], ratio: float, policy: str) -> RequestState:
     """The prompt as kvrag's own engine blends it."""
-    return engine.prefill(ids, overridden(engine.config, ratio=ratio, policy=policy))
+    return engine.prefill(ids, engine.config.overridden({"ratio": ratio, "policy": policy}))
 
 
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -25,7 +25,7 @@ from langchain_kvrag import (
     SQLiteRecordManager,
 )
 
-from kvrag import BlendEngine, ContextWindowError, KvragError, LLMSettings, SettingError, StoreFullError
+from kvrag import BlendEngine, ContextWindowError, KvragError, SettingError, StoreFullError
 from kvrag.store import visible_variant
 from kvrag.store.values import text_key
 
@@ -803,4 +803,4 @@ def test_reading_ahead_loads_no_model(
     engine._prefetcher.wait()
     assert len(engine._pipeline.memory) == 2
     other = ChatBlend(**settings)  # shares the engine, without having opened it
-    assert LLMSettings.of(other).opened() is engine
+    assert other._settings.opened() is engine

@@ -48,7 +48,7 @@ _KINDS = {kind.__name__: kind for kind in (bool, float, int, str)}
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 _EXTRAS = {
     "cli": ("faiss", "sentence_transformers", "langchain_text_splitters"),
-    "server": ("fastapi", "uvicorn", "prometheus_client", "python_multipart"),
+    "server": ("fastapi", "uvicorn", "prometheus_client"),
 }
 
 

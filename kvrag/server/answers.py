@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
-from contextlib import aclosing, closing, suppress
-from dataclasses import replace
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -25,7 +23,7 @@ from kvrag.server.response import Builder, Event, Piece
 from kvrag.server.schemas import AnswerFields, ChatRequest, CompletionRequest, Document, Retrieval
 from kvrag.server.settings import ServerSettings, fill
 from kvrag.server.state import State, Tenant
-from kvrag.types import Delta, Messages
+from kvrag.types import Messages
 
 T = TypeVar("T")
 
@@ -60,8 +58,7 @@ def chat_work(state: State, tenant: Tenant, request: ChatRequest) -> Work:
             texts = [row.text if isinstance(row, Document) else row for row in request.documents or ()]
         prompt = _with_context(messages, settings, texts) if texts else messages
         texts += request.chunks or []
-        answers = engine.stream_batch([prompt] * len(calls), calls, documents=None if retrieves else texts)
-        yield from _limited(answers, request, settings.token_limit)
+        yield from engine.stream_batch([prompt] * len(calls), calls, documents=None if retrieves else texts)
 
     return work
 
@@ -73,26 +70,11 @@ def completion_work(state: State, tenant: Tenant, request: CompletionRequest) ->
         raise ApiError(400, message, "invalid_value", "model")
     calls, prompts = _calls(state, tenant, request), request.prompts()
     repeated, calls = [prompt for prompt in prompts for _ in calls], calls * len(prompts)
-    engine, limit = state.engine, state.settings.token_limit
 
     def work() -> Generator[Piece, None, None]:
-        yield from _limited(engine.stream_batch(repeated, calls, documents=request.chunks), request, limit)
+        yield from state.engine.stream_batch(repeated, calls, documents=request.chunks)
 
     return work
-
-
-def _limited(
-    answers: Generator[tuple[int, Delta], None, None], request: AnswerFields, limit: int
-) -> Generator[Piece, None, None]:
-    """Yield the answers; their reports say so if the server's limit cut them off."""
-    note = f"the answer was cut off: {request.wanted_tokens()} tokens exceed this server's limit of {limit} tokens"
-    lengths: Counter[int] = Counter()
-    with closing(answers):
-        for number, delta in answers:
-            lengths[number] += len(delta.token_ids)
-            if delta.report and lengths[number] >= limit < request.wanted_tokens() and delta.finish_reason == "length":
-                delta = replace(delta, report=replace(delta.report, notes=(*delta.report.notes, note)))
-            yield number, delta
 
 
 def _calls(state: State, tenant: Tenant, request: AnswerFields) -> list[dict[str, Any]]:

@@ -83,29 +83,13 @@ def error_response(error: Exception) -> Response:
     return json_response(content, status, headers)
 
 
-def invalid(problems: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+def invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     """Return the error for pydantic's problems with a request."""
     # a value that may have several types has an error for each; one that is not about the type says more
     problem = min(problems, key=lambda row: row["type"].endswith("_type"))
-    names, given = problem["loc"], problem.get("input")
-    param = _place(names, body) or str(names[0] if names else "body")
-    if problem["type"] == "missing":
-        return ApiError(400, f"Missing required parameter: '{param}'.", "missing_required_parameter", param)
-    if problem["type"] == "extra_forbidden":
-        return ApiError(400, f"Unknown parameter: '{param}'.", "unknown_parameter", param)
-    got = "" if isinstance(given, dict | list) else f", got {given!r:.80}"
-    return ApiError(400, f"Invalid '{param}': {problem['msg']}{got}.", "invalid_value", param)
-
-
-def _place(names: Sequence[str | int], body: Any) -> str:
-    """Return a place in the body, as in `messages[0].role`. Pydantic puts names of types between those of fields."""
-    place = ""
-    for number, name in enumerate(names):
-        if isinstance(name, int) and isinstance(body, list):
-            place, body = f"{place}[{name}]", body[name]
-        elif isinstance(body, dict) and (name in body or number == len(names) - 1):
-            place, body = f"{place}.{name}" if place else str(name), body.get(name)
-    return place
+    param = ".".join(map(str, problem["loc"])) or "body"
+    code = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}.get(problem["type"])
+    return ApiError(400, f"{param[:300]}: {problem['msg']}", code or "invalid_value", param)
 
 
 def handle_errors(app: FastAPI) -> None:
@@ -115,17 +99,14 @@ def handle_errors(app: FastAPI) -> None:
     async def not_read(_: Request, error: RequestValidationError) -> Response:
         problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
         if problems[0]["loc"]:  # behind "query" or "path"
-            return error_response(invalid(problems, None))
+            return error_response(invalid(problems))
         # of a body that is not read as JSON
         message = "the body must be JSON: set the header Content-Type: application/json"
         return error_response(ApiError(400, message, "invalid_json"))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        is_form = request.headers.get("content-type", "").startswith("multipart/form-data")
-        # FastAPI returns 400 for bodies that are not JSON, or nested too deeply
         messages = {
-            400: f"the form is damaged: {error.detail}" if is_form else "the body is not valid JSON",
             404: f"unknown path {request.url.path}",
             405: f"{request.url.path} does not support {request.method}",
         }

@@ -4,37 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import mimetypes
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from functools import partial
 from importlib.metadata import version
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
-import numpy as np
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.security import HTTPBearer
-from starlette.datastructures import UploadFile
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import Response
 
-from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError
 from kvrag.reader.samples import of as samples_of
 from kvrag.retrieval.content import Content
 from kvrag.retrieval.documents import SUFFIXES
-from kvrag.retrieval.index import ChunkIndex
 from kvrag.retrieval.sandbox import Sandbox
 from kvrag.server import page
 from kvrag.server.answers import chat_work, completion_work, respond, result
 from kvrag.server.api_errors import ApiError, handle_errors, json_response
-from kvrag.server.body import ParsingRoute, read
+from kvrag.server.body import ParsingRoute
 from kvrag.server.corpus import Corpus, check_id
-from kvrag.server.guard import UPLOADS, Guard
+from kvrag.server.guard import Guard
 from kvrag.server.response import ResponseBuilder
 from kvrag.server.responses import ResponsesBuilder, ResponsesRequest
 from kvrag.server.schemas import (
@@ -43,20 +38,12 @@ from kvrag.server.schemas import (
     EmbeddingRequest,
     NewChunks,
     NewDocument,
-    NewFiles,
-    RerankRequest,
     TokenizeRequest,
 )
 from kvrag.server.settings import ServerSettings
 from kvrag.server.state import State, Tenant
 from kvrag.types import WarmReport
 
-_OFFICE = {".docx": "wordprocessingml.document", ".xlsx": "spreadsheetml.sheet", ".pptx": "presentationml.presentation"}
-for _suffix, _kind in _OFFICE.items():
-    mimetypes.add_type(f"application/vnd.openxmlformats-officedocument.{_kind}", _suffix)
-mimetypes.add_type("application/vnd.oasis.opendocument.text", ".odt")
-mimetypes.add_type("application/epub+zip", ".epub")
-mimetypes.add_type("application/jsonl", ".jsonl")
 _TOKENIZED, _PER_TOKEN = 1 << 20, 16  # bytes of a body of /tokenize: at least, and per token of the window
 _ENCODING_S = 10.0  # seconds for the corpora to reach a point where the next server can resume
 
@@ -102,11 +89,14 @@ async def complete(body: CompletionRequest, request: Request, state: Server, ten
 
 
 @router.post("/v1/embeddings")
-async def embed(body: EmbeddingRequest, request: Request, tenant: Caller) -> Response:
+async def embed(body: EmbeddingRequest, request: Request, state: Server, tenant: Caller) -> Response:
     """Embed texts with the corpus's embedder."""
-    texts = body.texts()
+    index, texts = tenant.require_corpus().index, body.texts()
+    if body.model != index.embedder:
+        message = f"unknown embedder {body.model!r:.280}: this server has {index.embedder!r}"
+        raise ApiError(404, message, "model_not_found", "model")
 
-    def work(index: ChunkIndex) -> Response:
+    def work() -> Response:
         vectors = index.embed(texts)
         if body.dimensions not in (None, vectors.shape[1]):
             raise ApiError(400, f"dimensions must be {vectors.shape[1]}", "unsupported_value", "dimensions")
@@ -119,35 +109,7 @@ async def embed(body: EmbeddingRequest, request: Request, tenant: Caller) -> Res
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return json_response({"object": "list", "data": data, "model": body.model, "usage": usage})
 
-    return await _embedded(request, tenant, body.model, work)
-
-
-@router.post("/v1/rerank")
-async def rerank(body: RerankRequest, request: Request, tenant: Caller) -> Response:
-    """Sort documents by how similar they are to a query, by the cosine of the corpus's embedder."""
-
-    def work(index: ChunkIndex) -> Response:
-        texts = [body.query, *body.documents]
-        vectors = index.embed(texts)
-        scores = vectors[1:] @ vectors[0]
-        best = np.argsort(-scores, kind="stable")[: body.top_n or None]
-        results = [
-            {"index": int(at), "document": {"text": body.documents[at]}, "relevance_score": float(scores[at])}
-            for at in best
-        ]
-        usage = {"total_tokens": index.count_tokens(texts)}
-        return json_response({"model": body.model, "results": results, "usage": usage})
-
-    return await _embedded(request, tenant, body.model, work)
-
-
-async def _embedded(request: Request, tenant: Tenant, model: str, work: Callable[[ChunkIndex], Response]) -> Response:
-    """Return the result of work with the index whose embedder has this name."""
-    index = tenant.require_corpus().index
-    if model != index.embedder:
-        message = f"unknown embedder {model!r:.280}: this server has {index.embedder!r}"
-        raise ApiError(404, message, "model_not_found", "model")
-    return await result(request, _state(request).answering, partial(work, index))
+    return await result(request, state.answering, work)
 
 
 @router.get("/v1/models")
@@ -164,85 +126,46 @@ async def model(name: str, state: Server) -> Response:
     return json_response(known[name])
 
 
-_FILE = {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
-_TEXT_OR_FORM = {
-    "content": {
-        "application/json": {"schema": NewDocument.model_json_schema()},
-        "multipart/form-data": {"schema": NewFiles.model_json_schema()},
-    }
-}
-
-
-@router.post("/v1/corpus", status_code=202, openapi_extra={"requestBody": _TEXT_OR_FORM})
-async def add_document(request: Request, state: Server, tenant: Caller) -> Response:
-    """Add a text, or the files of a form, to be encoded in the background. They replace documents with the same id.
-
-    The id of a file is its name, or the form's field `id` if there is one file.
-    """
+@router.post("/v1/corpus", status_code=202)
+async def add_document(body: NewDocument, request: Request, state: Server, tenant: Caller) -> Response:
+    """Add a text, to be encoded in the background. It replaces the document with the same id."""
     corpus = tenant.require_corpus()
-    if _is_form(request):
-        async with request.form(max_files=UPLOADS) as form:
-            files, name = [part for part in form.getlist("file") if isinstance(part, UploadFile)], form.get("id")
-            if not files or (isinstance(name, str) and len(files) > 1):
-                message = "the form needs a field `file` with a file, or several of them without the field `id`"
-                raise ApiError(400, message, "invalid_value", "file")
-            contents = {}
-            for file in files:
-                document = name if isinstance(name, str) else file.filename or ""
-                contents[document] = await _read(request, document, await file.read(), file.content_type or "")
-        added = [await _add(request, corpus, document, content) for document, content in contents.items()]
-        return json_response(added[0] if len(added) == 1 else {"object": "list", "data": added}, 202)
-    body = await read(request, NewDocument)  # by its content, as ever: the media type tells only forms
     if not body.text.strip():
         raise ApiError(400, "the text is empty: send one with content", "invalid_value", "text")
     document = body.id if body.id is not None else f"doc-{time.time_ns():x}"
-    status = await result(request, state.working, lambda: corpus.add(document, [body.text]))
+    status = await result(request, state.working, partial(corpus.add, document, [body.text]))
     return json_response(status.to_dict(), 202)
 
 
-def _is_form(request: Request) -> bool:
-    return request.headers.get("content-type", "").startswith("multipart/form-data")
+_FILE = {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
 
 
 @router.put("/v1/corpus/{document:path}", status_code=202, openapi_extra={"requestBody": _FILE})
-async def upload_document(document: str, request: Request, tenant: Caller) -> Response:
-    """Add the uploaded file (text, HTML, PDF, Office, EPUB, CSV or JSONL, by the id's suffix or the content type).
+async def upload_document(document: str, request: Request, state: Server, tenant: Caller) -> Response:
+    """Add the uploaded file, to be encoded in the background; `problems` of the response are what was skipped in it.
 
-    The response lists what was skipped in it as `problems`.
+    The suffix of the id names the format; without one, it is a text.
     """
     corpus = tenant.require_corpus()
     check_id(document)  # before its content is read
-    if _is_form(request):
-        raise ApiError(400, "send forms to POST /v1/corpus, and a file alone to this path", "invalid_value")
-    content = await _read(request, document, await request.body(), request.headers.get("content-type", ""))
-    return json_response(await _add(request, corpus, document, content), 202)
+    if request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise ApiError(400, "send the file itself, not a form: curl -T FILE", "invalid_value")
+    uploaded, suffix = await request.body(), PurePosixPath(document).suffix.lower()
 
-
-async def _read(request: Request, document: str, content: bytes, media_type: str) -> Content:
-    """Read a file, by the suffix of its id or the media type."""
-    check_id(document)
-    kind = PurePosixPath(document).suffix.lower()
-    if kind not in SUFFIXES:
-        kind = mimetypes.guess_extension(media_type.partition(";")[0].strip()) or ".txt"
-
-    def work() -> Content:
+    def read() -> Content:
         try:
             with closing(Sandbox()) as sandbox:  # one each, so that a hostile file delays no other
-                parsed = sandbox.parse(document, kind, content)
+                content = sandbox.parse(document, suffix if suffix in SUFFIXES else ".txt", uploaded)
         except KvragError as error:
             raise ApiError(400, f"{document} cannot be read: {error}", "unreadable_document") from error
-        if not parsed.texts:
-            raise ApiError(400, "; ".join(map(str, parsed.problems[:3])), "unreadable_document")
-        return parsed
+        if not content.texts:
+            raise ApiError(400, "; ".join(map(str, content.problems[:3])), "unreadable_document")
+        return content
 
-    return await result(request, _state(request).reading, work)
-
-
-async def _add(request: Request, corpus: Corpus, document: str, content: Content) -> dict[str, Any]:
-    """Queue a file to be encoded; return its status and what was skipped in it."""
+    content = await result(request, state.reading, read)
     add = partial(corpus.add, document, content.texts, content.pages)
-    status = await result(request, _state(request).working, add)
-    return status.to_dict() | {"problems": [problem.to_dict() for problem in content.problems]}
+    status = await result(request, state.working, add)
+    return json_response(status.to_dict() | {"problems": [problem.to_dict() for problem in content.problems]}, 202)
 
 
 @router.get("/v1/corpus")
@@ -321,10 +244,6 @@ async def checks(state: Server, tenant: Caller) -> Response:
     return json_response({**stats.to_dict(), "text": str(stats)})
 
 
-def _is_adaptive(config: BlendConfig) -> bool:
-    return config.ratio is None and config.margin != 0 and config.policy not in ("none", "full")
-
-
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request, state: Server) -> Response:
     """Return the token ids of a prompt, as vLLM does; `add_special_tokens=false`: of a chunk's text."""
@@ -348,14 +267,12 @@ async def tokenize(body: TokenizeRequest, request: Request, state: Server) -> Re
 
 @router.get("/samples.json", include_in_schema=False)
 async def samples(request: Request, state: Server) -> Response:
-    """Return what the chat page shows: sample documents, questions about them, whether these may refer to earlier ones,
-    and whether recompute is adaptive by default."""
+    """Return the chat page's sample documents, questions about them, and whether these may refer to earlier ones."""
 
     def work() -> Response:
         fitting = samples_of(state.engine.model.name)
         names, questions = list(fitting.documents()), list(fitting.questions)
-        shown = {"documents": names, "questions": questions, "is_chat": fitting.is_chat}
-        return json_response({**shown, "is_adaptive": _is_adaptive(state.engine.config)})
+        return json_response({"documents": names, "questions": questions, "is_chat": fitting.is_chat})
 
     return await result(request, state.working, work)
 
@@ -396,7 +313,7 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[
         title="kvrag",
         version=version("kvrag"),
         lifespan=lifespan,
-        docs_url=None,  # see page.py
+        docs_url=None,  # FastAPI's page loads scripts from another server
         redoc_url=None,
         # described in /openapi.json; Guard checks the keys
         dependencies=[Depends(HTTPBearer(auto_error=False))] if settings.api_keys else None,

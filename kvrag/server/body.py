@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar, get_type_hints
 
 from fastapi import Request
@@ -19,12 +20,6 @@ from kvrag.server.api_errors import ApiError, invalid
 M = TypeVar("M", bound=BaseModel)
 
 
-async def read(request: Request, kind: type[M]) -> M:
-    """Return the JSON body of a request; raise ApiError if it is not valid."""
-    content = await request.body()
-    return await result(request, request.app.state.kvrag.parsing, lambda: parse(content, kind))
-
-
 def parse(content: bytes, kind: type[M]) -> M:
     """Return the model that JSON describes; raise ApiError if it is not valid."""
     try:
@@ -35,7 +30,7 @@ def parse(content: bytes, kind: type[M]) -> M:
     try:
         return kind.model_validate(sent)
     except ValidationError as error:
-        raise invalid(error.errors(include_url=False), sent) from None
+        raise invalid(error.errors(include_url=False)) from None
 
 
 def _number(text: str) -> float:
@@ -57,7 +52,7 @@ class _Parsed(Request):
 
 
 class ParsingRoute(APIRoute):
-    """Route whose endpoint's argument `body` is read by `read`; FastAPI would parse and validate on the event loop."""
+    """Route whose endpoint's argument `body` is read by `parse`; FastAPI would parse and validate on the event loop."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See APIRoute."""
@@ -68,7 +63,8 @@ class ParsingRoute(APIRoute):
             request = _Parsed(request.scope, request.receive)
             media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind is not None and media_type.startswith("application/") and media_type.endswith(("/json", "+json")):
-                request.model = await read(request, kind)
+                parsing = partial(parse, await request.body(), kind)
+                request.model = await result(request, request.app.state.kvrag.parsing, parsing)
             return await respond(request)
 
         return handle

@@ -18,7 +18,7 @@ from kvrag.server.settings import ServerSettings
 from kvrag.tracing import continued
 
 # for load balancers, and for browsers, which send no key with a page; the chat page asks for the key itself
-_OPEN = ("/health", "/docs", "/openapi.json", *FILES)
+_OPEN = ("/health", "/openapi.json", *FILES)
 _READING = 64  # requests per namespace beyond those in the admission queue; each may hold a body
 UPLOADS = 16  # per namespace; each may hold a file
 _BODY_S = 10.0  # for a body to arrive ...
@@ -48,9 +48,7 @@ class Guard:
         namespace = self._settings.namespace
         try:
             headers = Headers(scope=scope)
-            is_upload = scope["path"].startswith("/v1/corpus") and (
-                scope["method"] == "PUT" or headers.get("content-type", "").startswith("multipart/form-data")
-            )
+            is_upload = scope["path"].startswith("/v1/corpus") and scope["method"] == "PUT"
             if scope["path"] not in _OPEN:
                 namespace = self._check_sender(headers)
                 if self._inside[namespace, is_upload] >= most_requests(self._settings)[is_upload]:

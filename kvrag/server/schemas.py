@@ -338,27 +338,10 @@ class EmbeddingRequest(Request):
         return texts
 
 
-class RerankRequest(Request):
-    """The body of `/v1/rerank`, as vLLM's."""
-
-    model: str
-    query: str = Field(min_length=1)
-    documents: Many[str] = Field(min_length=1, max_length=2047)
-    top_n: int = Field(0, ge=0)  # 0 = all
-    user: str | None = None
-
-
 class NewDocument(Request):
     """The body of `POST /v1/corpus`."""
 
     text: str
-    id: str | None = None
-
-
-class NewFiles(Request):
-    """The form of `POST /v1/corpus`."""
-
-    file: Many[bytes]
     id: str | None = None
 
 

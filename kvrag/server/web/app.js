@@ -1,35 +1,27 @@
 // The chat page of `kvrag serve`. It calls the server's public API only: /v1/models, /v1/corpus, /v1/checks,
 // /v1/chat/completions.
 
-import { markdown } from "./markdown.js";
-
 const $ = (id) => document.getElementById(id);
 const POLL_MS = 500;
 const MAX_TURNS = 4; // earlier turns that are sent with a question
-const UNDO_MS = 5000;
-const WAIT_MS = 1000; // without a token, until an answer says so
-const MAX_SOURCES = 8; // shown of an answer
-const MARK = "\uE000$&\uE001"; // marks a token, in Markdown
 const FULL = { policy: "full" };
-const BLENDED = { policy: "query", controller: "off", deterministic: true, history: "exact" }; // no KV of the other lane
+const BLENDED = { policy: "query", controller: "off", deterministic: true, edited_history: "exact" }; // no KV of the other lane
 
 let key = sessionStorage.getItem("kvrag-key") ?? "";
 let model = "";
 let hasCorpus = false;
+let isWarm = false;
 let samples = { documents: [], questions: [], is_chat: true };
-const turns = []; // {question, raced, lanes, sources}, lanes as returned by `answer`; kept in the tab until "New chat"
+const turns = []; // the messages of each turn
 let documents = [];
 let poll = 0; // timer of the next refresh
 const uploads = new Map(); // name -> the error of a failed upload, or "" while it is sent
-const added = []; // names of uploaded files, the newest first
 const problems = new Map(); // name -> warnings about an uploaded file
-const removed = new Map(); // name -> timer of the deletion, which can be undone until then
 let busy = null; // AbortController of the current question
-const dropping = new Set(); // names whose deletion has begun
 
 // ---------------------------------------------------------------- the server
 
-const failure = (message, status = 0, code = "") => Object.assign(new Error(message), { status, code });
+const failure = (message, status = 0) => Object.assign(new Error(message), { status });
 
 /** Send a request, asking for the API key if needed; throw an error response as a `failure`. */
 async function call(path, options = {}) {
@@ -45,7 +37,7 @@ async function call(path, options = {}) {
       continue;
     }
     const error = (await response.json().catch(() => null))?.error;
-    throw failure(error?.message ?? `The server answered with status ${response.status}.`, response.status, error?.code);
+    throw failure(error?.message ?? `The server answered with status ${response.status}.`, response.status);
   }
 }
 
@@ -62,12 +54,12 @@ function askForKey() {
 }
 
 /** Stream a chat completion: call `onEvent` with each event's object. */
-async function stream(body, signal, onEvent) {
+async function stream(body, onEvent) {
   const response = await call("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify({ ...body, stream: true, temperature: 0 }),
-    signal,
+    signal: busy.signal,
   });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -80,7 +72,7 @@ async function stream(body, signal, onEvent) {
       if (!line.startsWith("data: ")) continue;
       if (line === "data: [DONE]") return;
       const event = JSON.parse(line.slice(6));
-      if (event.error) throw failure(event.error.message, 200, event.error.code);
+      if (event.error) throw failure(event.error.message);
       onEvent(event);
     }
   }
@@ -92,6 +84,7 @@ const path = (name) => `v1/corpus/${name.split("/").map(encodeURIComponent).join
 const isPending = (doc) => doc.status === "queued" || doc.status === "encoding";
 const isSample = ({ id }) => samples.documents.some((name) => id === name || id.endsWith(`/${name}`));
 const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+const shortName = (name) => name.split("/").slice(-2).join("/"); // those of `kvrag warm` are absolute paths
 
 /** Read the list of documents; repeat while documents are being encoded. */
 async function refresh() {
@@ -105,80 +98,46 @@ async function refresh() {
 
 function showDocuments() {
   const pending = documents.filter(isPending);
-  const sent = [...uploads].filter(([name]) => !pending.some((doc) => doc.id === name));
-  const listed = documents.filter((doc) => !uploads.has(doc.id) || isPending(doc));
-  const uploading = sent.map(([id, error]) => ({ id, error, status: error ? "failed" : "uploading" }));
-  const stage = (doc) => (doc.status === "encoding" ? 0 : isPending(doc) ? 1 : 2);
-  const age = (doc) => (added.includes(doc.id) ? added.indexOf(doc.id) : added.length);
-  listed.sort((a, b) => stage(a) - stage(b) || age(a) - age(b));
-  $("documents").replaceChildren(...[...uploading, ...listed].map(documentRow));
+  const sent = [...uploads].map(([id, error]) => ({ id, error, status: error ? "failed" : "uploading" }));
+  const others = documents.filter((doc) => !isPending(doc) && !uploads.has(doc.id));
+  $("documents").replaceChildren(...[...sent, ...pending, ...others].map(documentRow));
   $("summary").textContent = pending.length ? `encoding, ${pending.length} left` : documents.length;
   $("questions").hidden = !documents.some(isSample);
 }
 
-/** Return a document's name without the folder that contains all documents with absolute names. */
-function shortName(name) {
-  const folders = documents.filter(({ id }) => id.startsWith("/")).map(({ id }) => id.slice(0, id.lastIndexOf("/") + 1));
-  let common = folders[0] ?? "";
-  while (!folders.every((folder) => folder.startsWith(common))) common = common.replace(/[^/]*\/$/, "");
-  return name.startsWith(common) ? name.slice(common.length) : name;
-}
-
 function documentRow(doc) {
-  const share = doc.status === "encoding" && doc.tokens ? doc.tokens_done / doc.tokens : null;
   const statuses = {
     uploading: "uploading",
     queued: "waiting",
-    encoding: share === null ? "encoding" : `encoding, ${Math.round(100 * share)} %`,
+    encoding: "encoding",
     ready: count(doc.chunks ?? 0, "chunk"),
     failed: doc.error,
   };
-  const isGone = removed.has(doc.id);
-  const row = fill("document", { name: shortName(doc.id), status: isGone ? "deleted" : statuses[doc.status] });
+  const row = fill("document", { name: shortName(doc.id), status: statuses[doc.status] });
   row.querySelector(".name").title = doc.id;
-  row.classList.toggle("gone", isGone);
   row.querySelector(".status").classList.toggle("failed", doc.status === "failed");
   const remove = row.querySelector("button");
-  remove.textContent = isGone ? "Undo" : "×";
-  remove.disabled = dropping.has(doc.id);
-  remove.ariaLabel = remove.title = `${isGone ? "Keep" : "Delete"} ${doc.id}`;
-  remove.addEventListener("click", () => {
-    clearTimeout(removed.get(doc.id));
-    if (!removed.delete(doc.id)) removed.set(doc.id, setTimeout(() => drop(doc.id).catch(showDocuments), UNDO_MS));
-    showDocuments();
-  });
+  remove.ariaLabel = remove.title = `Delete ${doc.id}`;
+  remove.addEventListener("click", () => confirm(`Delete ${doc.id}?`) && drop(doc.id));
   const bar = row.querySelector("progress");
-  bar.hidden = share === null || isGone;
-  bar.value = share ?? 0;
+  bar.hidden = doc.status !== "encoding";
+  bar.value = doc.tokens ? doc.tokens_done / doc.tokens : 0;
   for (const text of problems.get(doc.id) ?? []) row.append(fill("problem", { problem: text }));
   return row;
 }
 
 async function drop(name) {
-  clearTimeout(removed.get(name));
-  dropping.add(name);
-  showDocuments();
   uploads.delete(name);
   problems.delete(name);
-  if (documents.some((doc) => doc.id === name)) {
-    await call(path(name), { method: "DELETE", keepalive: true }).catch((error) => {
-      if (error.status !== 404) uploads.set(name, error.message);
-    });
-  }
-  removed.delete(name);
-  dropping.delete(name);
+  await call(path(name), { method: "DELETE" }).catch((error) => {
+    if (error.status !== 404) uploads.set(name, error.message); // an upload that failed is no document
+  });
   await refresh();
 }
 
 /** Upload files, one after the other. */
 async function add(files) {
-  added.unshift(...files.map(({ name }) => name));
-  $("sidebar").scrollTop = 0;
-  for (const { name } of files) {
-    uploads.set(name, "");
-    clearTimeout(removed.get(name));
-    removed.delete(name);
-  }
+  for (const { name } of files) uploads.set(name, "");
   showDocuments();
   for (const file of files) {
     const name = file.name;
@@ -187,26 +146,24 @@ async function add(files) {
       problems.set(name, skipped.map(({ line, message }) => (line === null ? message : `line ${line}: ${message}`)));
       uploads.delete(name);
     } catch (error) {
-      uploads.set(name, error.message.replace(`${name}: `, "").replace(`${name}, `, "")); // which the row shows
+      uploads.set(name, error.message);
     }
   }
   await refresh();
 }
 
 /** Wait until a document can be retrieved, and all sample documents; return how many documents are not encoded yet. */
-async function ready(say, signal) {
-  await Promise.all([...removed.keys()].map(drop)); // a deleted document is no source of the answer
+async function ready(say) {
   for (;;) {
     await refresh();
     const pending = documents.filter(isPending);
-    const awaited = documents.some((doc) => doc.chunks) ? pending.filter(isSample) : pending;
-    if (!awaited.length && !documents.some((doc) => doc.chunks)) {
-      throw failure("There are no documents yet: add one under Documents.");
-    }
+    const hasChunks = documents.some((doc) => doc.chunks);
+    const awaited = hasChunks ? pending.filter(isSample) : pending;
+    if (!awaited.length && !hasChunks) throw failure("There are no documents yet: add one under Documents.");
     if (!awaited.length) return pending.length;
     say(`Waiting: ${count(awaited.length, "document")} left to encode. This happens once.`);
     await new Promise((resolve) => setTimeout(resolve, POLL_MS));
-    signal.throwIfAborted();
+    busy.signal.throwIfAborted();
   }
 }
 
@@ -218,50 +175,31 @@ async function ask(question) {
   $("welcome").hidden = true;
   const turn = fill("turn", { asked: question });
   $("turns").append(turn);
-  sessionStorage.setItem("kvrag-asked", question); // for a reload before the answer
-  const said = { question, raced: $("race").checked, lanes: [] };
-  let lane = addLane(turn);
+  let lane = addLane(turn, "kvrag");
   setBusy(new AbortController());
   try {
-    const missing = hasCorpus ? await ready(lane.say, busy.signal) : 0;
-    const earlier = samples.is_chat ? turns.slice(-MAX_TURNS) : [];
-    const messages = earlier.flatMap(({ question, lanes }) => [
-      { role: "user", content: `Question: ${question}` },
-      { role: "assistant", content: lanes[0].text },
-    ]);
-    const body = { model, messages: [...messages, { role: "user", content: question }] };
-    const chosen = $("recompute").value;
-    const recompute = chosen === "full" ? FULL : chosen ? { ratio: Number(chosen) } : {};
-    if (hasCorpus && !sessionStorage.isWarm && said.raced) {
+    const missing = hasCorpus ? await ready(lane.say) : 0;
+    const earlier = samples.is_chat ? turns.slice(-MAX_TURNS).flat() : [];
+    const body = { model, messages: [...earlier, { role: "user", content: question }] };
+    if (hasCorpus && !isWarm && $("race").checked) {
       lane.say("Warming up: the first answer of a server takes longer.");
       const first = { model, messages: [{ role: "user", content: "What is this about?" }], max_tokens: 1, policy: "none" };
-      await stream(first, busy.signal, () => {}).catch((error) => {
-        lane.say("");
-        if (error.name === "AbortError") throw error; // others are the question's, too
-      });
-      sessionStorage.isWarm = true;
+      await stream(first, () => {});
+      isWarm = true;
     }
-    const onSources = (hits) => showSources(turn, (said.sources = sourcesOf(hits)));
-    const first = await answer(lane, { ...body, ...recompute }, onSources, () => {}, missing);
-    said.lanes.push(first);
-    turns.push(said);
-    keepTurns();
-    sessionStorage.removeItem("kvrag-asked");
-    if (said.raced) {
-      lane = addLane(turn, first);
-      const onFirst = (seconds) => judge(turn, [first, { seconds }]);
-      said.lanes.push(await answer(lane, { ...body, ...(isFull(first) ? BLENDED : FULL) }, () => {}, onFirst));
-      keepTurns();
-      judge(turn, said.lanes);
+    const first = await answer(lane, body, (hits) => showSources(turn, hits));
+    if (missing) lane.part("detail").append(`; without ${count(missing, "document")} still to encode`);
+    turns.push([{ role: "user", content: `Question: ${question}` }, { role: "assistant", content: first.text }]);
+    if ($("race").checked) {
+      lane = addLane(turn, first.isFull ? "Blended" : "Full prefill");
+      judge(turn, first, await answer(lane, { ...body, ...(first.isFull ? BLENDED : FULL) }));
     }
   } catch (error) {
     lane.part("detail").textContent = error.name === "AbortError" ? "Stopped" : error.message;
     if (error.name === "AbortError") return;
     lane.part("detail").classList.add("problem"); // below what has arrived of the answer
-    lane.part("time").textContent = "";
     $("question").value ||= question;
   } finally {
-    sessionStorage.removeItem("kvrag-asked");
     setBusy(null);
     showChecks();
   }
@@ -273,151 +211,94 @@ async function showChecks() {
   $("checks").textContent = checks.text ?? "";
 }
 
-const isFull = ({ policy }) => policy === "full";
-
-/** Add the lane of the first answer to a turn, or the one beside that answer. */
-function addLane(turn, first = null) {
-  const name = !first ? "kvrag" : isFull(first) ? "Blended" : "Full prefill";
+/** Add the lane of an answer to a turn. */
+function addLane(turn, name) {
   const box = fill("lane", { name });
-  box.classList.toggle("full", name === "Full prefill");
   turn.querySelector(".lanes").append(box);
   const part = (name) => box.querySelector(`.${name}`);
-  const say = (text) => part("answer").replaceChildren(...markdown(text));
-  return { part, say };
+  return { box, part, say: (text) => (part("answer").textContent = text) };
 }
 
-/** Show a complete answer, perhaps one from before a reload. */
-function showAnswer({ part, say }, { text, marked, thought, time, total, detail, policy }) {
-  part("answer").parentElement.classList.toggle("full", isFull({ policy }));
-  say(text || "(The model gave an empty answer.)");
-  const plain = part("answer").textContent;
-  if (marked) say(marked);
-  if (part("answer").textContent !== plain) say(text); // the mark is in code, or in Markdown's own characters
-  part("thought").hidden = !thought;
-  part("thought").lastElementChild.textContent = thought;
-  part("time").textContent = time;
-  part("total").textContent = total;
-  part("detail").textContent = detail;
-}
-
-/**
- * Stream an answer into a lane, which names the number of `missing` documents. Drops the oldest turn, and tries again,
- * while the prompt exceeds the context window.
- */
-async function answer(lane, body, onSources, onFirst, missing = 0) {
-  let started = performance.now();
+/** Stream an answer into a lane. */
+async function answer(lane, body, onSources = () => {}) {
+  const started = performance.now();
+  const passed = () => (performance.now() - started) / 1000;
   let text = "";
-  let thought = "";
-  const pieces = []; // the text of each token
   let seconds = null; // to the first token
   let report = null;
   let end = null;
-  const time = () => format(seconds ?? (performance.now() - started) / 1000);
-  const showTime = () => (lane.part("time").textContent = time());
-  let heard = 0; // when the last token came
-  const clock = setInterval(() => {
-    showTime();
-    const isWaiting = seconds !== null && performance.now() - heard > WAIT_MS; // the rest of the KV may be recomputed
-    lane.part("detail").textContent = isWaiting ? "Computing the next token" : "";
-  }, 100);
-  const onEvent = (event) => {
-    if (event.citations) onSources(event.citations);
-    report = event.kvrag ?? report;
-    end = event.choices[0]?.finish_reason ?? end;
-    pieces.push(...(event.choices[0]?.logprobs?.content ?? []).map(({ token }) => token));
-    const { content = "", reasoning_content: thinking = "" } = event.choices[0]?.delta ?? {};
-    if (!content && !thinking) return;
-    heard = performance.now();
-    if (seconds === null) {
-      seconds = (performance.now() - started) / 1000;
-      onFirst(seconds);
-    }
-    if (thinking) {
-      lane.part("thought").hidden = false;
-      lane.part("thought").lastElementChild.append(thinking);
-    }
-    thought += thinking;
-    text += content.replace(/[\uE000\uE001]/g, "\uFFFD"); // marks are the page's
-    lane.say(text.trimStart());
-  };
+  const clock = setInterval(() => (lane.part("time").textContent = format(seconds ?? passed())), 100);
   lane.say("");
   try {
-    for (;;) {
-      started = performance.now();
-      try {
-        await stream({ ...body, logprobs: true }, busy.signal, onEvent);
-        break;
-      } catch (error) {
-        if (error.code !== "context_length_exceeded" || body.messages.length === 1) throw error;
-        turns.shift();
-        body.messages.splice(0, 2);
-      }
-    }
+    await stream(body, (event) => {
+      if (event.citations) onSources(event.citations);
+      report = event.kvrag ?? report;
+      end = event.choices[0]?.finish_reason ?? end;
+      const { content = "", reasoning_content: thought = "" } = event.choices[0]?.delta ?? {};
+      if (!content && !thought) return;
+      seconds ??= passed();
+      text += content;
+      lane.part("thought").hidden &&= !thought;
+      lane.part("thought").lastElementChild.append(thought);
+      lane.say(text.trim());
+    });
   } finally {
     clearInterval(clock);
-    showTime();
   }
-  const whole = (performance.now() - started) / 1000;
+  const whole = passed();
+  lane.part("time").textContent = format(seconds ?? whole);
+  lane.part("total").textContent = `whole answer ${format(whole)}`;
+  lane.part("detail").textContent = summary(report, end, body.policy);
+  const isFull = report.policy === "full";
+  lane.box.classList.toggle("full", isFull);
+  if (!text) lane.say("(The model gave an empty answer.)");
+  const isKept = report.conversation_tokens > report.prompt_tokens / 2;
+  return { text: text.trim(), seconds: seconds ?? whole, whole, isKept, isFull };
+}
+
+/** Return what was reused for an answer and, unless its policy was chosen here, why not more. */
+function summary(report, end, policy) {
   const tokens = (name) => report[`${name}_tokens`].toLocaleString("en");
   const share = Math.round((100 * report.reused_tokens) / Math.max(1, report.prompt_tokens));
-  const why = body.policy ? "" : [report.decision, ...report.notes].filter(Boolean).join("; ");
   const computed = `${tokens("reused")} reused (${share} %), ${tokens("recomputed")} stored but recomputed`;
-  const isNew = isFull(report) && !report.conversation_tokens;
-  const used = `${tokens("prompt")} prompt tokens: ${isNew ? "all computed" : computed}`;
-  const isKept = report.conversation_tokens > report.prompt_tokens / 2;
-  const kept = report.conversation_tokens && `${tokens("conversation")} kept from the conversation`;
-  const cut = end === "length" && "stopped at the token limit (--max-tokens)";
-  const without = missing && `without ${count(missing, "document")} still to encode`;
-  const recomputed = report.completed ?? report.deepened;
-  const { token } = recomputed ?? {};
+  const isNew = report.policy === "full" && !report.conversation_tokens;
   const more = report.completed ? "the rest" : "more";
-  const doubt = recomputed && `unsure after ${count(token, "token")}, so ${more} was recomputed first`;
-  const [before, piece = ""] = [pieces.slice(0, token).join(""), pieces[token]];
-  const isShown = piece.trim() && text.startsWith(before + piece); // not in a thought
-  const marked = isShown && (before + piece.replace(piece.trim(), MARK) + text.slice((before + piece).length)).trim();
-  const detail = [used, kept, doubt, without, why, cut].filter(Boolean).join("; ");
-  const shown = { text: text.trim(), marked, thought, time: time(), total: `whole answer ${format(whole)}`, detail };
-  const result = { ...shown, seconds, whole, isKept, policy: report.policy };
-  showAnswer(lane, result);
-  return result;
+  const doubt = report.completed ?? report.deepened;
+  return [
+    `${tokens("prompt")} prompt tokens: ${isNew ? "all computed" : computed}`,
+    report.conversation_tokens && `${tokens("conversation")} kept from the conversation`,
+    doubt && `unsure after ${count(doubt.token, "token")}, so ${more} was recomputed first`,
+    ...(policy ? [] : [report.decision, ...report.notes]),
+    end === "length" && "stopped at the token limit (--max-tokens)",
+  ].filter(Boolean).join("; ");
 }
 
 const format = (seconds) => (seconds < 1 ? `${Math.round(1000 * seconds)} ms` : `${seconds.toFixed(2)} s`);
 
-/** Compare the answers of a turn: the first tokens once the second one begins, all of them once it is complete. */
-function judge(turn, [first, second]) {
-  if (!second || first.seconds === null || second.seconds === null) return;
+/** Compare the two answers of a turn. */
+function judge(turn, first, second) {
   const slow = Math.max(first.seconds, second.seconds);
   const bars = turn.querySelectorAll(".bar");
   [first, second].forEach(({ seconds }, number) => (bars[number].value = seconds / slow));
-  const [ours, full] = isFull(first) ? [second, first] : [first, second];
-  const parts = [`${isFull(first) ? "Blended: first" : "First"} token ${format(ours.seconds)} instead of ${format(full.seconds)}`];
-  if (second.whole) {
-    parts.push(`whole answer ${format(ours.whole)} instead of ${format(full.whole)}`);
-    if (ours.isKept) parts.push("most of the prompt was kept from the conversation");
-    parts.push(first.text === second.text ? "the same answer" : "the answers differ");
-  }
-  turn.querySelector(".verdict").textContent = parts.join("; ");
+  const [ours, full] = first.isFull ? [second, first] : [first, second];
+  turn.querySelector(".verdict").textContent = [
+    `${first.isFull ? "Blended: first" : "First"} token ${format(ours.seconds)} instead of ${format(full.seconds)}`,
+    `whole answer ${format(ours.whole)} instead of ${format(full.whole)}`,
+    ours.isKept && "most of the prompt was kept from the conversation",
+    first.text === second.text ? "the same answer" : "the answers differ",
+  ].filter(Boolean).join("; ");
 }
 
-/** Return the sources of an answer to show: those of its retrieved chunks, best first, that are most similar. */
-function sourcesOf(hits) {
+/** Show the retrieved chunks of an answer, best first. */
+function showSources(turn, hits) {
   const names = new Set(hits.map((hit) => hit.document));
-  const all = `${count(hits.length, "chunk")} from ${count(names.size, "document")}`;
-  const shown = hits.slice(0, MAX_SOURCES).map(({ document, pages, text }) => {
-    const [first, last] = pages ?? [];
-    const range = first === last ? `page ${first}` : `pages ${first}-${last}`;
-    return { where: shortName(document) + (pages ? ` (${range})` : ""), text };
-  });
-  return { shown, summary: shown.length < hits.length ? `${all}, the ${shown.length} most similar` : all };
-}
-
-function showSources(turn, { shown, summary }) {
   const box = turn.querySelector(".sources");
-  box.hidden = !shown.length;
-  box.querySelector("summary").textContent = summary;
-  box.querySelector("ol").replaceChildren(...shown.map(({ where, text }) =>
-    fill("source", { where, start: text.replace(/\s+/g, " ").slice(0, 200), text })));
+  box.hidden = !hits.length;
+  box.querySelector("summary").textContent = `${count(hits.length, "chunk")} from ${count(names.size, "document")}`;
+  box.querySelector("ol").replaceChildren(...hits.map(({ document, pages, text }) => {
+    const where = pages ? ` (p. ${[...new Set(pages)].join("-")})` : "";
+    return fill("source", { where: shortName(document) + where, text });
+  }));
 }
 
 // ---------------------------------------------------------------- the page
@@ -437,43 +318,7 @@ function setBusy(controller) {
   $("questions").disabled = !!busy;
 }
 
-/** Keep the turns for a reload of the tab; the oldest ones are left out if its storage is full. */
-function keepTurns() {
-  for (let first = 0; first < turns.length; first++) {
-    try {
-      return sessionStorage.setItem("kvrag-chat", JSON.stringify(turns.slice(first)));
-    } catch (error) {
-      if (error.name !== "QuotaExceededError") throw error;
-    }
-  }
-}
-
-function restoreTurns() {
-  turns.push(...JSON.parse(sessionStorage.getItem("kvrag-chat") ?? "[]"));
-  $("welcome").hidden = turns.length > 0;
-  for (const said of turns) {
-    const turn = fill("turn", { asked: said.question });
-    $("turns").append(turn);
-    const [first, second] = said.lanes;
-    showAnswer(addLane(turn), first);
-    if (second) showAnswer(addLane(turn, first), second);
-    if (said.sources) showSources(turn, said.sources);
-    judge(turn, said.lanes);
-  }
-}
-
-/** Keep the value of a control for a reload of the tab. */
-function keep(name, property) {
-  const control = $(name);
-  control[property] = JSON.parse(sessionStorage.getItem(`kvrag-${name}`)) ?? control[property];
-  control.addEventListener("change", () => sessionStorage.setItem(`kvrag-${name}`, JSON.stringify(control[property])));
-}
-
 function listen() {
-  keep("race", "checked");
-  keep("recompute", "value");
-  $("new").addEventListener("click", () => ["kvrag-chat", "kvrag-asked"].forEach((name) => sessionStorage.removeItem(name)));
-  $("question").value ||= sessionStorage.getItem("kvrag-asked") ?? "";
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     if (busy) return busy.abort();
@@ -490,13 +335,6 @@ function listen() {
     add([...event.target.files]);
     event.target.value = "";
   });
-  window.addEventListener("dragover", (event) => event.preventDefault());
-  window.addEventListener("drop", (event) => {
-    if (event.target === $("files")) return; // which takes them itself
-    event.preventDefault(); // else the browser opens the file
-    if (hasCorpus) add([...event.dataTransfer.files]);
-  });
-  window.addEventListener("pagehide", () => [...removed.keys()].forEach(drop));
 }
 
 async function start() {
@@ -505,10 +343,8 @@ async function start() {
   try {
     const names = (await (await call("v1/models")).json()).data.map((model) => model.id);
     $("model").textContent = model = names[0];
-    restoreTurns();
     showChecks();
     samples = await (await call("samples.json")).json();
-    if (!samples.is_adaptive) $("recompute").options[0].text = "as the server is set";
     hasCorpus = names.includes(`${model}-rag`);
     if (!hasCorpus) {
       $("sidebar").hidden = true;

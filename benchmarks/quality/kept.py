@@ -43,11 +43,10 @@ from benchmarks.quality.questions import (
 )
 from benchmarks.quality.rows import QuestionRow
 from benchmarks.quality.worlds import WORLD, world_rows
-from benchmarks.settings import run_settings
+from benchmarks.settings import busy_note, run_settings
 from kvrag.backend.hub import check_model
 from kvrag.backend.transformers import Model
 from kvrag.cli.common import DTYPES, at_least, existing_path, progress, require_extra, say
-from kvrag.cli.demo import busy_note
 from kvrag.config import DEFAULT_CONTEXT, BlendConfig, check_option
 from kvrag.control.agreement import wilson
 from kvrag.engine import BlendEngine

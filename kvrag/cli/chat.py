@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -54,24 +53,20 @@ def run(args: argparse.Namespace) -> int:
     args.top_k = args.top_k or 4
     history: Messages = []  # questions and answers, without the retrieved chunks
     asked: list[str] = []
-    last: BlendReport | None = None
     require_extra()
     with open_engine(args, is_warmed=True) as engine, open_index(engine.store, args.namespace) as index:
         require_chunks(index)
-        say("/report shows the report of the last answer, /quit ends the chat")
+        say("/quit ends the chat")
         for question in _questions():
-            if question == "/report":
-                say(json.dumps(last.to_dict(), indent=1) if last else "there is no answer yet")
-                continue
             hits, message = retrieve(engine, index, question, args, asked)
             try:
-                text, last = _answer(engine, history, message, args)
+                text, report = _answer(engine, history, message, args)
             except PromptError as error:
                 say(f"kvrag: {error}")
                 continue
             asked.append(question)
             history += [{"role": "user", "content": f"Question: {question}"}, {"role": "assistant", "content": text}]
-            print_answer(hits, text, last, args, question=question)
+            print_answer(hits, text, report, args, question=question)
     return 0
 
 

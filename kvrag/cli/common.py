@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -16,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvrag.backend.hub import BUNDLED, READER, check_model
+from kvrag.backend.hub import READER, check_model
 from kvrag.config import (
     DEFAULT_CONTEXT,
     DEFAULT_POLICY,
@@ -27,7 +24,7 @@ from kvrag.config import (
     declared,
     renamed,
 )
-from kvrag.errors import FingerprintMismatchError, KvragError, SettingError, StoreError
+from kvrag.errors import KvragError, SettingError, StoreError
 from kvrag.llm import SETTINGS
 from kvrag.progress import progress as progress
 from kvrag.retrieval import documents
@@ -164,17 +161,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "namespace", namespace, metavar="NAME")
 
 
-def add_policy_argument(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add `--policy`, with what it is without."""
-    about = f"{SETTINGS['policy'].metadata['about']} (default: {default}): {', '.join(POLICIES)}"
-    add_setting(parser, "policy", about, metavar="NAME[:SETTING=VALUE,...]")
-
-
 def add_blend_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of blending."""
     add_setting(parser, "ratio", metavar="R")
     add_setting(parser, "margin", metavar="NATS")
-    add_policy_argument(parser, DEFAULT_POLICY)
+    policy = f"{SETTINGS['policy'].metadata['about']} (default: {DEFAULT_POLICY}): {', '.join(POLICIES)}"
+    add_setting(parser, "policy", policy, metavar="NAME[:SETTING=VALUE,...]")
     add_setting(parser, "controller")
 
 
@@ -222,7 +214,6 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
     if args.store is not None:  # before the slow imports
         if is_warmed:
             existing_store(args.store)
-        _check_owner(args.store, args.model)
     elif is_warmed and not any((cache := Path.home() / ".cache" / "kvrag").glob("*/chunks")):
         raise _nothing_warmed(cache)
     config = config or BlendConfig(context_tokens=getattr(args, "context_tokens", DEFAULT_CONTEXT))
@@ -246,21 +237,6 @@ def say_if_reader(args: argparse.Namespace) -> None:
             f"model: {READER}, the bundled one, which knows only the made-up world of `kvrag demo`. For your own "
             "documents pass a model of the hub, such as --model Qwen/Qwen2.5-1.5B-Instruct"
         )
-
-
-def _check_owner(store: str, model: str) -> None:
-    """Raise FingerprintMismatchError if a store is certainly another model's; the engine compares the weights."""
-    try:
-        theirs = str(json.loads(json.loads((Path(store).expanduser() / "fingerprint.json").read_bytes())["model"]))
-    except NotADirectoryError as error:
-        raise StoreError(f"cannot create the store folder {store} ({error.strerror}): choose another one") from None
-    except (OSError, ValueError, KeyError, TypeError):  # none yet, in a bucket, or damaged
-        return
-    # other names may be of the same weights, and a folder or a GGUF file may hold those of a bundled model
-    is_known = all(name in BUNDLED or re.fullmatch(r"\w[^/:]*/[^/:]+", name) for name in (theirs, model))
-    if theirs != model and {theirs, model} & set(BUNDLED) and is_known and not os.path.exists(model):
-        message = f"the store {store} holds KV of {theirs}, not of {model}: pass --model {theirs}, or another --store"
-        raise FingerprintMismatchError(message)
 
 
 def retrieval_folder(store: KVStore, namespace: str) -> Path:

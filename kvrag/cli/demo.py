@@ -1,37 +1,31 @@
-"""`kvrag demo`: why to blend, and the README's table for the bundled reader."""
+"""`kvrag demo`: why to blend, and the times and right answers of the bundled reader."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 from kvrag.backend.hub import READER
 from kvrag.cli import warm
 from kvrag.cli.common import open_engine, open_index, progress, require_extra
-from kvrag.process import cpu, shares
 from kvrag.reader.samples import ARTICLES, ENCODED_ALONE, Sample
 from kvrag.types import Answer
 from kvrag.words import human_bytes
 
 Ways = Mapping[str, Mapping[str, Any]]
 
-_FULL, _KVRAG = "full prefill", "kvrag"
-WAYS: Ways = {_FULL: {"policy": "full"}, _KVRAG: {}}
+_FULL = {"full prefill": {"policy": "full"}}
+WAYS: Ways = {**_FULL, "kvrag": {}}
 """Ways to answer with the defaults, with their options."""
-WAYS_ALONE: Ways = {_FULL: {"policy": "full"}, "plain reuse": {"policy": "none"}, "blending": {"controller": "off"}}
+WAYS_ALONE: Ways = {**_FULL, "plain reuse": {"policy": "none"}, "blending": {"controller": "off"}}
 """Ways to answer from chunks that were encoded alone."""
-
-_WIDTH = 80  # columns of a terminal
-_BUSY = 0.15  # share of the CPU that other processes take
 
 
 @dataclass(frozen=True)
@@ -65,9 +59,8 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="kvrag-demo-") as folder:
         _, alone = _ask_all(ENCODED_ALONE, WAYS_ALONE, f"{folder}/alone", args.json)
         show(*_alone_lines(alone), "")
-        started = cpu()
         warmed, answers = _ask_all(ARTICLES, WAYS, args.store or f"{folder}/articles", args.json)
-    show(*_article_lines(answers, warmed), *busy_note(started, cpu()), "", *table(answers))
+    show(*_article_lines(answers, warmed))
     if args.json:
         print(json.dumps({"warm": warmed, "questions": [*map(asdict, answers)], "alone": [*map(asdict, alone)]}))
     return 0
@@ -101,22 +94,6 @@ def _ask_all(sample: Sample, ways: Ways, store: str, quiet: bool) -> tuple[dict[
     return warmed | {"dtype": str(engine.model.dtype).removeprefix("torch.")}, answers
 
 
-def busy_note(start: Sequence[float], stop: Sequence[float]) -> list[str]:
-    """Return a note if other processes slowed this one down between two results of `cpu`, else nothing."""
-    others, idle = shares(start, stop)
-    note = f"Machine busy: other processes took {others:.0%} of the CPU, so times may not compare"
-    return [note] if others > _BUSY and idle < 0.25 else []
-
-
-def processor() -> str:
-    """Return the name of this machine's processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-
-
 def _alone_lines(answers: Sequence[DemoAnswer]) -> list[str]:
     """Return a table of the questions that plain reuse answers wrong, and how they were picked."""
     blended = [answer for answer in answers if answer.way == "blending"]
@@ -130,7 +107,7 @@ def _alone_lines(answers: Sequence[DemoAnswer]) -> list[str]:
         f"connect the two. Blending recomputed {recomputed} of {stored} tokens.",
         "",
         *_rows(answers, WAYS_ALONE),
-        _row("right", [f"{right} of {asked}" for right, asked in _counts(answers, WAYS_ALONE)]),
+        _right(answers, WAYS_ALONE),
         "",
         "These questions were picked because plain reuse answers them wrong. Of 500 that",
         "were not picked, full prefill answers 442 right, plain reuse 279, blending 434",
@@ -141,38 +118,20 @@ def _alone_lines(answers: Sequence[DemoAnswer]) -> list[str]:
 
 def _article_lines(answers: Sequence[DemoAnswer], warmed: dict[str, Any]) -> list[str]:
     """Return the answers with the defaults, and what they are worth."""
+    times = [statistics.median(answer.ttft_s for answer in answers if answer.way == way) for way in WAYS]
     return [
         f"The articles whole: {warmed['chunks']} chunks ({warmed['new']} new), "
         f"{warmed['tokens']} tokens, {human_bytes(warmed['bytes'])} of KV",
         "",
         *_rows(answers, WAYS),
+        _right(answers, WAYS),
+        _row("first token, median", [f"{seconds:.3f} s" for seconds in times]),
         "",
-        "All were chosen so that full prefill answers them right: the counts below show",
-        "agreement with it, not accuracy. Medians; 4.8 M parameters,",
-        f"{warmed['dtype']}, {os.cpu_count()} cores, {processor()}"[:_WIDTH],
+        "All were chosen so that full prefill answers them right: the counts show",
+        "agreement with it, not accuracy. Default settings, prompts of about",
+        f"{statistics.median(answer.prompt_tokens for answer in answers):.0f} tokens, "
+        f"4.8 M parameters, {warmed['dtype']}, {os.cpu_count()} cores.",
     ]
-
-
-def table(answers: Sequence[DemoAnswer]) -> list[str]:
-    """Return the README's table for these answers: prompt, time to first token, right answers."""
-    prompt = statistics.median(answer.prompt_tokens for answer in answers)
-    times = [statistics.median(answer.ttft_s for answer in answers if answer.way == way) for way in WAYS]
-    (right, asked), (kept, _) = _counts(answers, WAYS)
-    return [
-        f"{'':34}{'first token':24}right answers",
-        _columns("default settings", "prompt", *WAYS, *WAYS),
-        _columns("bundled reader", f"{prompt:.0f} tokens", *map(_seconds, times), f"{right} of {asked}", str(kept)),
-    ]
-
-
-def _columns(model: str, prompt: str, *numbers: str) -> str:
-    widths = 14, 10, 14, 5
-    cells = "".join(f"{number:{width}}" for number, width in zip(numbers, widths, strict=True))
-    return f"{model:20}{prompt:14}{cells}".rstrip()
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _rows(answers: Sequence[DemoAnswer], ways: Ways) -> list[str]:
@@ -186,12 +145,12 @@ def _rows(answers: Sequence[DemoAnswer], ways: Ways) -> list[str]:
     return lines
 
 
+def _right(answers: Sequence[DemoAnswer], ways: Ways) -> str:
+    """Return a line with the number of right answers and of all, for each way."""
+    by_way = [[answer.correct for answer in answers if answer.way == way] for way in ways]
+    return _row("right", [f"{sum(correct)} of {len(correct)}" for correct in by_way])
+
+
 def _row(question: str, cells: Sequence[str]) -> str:
     wide = 32 if len(cells) > 2 else 44  # the longest question and two
     return f"{question:{wide}}" + "".join(f"{cell:16}" for cell in cells).rstrip()
-
-
-def _counts(answers: Sequence[DemoAnswer], ways: Ways) -> list[tuple[int, int]]:
-    """Return the number of right answers and of all, for each way."""
-    by_way = [[answer.correct for answer in answers if answer.way == way] for way in ways]
-    return [(sum(correct), len(correct)) for correct in by_way]

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -42,15 +41,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with an error."""
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
-
-    def unknown(self, arguments: Sequence[str]) -> NoReturn:
-        """Exit with an error for unknown arguments."""
-        option = next((argument.partition("=")[0] for argument in arguments if argument.startswith("-")), "")
-        if not option:
-            self.error(f"unexpected {' '.join(arguments)!r}: quote arguments that contain spaces")
-        known = {name.lstrip("-"): name for action in self._actions for name in action.option_strings}
-        near = get_close_matches(option.lstrip("-"), known, 1)  # without the dashes, which make all similar
-        self.error(f"unknown option {option}" + (f": did you mean {known[near[0]]}?" if near else ""))
 
 
 def _parser(argv: Sequence[str]) -> Parser:
@@ -123,9 +113,7 @@ def _execute(make_parser: Callable[[Sequence[str]], Parser], argv: Sequence[str]
         if not argv:
             parser.print_help()
             return 0
-        args, unknown = parser.parse_known_args(argv)
-        if unknown:
-            args.parser.unknown(unknown)
+        args = parser.parse_args(argv)
         args.program = parser.prog
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # bars of transformers, too: they would disturb ours
         return int(import_module(args.module).run(args))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,18 +38,8 @@ if TYPE_CHECKING:
 TOTALS = ("chunks", "new", "reused", "skipped", "tokens", "bytes")
 _NAMED = 3  # documents or files named in a message
 _NEEDED = {"workers": "ray", "api_key": "server", "tokenizer": "server"}
-_LOCAL = (
-    "store",
-    "codec",
-    "dtype",
-    "device",
-    "quantization",
-    "store_states",
-    "context_tokens",
-    "embedder",
-    "ray",
-    "tune",
-)
+_LOADED = ("dtype", "device", "quantization", "store_states")
+_LOCAL = ("store", "codec", *_LOADED, "context_tokens", "embedder", "ray", "tune")
 _PROBE = "Déjà vu: 3.14 quick brown foxes (or 27) jumped, unbelievably; def f(x):\n\treturn x  # 漢字"
 
 
@@ -160,23 +149,13 @@ def warm_on_server(args: argparse.Namespace) -> dict[str, Any]:
     for option in _LOCAL:
         if getattr(args, option) != args.parser.get_default(option):
             raise SettingError(f"--{option.replace('_', '-')} is for a local store: leave it out with --server")
-    with _naming_options(), RemoteEngine(args.server, args.model, api_key=args.api_key) as engine:
+    with RemoteEngine(args.server, args.model, api_key=args.api_key) as engine:
         gone = find_gone(args.paths, lambda prefix: engine.documents(prefix, namespace=args.namespace))
         dropped = sum(engine.forget(name, namespace=args.namespace) for name in gone) if args.prune else 0
         chunks, _, problems = read_chunks(args, _tokenizer(args.tokenizer or engine.model_name, engine))
         say(f"{counted(len(chunks), 'document')}, for {engine.model_name} on {args.server}")
         result = _encode(engine, chunks, args, problems) | {"gone": gone, "dropped": dropped, "problems": problems}
         return result | {"server": args.server, "model": engine.model_name}
-
-
-@contextmanager
-def _naming_options() -> Iterator[None]:
-    """Name this command's options, not the client's arguments, in errors."""
-    try:
-        yield
-    except KvragError as error:
-        error.args = (re.sub("base_url=?", "--server", str(error)).replace("api_key=", "--api-key"),)
-        raise
 
 
 def _encode(

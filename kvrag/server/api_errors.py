@@ -87,9 +87,9 @@ def invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     """Return the error for pydantic's problems with a request."""
     # a value that may have several types has an error for each; one that is not about the type says more
     problem = min(problems, key=lambda row: row["type"].endswith("_type"))
-    param = ".".join(map(str, problem["loc"])) or "body"
+    place = [str(name) for name in problem["loc"]] or ["body"]
     code = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}.get(problem["type"])
-    return ApiError(400, f"{param[:300]}: {problem['msg']}", code or "invalid_value", param)
+    return ApiError(400, f"{'.'.join(place):.300}: {problem['msg']}", code or "invalid_value", place[0])
 
 
 def handle_errors(app: FastAPI) -> None:

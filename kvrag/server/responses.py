@@ -121,7 +121,7 @@ class ResponsesRequest(Common, Contextual):
             messages.append({"role": "system", "content": self.instructions})
         items = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         for number, item in enumerate(items):
-            place = f"input[{number}]"
+            place = f"input.{number}"
             if item.type == "message":
                 content = _text(_required(item.content, f"{place}.content"))
                 role = _required(item.role, f"{place}.role")
@@ -151,7 +151,7 @@ class ResponsesRequest(Common, Contextual):
 
 def _required(value: Any, place: str) -> Any:
     if value is None:
-        raise ApiError(400, f"Missing required parameter: '{place}'.", "missing_required_parameter", place)
+        raise ApiError(400, f"{place}: Field required", "missing_required_parameter", place)
     return value
 
 

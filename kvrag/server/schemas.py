@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvrag.config import ANSWER_SETTINGS, DECLARED, Grammar, check_number, check_option, check_type, choices_of, renamed
+from kvrag.config import ANSWER_SETTINGS, DECLARED, Grammar, check_option, renamed
 from kvrag.errors import SettingError
 from kvrag.server.api_errors import ApiError
 from kvrag.server.settings import ServerSettings
@@ -62,32 +62,21 @@ class Request(Part):
 
 
 def _type_of(name: str) -> Any:
-    """Return the type of an option with the bounds and choices of its check."""
-    about, check = DECLARED[name].metadata["about"], DECLARED[name].metadata["check"]
-    limits = check.keywords
-    kind: Any
-    if choices := choices_of(check):
-        kind = Literal[choices]
-    elif check.func is check_type:
-        kind = limits["kind"]
-    elif check.func is check_number:
-        number = int if "whole" in limits else Number
-        kind = Annotated[number, Field(ge=limits.get("least", 0), le=limits.get("most"))]
-    else:
-        kind = Annotated[str, AfterValidator(partial(_accept, name))]
-    return Annotated[kind, Field(description=about)]
+    """Return the type of an option that its own check accepts."""
+    about = DECLARED[name].metadata["about"]
+    return Annotated[Any, AfterValidator(partial(_accept, name)), Field(description=about)]
 
 
-def _accept(name: str, value: str) -> str:
+def _accept(name: str, value: Any) -> Any:
     try:
-        return str(check_option(name, value))
+        return check_option(name, value)
     except SettingError as error:
         raise PydanticCustomError("setting", "{reason}", {"reason": str(error)}) from None
 
 
 def _with_options(base: type[Request], *names: str) -> type[Request]:
     """Return a request that also has these options of an answer."""
-    optional: dict[str, Any] = {name: (_type_of(name) | None, None) for name in names}
+    optional: dict[str, Any] = {name: (_type_of(name), None) for name in names}
     return create_model(base.__name__, __base__=base, **optional)
 
 

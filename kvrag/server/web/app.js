@@ -33,7 +33,7 @@ async function call(path, options = {}) {
     });
     if (response.ok) return response;
     if (response.status === 401) {
-      await askForKey();
+      askForKey();
       continue;
     }
     const error = (await response.json().catch(() => null))?.error;
@@ -41,16 +41,12 @@ async function call(path, options = {}) {
   }
 }
 
-/** Show the key dialog; several requests may wait for it at once. */
+/** Ask for the API key, and keep it for this tab. */
 function askForKey() {
-  const dialog = $("key-dialog");
-  $("key-reason").textContent = key ? "The server does not know this key. Try another one." : "This server requires an API key.";
-  if (!dialog.open) dialog.showModal();
-  return new Promise((resolve) => dialog.addEventListener("close", () => {
-    key = $("key").value.trim();
-    sessionStorage.setItem("kvrag-key", key);
-    resolve();
-  }, { once: true }));
+  const reason = key ? "The server does not know this key. Try another one." : "This server requires an API key.";
+  const entered = prompt(reason)?.trim();
+  if (!entered) throw failure("This server requires an API key: reload the page to enter it.");
+  sessionStorage.setItem("kvrag-key", (key = entered));
 }
 
 /** Stream a chat completion: call `onEvent` with each event's object. */
@@ -102,7 +98,7 @@ function showDocuments() {
   const others = documents.filter((doc) => !isPending(doc) && !uploads.has(doc.id));
   $("documents").replaceChildren(...[...sent, ...pending, ...others].map(documentRow));
   $("summary").textContent = pending.length ? `encoding, ${pending.length} left` : documents.length;
-  $("questions").hidden = !documents.some(isSample);
+  $("questions").hidden = pending.length > 0 || !documents.some(isSample);
 }
 
 function documentRow(doc) {
@@ -152,16 +148,14 @@ async function add(files) {
   await refresh();
 }
 
-/** Wait until a document can be retrieved, and all sample documents; return how many documents are not encoded yet. */
+/** Wait until a document can be retrieved; return how many documents are not encoded yet. */
 async function ready(say) {
   for (;;) {
     await refresh();
     const pending = documents.filter(isPending);
-    const hasChunks = documents.some((doc) => doc.chunks);
-    const awaited = hasChunks ? pending.filter(isSample) : pending;
-    if (!awaited.length && !hasChunks) throw failure("There are no documents yet: add one under Documents.");
-    if (!awaited.length) return pending.length;
-    say(`Waiting: ${count(awaited.length, "document")} left to encode. This happens once.`);
+    if (documents.some((doc) => doc.chunks)) return pending.length;
+    if (!pending.length) throw failure("There are no documents yet: add one under Documents.");
+    say(`Waiting: ${count(pending.length, "document")} left to encode. This happens once.`);
     await new Promise((resolve) => setTimeout(resolve, POLL_MS));
     busy.signal.throwIfAborted();
   }

@@ -34,7 +34,6 @@ BODIES: dict[str, tuple[type[schemas.Request], dict[str, Any]]] = {
     "/v1/completions": (schemas.CompletionRequest, {"prompt": "Who?", "max_tokens": 1}),
     "/v1/responses": (ResponsesRequest, {"input": "Who?", "max_output_tokens": 1}),
     "/v1/embeddings": (schemas.EmbeddingRequest, {"input": "Who?"}),
-    "/v1/rerank": (schemas.RerankRequest, {"query": "Who?", "documents": ["Mira"]}),
     "/v1/corpus": (schemas.NewDocument, {"text": "Mira", "id": "d"}),
     "/v1/chunks": (schemas.NewChunks, {"texts": ["Mira"], "document": "d"}),
     "/tokenize": (schemas.TokenizeRequest, {"prompt": "Who?"}),
@@ -96,7 +95,7 @@ def client(app: FastAPI) -> Iterator[httpx.AsyncClient]:
 
 
 def body_of(app: FastAPI, path: str, **changes: Any) -> bytes:
-    model = ({"/v1/embeddings", "/v1/rerank"} & {path} and app.state.kvrag.embedder) or NAME
+    model = app.state.kvrag.embedder if path == "/v1/embeddings" else NAME
     kind, body = BODIES[path]
     named = {"model": model} if "model" in kind.model_fields else {}
     return json.dumps(named | body | changes).encode()
@@ -173,9 +172,9 @@ def test_null_is_absent_in_known_and_unknown_fields(path: str) -> None:
     ]
     assert kind.model_validate(named | body | dict.fromkeys([*optional, "audio", "best_of_all"])) == plain
     for field in (name for name, field in kind.model_fields.items() if field.is_required()):
-        with pytest.raises(ApiError, match=f"Invalid '{field}': Input should be .*, got None"):
+        with pytest.raises(ApiError, match=rf"^{field}[.\w]*: Input should be "):
             parse(json.dumps(named | body | {field: None}).encode(), kind)
-    with pytest.raises(ApiError, match="Unknown parameter: 'audio'"):
+    with pytest.raises(ApiError, match="audio: Extra inputs are not permitted"):
         parse(json.dumps(named | body | {"audio": {}}).encode(), kind)
 
 
@@ -267,7 +266,7 @@ async def test_no_body_is_read_and_no_work_done_on_the_event_loop_or_in_shared_t
         ("GET", "/samples.json"),
         ("GET", "/v1/checks"),
         ("GET", "/metrics"),
-        ("GET", "/docs"),
+        ("GET", "/openapi.json"),
     ):
         answer = await client.request(method, path)
         assert answer.status_code == 200, (path, answer.text)

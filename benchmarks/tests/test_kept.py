@@ -24,6 +24,7 @@ from benchmarks.quality.questions import (
     read_questions,
     retrieve,
 )
+from benchmarks.settings import busy_note
 from kvrag import Answer, Model
 from kvrag.control.agreement import END
 from kvrag.types import BlendReport, Completed
@@ -97,6 +98,15 @@ def test_later_tokens_are_compared_where_both_answers_have_them() -> None:
     _, cell = summarise([[slow, fast], [slow, replace(fast, times=[1.0])], [slow, replace(slow, rows=50)]])
     assert cell["later"] == {"5": {"median": 1.5, "mean": 1.5, "worst": 1.0}, "10": None}
     assert cell["rows_by"] == [1.0]
+
+
+def test_a_busy_machine_is_noted_beside_the_times() -> None:
+    """CPU time: in all, idle, of the benchmark."""
+    assert busy_note((100, 10, 5), (200, 20, 94)) == []  # the benchmark alone
+    assert busy_note((100, 10, 5), (200, 50, 45)) == []  # others too, but there are free cores
+    assert busy_note((100, 10, 5), (200, 20, 35)) == [
+        "Machine busy: other processes took 60% of the CPU, so times may not compare"
+    ]
 
 
 def test_both_halves_of_the_public_sets_are_read(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import functools
 import io
 import json
 import os
-import platform
 import re
 import shutil
 import signal
@@ -30,7 +29,7 @@ from run_script import start
 import kvrag.cli.common
 import kvrag.retrieval.index
 from kvrag import BlendConfig, BlendEngine, Model, SettingError
-from kvrag.cli import demo, serve
+from kvrag.cli import serve
 from kvrag.cli.common import progress
 from kvrag.cli.main import _COMMANDS, _parser, main
 from kvrag.config import DEFAULT_POLICY
@@ -146,13 +145,8 @@ WRONG = [
 ]
 
 
-def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
+def test_arguments_are_checked_before_torch_is_imported() -> None:
     """All in one process: imports of one command would show in the next ones."""
-    (tmp_path / "chunks").mkdir()
-    (tmp_path / "fingerprint.json").write_text(json.dumps({"model": json.dumps("smollm2")}))
-    others = [
-        [*command, "--store", str(tmp_path)] for command in USES_MODEL if command[0] not in ("estimate", "verify")
-    ]
     program = """
 import json, sys
 from kvrag.cli.main import main
@@ -165,7 +159,7 @@ for argv in json.loads(sys.argv[1]):
     found = {"torch", "transformers", "sentence_transformers"} & set(sys.modules)
     assert not found, (argv, found)
 """
-    every = [*([*command.split(), "--help"] for command in _COMMANDS), ["--help"], *WRONG, *others]
+    every = [*([*command.split(), "--help"] for command in _COMMANDS), ["--help"], *WRONG]
     command = [sys.executable, "-c", program, json.dumps(every)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -184,10 +178,7 @@ def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str
     [
         ("wram docs", "invalid choice: 'wram' (choose from"),
         ("ask", "kvrag ask: the following arguments are required: QUESTION; see `kvrag ask --help`"),
-        ("ask Who founded it?", "unexpected 'founded it?': quote arguments that contain spaces"),
-        ("ask Who? --modle x", "unknown option --modle: did you mean --model?"),
-        ("ask Who? --top-k=2 --polciy=2", "unknown option --polciy: did you mean --policy?"),
-        ("warm docs --xyz", "kvrag warm: unknown option --xyz; see `kvrag warm --help`"),
+        ("warm docs --xyz", "kvrag: unrecognized arguments: --xyz; see `kvrag --help`"),
         ("ask Who? --ratio high", "--ratio: invalid float value: 'high'"),
         ("ask Who? --dtype float8", "--dtype: invalid choice: 'float8' (choose from"),
     ],
@@ -466,11 +457,11 @@ def test_a_document_with_a_chunk_beyond_the_window_is_named_and_skipped_alone(
     assert f"{long}: skipped: chunk 0 of document " in capsys.readouterr().err
 
 
-def test_warm_on_a_server_names_its_own_options(fails: Callable[..., str]) -> None:
+def test_warm_on_a_server_that_is_not_there(fails: Callable[..., str]) -> None:
     command = ("warm", CORPUS, "--model", "/models/x")
-    said = "--server must be the URL of a server such as http://localhost:8000, got '127.0.0.1:1'"
+    said = "base_url must be the URL of a server such as http://localhost:8000, got '127.0.0.1:1'"
     assert said in fails(*command, "--server", "127.0.0.1:1")
-    assert "start the server, or check --server" in fails(*command, "--server", "http://127.0.0.1:1")
+    assert "start the server, or check" in fails(*command, "--server", "http://127.0.0.1:1")
     assert "an API key must be non-empty ASCII" in fails(*command, "--server", "http://127.0.0.1:1", "--api-key", "ö")
 
 
@@ -716,27 +707,13 @@ def test_ask_before_warm_says_what_to_do(
 
 def test_a_store_that_cannot_be_created_is_reported_in_one_line(folder: Path, fails: Callable[..., str]) -> None:
     for store in (folder / "ingla.txt", folder / "ingla.txt" / "kv"):
-        assert "(Not a directory): choose another one" in fails("warm", folder, "--store", store, "--model", folder)
+        assert "): choose another one" in fails("warm", folder, "--store", store)
 
 
 def test_a_store_of_another_model_is_refused(warmed: Path, fails: Callable[..., str]) -> None:
     message = fails("ask", QUESTION, "--store", warmed, "--dtype", "float32")
     assert "dtype" in message
     assert "load the model with the same settings, use another store folder" in message
-
-
-@pytest.mark.parametrize(("theirs", "mine"), [("smollm2", "reader"), ("reader", "smollm2"), ("reader", "a/b")])
-def test_a_store_of_a_bundled_model_is_refused_before_another_one_is_loaded(
-    theirs: str, mine: str, tmp_path: Path, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    for folder in ("chunks", "models--a--b"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "fingerprint.json").write_text(json.dumps({"model": json.dumps(theirs)}))
-    said = f"the store {tmp_path} holds KV of {theirs}, not of {mine}: pass --model {theirs}, or another --store"
-    assert said in fails("ask", QUESTION, "--store", tmp_path, "--model", mine)
-    (tmp_path / "fingerprint.json").write_text("{")
-    assert "fingerprint.json is damaged" in fails("ask", QUESTION, "--store", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -795,7 +772,7 @@ def test_the_bundled_reader_says_that_it_knows_only_its_own_world(
 def test_chat_answers_line_by_line(
     warmed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"/report\n\n{QUESTION}\n{QUESTION}\n/report\n/quit\nWhat?\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"\n{QUESTION}\n{QUESTION}\n/quit\nWhat?\n"))
     argv = ["chat", "--store", str(warmed), *CONTEXT, "--policy", "full", "--json"]
     assert main(argv) == 0
     captured = capsys.readouterr()
@@ -803,8 +780,6 @@ def test_chat_answers_line_by_line(
     assert [turn["question"] for turn in turns] == [QUESTION, QUESTION]
     assert turns[0]["answer"] == ANSWER
     assert turns[1]["report"]["prompt_tokens"] > turns[0]["report"]["prompt_tokens"]  # the first turn is in it
-    assert "there is no answer yet" in captured.err
-    assert '"prompt_tokens"' in captured.err
     monkeypatch.chdir(warmed)
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTION}\n"))
     assert main([*argv[:-1], "--max-tokens", "1"]) == 0
@@ -1017,7 +992,7 @@ def test_the_demo_is_right_by_full_prefill_and_reports_the_rest(tmp_path: Path) 
     )
 
 
-def test_the_demo_ends_with_the_readmes_table_and_fits_80_columns(
+def test_the_demo_ends_with_times_and_right_answers_and_fits_80_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, Any]] = []
@@ -1028,50 +1003,21 @@ def test_the_demo_ends_with_the_readmes_table_and_fits_80_columns(
         return generate(self, prompt, **options)
 
     monkeypatch.setattr(BlendEngine, "generate", noting)
-    processor = "Intel(R) Xeon(R) Platinum 8488C, a name that does not fit into a line"
-    monkeypatch.setattr(demo, "processor", lambda: processor)
     assert main(["demo", "--store", str(tmp_path / "kv")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 40
-    assert re.fullmatch(r"bundled reader +1[5-9]\d\d tokens +[\d.]+ s +[\d.]+ s +5 of 5 +\d", lines[-1])
-    assert " ".join(lines[-2].split()) == "default settings prompt full prefill kvrag full prefill kvrag"
-    assert ["Where was Alla born?", "Murham", "x Vikdale", "Murham"] in [re.split("  +", line) for line in lines]
-    assert ["right", "5 of 5", "0 of 5", "5 of 5"] in [re.split("  +", line) for line in lines]
+    rows = [re.split("  +", line) for line in lines]
+    assert rows.count(["", "full prefill", "kvrag"]) == 1
+    assert re.fullmatch(r"first token, median +[\d.]+ s +[\d.]+ s", lines[-5])
+    assert re.fullmatch(r"right +5 of 5 +\d of 5", lines[-6])
+    assert re.match(r"1[5-9]\d\d tokens", lines[-1])
+    assert ["Where was Alla born?", "Murham", "x Vikdale", "Murham"] in rows
+    assert ["right", "5 of 5", "0 of 5", "5 of 5"] in rows
     assert any("picked because plain reuse answers them wrong" in line for line in lines)
     limits = {"max_new_tokens": 16, "temperature": 0}
     defaults = [options for options in asked if options == limits]
     assert len(defaults) == 1 + 5  # no ratio, policy or controller; the first one is not measured
-
-
-def test_the_demos_table_has_medians_and_counts() -> None:
-    numbers = {"answer": "", "prompt_tokens": 1800, "reused_tokens": 0, "recomputed_tokens": 0}
-    measured = {"full prefill": (0.3, 0.1, 2.5), "kvrag": (12.345, 0.0214, 3.0)}
-    outcomes = [
-        demo.DemoAnswer("What?", "dried bread", way, correct=seconds < 1, ttft_s=seconds, **numbers)
-        for way, times in measured.items()
-        for seconds in times
-    ]
-    row = demo.table(outcomes)[-1]
-    assert re.split("  +", row) == ["bundled reader", "1800 tokens", "0.300 s", "3.00 s", "2 of 3", "1"]
-
-
-def test_a_busy_machine_is_noted_beside_the_times() -> None:
-    """CPU time: in all, idle, of the demo."""
-    assert demo.busy_note((100, 10, 5), (200, 20, 94)) == []  # the demo alone
-    assert demo.busy_note((100, 10, 5), (200, 50, 45)) == []  # others too, but there are free cores
-    (note,) = demo.busy_note((100, 10, 5), (200, 20, 35))
-    assert note == "Machine busy: other processes took 60% of the CPU, so times may not compare"
-    assert len(note) <= 80
-
-
-def test_a_machine_without_proc_can_run_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(path: Path) -> str:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(Path, "read_text", missing)
-    assert demo.busy_note(demo.cpu(), demo.cpu()) == []
-    assert demo.processor() == platform.processor()
 
 
 # -------------------------------------------------------------------- calibrate

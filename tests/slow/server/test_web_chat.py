@@ -129,30 +129,11 @@ def script(
         lines = [*map(json.dumps, [*events, end]), "[DONE]"]
         route.fulfill(content_type="text/event-stream", body="".join(f"data: {line}\n\n" for line in lines))
 
+    serve_documents(page, {"id": "a.md"})
     page.route("**/v1/chat/completions", answer)
     return asked
 
 
-MARKDOWN = """The **cook** is *Yusuf* `Demir`:
-
-1. soup
-
-2. a dish
-   - with <b>fish</b>
-
-| Day | Dish |
-|---|---:|
-| Monday | **Soup** `a|b` |
-
-2*3*4 f(**kwargs) and **2**
-
-> a quotation
-> with *stress*
----
-```python
-x = "**not bold**"
-```
-"""
 HOSTILE = """<img src=x onerror="window.hacked=1"> <script>window.hacked=1</script>
 [a](javascript:window.hacked=1) [b](data:text/html,x) ![c](https://evil.example/?secret)
 [d](https://x.example" onclick="y)
@@ -161,26 +142,16 @@ HOSTILE = """<img src=x onerror="window.hacked=1"> <script>window.hacked=1</scri
 """
 
 
-def test_an_answer_is_shown_as_markdown(page: Any, url: str) -> None:
-    script(page, *({"content": MARKDOWN[at : at + 7]} for at in range(0, len(MARKDOWN), 7)))
+def test_an_answer_is_shown_as_text_and_an_error_below_it(page: Any, url: str) -> None:
+    addresses: list[str] = []
+    page.on("request", lambda request: addresses.append(request.url))
+    script(page, *({"content": HOSTILE[at : at + 7]} for at in range(0, len(HOSTILE), 7)))
     page.goto(url)
     ask(page, "Who is the cook?", 1)
-    answer = page.locator(".answer").first
-    shown = {
-        tag: answer.locator(tag).all_inner_texts()
-        for tag in ("strong", "em", "blockquote", "p code", "ol > li", "ul > li")
-    }
-    assert shown == {
-        "strong": ["cook", "Soup", "2"],
-        "em": ["Yusuf", "stress"],
-        "blockquote": ["a quotation\nwith stress"],
-        "p code": ["Demir"],
-        "ol > li": ["soup", "a dish\n\nwith <b>fish</b>"],
-        "ul > li": ["with <b>fish</b>"],
-    }
-    assert answer.locator("th, td").all_inner_texts() == ["Day", "Dish", "Monday", "Soup a|b"]
-    assert answer.locator("hr").count() == 1
-    assert answer.locator("pre").inner_text() == 'x = "**not bold**"'
+    assert page.locator(".answer").first.inner_text() == HOSTILE.strip()
+    assert page.locator(".answer *").count() == 0
+    assert page.evaluate("window.hacked") is None
+    assert all(address.startswith((url, "data:")) for address in addresses)
     assert page.locator(".lane .detail").first.inner_text() == (
         "5 prompt tokens: 2 reused (40 %), 1 stored but recomputed"
     )
@@ -191,31 +162,7 @@ def test_an_answer_is_shown_as_markdown(page: Any, url: str) -> None:
     page.locator(".lane .problem", has_text="out of memory").wait_for()
     assert page.locator(".answer").last.inner_text() == "Half"  # what has arrived stays
     assert not page.locator(".bar").last.is_visible()  # nothing to compare
-
-
-@pytest.mark.parametrize(
-    "hostile",
-    [
-        HOSTILE,
-        "- " * 9000,
-        "1. " * 9000,
-        "*a **b [c" * 2000,
-        "a|b\n|" + " " * 60_000 + "x",
-        "|`" * 30_000 + "\n|-|",
-        "> " * 9000,
-    ],
-)
-def test_hostile_markdown_stays_text(page: Any, url: str, hostile: str) -> None:
-    addresses: list[str] = []
-    page.on("request", lambda request: addresses.append(request.url))
-    script(page, {"content": hostile})
-    page.goto(url)
-    ask(page, "Who is the cook?", 1)
-    assert page.locator(".answer :is(img, svg, script, iframe, [onclick], [onerror], [onload])").count() == 0
-    hrefs = [link.get_attribute("href") for link in page.locator(".answer a").all()]
-    assert all(href == "https://evil.example/?secret" for href in hrefs)  # a link, never loaded as a picture
-    assert page.evaluate("window.hacked") is None
-    assert all(address.startswith((url, "data:")) for address in addresses)
+    assert page.input_value("#question") == "Who else?"
 
 
 def test_a_thought_is_folded_and_not_sent_back(page: Any, url: str) -> None:
@@ -232,31 +179,6 @@ def test_a_thought_is_folded_and_not_sent_back(page: Any, url: str) -> None:
     assert lane.locator(".thought p").inner_text() == "Who else? Yusuf."
     ask(page, "Where does he work?", 2)
     assert asked[2]["messages"][1] == {"role": "assistant", "content": "Yusuf Demir"}
-
-
-def test_what_is_recomputed_can_be_chosen_and_is_kept(page: Any, url: str) -> None:
-    asked = script(page, {"content": "Yusuf"})
-    page.goto(url)
-    page.select_option("#recompute", "30 %")
-    ask(page, "Who is the cook?", 1)
-    page.reload()
-    page.locator(".turn").wait_for()
-    assert page.input_value("#recompute") == "0.3"
-    page.select_option("#recompute", "everything (full prefill)")
-    ask(page, "Who is the cook?", 2)
-    page.uncheck("#race")
-    page.reload()
-    page.locator(".turn").nth(1).wait_for()
-    assert not page.is_checked("#race")
-    page.select_option("#recompute", "")
-    page.fill("#question", "Who else?")
-    page.press("#question", "Enter")
-    page.locator(".detail", has_text="5 prompt tokens").nth(4).wait_for()
-    assert page.locator("#send").inner_text() == "Ask"
-    blended = {"policy": "query", "controller": "off", "deterministic": True, "edited_history": "exact"}
-    names = ("ratio", "policy", "controller", "deterministic", "edited_history")
-    settings = [{name: body[name] for name in names if name in body} for body in asked]
-    assert settings == [{"ratio": 0.3}, {"policy": "full"}, {"policy": "full"}, blended, {}]
 
 
 def test_an_answer_with_full_prefill_is_raced_against_blending(page: Any, url: str) -> None:
@@ -277,85 +199,23 @@ def test_an_answer_with_full_prefill_is_raced_against_blending(page: Any, url: s
     assert (found := re.fullmatch(verdict, page.inner_text(".verdict")))
     assert [f"whole answer {found[4]}", f"whole answer {found[3]}"] == totals
     assert [found[2], found[1]] == lanes.locator(".time").all_inner_texts()
-    assert page.locator(".verdict").evaluate("verdict => getComputedStyle(verdict).fontWeight") == "400"
-    before = page.evaluate("document.querySelector('.turn').innerText")
-    page.reload()
-    page.locator(".turn").wait_for()
-    assert page.evaluate("document.querySelector('.turn').innerText") == before
-
-
-@pytest.mark.parametrize(
-    ("pieces", "token", "marked"),
-    [
-        ([" The", " cook", " is", " *Yus", "uf*"], 1, "cook"),
-        ([" The", " cook", " is", " *Yus", "uf", "*"], 4, "uf"),
-        ([" The", " cook", " is", " **", "Yusuf", "**"], 3, None),  # Markdown's own
-        (["1", ".", " soup"], 0, None),
-        (["```\n", "soup", "\n```"], 1, None),
-        (["\ue000<b>", "soup", "\ue001"], 1, None),  # marks in a text are not the page's
-        (["So", "<img src=x onerror=window.hacked=1>"], 1, "<img src=x onerror=window.hacked=1>"),
-    ],
-)
-def test_the_token_of_which_the_model_was_unsure_is_marked(
-    page: Any, url: str, pieces: list[str], token: int, marked: str | None
-) -> None:
-    completed = {"token": token, "rows": 5, "seconds": 0.1}
-    asked = script(
-        page, *({"content": piece} for piece in pieces), completed=completed, reused_tokens=0, recomputed_tokens=3
-    )
-    page.goto(url)
-    ask(page, "Who is the cook?", 1)
-    assert asked[0]["logprobs"] is True
-    detail = page.locator(".lane .detail").first.inner_text()
-    assert detail == (
-        "5 prompt tokens: 0 reused (0 %), 3 stored but recomputed; "
-        f"unsure after {token} token{'s' * (token != 1)}, so the rest was recomputed first"
-    )
-    for _ in range(2):  # also after a reload
-        answers = page.locator(".answer")
-        assert answers.nth(0).locator("mark").all_inner_texts() == ([] if marked is None else [marked])
-        assert answers.nth(1).locator("mark").count() == 0
-        assert answers.nth(0).inner_text() == answers.nth(1).inner_text()
-        page.reload()
-        page.locator(".turn").wait_for()
-    assert page.evaluate("window.hacked") is None
-
-
-def test_the_server_names_the_unsure_token(page: Any, model_folder: Path, tmp_path: Path) -> None:
-    with running(model_folder, tmp_path, "--controller", "off") as server:  # the random model is never sure
-        page.goto(server.url)
-        ask(page, "Who is the cook?", 1)
-        assert page.locator("#recompute option").first.inner_text() == "adaptive (default)"
-        lane = page.locator(".lane").first
-        doubt = r"unsure after \d tokens?, so the rest was recomputed first"
-        assert re.search(doubt, lane.locator(".detail").inner_text())
-        mark = lane.locator("mark").inner_text()
-        assert mark
-        assert mark in lane.locator(".answer").inner_text()
-        page.select_option("#recompute", "full")
-        ask(page, "Where does he work?", 2)
-        assert page.locator(".lane .name").all_inner_texts() == ["kvrag", "Full prefill", "kvrag", "Blended"]
-        assert re.match(
-            r"\d+ prompt tokens: 0 reused \(0 %\), [1-9]\d* stored but recomputed",
-            page.locator(".lane .detail").last.inner_text(),
-        )
-
-
-def test_a_question_survives_a_reload_before_its_answer(page: Any, url: str) -> None:
-    page.route("**/v1/chat/completions", lambda route: None)  # never answered
-    page.goto(url)
-    page.fill("#question", "Who is the cook?")
+    page.uncheck("#race")
+    page.fill("#question", "Who else?")
     page.press("#question", "Enter")
-    page.locator(".turn .asked").wait_for()
-    page.reload()
-    page.wait_for_function("document.getElementById('question').value")
-    assert page.input_value("#question") == "Who is the cook?"
-    page.unroute("**/v1/chat/completions")
-    script(page, {"content": "Yusuf"})
+    page.locator(".detail", has_text="5 prompt tokens").nth(2).wait_for()
+    assert page.locator("#send").inner_text() == "Ask"
+    assert lanes.count() == 3
+
+
+def test_a_doubt_of_the_model_is_named(page: Any, url: str) -> None:
+    completed = {"token": 1, "rows": 5, "seconds": 0.1}
+    script(page, {"content": "Yusuf"}, completed=completed, reused_tokens=0, recomputed_tokens=3)
+    page.goto(url)
     ask(page, "Who is the cook?", 1)
-    page.reload()
-    page.locator(".turn").wait_for()
-    assert page.input_value("#question") == ""
+    assert page.locator(".lane .detail").first.inner_text() == (
+        "5 prompt tokens: 0 reused (0 %), 3 stored but recomputed; "
+        "unsure after 1 token, so the rest was recomputed first"
+    )
 
 
 def test_a_question_that_continues_a_kept_conversation_says_so(page: Any, url: str) -> None:
@@ -364,34 +224,6 @@ def test_a_question_that_continues_a_kept_conversation_says_so(page: Any, url: s
     ask(page, "Who is the cook?", 1)
     assert "4 kept from the conversation" in page.locator(".lane .detail").first.inner_text()
     assert "; most of the prompt was kept from the conversation; " in page.inner_text(".verdict")
-
-
-def test_an_answer_that_pauses_says_so(page: Any, url: str) -> None:
-    script(page, {"content": "Yusuf"})
-    page.goto(url)
-    page.evaluate("""() => {
-        const answer = window.fetch;
-        window.fetch = async (path, options) => {
-            const response = await answer(path, options);
-            if (!path.endsWith("chat/completions")) return response;
-            const lines = (await response.text()).split("\\n\\n");
-            const body = new ReadableStream({ async start(controller) {
-                const send = (text) => controller.enqueue(new TextEncoder().encode(text + "\\n\\n"));
-                send(lines[0]); send(lines[1]);
-                await new Promise((resolve) => (window.goOn = resolve));
-                lines.slice(2).forEach(send);
-                controller.close();
-            } });
-            return new Response(body);
-        };
-    }""")
-    page.uncheck("#race")
-    page.fill("#question", "Who is the cook?")
-    page.press("#question", "Enter")
-    page.locator(".detail", has_text="Computing the next token").wait_for()
-    page.evaluate("window.goOn()")
-    page.locator(".detail", has_text="5 prompt tokens: 2 reused").wait_for()
-    assert "Computing" not in page.inner_text(".detail")
 
 
 def test_names_and_words_of_any_length_stay_inside(page: Any, url: str) -> None:
@@ -405,7 +237,6 @@ def test_names_and_words_of_any_length_stay_inside(page: Any, url: str) -> None:
     page.click(".sources > summary")
     page.click(".sources li summary")
     assert page.locator(".sources .where").inner_text() == name
-    assert not page.locator(".sources .start").is_visible()  # the text is below, and the name is shown in full
     where = page.locator(".sources .where").bounding_box()
     assert where["x"] + where["width"] <= 390
     assert page.locator(".sources p").inner_text() == f"<b>{word}"
@@ -434,77 +265,59 @@ def test_a_question_does_not_wait_for_an_upload(page: Any, url: str) -> None:
     ask(page, "Who is the cook?", 1)
     assert "; without 2 documents still to encode" in page.locator(".lane .detail").first.inner_text()
     rows = page.locator("#documents li")
-    assert [text.split("\n")[0] for text in rows.all_inner_texts()[:3]] == ["z.pdf", "waits.pdf", "a00.md"]
-    assert "encoding, 42 %" in rows.first.inner_text()
-
-    # a new upload comes first, also when it is ready, and the list is scrolled to it
-    page.evaluate("document.getElementById('sidebar').scrollTop = 1000")
-    page.route("**/v1/corpus/a17.md", lambda route: route.fulfill(json={"problems": []}))
-    serve_documents(page, *others)
-    page.set_input_files("#files", [{"name": "a17.md", "mimeType": "text/plain", "buffer": b"new"}])
-    page.locator("#summary", has_text=re.compile("^30$")).wait_for()
-    assert rows.first.inner_text().startswith("a17.md")
-    assert page.evaluate("document.getElementById('sidebar').scrollTop") == 0
+    assert [text.split("\n")[0] for text in rows.all_inner_texts()[:3]] == ["waits.pdf", "z.pdf", "a00.md"]
+    assert rows.nth(1).locator("progress").evaluate("bar => bar.value") == 0.42
 
 
-def test_a_question_waits_for_the_sample_documents(page: Any, url: str) -> None:
+def test_a_question_waits_until_a_document_can_be_retrieved(page: Any, url: str) -> None:
     asked = script(page, {"content": "Yusuf"})
     name = next(iter(samples.HANDBOOK.documents()))
-    serve_documents(page, {"id": "a.md"}, {"id": name, "status": "queued", "chunks": 0})
+    serve_documents(page, {"id": name, "status": "queued", "chunks": 0})
     page.goto(url)
+    page.locator("#documents li").wait_for()
+    assert page.is_hidden("#questions")
     page.fill("#question", "Who is the cook?")
     page.press("#question", "Enter")
     page.locator(".answer", has_text="Waiting: 1 document left to encode").wait_for()
     assert asked == []
-    serve_documents(page, {"id": "a.md"}, {"id": name})
+    serve_documents(page, {"id": name})
     page.locator(".verdict", has_text="; the").wait_for()
     assert "still to encode" not in page.locator(".lane .detail").first.inner_text()
 
 
-def test_at_most_eight_sources_are_shown_and_all_survives_a_reload(page: Any, url: str) -> None:
-    hits = [{"document": f"{number}.md", "text": f"Text {number}.", "pages": None} for number in range(28)]
+def test_sources_have_names_and_pages(page: Any, url: str) -> None:
+    hits = [{"document": f"/srv/docs/{number}.md", "text": f"Text {number}.", "pages": None} for number in range(4)]
     hits[1] |= {"pages": [3, 4]}
-    script(page, {"reasoning_content": "Hm."}, {"content": "**Yusuf**"}, citations=hits)
+    hits[2] |= {"pages": [5, 5]}
+    script(page, {"content": "Yusuf"}, citations=hits)
     page.goto(url)
     ask(page, "Who is the cook?", 1)
     page.click(".sources > summary")
-    assert page.inner_text(".sources > summary") == "28 chunks from 28 documents, the 8 most similar"
-    assert page.locator(".sources .where").all_inner_texts() == [
-        "0.md",
-        "1.md (pages 3-4)",
-        *(f"{n}.md" for n in range(2, 8)),
-    ]
-    shown = "document.getElementById('turns').querySelector('.turn').innerText"
-    before = page.evaluate(shown)
-    assert re.search(r"\d+ ms|\d\.\d\d s", before)
-    page.reload()
-    page.locator(".turn").wait_for()
-    page.click(".sources > summary")
-    assert page.evaluate(shown) == before
+    assert page.inner_text(".sources > summary") == "4 chunks from 4 documents"
+    names = ["docs/0.md", "docs/1.md (p. 3-4)", "docs/2.md (p. 5)", "docs/3.md"]
+    assert page.locator(".sources .where").all_inner_texts() == names
     assert page.locator(".bar").evaluate_all("bars => bars.map(bar => bar.value).sort()")[1] == 1
-    assert page.inner_text(".answer strong >> nth=0") == "Yusuf"
-    page.locator(".thought summary").first.click()
-    assert page.locator(".thought p").first.inner_text() == "Hm."
 
 
-def test_the_key_dialog_speaks_to_a_person(page: Any, url: str) -> None:
+def test_the_page_asks_for_the_key(page: Any, url: str) -> None:
+    said: list[str] = []
+    keys = iter(["wrong", "right"])
+
     def models(route: Any) -> None:
         if route.request.headers.get("authorization") == "Bearer right":
             return route.fallback()
         message = "missing or wrong API key: send it as 'Authorization: Bearer KEY'"
         return route.fulfill(status=401, json={"error": {"message": message}})
 
+    def enter(dialog: Any) -> None:
+        said.append(dialog.message)
+        dialog.accept(next(keys))
+
     page.route("**/v1/models", models)
+    page.on("dialog", enter)
     page.goto(url)
-    reason = page.locator("#key-reason")
-    page.locator("#key-dialog[open]").wait_for()
-    assert reason.inner_text() == "This server requires an API key."
-    for key in ("wrong", "right"):
-        page.fill("#key", key)
-        page.press("#key", "Enter")
-        if key == "wrong":
-            page.get_by_text("The server does not know this key. Try another one.").wait_for()
     page.locator("#documents li").first.wait_for()
+    assert said == ["This server requires an API key.", "The server does not know this key. Try another one."]
 
 
 def test_a_chat(page: Any, model_folder: Path, tmp_path: Path) -> None:
@@ -523,7 +336,8 @@ def _chat(page: Any, server: Any, tmp_path: Path) -> None:
     page.goto(server.url)
     page.evaluate(WATCH)
 
-    # the sample documents are there; a question waits for them
+    # the sample documents are there, and soon encoded
+    page.locator("#summary", has_text=re.compile("^16$")).wait_for()
     ask(page, "Who is the cook?", 1)
     heard = [text for text in page.evaluate("window.heard") if not text.startswith(("Waiting: ", "Warming up: "))]
     assert len(heard) > 2  # not all at once
@@ -534,7 +348,6 @@ def _chat(page: Any, server: Any, tmp_path: Path) -> None:
     assert lanes.locator(".name").all_inner_texts() == ["kvrag", "Full prefill"]
     assert all(re.fullmatch(r"\d+ ms|\d+\.\d\d s", text) for text in lanes.locator(".time").all_inner_texts())
     assert re.search(r"[1-9]\d* reused \(\d+ %\), [1-9]\d* stored but recomputed", lanes.first.inner_text())
-    assert page.locator("#recompute option").first.inner_text() == "as the server is set"
     assert re.fullmatch(
         r"First token .* instead of .*; whole answer .* instead of .*; the .*", page.inner_text(".verdict")
     )
@@ -555,16 +368,6 @@ def _chat(page: Any, server: Any, tmp_path: Path) -> None:
     roles = [(message["role"], message["content"]) for message in asked[2]["messages"]]
     assert roles == [("user", "Question: Who is the cook?"), ("assistant", said), ("user", "Where does he work?")]
 
-    # it survives a reload
-    turn = page.locator(".turn").first
-    page.click(".sources > summary")  # closed, as after the reload
-    before = turn.inner_text()
-    page.reload()
-    page.locator(".turn").nth(1).wait_for()
-    assert turn.inner_text() == before
-    assert page.is_hidden("#welcome")
-    page.locator("#documents li").nth(len(samples.HANDBOOK.documents()) - 1).wait_for()
-
     # upload, and deletion
     (tmp_path / "note.md").write_text("Yusuf Demir works in the canteen, and he sings while he cooks fish soup.")
     (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 no more than this")
@@ -573,36 +376,27 @@ def _chat(page: Any, server: Any, tmp_path: Path) -> None:
     names = ("note.md", "broken.pdf", "lines.jsonl", "none.jsonl")
     page.set_input_files("#files", [tmp_path / name for name in names])
     page.locator("#documents li", has_text="it is a broken or protected PDF").wait_for()
-    page.locator("#documents .failed").get_by_text(re.compile("^line 1: skipped: it is not JSON")).wait_for()
+    page.locator("#documents .failed").get_by_text("line 1: skipped: it is not JSON").wait_for()
     page.locator("#documents li", has_text="lines.jsonl").get_by_text("line 2: skipped: it is not JSON").wait_for()
     page.locator("#documents li", has_text="note.md").get_by_text("1 chunk").wait_for()
-    for name in ("handbook/petrel.md", "broken.pdf", "note.md"):
+    page.once("dialog", lambda dialog: dialog.dismiss())
+    page.get_by_label("Delete note.md").click()
+    page.on("dialog", lambda dialog: dialog.accept())
+    for name in ("handbook/petrel.md", "broken.pdf"):
         page.get_by_label(f"Delete {name}").click()
-    page.get_by_label("Keep note.md").click()  # undo
-    page.get_by_label("Keep handbook/petrel.md").wait_for(state="detached")
-    page.get_by_label("Keep broken.pdf").wait_for(state="detached")
-    assert page.get_by_label("Delete handbook/petrel.md").count() == 0
+        page.get_by_label(f"Delete {name}").wait_for(state="detached")
     page.locator("#summary", has_text="17").wait_for()
     page.get_by_label("Delete note.md").wait_for()
-
-    # dropped beside the box
-    page.evaluate("""() => {
-        const dropped = new DataTransfer();
-        dropped.items.add(new File(["Ada Holm keeps bees."], "bees.md"));
-        document.body.dispatchEvent(new DragEvent("drop", { dataTransfer: dropped, bubbles: true, cancelable: true }));
-    }""")
-    page.locator("#documents li", has_text="bees.md").get_by_text("1 chunk").wait_for()
-    page.locator("#summary", has_text="18").wait_for()
 
     # a chunk over two pages
     (tmp_path / "choir.pdf").write_bytes(pdf("The choir meets on Mondays", "in the old fire station."))
     page.set_input_files("#files", [tmp_path / "choir.pdf"])
-    page.locator("#summary", has_text="19").wait_for()
+    page.locator("#summary", has_text="18").wait_for()
     page.locator("#documents li", has_text="choir.pdf").get_by_text("1 chunk").wait_for()
     ask(page, "Where does the choir meet?", 3)
     page.locator(".sources").last.locator("> summary").click()
-    page.locator(".sources li summary", has_text="choir.pdf (pages 1-2)").wait_for()
-    assert [len(body["messages"]) for body in asked[-3:]] == [3, 5, 5], "with the turns from before the reload"
+    page.locator(".sources li summary", has_text="choir.pdf (p. 1-2)").wait_for()
+    assert [len(body["messages"]) for body in asked[-3:]] == [3, 5, 5]
 
     # small and dark
     page.set_viewport_size({"width": 390, "height": 844})

@@ -182,9 +182,12 @@ def test_a_thought_is_folded_and_not_sent_back(page: Any, url: str) -> None:
 
 
 def test_an_answer_with_full_prefill_is_raced_against_blending(page: Any, url: str) -> None:
-    script(page, {"content": "Yusuf"}, policy="full", decision="full prefill: the context is short")
+    asked = script(page, {"content": "Yusuf"}, policy="full", decision="full prefill: the context is short")
     page.goto(url)
     ask(page, "Who is the cook?", 1)
+    blended = {"policy": "query", "controller": "off", "deterministic": True, "edited_history": "exact"}
+    assert "policy" not in asked[0]
+    assert blended.items() <= asked[1].items()
     lanes = page.locator(".lane")
     assert lanes.locator(".name").all_inner_texts() == ["kvrag", "Blended"]
     assert lanes.locator(".detail").all_inner_texts() == [

@@ -43,8 +43,7 @@ _MULTIPLIER = 0x9E3779B97F4A7C15
 _POWERS = [pow(_MULTIPLIER, GRAM - 1 - i, 1 << 64) for i in range(GRAM)]
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
-SUFFIX = ".segment"
-_MAGIC = b"kvrag segment 2\n"
+_MAGIC = b"kvrag segment 3\n"
 _TAIL = 16 + len(_MAGIC)  # the footer's length and digest
 
 Ids = NDArray[np.uint32]
@@ -55,9 +54,8 @@ Numbers = NDArray[np.int64]
 class DamagedSegmentError(StoreError):
     """A segment's file is missing or differs from what was written."""
 
-    def __init__(self, name: str, reason: object) -> None:
-        super().__init__(f"{name}: {reason}")
-        self.name = name
+    def __init__(self, reason: object) -> None:
+        super().__init__(f"the catalog's file cannot be used ({reason})")
 
 
 def gram_hashes(ids: Ids) -> Hashes:
@@ -138,7 +136,8 @@ class Segment:
     namespaces: tuple[str, ...]
     alive: NDArray[np.bool_]  # (R,)
     last: int = 0
-    name: str = ""  # of the file
+    position: int = 0  # of the store's log of removals, when it was written
+    is_mapped: bool = False  # from a file
     digests: Mapping[str, str] = field(default_factory=dict)  # of the arrays in the file
 
     @classmethod
@@ -253,7 +252,7 @@ class Segment:
         """Raise DamagedSegmentError if the digest of an array (default: of any) has changed."""
         for name in names or self.digests:
             if xxhash.xxh3_64_hexdigest(getattr(self, name).view(np.uint8).data) != self.digests[name]:
-                raise DamagedSegmentError(self.name, f"{name} are damaged")
+                raise DamagedSegmentError(f"{name} are damaged")
 
 
 def _thinned(postings: Hashes, starts: Numbers) -> Hashes:
@@ -355,25 +354,25 @@ def join(segments: Sequence[Segment]) -> Segment:
     return _assembled(facts, {name: np.concatenate([*parts]) for name, parts in portions.items()})
 
 
-def write(segments: Sequence[Segment], folder: Path, check: Callable[[], None] = lambda: None) -> str:
-    """Write all live texts as one file and return its name; raises DamagedSegmentError.
+def write(segments: Sequence[Segment], path: Path, position: int = 0, check: Callable[[], None] = lambda: None) -> None:
+    """Write all live texts as one file; raises DamagedSegmentError.
 
-    An error that `check` raises, which is called before every portion, ends the writing.
+    Args:
+        position: Of the store's log of removals, which the segments follow up to there.
+        check: Called before every portion; an error that it raises ends the writing.
     """
     for segment in segments:
         segment.check()
     facts, portions = _merge(segments)
-    footer: dict[str, Any] = {**facts, "window": WINDOW, "arrays": {}}
-    with temporary(folder) as (descriptor, tmp):
+    footer: dict[str, Any] = {**facts, "position": position, "window": WINDOW, "arrays": {}}
+    with temporary(path.parent) as (descriptor, tmp):
         with os.fdopen(descriptor, "wb", closefd=False) as file:
             for name, parts in portions.items():
                 footer["arrays"][name] = _write_array(file, parts, check)
             text = json.dumps(footer).encode()
             file.write(text + len(text).to_bytes(8, "little") + xxhash.xxh3_64_digest(text) + _MAGIC)
         os.fsync(descriptor)
-        name = f"{facts['last']}-{tmp.stem[1:]}{SUFFIX}"
-        os.replace(tmp, folder / name)
-    return name
+        os.replace(tmp, path)
 
 
 def _write_array(file: IO[bytes], portions: Iterable[NDArray[Any]], check: Callable[[], None]) -> dict[str, Any]:
@@ -406,10 +405,10 @@ def read(path: Path) -> Segment:
             for name, d in footer["arrays"].items()
         }
         digests = {name: d["digest"] for name, d in footer["arrays"].items()}
-        segment = _assembled(footer, arrays, name=path.name, digests=digests)
+        segment = _assembled(footer, arrays, position=footer["position"], is_mapped=True, digests=digests)
         segment.check(("starts", "numbers", "keys", "spaces"))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedSegmentError(path.name, error) from error
+        raise DamagedSegmentError(error) from error
     return segment
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,15 +11,10 @@ from typing import Any
 from kvrag.errors import KvragError, out_of_memory, reason_of
 
 MAX_PROBLEMS = 100  # of a file that are listed
-MAX_TEXT = 64 << 20  # characters or cells; repeated cells, column names and pages make a text longer than its file
 
 
 class UnreadableError(Exception):
     """A file, a part of it or a line without readable text. The message gives the reason."""
-
-
-class TooLongError(UnreadableError):
-    """The text of a file is too long, not that of a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +55,6 @@ class Content:
     lost: Counter[str] = field(default_factory=Counter, repr=False)
     _num_problems: int = 0
     _part: str = ""
-    _left: int = field(default=MAX_TEXT, compare=False)
 
     def note(self, message: str, line: int | None = None) -> None:
         """Add a problem. Only the first 100 are listed."""
@@ -68,35 +62,25 @@ class Content:
         if self._num_problems <= MAX_PROBLEMS:
             self.problems.append(Problem(self.file, f"{self._part}{message}", line))
 
-    def spend(self, number: int) -> None:
-        """Count characters or cells; raise an error once they are far more than the file's."""
-        self._left -= number
-        if self._left < 0:
-            raise TooLongError("its text is far larger than the file, by repeated cells, names or pages: split it")
-
-    def within(self, parts: Iterable[str]) -> Iterator[str]:
-        """Yield texts as long as together they are not far longer than the file."""
-        for part in parts:
-            self.spend(len(part))
-            yield part
-
     @contextmanager
     def part(self, name: str, what: str = "it is broken") -> Iterator[None]:
-        """Name a part of the file, or "", in its problems. If it cannot be read, note that, and go on."""
+        """Name a part of the file, or "", in its problems. If it cannot be read, note that, and go on.
+
+        Raises:
+            KvragError: A package is not installed.
+            MemoryError: The file is to blame, not the part.
+        """
         outer, named = self._part, f"{name}: " * bool(name)
         self._part = named
         try:
             yield
         except Exception as error:  # pypdf, zipfile and lxml raise various types
-            is_long = isinstance(error, TooLongError) or _out_of_memory(error)
-            if isinstance(error, KvragError) or (name and is_long):  # a package is not installed; the file is to blame
+            if isinstance(error, KvragError):
                 raise
+            if out_of_memory(error) or "ERR_NO_MEMORY" in str(getattr(error, "error_log", "")):  # lxml's
+                raise MemoryError from error
             why = str(error) if isinstance(error, UnreadableError) else f"{what} ({reason_of(error)})"
             self._part = named  # that of a generator may be left
-            self.note(f"skipped: {'reading it takes too much memory: split it' if _out_of_memory(error) else why}")
+            self.note(f"skipped: {why}")
         finally:
             self._part = outer
-
-
-def _out_of_memory(error: Exception) -> bool:
-    return out_of_memory(error) or "ERR_NO_MEMORY" in str(getattr(error, "error_log", ""))  # lxml's

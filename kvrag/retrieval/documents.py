@@ -11,10 +11,12 @@ from pathlib import Path
 
 from kvrag.errors import KvragError, needing
 from kvrag.retrieval import formats
-from kvrag.retrieval.content import MAX_PROBLEMS, MAX_TEXT, Content, Problem, UnreadableError
+from kvrag.retrieval.content import MAX_PROBLEMS, Content, Problem, UnreadableError
 from kvrag.retrieval.formats import EXTRA, READERS, without_surrogates
 
 SUFFIXES = (".txt", ".md", *READERS, ".jsonl")
+_MAX_TEXT = 64 << 20  # characters; repeated cells, column names and pages make a text longer than its file
+_MAX_BYTES = 1 << 30  # splitting a text takes several times its size in memory
 _WORD = 32  # characters of a word whose length in tokens is remembered
 
 
@@ -85,14 +87,17 @@ def parse(name: str, kind: str, content: bytes, text_field: str = "text") -> Con
 
     Raises:
         KvragError: A package for its kind is not installed.
+        MemoryError: Reading it takes too much.
     """
-    parsed = Content(name, _left=MAX_TEXT + 8 * len(content))
+    parsed = Content(name)
     kind = kind.lower()
     with parsed.part("", f"it is a broken or protected {kind[1:].upper()} file"):
         if kind == ".jsonl":
             texts = formats.jsonl(content, parsed, text_field)
         else:
             texts = [READERS.get(kind, formats.as_text)(content, parsed)]
+        if sum(map(len, texts)) > _MAX_TEXT + 8 * len(content):
+            raise UnreadableError("its text is far larger than the file, by repeated cells, names or pages: split it")
         parsed.texts = [without_surrogates(text) for text in texts if text.strip()]
         for what, number in parsed.lost.items():
             parsed.note(f"skipped: {number} {what}")
@@ -116,7 +121,7 @@ def read(path: Path, text_field: str = "text", parse: Callable[[str, str, bytes,
             content.note("skipped: it is not a regular file")
         elif content.file != str(path):
             content.note("skipped: its name is not valid in this locale's encoding: rename it, or set LC_ALL=C.UTF-8")
-        elif path.stat().st_size > formats.MAX_BYTES:
+        elif path.stat().st_size > _MAX_BYTES:
             content.note("skipped: the file is larger than 1 GiB: split it")
         else:
             return parse(str(path), path.suffix, path.read_bytes(), text_field)

@@ -6,7 +6,7 @@ Elements that are not named here are read through; only what an application is k
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +20,10 @@ _BLOCK, _PRE, _TABLE, _ROW, _CELL, _HIDDEN = "block", "pre", "table", "row", "ce
 _PARAGRAPH = "paragraph"  # a block in it, such as a text box, is shown elsewhere
 _ASIDE = "aside"  # behind the paragraph that it is in
 _NOTE = "note"  # where an element refers to it
-_MAX_COLUMNS, _MAX_ROWS, _MAX_SPACES, _MAX_DEPTH = 1 << 14, 1 << 16, 100, 256
+_MAX_DEPTH = 150  # of elements in each other; what is deeper is read without their roles
+_ALL_ROWS = 1 << 20  # that are left of a table
 _BETWEEN = {"mfrac": "/", "msup": "^", "msub": "_"}  # the parts of an element
 _MERGED = ("continue", "1", "true")
-_KEPT = ("colspan", "rowspan", "alt", "value", "type")
 PICTURES = ("pic", "blip", "img", "image", "imagedata")
 
 
@@ -92,37 +92,12 @@ OPEN = _markup(
 )
 
 
-class Target:
-    """Target of an HTML parser that builds a tree of bounded depth, with the attributes that are read.
-
-    Args:
-        builder: An lxml.etree.TreeBuilder.
-    """
-
-    def __init__(self, builder: Any) -> None:
-        self.data, self.close, self._builder, self._depth = builder.data, builder.close, builder, 0
-
-    def start(self, tag: str, attributes: Mapping[str, str]) -> None:
-        """Begin an element."""
-        self._depth += 1
-        if self._depth <= _MAX_DEPTH:
-            self._builder.start(tag, {key: attributes[key] for key in _KEPT if key in attributes})
-        elif tag in HTML:
-            self.data(" ")
-
-    def end(self, tag: str) -> None:
-        """End an element."""
-        if self._depth <= _MAX_DEPTH:
-            self._builder.end(tag)
-        self._depth -= 1
-
-
 @dataclass(eq=False)
 class Reader:
     """Reads elements into blocks.
 
     Attributes:
-        parsed: Counts what is repeated, and what is shown and not read.
+        parsed: Counts what is shown and not read.
         refer: Returns the text of a part of the document that an element names.
         notes: Texts of notes and comments that nothing has referred to yet.
         is_layout: It reads a layout of slides: its placeholders are not shown.
@@ -138,6 +113,7 @@ class Reader:
     _asides: list[str] = field(default_factory=list)
     _is_open: bool = False  # a paragraph
     _pre: int = 0
+    _depth: int = 0
     _num_tables: int = 0
 
     def blocks(self, element: Any, is_open: bool = False) -> list[str]:
@@ -152,6 +128,10 @@ class Reader:
 
     def _walk(self, element: Any) -> None:
         name = _local(element.tag)
+        if self._depth == _MAX_DEPTH:
+            self._line.append(" ".join(element.itertext()))
+            return
+        self._depth += 1
         self._add_text(element.text, name)
         for number, child in enumerate(element):
             if number and name in _BETWEEN:
@@ -159,6 +139,7 @@ class Reader:
             if isinstance(child.tag, str):
                 self._enter(child)
             self._add_text(child.tail, name)
+        self._depth -= 1
 
     def _role(self, element: Any) -> Any:
         return self.markup.get(element.tag, self.markup.get(_local(element.tag)))
@@ -168,9 +149,7 @@ class Reader:
         if role == _HIDDEN or (name == "sp" and self.is_layout and element.find(".//{*}ph") is not None):
             return
         if name == "s" and self.markup is OPEN:
-            spaces = min(_number(get("c")), _MAX_SPACES)
-            self.parsed.spend(spaces)
-            self._line.append(" " * spaces)
+            self._line.append(" " * _number(get("c")))
         if (key := name.removesuffix("Reference") + get("id", "")) in self.notes:
             self._asides.append(self.notes.pop(key))
         for key, value in element.items():
@@ -255,24 +234,24 @@ class Reader:
         for tr in self._parts(element, _ROW, others):
             row, below = dict[int, Any](), {}
             of_row = _attributes(tr).get
-            column = min(_number(of_row("gridBefore"), 0), _MAX_COLUMNS)
+            column = _number(of_row("gridBefore"), 0)
             for cell in self._parts(tr, _CELL, others):
                 while column in above:
                     column = above[column][0][0]
                 get = _attributes(cell).get
                 if get("hMerge") in _MERGED and row:  # the first of these cells has their number, too
                     continue
-                column = max(column, min(_number(get("idx"), 0), _MAX_COLUMNS))
+                column = max(column, _number(get("idx"), 0))
                 columns = _number(get("colspan") or get("gridSpan") or get("number-columns-spanned"))
                 columns *= _number(get("number-columns-repeated"))
                 tables = self._num_tables
                 found = self.blocks(cell), self._num_tables > tables
                 if get("vMerge") in _MERGED and rows and column in rows[-1]:
                     found = rows[-1][column][1:]
-                row[column] = column + max(1, min(columns, _MAX_COLUMNS)), *found
-                extends = _number(get("rowspan") or get("number-rows-spanned")) or _MAX_ROWS
+                row[column] = column + max(1, columns), *found
+                extends = _number(get("rowspan") or get("number-rows-spanned")) or _ALL_ROWS
                 if extends > 1:
-                    below[column] = row[column], min(extends, _MAX_ROWS) - 1
+                    below[column] = row[column], extends - 1
                 column = row[column][0]
             if row:
                 for column, (found, left) in above.items():
@@ -281,9 +260,7 @@ class Reader:
                         below.setdefault(column, (found, left - 1))
                 above = below
                 has_text = any(blocks for _, blocks, _ in row.values())
-                repeated = min(_number(of_row("number-rows-repeated")), _MAX_ROWS) if has_text else 1
-                self.parsed.spend(repeated)
-                rows += [row] * repeated
+                rows += [row] * (_number(of_row("number-rows-repeated")) if has_text else 1)
         return others + list(self._lines(rows))
 
     def _lines(self, rows: list[dict[int, Any]]) -> Iterator[str]:
@@ -300,7 +277,6 @@ class Reader:
                     if column < end:
                         texts.append(" ".join(" ".join(blocks).split()) if column < stop else "")
                 found = [" | ".join(texts)]
-            self.parsed.spend(sum(map(len, found)))
             if is_layout:
                 yield "\n".join(lines)
                 yield from found

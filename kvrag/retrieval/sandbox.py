@@ -11,7 +11,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -59,26 +58,19 @@ class Sandbox:
                 stdout=subprocess.PIPE,
                 env={**os.environ, **_ONE_THREAD, "PYTHONPATH": paths},
             )
-        is_late = threading.Event()
-        timer = threading.Timer(seconds, _kill, (self._process, is_late))
-        timer.daemon = True
-        timer.start()
         try:
             answer = _ask(self._process, json.dumps(asked).encode() + b"\n", content)
             status = 0 if answer else self._process.wait()
         except BaseException:  # an interruption leaves half of an answer
             self.close()
             raise
-        finally:
-            timer.cancel()
-        if answer is None or is_late.is_set():
-            self.close()
         if answer is not None:
             if "error" in answer:
                 raise KvragError(answer["error"])
             problems = [Problem(**problem) for problem in answer.pop("problems")]
             return Content(**answer, problems=problems)
-        if is_late.is_set() or status == -signal.SIGXCPU:
+        self.close()
+        if status == -signal.SIGXCPU:
             why = f"reading it takes longer than {seconds} s: split it"
         elif status == 1:  # an exception of Python, printed above
             raise KvragError("the process that reads files failed: see the error above, and reinstall kvrag")
@@ -88,11 +80,6 @@ class Sandbox:
             how = signal.Signals(-status).name if status < 0 else f"status {status}"
             why = f"reading it takes too much memory, or crashes ({how}): save it anew, or split it"
         return Content(name, problems=[Problem(name, f"skipped: {why}")])
-
-
-def _kill(process: subprocess.Popen[bytes], is_late: threading.Event) -> None:
-    is_late.set()
-    process.kill()
 
 
 def _ask(process: subprocess.Popen[bytes], *question: bytes) -> dict[str, Any] | None:
@@ -107,7 +94,7 @@ def _ask(process: subprocess.Popen[bytes], *question: bytes) -> dict[str, Any] |
 
 
 def _limit(seconds: int, memory: int) -> None:
-    """Set this process's limits. Those of time hold if the parent dies first."""
+    """Set this process's limits."""
     limits = {resource.RLIMIT_AS: memory, resource.RLIMIT_CPU: int(time.process_time()) + seconds + 1}
     for kind, limit in limits.items():
         most = resource.getrlimit(kind)[1]

@@ -107,10 +107,9 @@ def has(store: KVStore, wanted: ChunkRecord) -> bool:
 
 def settle(catalog: Catalog) -> None:
     """Wait for the thread that writes files."""
-    catalog.refresh()
-    while catalog._thread is not None and catalog._thread.is_alive():
-        catalog._thread.join()
+    for _ in range(3):  # another catalog may have been writing
         catalog.refresh()
+        catalog._background.wait()
 
 
 def drop_copies(store: SharedStore) -> None:

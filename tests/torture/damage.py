@@ -147,11 +147,10 @@ def _damage(rng: random.Random, folder: Path, everything: bool) -> str:
         groups |= {
             "manifest": lambda: folder / "manifest.sqlite",
             "log": lambda: folder / "manifest.sqlite-wal",
-            "segment": lambda: rng.choice(sorted(folder.glob("catalog/*.segment"))),
-            "head": lambda: folder / "catalog" / "head.json",
+            "segment": lambda: folder / "catalog" / "catalog.segment",
             "speed": lambda: folder / "speed.json",
         }
-        weights |= {"manifest": 8, "log": 3, "segment": 4, "head": 2, "speed": 1}
+        weights |= {"manifest": 8, "log": 3, "segment": 6, "speed": 1}
     group = rng.choices(list(weights), list(weights.values()))[0]
     path = groups[group]()
     if group == "chunk":

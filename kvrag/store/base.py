@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -240,11 +240,9 @@ class KVStore(ABC):
         for i in range(0, len(keys), _REMOVE):
             self._delete(file for _, file in self._remove(keys[i : i + _REMOVE]))
 
-    def _remove(
-        self, keys: Sequence[str] | Callable[[], Sequence[str]], counter: str | None = None, file: str | None = None
-    ) -> Sequence[Removed]:
-        """Delete rows; see Manifest.change and Manifest.remove."""
-        removed: Sequence[Removed] = self._changes.change("remove", keys=keys, counter=counter, file=file)
+    def _remove(self, keys: Sequence[str], **conditions: Any) -> Sequence[Removed]:
+        """Delete rows; see Manifest.remove."""
+        removed: Sequence[Removed] = self._changes.change("remove", keys=keys, **conditions)
         return removed
 
     def _remove_unheld(self, keys: Sequence[str]) -> list[str]:
@@ -252,7 +250,7 @@ class KVStore(ABC):
         unheld: list[str] = []
         for i in range(0, len(keys), _REMOVE):
             # another process or machine may record a document that relies on them at this moment
-            removed = self._remove(partial(self._manifest.unheld, keys[i : i + _REMOVE]))
+            removed = self._remove(keys[i : i + _REMOVE], unheld=True)
             self._delete(file for _, file in removed)
             unheld += [key for key, _ in removed]
         return unheld
@@ -453,7 +451,7 @@ class KVStore(ABC):
 
     def _quarantine(self, key: str, name: str) -> bool:
         """Put a damaged chunk aside; return False if its row has been deleted or has another file."""
-        if not self._remove([key], "damaged", name):
+        if not self._remove([key], counter="damaged", file=name):
             return False
         logger.warning("chunk %s is damaged: moved to quarantine, it is encoded again when needed", key)
         self._put_aside(name)

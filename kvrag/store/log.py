@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from kvrag.errors import StoreError
-from kvrag.store.manifest import OPERATIONS, Manifest, ManifestRow, Removed, called
+from kvrag.store.manifest import OPERATIONS, Manifest, ManifestRow, Removed
 
 if TYPE_CHECKING:
     from kvrag.store.objects import ObjectStore, Tag
@@ -35,7 +35,7 @@ HEAD = "head.json"
 _LAST = "log last"  # counter of the manifest: number of the last change in it
 _BATCH = 64  # changes read at once
 _ROUNDS = 1000  # of replacing the head before other machines do
-_MISSING = 5  # times that a part which the head names may be missing: a newer head may have replaced it
+_FAILURES = 5  # times that a part which the head names may be missing: a newer head may have replaced it
 
 
 @dataclass(frozen=True)
@@ -101,25 +101,24 @@ class Log:
     def pull(self) -> _Head:
         """Apply the changes that the manifest lacks; return the head that it has reached. Raises StoreError."""
         with self._pulling:
-            missing = restored = 0
-            while True:
+            failures = 0
+            while failures < _FAILURES:
                 head, last = self._head(), self.last
-                if last == head.order[-1]:
+                if last not in head.order:
+                    failures += 1  # the base may not be what the head says
+                    self._restore(head)
+                    continue
+                wanted = head.order[head.order.index(last) + 1 :]
+                if not self._follow(last, wanted[:_BATCH]):
+                    failures += 1
+                elif len(wanted) <= _BATCH:
                     return head
-                if last in head.order:
-                    wanted = head.order[head.order.index(last) + 1 :]
-                    is_there = self._follow(last, wanted[:_BATCH])
-                    if is_there and len(wanted) <= _BATCH:
-                        return head
-                else:
-                    restored += 1
-                    is_there = restored < _MISSING and self._restore(head)
-                missing += not is_there
-                if missing > _MISSING:
-                    raise _damaged(self._where("changes"))
+            raise _damaged(self._where("changes"))
 
     def _follow(self, last: int, numbers: Sequence[int]) -> bool:
         """Apply these changes, which follow the last one; return False if one is missing."""
+        if not numbers:
+            return True
         names = list(map(_change, numbers))
         contents = self._remote.read(names)
         if None in contents:
@@ -135,21 +134,20 @@ class Log:
         self._note(removed)
         return True
 
-    def _restore(self, head: _Head) -> bool:
-        """Make the manifest a copy of the base; return False if that is missing."""
+    def _restore(self, head: _Head) -> None:
+        """Make the manifest a copy of the base, unless that is missing."""
         self._restoring()
         logger.info("%s: starting from base %d", self._remote.url, head.base)
         content, name = None, _base(head.base)
         if head.base:
             (packed,) = self._remote.read([name])
             if packed is None:
-                return False
+                return
             content = _unpacked(packed, self._where(name))
         with _noticing_damage(self._where(name)):
             removed = self._manifest.restore(content)
         self.restored += 1
         self._removed(removed)
-        return True
 
     def _note(self, removed: Sequence[Removed]) -> None:
         self._removed([key for key, _ in removed])
@@ -184,7 +182,7 @@ class Log:
                 with self._manifest.transaction():
                     if self.last != head.order[-1]:
                         continue
-                    operation = {"op": op, **called(fields)}
+                    operation = {"op": op, **fields}
                     # before it is appended: one that cannot be applied would stop all machines
                     result, removed = self._apply(operation)
                     self._manifest.set_counters({_LAST: mine})

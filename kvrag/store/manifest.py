@@ -30,6 +30,7 @@ _WITH_PREFIX = (  # a range condition, so that SQLite uses the index
 )
 _HOLDERS = "holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?, ?)"
 _LISTED = "(SELECT value FROM json_each(?1))"  # SQLite limits the number of parameters
+_UNHELD = "key NOT IN (SELECT key FROM holders)"
 _BYTES = "SELECT total(bytes) FROM totals WHERE ?1 IS NULL OR namespace = ?1"
 _LOG = 100_000  # number of removals kept
 _BUDGET = "budget "  # and a namespace: counter with its budget in bytes
@@ -132,9 +133,8 @@ class Manifest(Database):
     # ---------------------------------------------------------------- changes
 
     def change(self, op: str, **fields: Any) -> Any:
-        """Call one of the methods of `OPERATIONS`; functions in place of fields are called in the same transaction."""
-        with self.transaction():
-            return getattr(self, op)(**called(fields))
+        """Call one of the methods of `OPERATIONS`."""
+        return getattr(self, op)(**fields)
 
     def add(self, rows: Iterable[ManifestRow]) -> list[ManifestRow]:
         """Insert chunks and their texts in one transaction; return the rows whose key had another file already."""
@@ -166,10 +166,17 @@ class Manifest(Database):
             connection.execute("DELETE FROM texts WHERE text = ?2 AND (ids, namespace) != (?4, ?3)", row[:4])
         self.add([row])
 
-    def remove(self, keys: Sequence[str], counter: str | None = None, file: str | None = None) -> list[Removed]:
-        """Delete rows of chunks, only those with this file if one is given, and count them in this counter."""
+    def remove(
+        self, keys: Sequence[str], counter: str | None = None, file: str | None = None, unheld: bool = False
+    ) -> list[Removed]:
+        """Delete rows of chunks, and count them in this counter.
+
+        Args:
+            file: Delete only rows with this file.
+            unheld: Delete only chunks that no document relies on.
+        """
         with self.transaction() as connection:
-            removed = _remove_rows(connection, keys, file)
+            removed = _remove_rows(connection, keys, file, unheld)
             if counter:
                 connection.execute(COUNT, (counter, len(removed)))
         return removed
@@ -188,9 +195,7 @@ class Manifest(Database):
             let_go += _let_go(connection, "namespace = ? AND document = ? AND text = ?", requests)
             rows = [(*name, text_key, source, key) for text_key, key, source in holdings]
             connection.executemany(f"INSERT OR REPLACE INTO {_HOLDERS}", rows)
-            query = "SELECT value FROM json_each(?) WHERE value NOT IN (SELECT key FROM holders)"
-            unheld = connection.execute(query, (json.dumps(sorted({key for _, key in let_go})),)).fetchall()
-            return _remove_rows(connection, [key for (key,) in unheld])
+            return _remove_rows(connection, sorted({key for _, key in let_go}), unheld=True)
 
     def unused_requests(self, since: float) -> list[tuple[str, str]]:
         """Return (namespace, text key) of the request texts that have not been used since."""
@@ -299,12 +304,9 @@ class Manifest(Database):
         query = f"SELECT document, sum(num_tokens) FROM ({texts}) JOIN texts USING (text) GROUP BY document"
         return dict(self._all(query, namespace, prefix, ON_REQUEST))
 
-    def unheld(self, keys: Sequence[str] | None = None) -> list[str]:
-        """Return the chunks, out of these (None = all), that no document relies on."""
-        query = (
-            f"SELECT key FROM chunks WHERE key NOT IN (SELECT key FROM holders) AND (?1 IS NULL OR key IN {_LISTED})"
-        )
-        return [row[0] for row in self._all(query, None if keys is None else json.dumps(keys))]
+    def unheld(self) -> list[str]:
+        """Return the chunks that no document relies on."""
+        return [key for (key,) in self._all(f"SELECT key FROM chunks WHERE {_UNHELD}")]
 
     def namespaces(self) -> list[NamespaceStats]:
         """Return the statistics of each namespace that is not empty or has a budget."""
@@ -339,11 +341,6 @@ class Manifest(Database):
         return {row[0] for row in self._all("SELECT file FROM chunks")}
 
 
-def called(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields with the results of functions in their place."""
-    return {name: field() if callable(field) else field for name, field in fields.items()}
-
-
 def _let_go(connection: sqlite3.Connection, where: str, values: Sequence[tuple[str, ...]]) -> list[tuple[str, str]]:
     """Delete holdings, once with each of these values; return the texts and the chunks that they had."""
     query = f"SELECT text, key FROM holders WHERE {where}"
@@ -352,9 +349,12 @@ def _let_go(connection: sqlite3.Connection, where: str, values: Sequence[tuple[s
     return held
 
 
-def _remove_rows(connection: sqlite3.Connection, keys: Sequence[str], file: str | None = None) -> list[Removed]:
-    """Delete rows, only those with this file if one is given, within the current transaction."""
+def _remove_rows(
+    connection: sqlite3.Connection, keys: Sequence[str], file: str | None = None, unheld: bool = False
+) -> list[Removed]:
+    """Delete rows within the current transaction, see `Manifest.remove`."""
     where, values = f"WHERE key IN {_LISTED} AND (?2 IS NULL OR file = ?2)", (json.dumps(keys), file)
+    where += f" AND {_UNHELD}" * unheld
     removed = connection.execute(f"SELECT key, file FROM chunks {where}", values).fetchall()
     connection.execute(f"DELETE FROM chunks {where}", values)
     connection.execute(

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import obstore
@@ -23,7 +22,7 @@ from obstore.exceptions import (
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvrag.errors import SettingError, StoreError, StoreReadOnlyError
-from kvrag.store.remote import TIMEOUT_S, Blob, DeletedError
+from kvrag.store.remote import TIMEOUT_S, DeletedError
 
 _BEGINNING = 1 << 20  # header, ids and the first layers
 _WRITE_S = 300.0  # seconds for one object
@@ -52,8 +51,7 @@ Tag = Mapping[str, Any]
 class ObjectStore:
     """A prefix of a bucket. Credentials come from the environment, as in the tools of each provider. Thread-safe.
 
-    It has small objects, and chunks, which are read by byte ranges. Every method raises StoreError, with a remedy, if
-    it fails. `url` is for messages.
+    Every method raises StoreError, with a remedy, if it fails. `url` is for messages.
     """
 
     def __init__(self, url: str, scheme: str, bucket: str, prefix: str, options: Mapping[str, str]) -> None:
@@ -148,27 +146,24 @@ class ObjectStore:
                     with self._translated(writing=True), suppress(FileNotFoundError):
                         obstore.delete(self._reader, name)
 
-    def put_chunk(self, name: str, header: bytes, body: memoryview) -> None:
-        """Store a chunk, given as by `kvrag.store.chunkfile.serialise`, under a new name."""
-        self.write(_path(name), header + bytes(body))
-
-    def open_chunk(self, name: str) -> Blob | None:
-        """Open a chunk; None if there is none."""
+    def open(self, name: str) -> tuple[int, bytes] | None:
+        """Return the size of an object and its first bytes; None if there is none."""
         try:
             with self._translated():
-                answer = obstore.get(self._reader, _path(name), options={"range": (0, _BEGINNING)})
-                return Blob(answer.meta["size"], bytes(answer.bytes()), partial(self._read_range, _path(name)))
+                answer = obstore.get(self._reader, name, options={"range": (0, _BEGINNING)})
+                return answer.meta["size"], bytes(answer.bytes())
         except FileNotFoundError:
             return None
         except StoreError as error:
             if re.search("InvalidRange|status code: 416", str(error.__cause__)):  # it is empty
-                return Blob(0, b"", partial(self._read_range, _path(name)))
+                return 0, b""
             raise
 
-    def _read_range(self, path: str, start: int, stop: int) -> memoryview:
+    def read_range(self, name: str, start: int, stop: int) -> memoryview:
+        """Return a range of bytes; raises DeletedError if there is no such object."""
         try:
             with self._translated():
-                return memoryview(obstore.get_range(self._reader, path, start=start, end=stop))
+                return memoryview(obstore.get_range(self._reader, name, start=start, end=stop))
         except FileNotFoundError as error:
             raise DeletedError("it has been deleted") from error
 
@@ -182,20 +177,11 @@ class ObjectStore:
                     for item in page:
                         yield item["path"], (now - item["last_modified"]).total_seconds()
 
-    def list_chunks(self) -> Iterator[tuple[str, float]]:
-        """Yield name and age in seconds of all chunks, also quarantined and damaged ones."""
-        for path, age in self.listed("chunks/", "quarantine/"):
-            yield path if path.startswith("quarantine/") else path.rpartition("/")[2], age
-
-    def delete_chunks(self, names: Sequence[str]) -> None:
-        """Delete chunks; missing ones are ignored."""
-        self.delete([_path(name) for name in names])
-
-    def rename_chunk(self, name: str, other: str) -> None:
-        """Move a chunk; a missing one is ignored."""
+    def rename(self, name: str, other: str) -> None:
+        """Move an object; a missing one is ignored."""
         with self._translated(writing=True), suppress(FileNotFoundError):
-            obstore.copy(self._writer, _path(name), _path(other))
-            obstore.delete(self._writer, _path(name))
+            obstore.copy(self._writer, name, other)
+            obstore.delete(self._writer, name)
 
     @contextmanager
     def _translated(self, writing: bool = False) -> Iterator[None]:
@@ -222,12 +208,6 @@ class ObjectStore:
             raise StoreError(f"cannot use {self.url} ({reason}): check the URL and the network") from error
         except (ValueError, OverflowError) as error:  # the answer has an invalid time
             raise StoreError(f"cannot use {self.url} (damaged metadata: {error}): check the objects there") from error
-
-
-def _path(name: str) -> str:
-    """Return the path of a chunk; quarantined ones have a folder of their own."""
-    folder, _, name = name.rpartition("/")
-    return f"{folder}/{name}" if folder else f"chunks/{name[:2]}/{name}"
 
 
 def _reason(error: Exception) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitTimeoutError
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from kvrag.errors import ChunkUnreadableError, StoreError
 from kvrag.store.chunkfile import PackedChunk
+
+if TYPE_CHECKING:
+    from kvrag.store.objects import ObjectStore
 
 _GROUP = 4 << 20  # bytes of adjacent layers per request ...
 _IN_FLIGHT = 3  # ... and requests per chunk at a time, so that several chunks arrive layer by layer
@@ -27,19 +31,6 @@ class DeletedError(StoreError):
     """A chunk has been deleted while it was read."""
 
 
-@dataclass(slots=True)
-class Blob:
-    """The bytes of a chunk in a bucket.
-
-    `beginning` has the first of its `size` bytes, including the header. `read(start, stop)` reads a range of bytes; it
-    raises StoreError.
-    """
-
-    size: int
-    beginning: bytes
-    read: Callable[[int, int], bytes | memoryview]
-
-
 class RemoteChunk(PackedChunk):
     """A chunk in a bucket. Its layers are fetched in groups, in the background, some ahead of the one that is read."""
 
@@ -49,7 +40,10 @@ class RemoteChunk(PackedChunk):
         self,
         key: str,
         fingerprint: str,
-        blob: Blob,
+        remote: ObjectStore,
+        name: str,
+        size: int,
+        beginning: bytes,
         pool: ThreadPoolExecutor,
         failed: Callable[[StoreError], None] = lambda error: None,
         used: Callable[[RemoteChunk], None] = lambda chunk: None,
@@ -57,15 +51,19 @@ class RemoteChunk(PackedChunk):
         """Read the header and start to fetch the layers; raises as PackedChunk.
 
         Args:
+            name: Of the object.
+            size: Number of its bytes.
+            beginning: The first of them, including the header.
             failed: Called if layers cannot be read because the bucket does not answer.
             used: Called when the reader is closed.
         """
-        self._blob, self._pool, self._failed, self._used = blob, pool, failed, used
+        self._pool, self._failed, self._used = pool, failed, used
+        self._fetch, self._first = partial(remote.read_range, name), beginning
         self._groups: list[tuple[int, int]] = []
         self._fetches: list[Future[bytes | memoryview]] = []
         self._lock = threading.Lock()
         self._is_closed = False
-        super().__init__(key, fingerprint, blob.size, bytes(blob.beginning))
+        super().__init__(key, fingerprint, size, beginning)
         with self._noticing_faults():
             self._groups = self._grouped()
         self._fetch_ahead(0)
@@ -74,7 +72,7 @@ class RemoteChunk(PackedChunk):
         """Return the byte ranges to fetch: of the layers that are not in the beginning."""
         groups: list[tuple[int, int]] = []
         for start, stop in map(self._span, range(self.num_layers)):
-            if stop <= len(self._blob.beginning):
+            if stop <= len(self._first):
                 continue
             if groups and stop - groups[-1][0] <= _GROUP:
                 groups[-1] = groups[-1][0], stop
@@ -87,7 +85,7 @@ class RemoteChunk(PackedChunk):
         # the store has been closed, or no thread can be started: its readers stay valid
         with self._lock, suppress(RuntimeError):
             for start, stop in self._groups[len(self._fetches) : number + _IN_FLIGHT]:
-                self._fetches.append(self._pool.submit(self._blob.read, start, stop))
+                self._fetches.append(self._pool.submit(self._fetch, start, stop))
 
     def _range(self, start: int, stop: int) -> Tensor:
         content = torch.empty(stop - start, dtype=torch.uint8)
@@ -95,14 +93,14 @@ class RemoteChunk(PackedChunk):
         return content
 
     def _read(self, start: int, stop: int) -> bytes | memoryview:
-        if stop <= len(self._blob.beginning):
-            return memoryview(self._blob.beginning)[start:stop]
+        if stop <= len(self._first):
+            return memoryview(self._first)[start:stop]
         # none for a part of the header, before there are groups
         number = next((n for n, (first, last) in enumerate(self._groups) if first <= start and stop <= last), 0)
         self._fetch_ahead(number)
         try:
             if number >= len(self._fetches):
-                return self._blob.read(start, stop)
+                return self._fetch(start, stop)
             fetched = memoryview(self._fetches[number].result(TIMEOUT_S))
         except (WaitTimeoutError, StoreError) as error:
             reason = f"no answer for {TIMEOUT_S:g} s" if isinstance(error, WaitTimeoutError) else str(error)

@@ -21,8 +21,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitTimeoutError
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from cachetools import TTLCache
 
@@ -230,7 +232,7 @@ class SharedStore(KVStore):
         return num_bytes
 
     def _write_chunk(self, name: str, header: bytes, body: memoryview) -> None:
-        self._remote.put_chunk(name, header, body)
+        self._remote.write(_object(name), header + bytes(body))
 
     def _copy(self, records: Sequence[ChunkRecord]) -> None:
         """Store chunks in the local folder; on a full disk, keep the copies at their current size."""
@@ -275,14 +277,14 @@ class SharedStore(KVStore):
     def _open_remote(self, key: str) -> RemoteChunk | None:
         seen = None
         while (name := self._manifest.file(key)) is not None:
-            if name == seen:  # it has expired, or the bucket lost it
-                self._in_background(self._remove, [key], None, name)
+            if name == seen:  # the bucket lost it
+                self._in_background(partial(self._remove, [key], file=name))
                 return None
             if self._follower.is_failing:
                 raise ChunkUnreadableError(key, f"{self.url} cannot be reached")
             try:
-                if blob := self._remote.open_chunk(name):
-                    return RemoteChunk(key, self._fingerprint, blob, self._fetchers, self._follower.fail, self._promote)
+                if chunk := self._open_object(name, key, self._follower.fail, self._promote):
+                    return chunk
                 self._log.pull()  # removed meanwhile, and maybe stored again
             except StoreError as error:
                 if isinstance(error, (DamagedChunkError, ChunkUnreadableError)):
@@ -293,9 +295,15 @@ class SharedStore(KVStore):
         return None
 
     def _open_file(self, name: str, key: str) -> RemoteChunk:
-        if blob := self._remote.open_chunk(name):
-            return RemoteChunk(key, self._fingerprint, blob, self._fetchers)
+        if chunk := self._open_object(name, key):
+            return chunk
         raise DamagedChunkError(key, "its object is missing")
+
+    def _open_object(self, name: str, key: str, *callbacks: Callable[[Any], None]) -> RemoteChunk | None:
+        name = _object(name)
+        if (found := self._remote.open(name)) is None:
+            return None
+        return RemoteChunk(key, self._fingerprint, self._remote, name, *found, self._fetchers, *callbacks)
 
     def _promote(self, chunk: RemoteChunk) -> None:
         """Copy a chunk into the local folder, unless too many are waiting."""
@@ -309,8 +317,8 @@ class SharedStore(KVStore):
 
     def _delete(self, names: Iterable[str]) -> None:
         try:
-            if listed := list(names):
-                self._remote.delete_chunks(listed)
+            if listed := list(map(_object, names)):
+                self._remote.delete(listed)
         except StoreError as error:
             logger.warning("chunks without a row are left until `kvrag store gc`: %s", error)
 
@@ -333,7 +341,7 @@ class SharedStore(KVStore):
         return False
 
     def _put_aside(self, name: str) -> None:
-        self._remote.rename_chunk(name, f"quarantine/{name}")
+        self._remote.rename(_object(name), f"quarantine/{name}")
 
     # ---------------------------------------------------------------- texts and their uses
 
@@ -405,7 +413,7 @@ class SharedStore(KVStore):
         return self._check_chunks({}, progress)
 
     def _correct(self, row: ManifestRow) -> None:
-        self._remove([row.key], None, row.file)
+        self._remove([row.key], file=row.file)
         self._add([row])
 
     def gc(self, unused_days: float = 7.0) -> tuple[int, int]:
@@ -424,13 +432,14 @@ class SharedStore(KVStore):
 
     def delete_leftovers(self) -> int:
         """See KVStore.delete_leftovers. Also compacts the log, and deletes local copies of removed chunks."""
-        listed = list(self._remote.list_chunks())
+        listed = list(self._remote.listed("chunks/", "quarantine/"))
         self._log.pull()  # the rows of all listed chunks
-        known = self._manifest.files()
-        held = self._manifest.held([key_of(name) for name, _ in listed if "/" in name])  # quarantined
-        unneeded = {name for name, _ in listed if "/" in name and key_of(name) not in held}
+        known = set(map(_object, self._manifest.files()))
+        quarantined = [name for name, _ in listed if name.startswith("quarantine/")]
+        held = self._manifest.held(list(map(key_of, quarantined)))
+        unneeded = {name for name in quarantined if key_of(name) not in held}
         leftovers = [name for name, age in listed if name not in known and (age > _STALE_S or name in unneeded)]
-        self._remote.delete_chunks(leftovers)
+        self._remote.delete(leftovers)
         self._log.compact()
         self._remote.delete(self._log.leftovers(_STALE_S))
         self._drop_unknown(self._local.keys())
@@ -439,10 +448,10 @@ class SharedStore(KVStore):
         self.clean()
         return len(leftovers)
 
-    def _in_background(self, work: Callable[..., object], *args: object) -> None:
+    def _in_background(self, work: Callable[[], object]) -> None:
         def guarded() -> None:
             try:
-                work(*args)
+                work()
             except StoreError as error:
                 logger.warning("%s", error)
 
@@ -465,6 +474,11 @@ class SharedStore(KVStore):
         self._fetchers.shutdown(wait=False, cancel_futures=True)
         for part in (self._local, self._manifest):
             part.close()
+
+
+def _object(name: str) -> str:
+    """Return the object of a chunk's file."""
+    return f"chunks/{name[:2]}/{name}"
 
 
 def open_store(store: KVStore | str | Path, cache: str | Path | None = None) -> KVStore:

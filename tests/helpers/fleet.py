@@ -39,7 +39,7 @@ NAMES = {"one": "one", "two": "two", "three": "three", "three, again": "three"}
 
 NAMESPACES, DOCUMENTS, TEXTS = ["", "other"], ["a", "b"], range(3)
 _LOCAL = ("drop", "copy")  # calls that are not of the remote: only a kill can interrupt them
-_WRITES = ("swap", "write", "delete", "put_chunk", "delete_chunks", "rename_chunk")
+_WRITES = ("swap", "write", "delete", "rename")
 _CALLS = 12  # of one operation, among which a fault happens
 
 
@@ -149,7 +149,7 @@ class Unreliable:
         if name in ("url", "calls", "_remote") or name.startswith("__"):
             return object.__getattribute__(self, name)
         method = getattr(self._remote, name)
-        if name in ("list_chunks", "listed"):
+        if name == "listed":
             return lambda *prefixes: iter(self.calls.call(name, lambda: list(method(*prefixes))))
         return partial(self.calls.call, name, method)
 
@@ -329,9 +329,9 @@ class Fleet(RuleBasedStateMachine):
         self.opening = Calls()
         drop = SharedStore._drop_removed
 
-        def at_once(store: SharedStore, work: Callable[..., object], *args: object) -> None:
+        def at_once(store: SharedStore, work: Callable[[], object]) -> None:
             with suppress(StoreError):
-                work(*args)
+                work()
 
         def dropping(store: Any, keys: Sequence[str]) -> None:
             store._remote.calls.call("drop", drop, store, keys)
@@ -538,7 +538,7 @@ class Fleet(RuleBasedStateMachine):
         assert stored.keys() <= {*self.held.values()}, "gc leaves chunks that nothing holds"
         self.loose.clear()
         remote = self.observer._remote._remote
-        assert {name for name, _ in remote.list_chunks()} == {row.file for row in stored.values()}
+        assert {name.rpartition("/")[2] for name in remote.names("chunks/")} == {row.file for row in stored.values()}
         keys = {row.text_key for row in stored.values()}
         named = [*remote.names("bases/"), *remote.names("changes/")]
         head = self.observer._log._head()

@@ -41,7 +41,7 @@ _SECONDS = {"folder": 0.6, "s3": 2.0}  # of work before a process is killed, at 
 _TEXTS = 24
 Step = Callable[..., Any]
 _STEPS: list[Step] = [os.fsync, os.replace, os.unlink, Manifest.add, Manifest.hold, Manifest.coldest, Manifest.remove]
-_REMOTE_STEPS: list[Step] = [ObjectStore.put_chunk, ObjectStore.write, ObjectStore.swap, ObjectStore.delete_chunks]
+_REMOTE_STEPS: list[Step] = [ObjectStore.write, ObjectStore.swap, ObjectStore.delete]
 _SHARED_STEPS: list[Step] = [*_REMOTE_STEPS, os.replace, Manifest.add, Manifest.hold, Manifest.remove]
 
 
@@ -254,7 +254,8 @@ def _age(folder: Path) -> None:
 def _sizes(store: FileStore | SharedStore) -> dict[str, int]:
     """Return name and size of all chunks, with and without a row."""
     if isinstance(store, SharedStore):
-        return {name: store._remote.open_chunk(name).size for name, _ in store._remote.list_chunks()}  # type: ignore[union-attr]
+        names = [*store._remote.names("chunks/"), *store._remote.names("quarantine/")]
+        return {name.rpartition("/")[2]: store._remote.open(name)[0] for name in names}  # type: ignore[index]
     return {path.name: path.stat().st_size for path in store.path.glob("chunks/*/*")}
 
 

@@ -138,7 +138,7 @@ def calls_on_main_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> lis
 
     for store in (store_of(engine), engine.connector._store):
         watch(store._follower._changed, "wait_for")
-        for name in ("read", "create", "write", "names", "delete", "put_chunk", "open_chunk"):
+        for name in ("read", "look", "swap", "write", "names", "delete", "open", "read_range"):
             watch(store._remote, name)
     return seen
 

@@ -40,6 +40,7 @@ from kvrag import (
 from kvrag.cli.main import main
 from kvrag.store import ON_REQUEST, log, open_store, shared, visible_variant
 from kvrag.store import follower as following
+from kvrag.store.chunkfile import key_of
 from kvrag.store.urls import connect
 from kvrag.store.values import chunk_key, text_key
 
@@ -84,7 +85,7 @@ def settle(store: SharedStore) -> None:
 
 
 def chunks_in(store: SharedStore) -> list[str]:
-    return sorted(name for name, _ in store._remote.list_chunks())
+    return [*store._remote.names("chunks/"), *store._remote.names("quarantine/")]
 
 
 # ---------------------------------------------------------------- several machines
@@ -123,7 +124,7 @@ def test_removals_reach_other_machines_and_their_copies(machine: Machine) -> Non
     assert two.missing([A.key]) == [A.key]
     assert two.open(A.key) is None
     assert soon(lambda: two.local_stats().chunks == 0), "the follower deletes them right after its transaction"
-    assert [name.partition("-")[0] for name in chunks_in(one)] == [B.key]
+    assert [key_of(name) for name in chunks_in(one)] == [B.key]
 
 
 def test_two_machines_that_store_the_same_keep_one_object(machine: Machine) -> None:
@@ -280,8 +281,8 @@ def test_chunks_that_are_read_ahead_are_loaded_once(machine: Machine, monkeypatc
     machine("one").put([A, B, C])
     two = machine("two")
     opened: list[str] = []
-    real = two._remote.open_chunk
-    monkeypatch.setattr(two._remote, "open_chunk", lambda name: (opened.append(name), real(name))[1])
+    real = two._remote.open
+    monkeypatch.setattr(two._remote, "open", lambda name: (opened.append(name), real(name))[1])
     two.read_ahead([A.key, B.key, "0" * 32])
     two.read_ahead([A.key])
     assert has(two, A)
@@ -514,7 +515,7 @@ def test_a_damaged_copy_is_quarantined_and_read_again(machine: Machine) -> None:
 def test_a_missing_object_is_a_miss_for_all(machine: Machine) -> None:
     one, two = machine("one", cache_bytes=1), machine("two")
     one.put([A])
-    one._remote.delete_chunks(chunks_in(one))
+    one._remote.delete(chunks_in(one))
     two._log.pull()
     assert two.open(A.key) is None
     assert soon(lambda: one.missing([A.key]) == [A.key])
@@ -528,15 +529,14 @@ def test_a_chunk_that_is_deleted_while_it_is_read_is_no_outage(
     one, two = machine("one"), machine("two", cache_bytes=1)
     one.put([A])
     assert soon(lambda: not two.missing([A.key]))
-    opened, outages = two._remote.open_chunk, list[StoreError]()
+    opened, outages = two._remote.open, list[StoreError]()
 
     def deleted(name: str) -> Any:
-        blob: Any = opened(name)
-        blob.beginning = blob.beginning[:1000]  # the chunk is small: otherwise nothing would remain to read
-        two._remote.delete_chunks([name])
-        return blob
+        size, beginning = opened(name) or (0, b"")
+        two._remote.delete([name])
+        return size, beginning[:1000]  # the chunk is small: otherwise nothing would remain to read
 
-    monkeypatch.setattr(two._remote, "open_chunk", deleted)
+    monkeypatch.setattr(two._remote, "open", deleted)
     monkeypatch.setattr(two._follower, "fail", outages.append)
     with pytest.raises(ChunkUnreadableError, match="deleted"):
         two.open(A.key).layer(2)  # type: ignore[union-attr]
@@ -582,7 +582,7 @@ def test_a_store_that_was_deleted_starts_again(machine: Machine) -> None:
     one.set_document("doc", held("doc", A, B))
     two._log.pull()
     one._remote.delete([*one._remote.names("changes/"), "fingerprint.json", "head.json"])
-    one._remote.delete_chunks(chunks_in(one))
+    one._remote.delete(chunks_in(one))
     before = one.removals()
     one._pull()
     assert one.removals() != before
@@ -693,7 +693,7 @@ def test_check_finds_damage_and_losses(machine: Machine) -> None:
     one = machine("one")
     one.put([A, B, C])
     _spoil(one, A.key)
-    one._remote.delete_chunks([name for name in chunks_in(one) if name.startswith(B.key)])
+    one._remote.delete([name for name in chunks_in(one) if key_of(name) == B.key])
     found = one.check()
     assert (found.sound, found.damaged, found.unreadable) == (1, 2, 0)
     assert one.missing([A.key, B.key, C.key]) == [A.key, B.key]
@@ -759,7 +759,7 @@ def test_while_the_shared_store_is_unreachable_only_kv_encoded_alone_is_served(
         raise StoreError("the network is down")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        for method in ("read", "look", "open_chunk", "swap", "put_chunk"):
+        for method in ("read", "look", "open", "swap", "write"):
             patch.setattr(one._remote, method, away)
         assert soon(lambda: served() == [None, alone.key])
         assert has(one, alone), "the copy is here"
@@ -1045,7 +1045,7 @@ def test_prompts_are_answered_without_the_shared_store(
     def fail(*_: object) -> Any:
         raise StoreError("the network is down")
 
-    for method in ("open_chunk", "read", "look"):
+    for method in ("open", "read", "look"):
         monkeypatch.setattr(two.store._remote, method, fail)  # type: ignore[attr-defined]
     answer = two.generate(prompt, ratio=1.0, policy="random", max_new_tokens=8, temperature=0)
     assert answer.token_ids == full

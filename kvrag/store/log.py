@@ -103,10 +103,12 @@ class Log:
         with self._pulling:
             failures = 0
             while failures < _FAILURES:
-                head, last = self._head(), self.last
+                last = self.last  # first: a head that was read before another thread's change does not name that
+                head = self._head()
                 if last not in head.order:
-                    failures += 1  # the base may not be what the head says
-                    self._restore(head)
+                    if self.last == last:
+                        failures += 1  # the base may not be what the head says
+                        self._restore(head)
                     continue
                 wanted = head.order[head.order.index(last) + 1 :]
                 if not self._follow(last, wanted[:_BATCH]):
@@ -172,8 +174,8 @@ class Log:
         """
         if op == "add":
             fields["rows"] = [[*row[:3], base64.b64encode(row[3]).decode(), *row[4:]] for row in fields["rows"]]  # JSON
-        mine = 1 + secrets.randbits(62)
         for attempt in range(_ROUNDS):
+            mine = 1 + secrets.randbits(62)
             if attempt:
                 time.sleep(random.random() * min(0.05 * attempt, 1.0))
             head = self.pull()

@@ -111,7 +111,7 @@ class ObjectStore:
     def swap(self, name: str, content: bytes, tag: Tag | None) -> bool:
         """Replace a small object, and return True, if it has this tag (None = if there is none)."""
         mode: Any = "create" if tag is None else tag
-        with suppress(AlreadyExistsError, PreconditionError), self._translated(writing=True):
+        with suppress(AlreadyExistsError, PreconditionError, FileNotFoundError), self._translated(writing=True):
             obstore.put(self._reader, name, content, mode=mode, use_multipart=False)
             return True
         return False

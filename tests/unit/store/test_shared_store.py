@@ -197,6 +197,26 @@ def test_a_new_machine_starts_from_the_base(machine: Machine) -> None:
         assert has(store, C)
 
 
+def test_a_change_while_the_head_is_read_needs_no_new_start(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another thread or process of this machine."""
+    one = machine("one")
+    one.put([A])
+    one._follower.close()
+    real, later = one._log._head, [B, C]
+
+    def head() -> Any:
+        read = real()
+        if later:
+            monkeypatch.setattr(one._log, "_pulling", contextlib.nullcontext())
+            one.put([later.pop()])
+        return read
+
+    monkeypatch.setattr(one._log, "_head", head)
+    one._log.pull()
+    assert one._log.restored == 0
+    assert one.missing([A.key, B.key, C.key]) == []
+
+
 def test_what_follows_removals_notices_a_new_base(machine: Machine) -> None:
     """Other processes of a machine may have read entries and removals before."""
     one, two = machine("one"), machine("two")

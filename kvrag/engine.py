@@ -30,7 +30,8 @@ from kvrag.config import (
     show_options,
 )
 from kvrag.control.agreement import TOKENS
-from kvrag.control.plan import STARTS, Planner
+from kvrag.control.evidence import STARTS
+from kvrag.control.plan import Planner
 from kvrag.control.prompts import chunk_texts, make_prompts, search_by_words
 from kvrag.errors import AbandonedError, AnswerTimeoutError, KvragError, SettingError
 from kvrag.generate.prompt import prepare

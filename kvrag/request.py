@@ -20,8 +20,8 @@ from kvrag.control.plan import Plan, Planner
 from kvrag.index.catalog import Lookup, Match
 from kvrag.memory.tier import MemoryTier
 from kvrag.reuse.blend import LateRecompute, blend, blended_rows, stitch
-from kvrag.reuse.load import LayerLoader, Recovery
-from kvrag.reuse.request_state import RequestState, Trace
+from kvrag.reuse.load import LayerLoader, Recovery, Trace
+from kvrag.reuse.request_state import RequestState
 from kvrag.reuse.select import select
 from kvrag.store import KVStore
 from kvrag.tracing import record_steps

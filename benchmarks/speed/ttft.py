@@ -21,8 +21,8 @@ from kvrag.backend.transformers import Model
 from kvrag.cli.common import add_number, checked
 from kvrag.config import BlendConfig, check_option
 from kvrag.engine import BlendEngine
-from kvrag.reuse.load import LayerLoader
-from kvrag.reuse.request_state import RequestState, Trace
+from kvrag.reuse.load import LayerLoader, Trace
+from kvrag.reuse.request_state import RequestState
 from kvrag.store import ChunkReader
 from kvrag.types import BlendReport
 

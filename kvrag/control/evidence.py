@@ -24,15 +24,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrag.config import DEFAULT_RATIO
 from kvrag.control import cost
+from kvrag.control.cost import Speed, Workload, completion_seconds, deepening_seconds
 from kvrag.errors import StoreError
-from kvrag.reuse.blend import FIRST
+from kvrag.reuse.blend import DEEPENED, FIRST
 from kvrag.store import KVStore
 from kvrag.store.values import text_key
 
 FILE = "evidence.json"
 EDGES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.5, 6.0)
 """Margins between the bins of counts; the last bin has no upper end."""
+
+START = DEFAULT_RATIO
+"""Start where the controller is off or the policy has no evidence."""
+STARTS, MARGINS = (0.0, START, 2 * START), (0.0, *EDGES[:6])
+"""Starts and margins to choose from."""
 
 _BINS = len(EDGES) + 1
 _ANSWERS = "answers"
@@ -153,6 +160,49 @@ class Evidence:
     def _sum(self, name: str, default: Table) -> Table:
         with self._lock:
             return default + self._stored.get(name, 0.0) + self._new.get(name, 0.0)
+
+
+class Setting(NamedTuple):
+    """A start and a margin, and what follows for an answer.
+
+    Attributes:
+        doubts: Expected share of answers in doubt; each deepens, or is completed where there is nothing to deepen.
+        again: Share of these that are completed as well.
+        lost: Expected share of answers that are lost.
+        seen: Number of tokens that this is expected by.
+    """
+
+    start: float
+    margin: float
+    doubts: float
+    again: float
+    lost: float
+    seen: float
+
+    def doubts_seconds(self, speed: Speed, request: Workload) -> float:
+        """Predict the seconds that doubts cost an answer, on average."""
+        rest = completion_seconds(speed, request)
+        deepening = deepening_seconds(speed, request, self.start) + self.again * rest if self.start else rest
+        return self.doubts * deepening
+
+
+def settings(evidence: Evidence, policy: str, is_alone: bool) -> list[Setting]:
+    """Return what every start and margin would do, by the evidence."""
+    length, again = evidence.answers.length, evidence.answers.again
+    found = []
+    for start in STARTS:
+        at_first, later = (evidence.of(rung(policy, start, is_deepened, is_alone)) for is_deepened in (False, True))
+        for margin in MARGINS:
+            doubts, lost = forecast(at_first, margin, length, start > 0)
+            if start:  # the rest of the answer, with less margin
+                lost += doubts * (1 - again) * forecast(later, margin * DEEPENED, length / 2, True).lost
+            found.append(Setting(start, margin, doubts, again, lost, float(at_first[0].sum())))
+    return found
+
+
+def nearest(margin: float) -> float:
+    """Return the nearest of `MARGINS`."""
+    return min(MARGINS, key=lambda one: abs(one - margin))
 
 
 class EvidenceStore(dict[str, Evidence]):

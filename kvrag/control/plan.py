@@ -20,12 +20,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from kvrag.backend.protocol import PREFILL_BLOCK, Backend
-from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO, BlendConfig
+from kvrag.config import DEFAULT_POLICY, BlendConfig
 from kvrag.control import cost
 from kvrag.control.agreement import TARGET, wilson
 from kvrag.control.cost import (
@@ -33,15 +32,14 @@ from kvrag.control.cost import (
     Speed,
     Workload,
     blend_seconds,
-    completion_seconds,
-    deepening_seconds,
     full_seconds,
 )
-from kvrag.control.evidence import EDGES, Evidence, EvidenceStore, forecast, rung
+from kvrag.control.evidence import START, STARTS, EvidenceStore, Setting, nearest, rung, settings
 from kvrag.errors import SettingError, StoreError
 from kvrag.process import crowding
-from kvrag.reuse.blend import DEEPENED, begins_exactly
-from kvrag.reuse.request_state import RequestState, Trace
+from kvrag.reuse.blend import begins_exactly
+from kvrag.reuse.load import Trace
+from kvrag.reuse.request_state import RequestState
 from kvrag.reuse.select import selecting
 from kvrag.store import ChunkReader, KVStore
 from kvrag.store.values import tokens_of
@@ -51,11 +49,6 @@ logger = logging.getLogger("kvrag")
 
 LEAST = 0.05
 """Ratio below which blending does not begin, if it cannot begin with its start."""
-START = DEFAULT_RATIO
-"""Start where the controller is off or the policy has no evidence."""
-STARTS = (0.0, START, 2 * START)
-MARGINS = (0.0, *EDGES[:6])
-"""Starts and margins to choose from."""
 LOSS = 1 - TARGET
 """Share of answers that may be lost."""
 LARGE, SMALL = (2 * START, 0.25), ((0.0, 3.0), (START, 3.0))
@@ -186,55 +179,12 @@ _UNCALIBRATED = (
 )  # see decision 34
 
 
-class Setting(NamedTuple):
-    """A start and a margin, and what follows for an answer.
-
-    Attributes:
-        doubts: Expected share of answers in doubt; each deepens, or is completed where there is nothing to deepen.
-        again: Share of these that are completed as well.
-        lost: Expected share of answers that are lost.
-        seen: Number of tokens that this is expected by.
-    """
-
-    start: float
-    margin: float
-    doubts: float
-    again: float
-    lost: float
-    seen: float
-
-    def doubts_seconds(self, speed: Speed, request: Workload) -> float:
-        """Predict the seconds that doubts cost an answer, on average."""
-        rest = completion_seconds(speed, request)
-        deepening = deepening_seconds(speed, request, self.start) + self.again * rest if self.start else rest
-        return self.doubts * deepening
-
-
-def settings(evidence: Evidence, policy: str, is_alone: bool) -> list[Setting]:
-    """Return what every start and margin would do, by the evidence."""
-    length, again = evidence.answers.length, evidence.answers.again
-    found = []
-    for start in STARTS:
-        at_first, later = (evidence.of(rung(policy, start, is_deepened, is_alone)) for is_deepened in (False, True))
-        for margin in MARGINS:
-            doubts, lost = forecast(at_first, margin, length, start > 0)
-            if start:  # the rest of the answer, with less margin
-                lost += doubts * (1 - again) * forecast(later, margin * DEEPENED, length / 2, True).lost
-            found.append(Setting(start, margin, doubts, again, lost, float(at_first[0].sum())))
-    return found
-
-
 def has_lost_too_many(compared: int, kept: int) -> bool:
     """Return whether so many losses are improbable (5 %) where `TARGET` of the answers are kept."""
     by_chance = (
         math.comb(compared, lost) * LOSS**lost * TARGET ** (compared - lost) for lost in range(compared - kept)
     )
     return compared >= FEW and 1 - sum(by_chance) < 0.05
-
-
-def nearest(margin: float) -> float:
-    """Return the nearest of `MARGINS`."""
-    return min(MARGINS, key=lambda one: abs(one - margin))
 
 
 class Planner:

@@ -17,8 +17,8 @@ from functools import partial
 from kvrag.backend.transformers import Model
 from kvrag.config import DEFAULT_POLICY, BlendConfig, Sampling
 from kvrag.control.agreement import DECIDED, END, TOKENS, is_kept, likeliest, own_answer
-from kvrag.control.evidence import Evidence, rung, scaled, tally
-from kvrag.control.plan import STARTS, Planner
+from kvrag.control.evidence import STARTS, Evidence, rung, scaled, tally
+from kvrag.control.plan import Planner
 from kvrag.errors import AbandonedError
 from kvrag.listen.listener import Answered, Listener, Prefill
 from kvrag.reuse.blend import LateRecompute

@@ -1,17 +1,20 @@
 """Loading: the KV of a prompt's chunks, read layer by layer, ahead of the forward pass that needs it.
 
-Chunks that are damaged or cannot be read are left out, so that their tokens are computed.
+Chunks that are damaged or cannot be read are left out, so that their tokens are computed. `Trace` has the duration of a
+prompt's steps.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
-from typing import TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,7 +25,7 @@ from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError, ou
 from kvrag.index.catalog import Match
 from kvrag.memory.tier import MemoryTier
 from kvrag.process import releasing_threads, reporting_memory
-from kvrag.reuse.request_state import RequestState, Trace
+from kvrag.reuse.request_state import RequestState
 from kvrag.store import ChunkReader, KVStore
 from kvrag.store.values import text_key, unpack
 
@@ -134,6 +137,69 @@ class Recovery:
                 self._store.quarantine(error.key)
 
 
+class Trace:
+    """Seconds per step of one request: `seconds` with nested steps, `own_seconds` without.
+
+    Steps: `match`, `select`, `blend` in this order; within `select` and `blend`, as layers are loaded while others are
+    computed, `load_stall` (waiting for chunks) and `stitch` (rotation, and layout where the reading threads did not do
+    it); `load` while at least one thread was reading chunks, mostly beside the others. `times` are the first start and
+    the last end of each step that has run, on the clock of `time.perf_counter`. `cpu_seconds` = processor time of this
+    thread, without nested steps.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.seconds = dict.fromkeys(("match", "load", "load_stall", "stitch", "select", "blend"), 0.0)
+        self.own_seconds, self.cpu_seconds = dict(self.seconds), dict(self.seconds)
+        self.times: dict[str, tuple[float, float]] = {}
+        self._inside = 0.0, 0.0  # seconds and processor time of the steps inside of the current one
+        self._backend, self._waits = backend, backend.waits
+        self._mutex = threading.Lock()
+        self._readers, self._reading_since = 0, 0.0
+
+    @contextmanager
+    def step(self, name: str, synchronise: bool = True) -> Iterator[None]:
+        """Add the duration of the block, including the device's work, to a step."""
+        before, self._inside = self._inside, (0.0, 0.0)
+        started, cpu_started = time.perf_counter(), time.thread_time()
+        try:
+            yield
+        finally:
+            if synchronise and self._backend.device.type == "cuda":
+                torch.cuda.synchronize(self._backend.device)
+            elif synchronise and self._backend.device.type == "mps":
+                torch.mps.synchronize()
+            duration, cpu = self._add(name, started), time.thread_time() - cpu_started
+            self.own_seconds[name] += duration - self._inside[0]
+            self.cpu_seconds[name] += cpu - self._inside[1]
+            self._inside = before[0] + duration, before[1] + cpu
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Count the block as reading; overlapping blocks of several threads count once. Thread-safe."""
+        with self._mutex:
+            if not self._readers:
+                self._reading_since = time.perf_counter()
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._readers -= 1
+                if not self._readers:
+                    self._add("load", self._reading_since)
+
+    def _add(self, name: str, started: float) -> float:
+        stopped = time.perf_counter()
+        self.seconds[name] += stopped - started
+        self.times[name] = self.times.get(name, (started, stopped))[0], stopped
+        return stopped - started
+
+    @property
+    def is_contended(self) -> bool:
+        """True if this thread waited for other threads' forward passes, which its durations then include."""
+        return self._backend.waits > self._waits
+
+
 _AHEAD = 4  # layers read before they are needed
 _LANES = 4  # chunks of a layer that are read at the same time
 
@@ -167,6 +233,8 @@ class LayerLoader:
         self._backend, self._runs, self._readers = backend, request.runs, list(request.readers.items())
         # the positions from the first run's start to the last run's end
         self.span = slice(self._runs[0].start, self._runs[-1].stop) if self._runs else slice(0, 0)
+        self._parts = [(run.key, slice(run.offset, run.offset + len(run))) for run in self._runs]
+        self._gaps = [after.start - before.stop for before, after in pairwise(self._runs)]
         # then no read has to queue after those of a slow disk
         self._is_in_memory = codec == "native" and not request.cold and backend.device.type == "cpu"
         self._ahead = _AHEAD if backend.passes_may_wait else backend.num_layers
@@ -242,25 +310,29 @@ class LayerLoader:
         chunks: _Chunks = {}
         with self.trace.reading():
             for key, reader in readers:
-                with _unreadable_without_memory(key):
+                try:
                     chunks[key] = reader.layer(number)
+                except (MemoryError, RuntimeError) as error:
+                    _raise_unreadable(key, error)
         return chunks
 
     def _lay_out(self, number: int, chunks: _Chunks) -> _Laid:
         device = self._backend.layer_device(number)
         # beside the model's stream; without a GPU, torch would look for one
         with torch.cuda.stream(_copy_stream(device)) if device.type == "cuda" else nullcontext():
-            for key, packed in chunks.items():
-                with _unreadable_without_memory(key):
+            for key, packed in chunks.items() if self.codec != "native" else ():
+                try:
                     chunks[key] = unpack(packed, self.codec, device)
+                except (MemoryError, RuntimeError) as error:
+                    _raise_unreadable(key, error)
             keys, values = (self._lay_out_side(side, chunks, device) for side in (0, 1))
             copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         return keys, values, copied
 
     def _lay_out_side(self, side: int, chunks: _Chunks, device: torch.device) -> Tensor:
         """Return the (1, H, capacity, D) keys (side 0) or values (1) of a layer."""
-        runs, span, heads = self._runs, self.span, self._backend.heads
-        parts = [chunks[run.key][side][heads, run.offset : run.offset + len(run)] for run in runs]
+        span, heads = self.span, self._backend.heads
+        parts = [chunks[key][side][heads, part] for key, part in self._parts]
         laid = _empty(parts[0], self.capacity, device)
         target = laid[0, :, span]
         if all(part.device == device for part in parts):
@@ -270,7 +342,7 @@ class LayerLoader:
             # with room for those that are on the device already
             on_cpu = [torch.empty_like(part, device="cpu") if part.device == device else part for part in parts]
             target.copy_(torch.cat(self._with_gaps(on_cpu), dim=1, out=pinned), non_blocking=device.type == "cuda")
-            for run, part in zip(runs, parts, strict=True):
+            for run, part in zip(self._runs, parts, strict=True):
                 if part.device == device:
                     target[:, run.start - span.start : run.stop - span.start] = part
         if device.type == "cuda":
@@ -281,10 +353,9 @@ class LayerLoader:
 
     def _with_gaps(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the runs' (H, T, D) tensors with uninitialised ones between them, as long as the gaps."""
-        gaps = [after.start - before.stop for before, after in pairwise(self._runs)]
-        gap = _empty(parts[0], max(gaps, default=0), parts[0].device)[0]
+        gap = _empty(parts[0], max(self._gaps, default=0), parts[0].device)[0]
         spaced = [parts[0]]
-        for part, length in zip(parts[1:], gaps, strict=True):
+        for part, length in zip(parts[1:], self._gaps, strict=True):
             spaced += [gap[:, :length], part] if length else [part]
         return spaced
 
@@ -298,12 +369,15 @@ def device_tier(backend: Backend, codec: str, max_bytes: int) -> MemoryTier | No
         if number == backend.num_layers:  # states
             return layer
         device = backend.layer_device(number)
-        with suppress(ChunkUnreadableError), _unreadable_without_memory(""):
+        try:
             keys, values = (part.to(device) for part in unpack(layer, codec, device))
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # other streams read it
-            return keys, values
-        return None
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            return None
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # other streams read it
+        return keys, values
 
     return MemoryTier(max_bytes, name="device", place=place)
 
@@ -313,15 +387,11 @@ def _empty(like: Tensor, num_tokens: int, device: torch.device) -> Tensor:
     return torch.empty(1, like.shape[0], num_tokens, like.shape[2], dtype=like.dtype, device=device)
 
 
-@contextmanager
-def _unreadable_without_memory(key: str) -> Iterator[None]:
-    """Report a lack of memory as that chunk being unreadable, so that it is recomputed."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
-            raise
-        raise ChunkUnreadableError(key, "out of memory") from error
+def _raise_unreadable(key: str, error: Exception) -> NoReturn:
+    """Raise a lack of memory as that chunk being unreadable, so that it is recomputed, and other errors as they are."""
+    if not out_of_memory(error):
+        raise error
+    raise ChunkUnreadableError(key, "out of memory") from error
 
 
 @functools.cache

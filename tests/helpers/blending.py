@@ -10,8 +10,8 @@ import torch
 
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.reuse.blend import blend, stitch
-from kvrag.reuse.load import LayerLoader, Recovery
-from kvrag.reuse.request_state import RequestState, Trace
+from kvrag.reuse.load import LayerLoader, Recovery, Trace
+from kvrag.reuse.request_state import RequestState
 
 CHUNKS = [
     "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",

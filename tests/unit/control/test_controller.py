@@ -20,8 +20,8 @@ from kvrag import BlendConfig, BlendEngine, FileStore, Model, SettingError
 from kvrag.config import DEFAULT_POLICY
 from kvrag.control.cost import CostModel, Speed, Workload, blend_seconds, fit, full_seconds, read, write
 from kvrag.control.plan import decide
+from kvrag.reuse.load import Trace
 from kvrag.reuse.policy import Passes
-from kvrag.reuse.request_state import Trace
 from kvrag.reuse.select import selecting
 from kvrag.words import human_bytes
 
@@ -225,7 +225,7 @@ def test_damaged_measurements_are_refused_whole(damage: dict[str, Any]) -> None:
 
 def test_reads_that_overlap_count_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([1.0, 5.0, 10.0, 12.0])
-    monkeypatch.setattr("kvrag.reuse.request_state.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr("kvrag.reuse.load.time", SimpleNamespace(perf_counter=lambda: next(now)))
     trace = Trace(model)
     with trace.reading(), trace.reading():
         pass
@@ -375,7 +375,7 @@ def test_timings_of_a_process_that_waited_for_processors_are_not_used(
         return float(own.now)
 
     fake = SimpleNamespace(**vars(time) | {"perf_counter": clock, "thread_time": lambda: share * own.now})
-    monkeypatch.setattr("kvrag.reuse.request_state.time", fake)
+    monkeypatch.setattr("kvrag.reuse.load.time", fake)
     monkeypatch.setattr("kvrag.ingest.ingest.time", fake)
     engine.warm(CHUNKS)
     engine.warm(["another text of more than sixteen tokens about a harp, a drum and the hall of Stelburg"])

@@ -11,8 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvrag import FileStore
-from kvrag.control.evidence import EDGES, FILE, EvidenceStore, forecast, rung, scaled, tally
-from kvrag.control.plan import MARGINS
+from kvrag.control.evidence import EDGES, FILE, MARGINS, EvidenceStore, forecast, rung, scaled, tally
 
 NAME = rung("query", 0.3, False, False)
 

@@ -11,8 +11,8 @@ from blending import CHUNKS, messages
 
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.control.cost import Speed, Workload
-from kvrag.control.evidence import EDGES, Evidence, rung
-from kvrag.control.plan import FEW, LARGE, LOSS, MARGINS, SMALL, START, Planner, decide, has_lost_too_many, settings
+from kvrag.control.evidence import EDGES, MARGINS, START, Evidence, rung, settings
+from kvrag.control.plan import FEW, LARGE, LOSS, SMALL, Planner, decide, has_lost_too_many
 
 PROMPT = messages(*CHUNKS[1:], CHUNKS[0])
 SIZES = {"small": 1_000_000, "large": 2_000_000_000}

@@ -14,8 +14,8 @@ import torch
 
 from kvrag import BlendConfig, BlendEngine, KvragError, Model, SettingError
 from kvrag.control.agreement import DECIDED, END
-from kvrag.control.evidence import rung
-from kvrag.control.plan import LARGE, STARTS
+from kvrag.control.evidence import STARTS, rung
+from kvrag.control.plan import LARGE
 from kvrag.listen.check import FEW, Checker
 from kvrag.reader import samples
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvrag import Model
-from kvrag.reuse import request_state as trace_module
-from kvrag.reuse.request_state import Trace
+from kvrag.reuse import load as trace_module
+from kvrag.reuse.load import Trace
 
 
 def test_a_step_counts_with_and_without_the_steps_inside_of_it(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

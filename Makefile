@@ -7,8 +7,8 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 setup: .venv/.done
 
-# the oldest version that pyproject.toml allows
-OLDEST := transformers==5.19.*
+# the oldest version outside of environments of vLLM, which need 5.19
+OLDEST := transformers==5.20.*
 
 PROJECTS := pyproject.toml constraints.txt $(wildcard integrations/*/pyproject.toml)
 FRAMEWORKS := -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag -e integrations/llama-index-vector-stores-kvrag

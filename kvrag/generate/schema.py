@@ -18,6 +18,7 @@ _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _IN_PLACE = ("allOf", "anyOf", "oneOf")  # lists of schemas for the same value
 _LISTS = (*_IN_PLACE, "prefixItems", "items")  # a list of items is draft 7's form of prefixItems
 _SINGLE = ("items", "additionalProperties", "additionalItems")
+_ADDING = {"patternProperties", "if", "dependentSchemas", "dependentRequired", "dependencies"}  # properties
 _ANNOTATIONS = {"type", "title", "description", "$comment", "default", "examples"}  # of names, which are strings
 _MOST_NAMES = 100_000  # that closing adds
 
@@ -204,14 +205,8 @@ class _Closed:
         return [*groups, self._own_names(schema)]
 
     def _own_names(self, schema: Mapping[str, Any]) -> Names:
-        lists: list[Any] = [schema.get("properties"), schema.get("required")]
-        parts = [schema.get(key) for key in ("if", "then", "else")]
-        for key in ("dependentRequired", "dependentSchemas", "dependencies"):
-            if isinstance(dependent := schema.get(key), Mapping):
-                lists += [value for value in dependent.values() if isinstance(value, list)]
-                parts += dependent.values()
-        lists = [value for value in lists if isinstance(value, (Mapping, list))]
+        lists = [value for key in ("properties", "required") if isinstance(value := schema.get(key), (Mapping, list))]
         names: Names = {name: True for value in lists for name in value if isinstance(name, str)}
-        if "patternProperties" in schema or schema.get("additionalProperties", False) is not False:
+        if _ADDING & {*schema} or schema.get("additionalProperties", False) is not False:
             names[None] = True
-        return _joined([names, *map(self._names, parts)])
+        return names

@@ -229,7 +229,7 @@ def test_values_in_xml_have_the_types_of_the_schema(tokenizer: Any) -> None:
     model = Model("qwen3-coder", tokenizer)
     values = {
         "path": "420",
-        "mode": "3.0",
+        "mode": "3",
         "size": "big",
         "is_new": "False",
         "tags": "[1",
@@ -238,7 +238,7 @@ def test_values_in_xml_have_the_types_of_the_schema(tokenizer: Any) -> None:
     }
     xml = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     answer, deltas = model.hear(f"Well.\n<function=write_file>\n{xml}<parameter=other>1</parameter></function>\nSo.")
-    wanted = {"path": "420", "mode": 3.0, "size": "big", "is_new": False, "tags": "[1", "note": None, "owner": {}}
+    wanted = {"path": "420", "mode": 3, "size": "big", "is_new": False, "tags": "[1", "note": None, "owner": {}}
     check(answer, deltas, ("write_file", {**wanted, "other": "1"}))
     assert answer.text == "Well.\nSo."
 

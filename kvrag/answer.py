@@ -58,8 +58,9 @@ class Question:
     ) -> Question:
         """Return the question that a prompt and its options ask; raises the errors of `BlendEngine.stream`."""
         options, config, sampling = checked_answer(overrides, config)
-        asked = {name: options[name] for name in ("tools", "tool_choice", "grammar", "template", "reasoning")}
-        prepared = prepare(tokenizer, prompt, **asked)
+        names = ("tools", "tool_choice", "grammar", "template", "reasoning")
+        prepared = prepare(tokenizer, prompt, **{name: options[name] for name in names})
+        prepared = replace(prepared, has_one_call=options["parallel_tool_calls"] is False)
         return cls(prepared, options["documents"], options["namespace"], config, sampling)
 
 

@@ -546,6 +546,7 @@ class AnswerOptions(TypedDict, total=False):
     stop: Sequence[str]
     tools: Sequence[dict[str, Any]] | None
     tool_choice: str | dict[str, Any] | None
+    parallel_tool_calls: bool | None
     grammar: Grammar | None
     template: dict[str, Any] | None
     reasoning: bool | None
@@ -575,6 +576,7 @@ _ANSWER_TYPES: dict[str, tuple[Any, str]] = {
     "grammar": (Grammar, "a Grammar"),
     "template": (Mapping, "a dict"),
     "reasoning": (bool, "True, False or None"),
+    "parallel_tool_calls": (bool, "True, False or None"),
 }
 
 

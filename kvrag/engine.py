@@ -294,6 +294,7 @@ class BlendEngine:
             stop: The answer ends before the first of these strings.
             tools, tool_choice: Tools that the model may or must call, in OpenAI's form; see
                 `kvrag.generate.prompt.prepare`.
+            parallel_tool_calls: False = tool calls after the first are left out of the answer.
             grammar: Grammar that the answer must match.
             template: Variables for the chat template, such as `enable_thinking`.
             reasoning: True or False sets the chat template's own switch for thoughts, unless `template` does.

@@ -47,7 +47,8 @@ T = TypeVar("T")
 LONGER = "raise max_tokens, or limit the length of strings and lists in the schema"
 """Advice about an answer in a schema that was cut off."""
 
-_ONLY_PER_CALL = ("documents", "tools", "tool_choice", "grammar", "response_format", "template", "timeout")
+_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
+_ONLY_PER_CALL = ("documents", *_TOOLS, "grammar", "response_format", "template", "timeout")
 # arguments of other LLM classes: usage is always sent, and forced calls and schemas are always strict
 _WITHOUT_EFFECT = ("stream_usage", "stream_options", "strict", "user")
 _PLACES = ("id", "page_label", "page", "row")  # of chunks; the last three as the frameworks' loaders name them
@@ -202,9 +203,9 @@ class LLMSettings(EngineSettings, AnswerSettings):
 
         Args:
             call: Overrides for this call. None keeps the setting; `stop` is added to it. `documents`, `tools`,
-                `tool_choice`, `grammar`, `template` and OpenAI's `response_format`, which becomes a grammar, can be
-                given only here. `timeout` replaces the object's. `stream_usage`, `stream_options`, `strict`, `user` and
-                `n=1` of other LLM classes have no effect.
+                `tool_choice`, `parallel_tool_calls`, `grammar`, `template` and OpenAI's `response_format`, which
+                becomes a grammar, can be given only here. `timeout` replaces the object's. `stream_usage`,
+                `stream_options`, `strict`, `user` and `n=1` of other LLM classes have no effect.
         """
         call = self._checked_call(call) if call != {"stop": None} else {}
         request = {name: getattr(self, name) for name in _ANSWER} | {"timeout": self.timeout} | call

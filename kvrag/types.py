@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, Self
 
@@ -278,13 +278,21 @@ class Delta:
         _count(self)
 
 
-def with_first_call(delta: Delta, calls: Mapping[int, CallPiece]) -> Delta:
-    """Return a delta without the tool calls after the first of the answer; `calls` are those before this delta."""
-    pieces = tuple(piece for piece in delta.call_pieces if piece.index == 0)
-    ids = {piece.id for piece in (*calls.values(), *pieces) if piece.index == 0}
-    valid = tuple(call for call in delta.tool_calls if call.id in ids)
-    invalid = tuple(call for call in delta.invalid_calls if call.id in ids)
-    return replace(delta, call_pieces=pieces, tool_calls=valid, invalid_calls=invalid)
+def openai_usage(answers: Sequence[Answer], per_prompt: int = 1) -> dict[str, Any]:
+    """Return OpenAI's usage. The prompt of `per_prompt` answers counts once, with what was computed for any of them."""
+    reports = [answer.report for answer in answers]
+    prompts = [reports[start : start + per_prompt] for start in range(0, len(reports), per_prompt)]
+    prompt, answered = sum(rows[0].prompt_tokens for rows in prompts), sum(answer.num_tokens for answer in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answered,
+        "total_tokens": prompt + answered,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(min(row.reused_tokens for row in rows) for rows in prompts),
+            "cache_write_tokens": sum(row.created_tokens for row in reports),
+        },
+        "completion_tokens_details": {"reasoning_tokens": sum(answer.reasoning_tokens for answer in answers)},
+    }
 
 
 def join(deltas: Iterable[Delta]) -> Answer:

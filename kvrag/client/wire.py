@@ -30,6 +30,7 @@ def body_of(model: str, prompt: str | Messages, options: Body, is_stream: bool) 
         # the names of the switch in chat templates; they ignore unknown ones
         switch = {} if options["reasoning"] is None else dict.fromkeys(_SWITCHES, options["reasoning"])
         body = {"messages": messages_of(prompt), "chat_template_kwargs": switch | (options["template"] or {})}
+        body["parallel_tool_calls"] = options["parallel_tool_calls"]
     body |= {"model": model, "max_tokens": options["max_new_tokens"]}
     body |= {name: options[name] for name in _SAME}
     if (seed := options["seed"]) is not None and seed >= 1 << 63:

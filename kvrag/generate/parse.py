@@ -172,11 +172,12 @@ class AnswerParser:
         tools: Sequence[Mapping[str, Any]],
         forced: Sequence[str],
         control_tokens: Collection[int] = (),
+        has_one_call: bool = False,
     ) -> None:
-        self.control_tokens = control_tokens
+        self.control_tokens, self.has_one_call = control_tokens, has_one_call
         self._regions, self._forced = regions, forced
         self._names = {tool["function"]["name"] for tool in tools}
-        self._num_calls = 0
+        self._num_calls, self._first = 0, ""  # the id of the first call
         self._raw = self._text = ""  # of the open region, as generated and as JSON
         self._open: _OpenCall | None = None  # pieces of it were sent
         self._pieces: dict[int, CallPiece] = {}  # by call
@@ -196,6 +197,10 @@ class AnswerParser:
                 self._fail("")
         pieces, valid, invalid = tuple(self._pieces.values()), tuple(self._valid), tuple(self._invalid)
         self._pieces, self._valid, self._invalid = {}, [], []
+        if self.has_one_call:
+            pieces = tuple(piece for piece in pieces if piece.index == 0)
+            valid = tuple(call for call in valid if call.id == self._first)
+            invalid = tuple(call for call in invalid if call.id == self._first)
         return replace(delta, text=text, call_pieces=pieces, tool_calls=valid, invalid_calls=invalid)
 
     def _outside(self, event: Mapping[str, Any], is_cut: bool = False) -> str:
@@ -266,6 +271,7 @@ class AnswerParser:
     def _begin(self, name: str, start: int = 0) -> _OpenCall:
         call = _OpenCall(self._num_calls, name, start)
         self._pieces[call.index] = CallPiece(call.index, "", name, call.id)
+        self._first = self._first or call.id
         self._num_calls += 1
         return call
 

@@ -60,6 +60,7 @@ class Prepared:
         forced: Names of the tools of which one must be called.
         dialect: Format of the calls.
         left_out: What the grammar does not enforce of the tools' schemas.
+        has_one_call: Calls after the first are left out of the answer.
     """
 
     prompt: str | Messages | TokenIds
@@ -70,6 +71,7 @@ class Prepared:
     forced: tuple[str, ...] = ()
     dialect: Dialect = HERMES
     left_out: tuple[str, ...] = ()
+    has_one_call: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -92,11 +94,12 @@ class Prepared:
             fields = {name: field for name, field in own["fields"].items() if name not in thoughts}
             prompt = tokenizer.decode(ids, control_tokens=True)
             regions = AnswerRegions({**own, "fields": fields}, prompt, self.tools)
-            return AnswerParser(regions, self.tools, self.forced, control_tokens=tokenizer.control_tokens())
+            return AnswerParser(regions, self.tools, self.forced, tokenizer.control_tokens(), self.has_one_call)
         marks = CHANNELS if kind is HARMONY else {}
         if not self.tools and not marks:
             return None
         parser = call_parser(self.tools, self.forced, self.dialect, marks)
+        parser.has_one_call = self.has_one_call
         # without their control tokens, calls of the other dialects are found as well
         if marks or self.dialect.keeps_json:
             parser.control_tokens = tokenizer.control_tokens({**marks, **self.dialect.fields})

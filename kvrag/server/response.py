@@ -13,7 +13,7 @@ from typing import Any
 from kvrag.engine import BlendEngine
 from kvrag.retrieval.index import Hit
 from kvrag.server.schemas import AnswerFields, ChatRequest
-from kvrag.types import Answer, CallPiece, Delta, TokenLogprob, add_piece, join, with_first_call
+from kvrag.types import Answer, CallPiece, Delta, TokenLogprob, add_piece, join, openai_usage
 
 Piece = tuple[int, Delta] | list[Hit]
 """A piece of an answer: first the retrieved chunks, if any, then the number of a choice and its next delta."""
@@ -27,12 +27,10 @@ class Choice:
     """The part of one answer that has been generated.
 
     Attributes:
-        has_one_call: Tool calls after the first are dropped.
         calls: Tool calls, by index.
         offset: Length of the text of the tokens whose log probabilities were sent.
     """
 
-    has_one_call: bool = False
     deltas: list[Delta] = field(default_factory=list)
     calls: dict[int, CallPiece] = field(default_factory=dict)
     offset: int = 0
@@ -47,14 +45,11 @@ class Choice:
         """OpenAI's finish reason of the complete answer."""
         return "tool_calls" if self.calls and self.answer.finish_reason == "stop" else self.answer.finish_reason
 
-    def add(self, delta: Delta) -> Delta:
-        """Add a delta; return it without the calls that the client does not see."""
-        if self.has_one_call:
-            delta = with_first_call(delta, self.calls)
+    def add(self, delta: Delta) -> None:
+        """Add a delta."""
         for piece in delta.call_pieces:
             add_piece(self.calls, piece)
         self.deltas.append(delta)
-        return delta
 
 
 class Builder:
@@ -105,7 +100,6 @@ class ResponseBuilder(Builder):
         super().__init__(request.stream, engine)
         self._request = request
         self._is_chat = isinstance(request, ChatRequest)
-        self._has_one_call = isinstance(request, ChatRequest) and request.parallel_tool_calls is False
         self._wants_usage = request.stream_options is not None and request.stream_options.include_usage
         self._fingerprint = f"kvrag-{engine.fingerprint.digest[:12]}"
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -113,14 +107,14 @@ class ResponseBuilder(Builder):
 
     def _add(self, number: int, delta: Delta) -> Iterator[Event]:
         if number not in self._choices:
-            self._choices[number] = Choice(self._has_one_call)
+            self._choices[number] = Choice()
             if self._is_chat:
                 extras = self._extras if len(self._choices) == 1 else {}
                 yield self._chunk(number, {"role": "assistant", "content": ""}) | extras
         choice = self._choices[number]
-        shown = choice.add(delta)
-        if shown.text or shown.call_pieces or shown.logprobs or (shown.reasoning and self._is_chat):
-            yield self._chunk(number, self._content(shown), self._logprobs(shown.logprobs, choice))
+        choice.add(delta)
+        if delta.text or delta.call_pieces or delta.logprobs or (delta.reasoning and self._is_chat):
+            yield self._chunk(number, self._content(delta), self._logprobs(delta.logprobs, choice))
         if delta.finish_reason is not None:
             last = self._chunk(number, {} if self._is_chat else "", finish_reason=choice.finish_reason)
             yield last | {"kvrag": choice.answer.report.to_dict()}
@@ -186,23 +180,6 @@ class ResponseBuilder(Builder):
         kind = f"chat.completion{part}" if self._is_chat else "text_completion"
         envelope = {"id": self._id, "object": kind, "created": self._created, "model": self._request.model}
         return envelope | {"system_fingerprint": self._fingerprint, "choices": choices}
-
-
-def openai_usage(answers: Sequence[Answer], per_prompt: int) -> dict[str, Any]:
-    """Return OpenAI's usage. The prompt of `per_prompt` answers counts once, with what was computed for any of them."""
-    reports = [answer.report for answer in answers]
-    prompts = [reports[start : start + per_prompt] for start in range(0, len(reports), per_prompt)]
-    prompt, answered = sum(rows[0].prompt_tokens for rows in prompts), sum(answer.num_tokens for answer in answers)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": answered,
-        "total_tokens": prompt + answered,
-        "prompt_tokens_details": {
-            "cached_tokens": sum(min(row.reused_tokens for row in rows) for rows in prompts),
-            "cache_write_tokens": sum(row.created_tokens for row in reports),
-        },
-        "completion_tokens_details": {"reasoning_tokens": sum(answer.reasoning_tokens for answer in answers)},
-    }
 
 
 def _thought(text: str) -> dict[str, str]:

@@ -11,9 +11,9 @@ from pydantic import Field
 
 from kvrag.engine import BlendEngine
 from kvrag.server.api_errors import ApiError
-from kvrag.server.response import Builder, Choice, Event, openai_usage
+from kvrag.server.response import Builder, Choice, Event
 from kvrag.server.schemas import ChatRequest, Common, Contextual, Effort, Many, Part, Request, Verbosity
-from kvrag.types import CallPiece, Delta, Messages
+from kvrag.types import CallPiece, Delta, Messages, openai_usage
 
 _LOGPROBS = "message.output_text.logprobs"
 _STATUS = {"stop": "completed", "length": "incomplete"}  # by the engine's finish reason
@@ -173,7 +173,7 @@ class ResponsesBuilder(Builder):
 
     def __init__(self, request: ResponsesRequest, engine: BlendEngine) -> None:
         super().__init__(request.stream, engine)
-        self._choice = Choice(has_one_call=request.parallel_tool_calls is False)
+        self._choice = Choice()
         self._output: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None  # the last one, while text is added to it
         self._logprobs: list[dict[str, Any]] = []  # of the next text
@@ -208,16 +208,16 @@ class ResponsesBuilder(Builder):
         if not self._num_events:
             yield self._event("response.created", response=self._body)
             yield self._event("response.in_progress", response=self._body)
-        shown = self._choice.add(delta)
-        self._logprobs += map(self._logprob, shown.logprobs[shown.reasoning_tokens :])  # those of the text
-        if shown.reasoning:
-            yield from self._add_text("reasoning", shown.reasoning)
-        if shown.text:
-            yield from self._add_text("message", shown.text)
-        for piece in shown.call_pieces:
+        self._choice.add(delta)
+        self._logprobs += map(self._logprob, delta.logprobs[delta.reasoning_tokens :])  # those of the text
+        if delta.reasoning:
+            yield from self._add_text("reasoning", delta.reasoning)
+        if delta.text:
+            yield from self._add_text("message", delta.text)
+        for piece in delta.call_pieces:
             yield from self._add_arguments(piece)
-        ended = dict.fromkeys((call.id for call in shown.tool_calls), "completed")
-        ended |= dict.fromkeys((call.id for call in shown.invalid_calls), "incomplete")
+        ended = dict.fromkeys((call.id for call in delta.tool_calls), "completed")
+        ended |= dict.fromkeys((call.id for call in delta.invalid_calls), "incomplete")
         for item in self._calls():
             if item["call_id"] in ended:
                 item["status"] = ended[item["call_id"]]
@@ -243,7 +243,7 @@ class ResponsesBuilder(Builder):
 
     def whole(self) -> dict[str, Any]:
         """See Builder."""
-        answer, usage = self._choice.answer, openai_usage([self._choice.answer], 1)
+        answer, usage = self._choice.answer, openai_usage([self._choice.answer])
         return self._body | {
             "status": _STATUS[answer.finish_reason],
             "incomplete_details": {"reason": "max_output_tokens"} if answer.finish_reason == "length" else None,

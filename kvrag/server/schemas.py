@@ -247,6 +247,7 @@ class ChatRequest(AnswerFields, Contextual):
         options = super().options(settings)
         if self.tools or self.tool_choice not in (None, "auto", "none"):
             options |= {"tools": self.tools, "tool_choice": self.tool_choice}
+        options["parallel_tool_calls"] = self.parallel_tool_calls
         variables = (self.chat_template_kwargs or TemplateVariables()).model_dump(exclude_none=True)
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         if self.reasoning_effort == "none":

@@ -126,6 +126,7 @@ def test_signatures_show_the_options_of_an_answer(method: str) -> None:
                 "deterministic",
                 "tools",
                 "tool_choice",
+                "parallel_tool_calls",
                 "grammar",
                 "template",
             )

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from operator import itemgetter
 from types import FunctionType
 from typing import Any, Literal, cast
@@ -28,7 +27,7 @@ from langchain_core.utils.json import parse_partial_json
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from kvrag import Answer, BlendEngine, CallPiece, Delta, LLMSettings, PromptError, RemoteEngine, SettingError
-from kvrag.ext.frameworks import LONGER, add_piece, join, parameters_of, with_first_call
+from kvrag.ext.frameworks import LONGER, add_piece, join, parameters_of
 from langchain_kvrag.messages import template_messages
 from langchain_kvrag.settings import BlendSettings, achunks, chunks, langchain_errors, usage
 
@@ -196,17 +195,9 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         failed = RunnablePassthrough.assign(parsed=lambda _: None)
         return RunnableMap(raw=llm) | parsing.with_fallbacks([failed], exception_key="parsing_error")
 
-    def _chat_request(self, stop: list[str] | None, call: dict[str, Any]) -> tuple[LLMSettings, dict[str, Any], bool]:
-        """Like `_request`; also return whether the answer may have at most one tool call."""
-        call = dict(call)
-        parallel = call.pop("parallel_tool_calls", None)
-        if parallel not in (None, True, False):
-            raise SettingError(f"parallel_tool_calls must be True or False, got {parallel!r}")
-        return *self._request(stop, call), parallel is False
-
-    def _builder(self, settings: LLMSettings, one_call: bool) -> ChatChunkBuilder:
+    def _builder(self, settings: LLMSettings) -> ChatChunkBuilder:
         # LangChain would number the blocks of "v1" itself, and merge a tool call into the text before it
-        return ChatChunkBuilder(settings.model_name, one_call, as_blocks=self.output_version == "v1")
+        return ChatChunkBuilder(settings.model_name, as_blocks=self.output_version == "v1")
 
     def _generate(
         self,
@@ -215,10 +206,10 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        settings, request, one_call = self._chat_request(stop, kwargs)
+        settings, request = self._request(stop, kwargs)
         engine = self._lazy.open(settings)
         with langchain_errors():
-            return _result(engine.generate(template_messages(messages), **request), settings.model_name, one_call)
+            return _result(engine.generate(template_messages(messages), **request), settings.model_name)
 
     async def _agenerate(
         self,
@@ -227,11 +218,11 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        settings, request, one_call = self._chat_request(stop, kwargs)
+        settings, request = self._request(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
         with langchain_errors():
             answer = await engine.agenerate(template_messages(messages), **request)
-        return _result(answer, settings.model_name, one_call)
+        return _result(answer, settings.model_name)
 
     def _stream(
         self,
@@ -240,9 +231,9 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        settings, request, one_call = self._chat_request(stop, kwargs)
+        settings, request = self._request(stop, kwargs)
         deltas = self._lazy.open(settings).stream(template_messages(messages), **request)
-        yield from chunks(deltas, self._builder(settings, one_call).add, run_manager)
+        yield from chunks(deltas, self._builder(settings).add, run_manager)
 
     async def _astream(
         self,
@@ -251,10 +242,10 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        settings, request, one_call = self._chat_request(stop, kwargs)
+        settings, request = self._request(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
         deltas = engine.astream(template_messages(messages), **request)
-        async with aclosing(achunks(deltas, self._builder(settings, one_call).add, run_manager)) as stream:
+        async with aclosing(achunks(deltas, self._builder(settings).add, run_manager)) as stream:
             async for chunk in stream:
                 yield chunk
 
@@ -265,8 +256,8 @@ class ChatChunkBuilder:
     Content is a string until the first thought, unless `as_blocks` is set, and then blocks.
     """
 
-    def __init__(self, model_name: str, one_call: bool, as_blocks: bool) -> None:
-        self._model_name, self._one_call, self._as_blocks = model_name, one_call, as_blocks
+    def __init__(self, model_name: str, as_blocks: bool) -> None:
+        self._model_name, self._as_blocks = model_name, as_blocks
         self._deltas: list[Delta] = []
         self._num_blocks, self._last_block = 0, ""  # the type of the last one
         self._calls: dict[int, CallPiece] = {}
@@ -276,8 +267,6 @@ class ChatChunkBuilder:
 
         LangChain would keep its empty string in front of a thought.
         """
-        if self._one_call:
-            delta = with_first_call(delta, self._calls)
         self._deltas.append(delta)
         if not any(one.text or one.reasoning or one.call_pieces or one.report for one in self._deltas):
             return None
@@ -379,10 +368,7 @@ def _schema_tool(schema: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _result(answer: Answer, model_name: str, one_call: bool) -> ChatResult:
-    if one_call:
-        invalid = answer.invalid_calls[: 0 if answer.tool_calls else 1]
-        answer = replace(answer, tool_calls=answer.tool_calls[:1], invalid_calls=invalid)
+def _result(answer: Answer, model_name: str) -> ChatResult:
     message = AIMessage(
         content=[*_blocks(answer)] if answer.reasoning else answer.text,
         tool_calls=[tool_call(name=call.name, args=call.arguments, id=call.id) for call in answer.tool_calls],

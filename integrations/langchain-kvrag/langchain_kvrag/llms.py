@@ -13,7 +13,7 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from pydantic import PrivateAttr
 
 from kvrag import Answer, Delta, LLMSettings, SettingError
-from kvrag.ext.frameworks import join
+from kvrag.ext.frameworks import join, openai_usage
 from langchain_kvrag.settings import BlendSettings, achunks, chunks, langchain_errors, usage
 
 _RUN_ARGUMENTS = ("callbacks", "tags", "metadata", "run_name", "run_id")
@@ -148,11 +148,7 @@ def _result(answers: Sequence[Answer], model_name: str) -> LLMResult:
     thoughts = [{"reasoning": answer.reasoning} if answer.reasoning else {} for answer in answers]
     infos = [_info(answer, model_name) | thought for answer, thought in zip(answers, thoughts, strict=True)]
     pairs = zip(answers, infos, strict=True)
-    prompt, completion = (
-        sum(info["usage_metadata"][name] for info in infos) for name in ("input_tokens", "output_tokens")
-    )
-    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
     return LLMResult(
         generations=[[Generation(text=answer.text, generation_info=info)] for answer, info in pairs],
-        llm_output={"token_usage": counts, "model_name": model_name},
+        llm_output={"token_usage": openai_usage(answers), "model_name": model_name},
     )

@@ -307,9 +307,10 @@ def test_text_is_streamed_as_soon_as_it_cannot_be_a_call() -> None:
     assert pieces == [*"one", " t", *"wo", " <th", *"ree", " f", *"our"]
 
 
-def spell(text: str, size: int, finish: FinishReason) -> list[Delta]:
+def spell(text: str, size: int, finish: FinishReason, has_one_call: bool = False) -> list[Delta]:
     """Parse an answer that arrives in pieces of this size."""
     parser = call_parser([tool("look"), tool("count")])
+    parser.has_one_call = has_one_call
     pieces = [Delta(text[at : at + size], (1,)) for at in range(0, len(text), size)]
     return [parser.parse(piece) for piece in [*pieces, Delta("", (), finish)]]
 
@@ -348,6 +349,18 @@ def test_arguments_come_in_pieces_that_make_up_the_calls(form: str, size: int) -
     ]
     if size == 1:
         assert sum(bool(delta.call_pieces) for delta in deltas) > 40  # they arrive while the model generates
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("arguments", [LONG, '{"where": up}'])
+def test_calls_after_the_first_can_be_left_out(size: int, arguments: str) -> None:
+    all_calls = spell(FORMATS["hermes"] % arguments, size, "stop")
+    deltas = spell(FORMATS["hermes"] % arguments, size, "stop", has_one_call=True)
+    assert put_together(deltas)[0][::2] == put_together(all_calls)[0][::2]
+    assert len(put_together(deltas)) == 1 < len(put_together(all_calls))
+    found = [call.name for delta in deltas for call in (*delta.tool_calls, *delta.invalid_calls)]
+    assert found == ["look"]
+    assert "".join(delta.text for delta in deltas) == "".join(delta.text for delta in all_calls)
 
 
 @pytest.mark.parametrize("size", [1, 1000])

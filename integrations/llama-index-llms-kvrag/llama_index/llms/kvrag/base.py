@@ -36,8 +36,8 @@ from llama_index.core.tools.types import BaseTool, ToolMetadata
 from llama_index.core.types import BasePydanticProgram, Model
 from llama_index.llms.kvrag.messages import assistant_message, template_messages
 
-from kvrag import Answer, BlendReport, Delta
-from kvrag.ext.frameworks import LONGER, LLMFields, add_piece, parameters_of
+from kvrag import Answer, Delta
+from kvrag.ext.frameworks import LONGER, LLMFields, add_piece, join, openai_usage, parameters_of
 
 _Prompt = str | list[dict[str, Any]]
 
@@ -224,6 +224,7 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
             "messages": [*(chat_history or []), *([user_msg] if user_msg else [])],
             "tools": [_with_properties(tool).metadata.to_openai_tool(skip_length_check=True) for tool in tools],
             "tool_choice": tool_choice or ("required" if tool_required else None),
+            "parallel_tool_calls": allow_parallel_tool_calls,
             **kwargs,
         }
 
@@ -235,10 +236,6 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
         **kwargs: Any,
     ) -> ChatResponse:
         _check_calls(response)
-        if not allow_parallel_tool_calls:
-            calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
-            thoughts = [block for block in response.message.blocks if isinstance(block, ThinkingBlock)]
-            response.message = assistant_message(response.message.content or "", calls[:1], thoughts)
         return response
 
     # LlamaIndex forces the tool call for complete objects, but not for streamed ones
@@ -304,28 +301,24 @@ class _Response:
     text: str = ""
     delta: str | None = None
     calls: Mapping[int, Any] = field(default_factory=dict)
-    num_tokens: int = 0
     thought: str = ""
     thought_delta: str = ""
     thought_tokens: int = 0
     raw: dict[str, Any] | None = None
+    deltas: tuple[Delta, ...] = ()
 
     @classmethod
     def of_answer(cls, answer: Answer) -> _Response:
-        raw = _raw(answer.report, answer.num_tokens, answer.reasoning_tokens, answer.finish_reason)
         return cls(
             answer.text,
             calls=dict(enumerate([*answer.tool_calls, *answer.invalid_calls])),
-            num_tokens=answer.num_tokens,
             thought=answer.reasoning,
             thought_tokens=answer.reasoning_tokens,
-            raw=raw,
+            raw=_raw(answer),
         )
 
     def add(self, delta: Delta) -> _Response:
-        num_tokens = self.num_tokens + delta.num_tokens
-        thought_tokens = self.thought_tokens + delta.reasoning_tokens
-        raw = None if delta.report is None else _raw(delta.report, num_tokens, thought_tokens, delta.finish_reason)
+        deltas = (*self.deltas, delta)
         calls, complete = dict(self.calls), {call.id: call for call in delta.tool_calls}
         for piece in delta.call_pieces:
             add_piece(calls, piece)
@@ -333,11 +326,11 @@ class _Response:
             self.text + delta.text,
             delta.text,
             {index: complete.get(call.id, call) for index, call in calls.items()},
-            num_tokens,
             self.thought + delta.reasoning,
             delta.reasoning,
-            thought_tokens,
-            raw,
+            self.thought_tokens + delta.reasoning_tokens,
+            None if delta.report is None else _raw(join(deltas)),
+            deltas,
         )
 
     @property
@@ -404,16 +397,12 @@ async def _apieces(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[_Respo
             yield response
 
 
-def _raw(report: BlendReport, num_tokens: int, thought_tokens: int, finish_reason: str | None) -> dict[str, Any]:
-    usage = {
-        "prompt_tokens": report.prompt_tokens,
-        "completion_tokens": num_tokens,
-        "total_tokens": report.prompt_tokens + num_tokens,
-        "prompt_tokens_details": {"cached_tokens": report.reused_tokens},
+def _raw(answer: Answer) -> dict[str, Any]:
+    return {
+        "usage": openai_usage([answer]),
+        "kvrag": answer.report.to_dict(),
+        "finish_reason": answer.finish_reason,
     }
-    if thought_tokens:
-        usage["completion_tokens_details"] = {"reasoning_tokens": thought_tokens}
-    return {"usage": usage, "kvrag": report.to_dict(), "finish_reason": finish_reason}
 
 
 def _completion(response: _Response) -> CompletionResponse:

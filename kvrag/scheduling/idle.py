@@ -19,7 +19,7 @@ _WAITING = 8  # of a kind; the oldest is dropped for more
 _ATTEMPTS = 3  # of work that answers interrupt
 
 
-class Answered(Protocol):
+class Forgettable(Protocol):
     """An answered request."""
 
     is_forgotten: bool  # a text in it was deleted
@@ -27,7 +27,7 @@ class Answered(Protocol):
 
 @dataclass(eq=False)
 class _Task:
-    request: Answered
+    request: Forgettable
     work: Callable[[], object]
     kind: str
     attempts: int = _ATTEMPTS
@@ -53,7 +53,7 @@ class Idle(Background):
         self._lock = threading.Lock()
         self._is_working = False
 
-    def add(self, request: Answered, work: Callable[[], object], kind: str = "", most: int = _WAITING) -> bool:
+    def add(self, request: Forgettable, work: Callable[[], object], kind: str = "", most: int = _WAITING) -> bool:
         """Do this later; return whether nothing was dropped for it: of a kind, only the last `most` wait."""
         with self._lock:
             if self.is_over or request.is_forgotten:

@@ -1,4 +1,4 @@
-"""`kvrag estimate`: estimate disk usage, and the times to warm and to load a corpus, without loading weights."""
+"""`kvrag estimate`: estimate disk usage, and the time to warm a corpus, without loading weights."""
 
 from __future__ import annotations
 
@@ -14,15 +14,6 @@ from kvrag.config import CODECS
 from kvrag.errors import SettingError
 from kvrag.retrieval import documents
 from kvrag.words import counted, human_bytes
-
-_BANDWIDTHS = {  # bytes per second
-    "network, 10 Gbit/s": 1.2e9,
-    "SATA SSD": 0.5e9,
-    "NVMe SSD, cold": 1.6e9,
-    "page cache": 6e9,
-    "RAM tier": 10e9,
-}
-
 
 _REPEATED = 1.3  # tokens encoded per token of a long document, with the contexts of its chunks
 
@@ -69,11 +60,7 @@ def run(args: argparse.Namespace) -> int:
             result["weights"] = {"kind": header.kind, "bytes": header.num_bytes, "memory_bytes": memory}
         result |= {"tokens": tokens, "bytes": None if tokens is None else tokens * per_token}
         result |= {"warm_tokens_per_s": speed or None, "warm_s": seconds}
-        loading = [
-            {"from": name, "bytes_per_s": rate, "chunk_s": chunk / rate, "break_even_tokens_per_s": rate / per_token}
-            for name, rate in _BANDWIDTHS.items()
-        ]
-        print(json.dumps(result | {"chunk_tokens": args.chunk_tokens, "chunk_bytes": chunk, "loading": loading}))
+        print(json.dumps(result | {"chunk_tokens": args.chunk_tokens, "chunk_bytes": chunk}))
         return 0
     if header:
         print(
@@ -89,10 +76,6 @@ def run(args: argparse.Namespace) -> int:
     unknown = "not known yet: `kvrag warm` with this model measures it, unless the machine is busy"
     how_long = measured if seconds is None else f"about {duration(seconds)}, at {measured}"
     print(f"time to warm: {how_long if speed else unknown}")
-    print(f"\n{'loaded from':20}{'one chunk':>12}   reuse wins if prefill is slower than")
-    for name, rate in _BANDWIDTHS.items():
-        print(f"{name:20}{chunk / rate * 1000:>9.2f} ms   {rate / per_token:>12,.0f} tokens/s")
-    print("\nReuse wins when bytes per token / bandwidth < prefill time per token.")
     return 0
 
 

@@ -121,20 +121,12 @@ def warm_here(args: argparse.Namespace) -> dict[str, Any]:
         # first: otherwise a chunk moved to another file would temporarily belong to two documents
         dropped = drop(index, gone, partial(engine.forget, namespace=args.namespace)) if args.prune else 0
         chunks, pages, problems = read_chunks(args, engine.encode)
-        new = _new_tokens(engine, chunks, args.namespace)
-        needed = new * bytes_per_token(engine, args.chunk_tokens)
-        need = (
-            f"{counted(new, 'new token')}: needs {human_bytes(needed)} in {place}"
-            if new
-            else f"nothing new to encode for {place}"
-        )
-        say(f"{counted(len(chunks), 'document')}, {need}")
-        store.check_room(needed)
+        say(f"{counted(len(chunks), 'document')}, for {place}")
 
         def add(name: str) -> int:
             return index.add(chunks[name], document=name, pages=pages[name])
 
-        result = _encode(engine, chunks, args, problems, add, new)
+        result = _encode(engine, chunks, args, problems, add)
         result |= {"gone": gone, "dropped": dropped, "problems": problems}
         if args.tune:
             with progress("calibrating", args.json) as update:
@@ -164,31 +156,29 @@ def _encode(
     args: argparse.Namespace,
     problems: list[Problem],
     add_to_index: Callable[[str], int] = lambda name: 0,
-    new_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Encode documents one by one; the old chunks of each are dropped once its new ones are stored.
 
     Args:
         problems: Gets those that have a chunk which exceeds the model's window.
-        new_tokens: Number of tokens to encode, which progress counts; None = it counts chunks.
     """
     totals: dict[str, Any] = dict.fromkeys((*TOTALS, "indexed"), 0)
     warnings: dict[str, None] = {}
-    unit, number = ("chunks", sum(map(len, chunks.values()))) if new_tokens is None else ("tokens", new_tokens)
+    number = sum(map(len, chunks.values()))
     before = num_files = encoded = 0
-    with progress("encoding", args.json, unit) as report:
+    with progress("encoding", args.json, "chunks") as report:
         for name, texts in chunks.items():
 
-            def moved(done: int, total: int, before: int = before) -> None:
+            def moved(done: int, total: int, before: int = before, size: int = len(texts)) -> None:
                 nonlocal encoded
-                encoded = before + done
+                encoded = before + size * done // max(1, total)
                 report(encoded, number)
 
             try:
                 moved(0, 0)
                 warmed = engine.warm(texts, document=name, namespace=args.namespace, progress=moved)
             except KeyboardInterrupt:
-                raise KeyboardInterrupt(f"{encoded} of {number} {unit} are encoded and kept") from None
+                raise KeyboardInterrupt(f"{encoded} of {number} chunks are encoded and kept") from None
             except ContextWindowError as error:
                 problems.append(Problem(name, f"skipped: {error}", is_unreadable=True))
                 say(str(problems[-1]))
@@ -199,7 +189,7 @@ def _encode(
             # those about short chunks differ in their number only, which is summed up
             warnings |= dict.fromkeys(warmed.warnings if not warmed.skipped else ())
             num_files += 1
-            before += len(texts) if new_tokens is None else warmed.tokens
+            before += len(texts)
             report(before, number)
     return totals | {"files": num_files, "warnings": list(warnings)}
 
@@ -220,17 +210,6 @@ def _tokenizer(name: str, engine: RemoteEngine) -> Callable[[str], list[int]]:
 
 def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-
-
-def _new_tokens(engine: BlendEngine, chunks: dict[str, list[str]], namespace: str) -> int:
-    """Return the number of tokens to encode."""
-    from kvrag.ingest.ingest import Choosing
-
-    choosing, new = Choosing(engine.model, engine.store, engine.config, engine.fingerprint), 0
-    for name, texts in chunks.items():
-        with suppress(ContextWindowError):  # the document will be skipped
-            new += choosing.new_tokens(texts, name, namespace)
-    return new
 
 
 def read_chunks(

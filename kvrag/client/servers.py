@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import quote
 
-from kvrag.blocking import run
 from kvrag.client.connection import Body, Connection
 from kvrag.client.wire import body_of, report_of
 from kvrag.config import NamedText, blend_of, named_texts
@@ -30,7 +27,6 @@ Progress = Callable[[int, int], None]
 
 _PROMPT = ("prompt", "messages", "tools", "chat_template_kwargs")  # fields that the number of its tokens depends on
 
-_WATCH_S = 5.0
 _LONGEST_TOKEN = 16  # bytes; a longer prompt does not fit for sure
 _CHUNK = re.compile(r"\A((?:skipped: )?chunk )(\d+)")  # the beginning of a message about a chunk
 
@@ -184,32 +180,6 @@ def num_bytes(text: str) -> int:
     return len(text.encode(errors="surrogatepass"))
 
 
-@contextmanager
-def _watched(
-    server: Server, part: Sequence[NamedText], namespace: str, progress: Progress | None, before: int, total: int
-) -> Iterator[None]:
-    """Report every few seconds how many texts of a document are encoded, from a thread, if the server says so."""
-    name = part[0].document
-    if progress is None or not name:
-        yield
-        return
-    is_over = threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(_WATCH_S):
-            with suppress(KvragError):  # the request that is watched raises it as well
-                found = run(server.command("documents", namespace, prefix=name))
-                done, wanted = (found.get("encoding") or {}).get(name, (0, 0))
-                if wanted and not is_over.is_set():
-                    progress(before + len(part) * done // wanted, total)
-
-    threading.Thread(target=watch, name="kvrag-watch", daemon=True).start()
-    try:
-        yield
-    finally:
-        is_over.set()
-
-
 async def warm(
     texts: Sequence[NamedText],
     document: str | Sequence[str],
@@ -218,7 +188,7 @@ async def warm(
     progress: Progress | None = None,
     skip_invalid: bool = False,
 ) -> WarmReport:
-    """Encode texts; without any, forget the document. `progress` needs a blocking connection."""
+    """Encode texts; without any, forget the document."""
     reports, warnings, done = list[Body](), list[str](), 0
 
     def numbered(message: str) -> str:  # among all texts
@@ -230,8 +200,7 @@ async def warm(
         columns = zip(("texts", "document", "sources"), map(list, zip(*part, strict=True)), strict=True)
         options = {"skip_invalid": True} if skip_invalid else {}  # older servers do not know it
         try:
-            with _watched(server, part, namespace, progress, done, len(texts)):
-                reports.append(await server.command("warm", namespace, **dict(columns), **options))
+            reports.append(await server.command("warm", namespace, **dict(columns), **options))
         except PromptError as error:
             error.args = (numbered(str(error)),)
             error.chunk = int(found[2]) if (found := _CHUNK.match(str(error))) else None

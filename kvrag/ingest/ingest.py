@@ -127,11 +127,6 @@ class Choosing:
         held = self._store.documents(document, namespace).get(document, [])
         return not missing and held == sorted({choice.chunk_key for choice in choices})
 
-    def new_tokens(self, texts: Sequence[str], document: str, namespace: str = "") -> int:
-        """Return the number of tokens that `warm` with these texts of a document would report as encoded."""
-        _, missing = self._chosen(texts, document, namespace)
-        return sum(len(piece.ids) for piece in missing if len(piece.ids) >= self._config.min_run)
-
     def _chosen(self, texts: Sequence[str], document: str, namespace: str) -> tuple[list[_Piece], list[_Piece]]:
         named = named_texts(texts, document)
         pieces = self._pieces(named, self.tokenize(named, namespace, least=1), namespace, {})

@@ -42,7 +42,7 @@ from kvrag.server.schemas import (
 )
 from kvrag.server.settings import ServerSettings
 from kvrag.server.state import State, Tenant
-from kvrag.types import WarmReport
+from kvrag.store.base import no_progress
 
 _TOKENIZED, _PER_TOKEN = 1 << 20, 16  # bytes of a body of /tokenize: at least, and per token of the window
 _ENCODING_S = 10.0  # seconds for the corpora to reach a point where the next server can resume
@@ -200,33 +200,16 @@ async def delete_document(document: str, request: Request, state: Server, tenant
 @router.post("/v1/chunks")
 async def warm_chunks(body: NewChunks, request: Request, state: Server, tenant: Caller) -> Response:
     """Encode the chunks that the store lacks, and return the report. They are not retrieved by the -rag model."""
-    name = body.document if isinstance(body.document, str) else next(iter(body.document), "")
-    options = body.model_dump() | {"namespace": tenant.namespace}
-
-    def note(done: int, total: int) -> None:
-        if name:
-            tenant.encoding[name] = done, total
-
-    def work() -> WarmReport:
-        try:
-            return state.engine.warm(**options, progress=note)
-        finally:  # of the work, which ends later than the request of a client that leaves
-            tenant.encoding.pop(name, None)
-
+    work = partial(state.engine.warm, **body.model_dump(), namespace=tenant.namespace, progress=no_progress)
     report = await result(request, state.answering, work)
     return json_response(report.to_dict())
 
 
 @router.get("/v1/chunks")
 async def list_chunks(request: Request, state: Server, tenant: Caller, prefix: str = "") -> Response:
-    """Return the names of the documents that start with `prefix` and have chunks, sorted.
-
-    `encoding` has the tokens done and to do of `POST` requests in progress, by the name of their first document.
-    """
+    """Return the names of the documents that start with `prefix` and have chunks, sorted."""
     work = partial(state.engine.documents, prefix, namespace=tenant.namespace)
-    documents = await result(request, state.working, work)
-    encoding = {name: tokens for name, tokens in [*tenant.encoding.items()] if name.startswith(prefix)}
-    return json_response({"documents": documents, "encoding": encoding})
+    return json_response({"documents": await result(request, state.working, work)})
 
 
 @router.delete("/v1/chunks/{document:path}")

@@ -26,7 +26,6 @@ class Tenant:
     def __init__(self, namespace: str, corpus: Corpus | None, state: State) -> None:
         queue = state.answering
         self.namespace, self.corpus = namespace, corpus
-        self.encoding: dict[str, tuple[int, int]] = {}  # tokens done and to do, by document
         # the process's load would reveal the activity of other namespaces
         self.metrics = Metrics(with_process=not state.is_shared)
         self.metrics.watch("num_requests_running", "Admitted requests", lambda: queue.running(namespace))

@@ -14,7 +14,7 @@ import pytest
 from blending import CHUNKS, QUESTION, messages
 from serving import NAME, Served, serving, until
 
-from kvrag import BlendEngine, BlendReport, RemoteEngine, WarmReport
+from kvrag import BlendEngine, BlendReport, WarmReport
 from kvrag.scheduling.waiting import check_cancelled
 from kvrag.server.settings import ApiKey
 
@@ -37,7 +37,7 @@ def test_chunks_are_warmed_listed_and_forgotten(served: Served, engine: BlendEng
     assert (report.chunks, report.new, report.reused) == (2, 2, 0)
     again = engine.warm(CHUNKS[:2], document=["a", "b"], sources="s")
     assert (again.new, again.reused) == (0, 2)  # the same variants as those of a local call
-    assert served.http.get("/v1/chunks").json() == {"documents": ["a", "b"], "encoding": {}}
+    assert served.http.get("/v1/chunks").json() == {"documents": ["a", "b"]}
     assert served.http.get("/v1/chunks", params={"prefix": "b"}).json()["documents"] == ["b"]
     assert served.ask("\n\n".join(CHUNKS[:2])).json()["kvrag"]["reused_tokens"] > 40
     assert forget(served, "a").json() == {"document": "a", "removed": 1}
@@ -100,13 +100,12 @@ def test_a_client_that_disconnects_ends_the_encoding(
 ) -> None:
     begun, ended = threading.Event(), threading.Event()
 
-    def endless(*args: Any, progress: Any, **kwargs: Any) -> Any:
+    def endless(*args: Any, **kwargs: Any) -> Any:
         begun.set()
         try:
             while True:
                 check_cancelled()
         finally:
-            progress(1, 2)  # the last chunks are stored
             ended.set()
 
     monkeypatch.setattr(engine, "warm", endless)
@@ -119,34 +118,6 @@ def test_a_client_that_disconnects_ends_the_encoding(
         assert begun.wait(60)
     assert ended.wait(60)
     until(lambda: served.running() == (0, 0))
-    until(lambda: not served.http.get("/v1/chunks").json()["encoding"])
-
-
-def test_the_client_reports_progress_while_the_server_encodes_a_document(
-    served: Served, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvrag.client.servers._WATCH_S", 0.05)
-    warm, seen, done = engine.warm, threading.Event(), list[tuple[int, int]]()
-
-    def slowly(*args: Any, progress: Any, **kwargs: Any) -> WarmReport:
-        progress(50, 100)
-        assert seen.wait(30)
-        return warm(*args, **kwargs)
-
-    def moved(number: int, total: int) -> None:
-        done.append((number, total))
-        seen.set() if number else None
-
-    monkeypatch.setattr(engine, "warm", slowly)
-    with RemoteEngine(served.url) as remote:
-        remote.warm(CHUNKS, document="a", progress=moved)
-        # no thread is started: nobody would see it, or no name identifies it
-        monkeypatch.setattr("kvrag.client.servers.threading", None)
-        remote.warm(CHUNKS, document="a")
-        remote.warm(CHUNKS, progress=moved)
-    assert set(done) >= {(2, 4), (4, 4)}
-    assert done == sorted(done)
-    assert served.http.get("/v1/chunks").json()["encoding"] == {}
 
 
 def test_chunks_of_a_request_are_encoded_first(served: Served, engine: BlendEngine) -> None:

@@ -227,16 +227,16 @@ def test_warming_twice_encodes_nothing_twice(folder: Path, tmp_path: Path, reade
     assert (second["new"], second["reused"], second["bytes"], second["indexed"]) == (0, 6, 0, 0)
 
 
-def test_warm_prints_the_needed_space_first(
+def test_warm_prints_what_was_written(
     folder: Path, tmp_path: Path, reader: Model, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["warm", str(folder), "--store", str(tmp_path / "kv"), *map(str, CUT)]) == 0
     captured = capsys.readouterr()
-    tokens = int(captured.err.split(" new tokens: ")[0].split()[-1])
-    assert f"needs {human_bytes(tokens * reader.bytes_per_token)} in" in captured.err
-    assert captured.out.startswith("6 chunks: 6 new, 0 reused; " + str(tokens))
-    assert main(["warm", str(folder), "--store", str(tmp_path / "kv"), *map(str, CUT)]) == 0
-    assert f"3 documents, nothing new to encode for {tmp_path / 'kv'}\n" in capsys.readouterr().err
+    assert f"3 documents, for {tmp_path / 'kv'}\n" in captured.err
+    with closing(FileStore(tmp_path / "kv")) as store:
+        written = store.stats()
+    size = human_bytes(written.bytes)
+    assert captured.out.startswith(f"6 chunks: 6 new, 0 reused; {written.tokens} tokens and {size} written in ")
 
 
 @pytest.mark.parametrize(
@@ -517,28 +517,9 @@ def test_an_interrupted_ingestion_continues_where_it_stopped(
         patch.setattr(BlendEngine, "warm", interrupted)
         said = fails(*command, code=128 + number)
     assert signal.getsignal(number) == handler
-    with closing(FileStore(tmp_path / "kv")) as store:
-        stored = store.stats().tokens
     again = as_json(*command)
     assert (again["new"], again["reused"]) == (2, 4)
-    total = stored + again["tokens"]
-    assert f"interrupted; {stored} of {total} tokens are encoded and kept: run the command again to resume" in said
-
-
-def test_the_forecast_counts_chunks_whose_context_has_changed(
-    tmp_path: Path, as_json: Json, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paragraphs = [f"In the year {1900 + year} the mill of Grelville got {year} new wheels." for year in range(8)]
-    file, command = tmp_path / "mill.txt", ("warm", tmp_path / "mill.txt", "--store", tmp_path / "kv", *CUT)
-    file.write_text("\n\n".join(paragraphs))
-    as_json(*command)
-    file.write_text("\n\n".join(["In the year 1899 the mill burned down.", *paragraphs[1:]]))
-    capsys.readouterr()
-    assert main([*map(str, command)]) == 0
-    said = capsys.readouterr()
-    [(forecast, written)] = re.findall(r"(\d+) new tokens: [^;]*; (\d+) tokens and", said.err + said.out)
-    assert forecast == written
-    assert int(written) > 100
+    assert "interrupted; 4 of 6 chunks are encoded and kept: run the command again to resume" in said
 
 
 def test_an_edited_file_drops_its_old_chunks(folder: Path, tmp_path: Path, as_json: Json) -> None:
@@ -819,8 +800,6 @@ def test_estimate_is_the_models_own_number(reader: Model, as_json: Json) -> None
     assert result["bytes_per_token"] == reader.bytes_per_token == 2 * 8 * 4 * 64 * 2
     assert result["bytes"] == 1000 * reader.bytes_per_token
     assert result["chunk_bytes"] == 100 * reader.bytes_per_token
-    for row in result["loading"]:
-        assert row["break_even_tokens_per_s"] * reader.bytes_per_token == pytest.approx(row["bytes_per_s"])
 
 
 def test_estimate_needs_no_weights_and_counts_a_corpus(tmp_path: Path, folder: Path, as_json: Json) -> None:

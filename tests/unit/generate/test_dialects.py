@@ -272,7 +272,7 @@ def test_tools_and_earlier_calls_are_rendered_by_the_template(form: str, tokeniz
 
 @pytest.mark.parametrize("form", [*FORMATS, "qwen3.5", "gemma4"])
 def test_a_prompt_does_not_depend_on_whether_a_call_is_forced(form: str, tokenizer: Any) -> None:
-    free, forced = (Model(form, tokenizer, choice=choice) for choice in (None, "look"))
+    free, forced = (Model(form, tokenizer, tool_choice=choice) for choice in (None, "look"))
     other = Model(form, tokenizer, grammar=Grammar(json_schema={"enum": ["yes", "no"]}))
     prompts = [model.prepared.render(model.tokenizer) for model in (free, forced, other)]
     assert prompts[0] == prompts[1] == prompts[2]
@@ -280,7 +280,7 @@ def test_a_prompt_does_not_depend_on_whether_a_call_is_forced(form: str, tokeniz
 
 def test_a_format_that_cannot_be_forced_is_replaced_in_the_call(tokenizer: Any) -> None:
     for form in ("qwen3-coder", "qwen3.5", "llama4", "gemma4"):
-        model = Model(form, tokenizer, choice="look")
+        model = Model(form, tokenizer, tool_choice="look")
         assert "arguments" in str(model.prepared.grammar)
         before = "</think>" if form == "qwen3.5" else ""
         answer, deltas = model.hear(before + spell("look", UP)["qwen3"])

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitTimeoutError
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +16,6 @@ from torch import Tensor
 
 from kvrag.errors import ChunkUnreadableError, StoreError
 from kvrag.store.chunkfile import PackedChunk
-
-if TYPE_CHECKING:
-    from kvrag.store.objects import ObjectStore
 
 _GROUP = 4 << 20  # bytes of adjacent layers per request ...
 _IN_FLIGHT = 3  # ... and requests per chunk at a time, so that several chunks arrive layer by layer
@@ -40,7 +37,7 @@ class RemoteChunk(PackedChunk):
         self,
         key: str,
         fingerprint: str,
-        remote: ObjectStore,
+        remote: Any,
         name: str,
         size: int,
         beginning: bytes,
@@ -51,6 +48,7 @@ class RemoteChunk(PackedChunk):
         """Read the header and start to fetch the layers; raises as PackedChunk.
 
         Args:
+            remote: The ObjectStore, which imports this module.
             name: Of the object.
             size: Number of its bytes.
             beginning: The first of them, including the header.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -98,37 +99,29 @@ def trees(
     preamble, contexts = list(model.preamble), contexts or [()] * len(chunks)
     rows = [[*preamble, *context, *chunk] for context, chunk in zip(contexts, chunks, strict=True)]
     forest: list[Tree] = []
-    # neighbours in alphabetical order share the longest prefixes
-    todo = _clusters(rows, sorted(range(len(rows)), key=rows.__getitem__), model.stable_length)
-    while todo:
-        cluster = todo.pop()
-        longest = max(cluster, key=lambda number: len(rows[number]))
-        tree, left = Tree(rows[longest]), []
-        for number in cluster:
-            row = rows[number]
-            shared = _common(tree.ids, row)
-            own = row[shared:]
-            is_apart = model.keeps_states or 2 * shared < len(row) or tree.num_tokens + len(own) > BATCH_TOKENS
-            if (own and is_apart) or (model.stores_states and shared < len(tree.ids)):  # states end with their row
-                left.append(number)
-            else:
-                tree.branches.append(Branch(number, len(row) - len(chunks[number]), shared, own))
-        forest.append(tree)
-        todo += _clusters(rows, left, model.stable_length)
+    alike: defaultdict[tuple[int, ...], list[Tree]] = defaultdict(list)  # by their first tokens
+    for number in sorted(range(len(rows)), key=lambda number: len(rows[number]), reverse=True):
+        row = rows[number]
+        begins_alike = alike[tuple(row[: len(preamble) + 1])]
+        tree = next((tree for tree in begins_alike if _can_share(model, tree, row)), None)
+        if tree is None:
+            tree = Tree(row)
+            forest.append(tree)
+            begins_alike.append(tree)
+        shared = _common(tree.ids, row)
+        tree.branches.append(Branch(number, len(row) - len(chunks[number]), shared, row[shared:]))
     return forest
 
 
-def _clusters(rows: Sequence[list[int]], order: Sequence[int], stable_length: int) -> list[list[int]]:
-    """Divide numbers of rows in alphabetical order where neighbours differ in the first half of the shorter one."""
-    clusters: list[list[int]] = []
-    for number in order:
-        row, before = rows[number], rows[clusters[-1][-1]] if clusters else []
-        shortest = min(len(row), len(before))
-        if 0 < shortest <= 2 * _common(row, before) and max(len(row), len(before)) <= stable_length:
-            clusters[-1].append(number)
-        else:
-            clusters.append([number])
-    return clusters
+def _can_share(model: Backend, tree: Tree, row: list[int]) -> bool:
+    """Return whether a row can be a branch of a tree, whose row is not shorter."""
+    if row == tree.ids:
+        return True
+    half = (len(row) + 1) // 2
+    if model.stores_states or len(tree.ids) > model.stable_length or row[:half] != tree.ids[:half]:
+        return False  # stored states end with their row
+    own = len(row) - _common(tree.ids, row)
+    return not own or not (model.keeps_states or tree.num_tokens + own > BATCH_TOKENS)
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -85,7 +85,7 @@ class KeptStretch:
     blended: Blended | None = None  # None: equals full prefill's
     states: Mapping[int, States] = field(default_factory=dict)  # by position, in it or at its end
     parent: Callable[[], KeptStretch | None] = lambda: None  # weak: without a cycle, dropped KV is freed at once
-    children: dict[int, list[KeptStretch]] = field(default_factory=dict)  # by first token, at most one exact for each
+    children: list[KeptStretch] = field(default_factory=list)  # at most one exact for each first token
 
     @property
     def stop(self) -> int:
@@ -103,13 +103,6 @@ class KeptStretch:
         """Its tokens, indexed."""
         return Segment.of([Entry(1, str(id(self)), self.namespace, self.ids.astype(np.uint32))])
 
-    def cut(self, length: int) -> None:
-        """Drop all but the first tokens."""
-        self.ids, self.layers = self.ids[:length], [_copied(layer, 0, length) for layer in self.layers]
-        self.chunks = tuple(placed for placed in self.chunks if placed[0] < self.stop)
-        self.states = {position: states for position, states in self.states.items() if position <= self.stop}
-        self.__dict__.pop("segment", None)
-
     def split(self, length: int) -> KeptStretch:
         """Give the first tokens to a new parent, which takes its place; return that."""
         first, rest = (  # copied before anything changes: there may be no memory
@@ -118,9 +111,9 @@ class KeptStretch:
         parent, start = self.parent(), self.start + length
         above, below = (tuple(x for x in self.chunks if (x[0] < start) == is_above) for is_above in (True, False))
         over, under = ({x: y for x, y in self.states.items() if (x <= start) == is_over} for is_over in (True, False))
-        upper = replace(self, ids=self.ids[:length], layers=first, chunks=above, states=over, children={})
+        upper = replace(self, ids=self.ids[:length], layers=first, chunks=above, states=over, children=[])
         if parent is not None:
-            parent.remove(self)
+            parent.children.remove(self)
             parent.add(upper)
         self.start, self.ids, self.layers, self.chunks, self.states = start, self.ids[length:], rest, below, under
         self.__dict__.pop("segment", None)
@@ -130,18 +123,11 @@ class KeptStretch:
     def add(self, child: KeptStretch) -> None:
         """Add a child."""
         child.parent = weakref.ref(self)
-        self.children.setdefault(int(child.ids[0]), []).append(child)
+        self.children.append(child)
 
-    def remove(self, child: KeptStretch) -> None:
-        """Remove a child."""
-        token = int(child.ids[0])
-        self.children[token].remove(child)
-        if not self.children[token]:
-            del self.children[token]
-
-    def exact_child(self, token: int) -> KeptStretch | None:
-        """Return the child with full prefill's KV that begins with a token."""
-        return next((child for child in self.children.get(token, ()) if not child.blended), None)
+    def children_with(self, token: int) -> list[KeptStretch]:
+        """Return the children that begin with a token."""
+        return [child for child in self.children if child.ids[0] == token]
 
     def parents(self) -> list[KeptStretch]:
         """Return its parents, from the root on."""
@@ -237,7 +223,7 @@ class Conversations:
                 path, states = _to_states(path)
             exact = sum(length for _, length in path)
             whole = [stretch for stretch, length in path if length == len(stretch.ids)]
-            below = [child for stretch in whole for child in stretch.children.get(int(prompt[stretch.stop]), ())]
+            below = [child for stretch in whole for child in stretch.children_with(prompt[stretch.stop])]
             continued = _longest(prompt, below, config)
             if continued and continued.length > exact:
                 last, length, exact = continued.stretch, continued.length, continued.stretch.start
@@ -343,18 +329,17 @@ class Conversations:
             return {*kept, *(key for begun in self._begun if not begun.is_forgotten for key in begun.keys)}
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Drop all KV of and after these chunks, also that of answers in progress at their end."""
+        """Drop all KV of and after these chunks, in whole stretches; that of answers in progress at their end."""
         dropped = set(keys)
         with self._changing():
             for begun in self._begun:
                 begun.is_forgotten = begun.is_forgotten or not begun.keys.isdisjoint(dropped)
             for stretch in list(self._kept):
-                at = next((position for position, key in stretch.chunks if key in dropped), None)
-                if at is not None:
-                    self._drop_from(stretch, at)
+                if any(key in dropped for _, key in stretch.chunks):
+                    self._remove(stretch)
 
     def drop_texts(self, texts: DeletedTexts) -> None:
-        """Drop all KV of and after these texts, also that of answers in progress at their end.
+        """Drop all KV of and after these texts, in whole stretches; that of answers in progress at their end.
 
         Prompts that were computed before their texts were stored depend on no chunk.
         """
@@ -366,7 +351,10 @@ class Conversations:
                 while parent is not None and len(ids) < len(stretch.ids) + _BEFORE:
                     ids, parent = np.concatenate([parent.ids[-_BEFORE:], ids]), parent.parent()
                 if (start := texts.find(ids, stretch.namespace)) is not None:
-                    self._drop_from(stretch, max(stretch.stop - len(ids) + start, 0))
+                    position, above = max(stretch.stop - len(ids) + start, 0), stretch.parent()
+                    while position < stretch.start and above is not None:
+                        stretch, above = above, above.parent()
+                    self._remove(stretch)
 
     @property
     def num_bytes(self) -> int:
@@ -392,7 +380,7 @@ class Conversations:
         path = [(stretch, 0)] if stretch else []
         at = 0
         while stretch is not None and at < len(ids) and path[-1][1] == len(stretch.ids):
-            stretch = stretch.exact_child(ids[at])
+            stretch = next((child for child in stretch.children_with(ids[at]) if not child.blended), None)
             if stretch is not None:
                 length = _common(ids[at:], stretch.ids)
                 path.append((stretch, length))
@@ -433,7 +421,7 @@ class Conversations:
     def _remove_covered(self, ids: NDArray[np.int64], namespace: str) -> None:
         """Remove blended KV of tokens that have full prefill's now, too."""
         path = self._walk(ids, namespace)
-        for stretch in [child for parent, _ in path for child in chain.from_iterable(parent.children.values())]:
+        for stretch in [child for parent, _ in path for child in parent.children]:
             if stretch.blended and np.array_equal(stretch.ids, ids[stretch.start : stretch.stop]):
                 self._remove(stretch)
 
@@ -452,29 +440,11 @@ class Conversations:
             removed = left.pop()
             del self._kept[removed]
             self._num_bytes -= removed.num_bytes
-            left += chain.from_iterable(removed.children.values())
+            left += removed.children
         assert parent is not None
-        parent.remove(stretch)
+        parent.children.remove(stretch)
         if not parent.children and parent is self._roots.get(stretch.namespace):
             del self._roots[stretch.namespace]
-
-    def _drop_from(self, stretch: KeptStretch, position: int) -> None:
-        """Drop a position, in it or in a parent, and all after it; blended stretches are dropped as a whole."""
-        while position < stretch.start and (parent := stretch.parent()) is not None:
-            stretch = parent
-        if position <= stretch.start or stretch.blended:
-            self._remove(stretch)
-        if stretch not in self._kept:
-            return
-        for child in [*chain.from_iterable(stretch.children.values())]:
-            self._remove(child)
-        before = stretch.num_bytes
-        try:
-            stretch.cut(position - stretch.start)
-        except (MemoryError, RuntimeError):  # no memory for a copy of the rest
-            self._remove(stretch)
-        else:
-            self._num_bytes += stretch.num_bytes - before
 
     def _copy(
         self,

@@ -354,7 +354,7 @@ def test_two_turns_of_one_conversation_at_once_do_not_disturb_each_other(talk: T
         conversations._kept.clear()
         root = conversations._roots[""] = KeptStretch("", 0, origins[0].ids[:0], ())
         for origin in origins:
-            origin.children = {}
+            origin.children = []
             conversations._add(root, origin)
             root = origin
 
@@ -534,17 +534,17 @@ def test_what_prompts_begin_with_is_kept_once() -> None:
     assert (found.length, sum(keys.shape[2] for keys, _ in found.layer(0))) == (70, 70)
 
 
-def test_forgetting_a_chunk_leaves_what_stands_before_it() -> None:
+def test_forgetting_a_chunk_leaves_the_stretches_before_it() -> None:
     conversations = Conversations(1 << 20, 1000, 1)
     _keep(conversations, range(100), exact=100, a=60)
     _keep(conversations, [*range(40), *range(500, 560)], exact=50, b=45, c=70)
     assert _lengths(conversations) == [(0, 40), (40, 50), (40, 100), (50, 100)]
     conversations.drop(["a"])
-    assert _lengths(conversations) == [(0, 40), (40, 50), (40, 60), (50, 100)]
+    assert _lengths(conversations) == [(0, 40), (40, 50), (50, 100)]
     conversations.drop(["c"])
-    assert _lengths(conversations) == [(0, 40), (40, 50), (40, 60)], "blended KV is dropped whole"
+    assert _lengths(conversations) == [(0, 40), (40, 50)]
     conversations.drop(["b"])
-    assert _lengths(conversations) == [(0, 40), (40, 45), (40, 60)]
+    assert _lengths(conversations) == [(0, 40)]
     assert conversations.keys() == set()
 
 
@@ -589,7 +589,7 @@ def test_a_chunk_that_was_stored_later_is_known_in_kv_computed_before() -> None:
     _keep(conversations, range(100), exact=100, a=60)
     assert conversations.keys() == {"a"}
     conversations.drop(["a"])
-    assert _lengths(conversations) == [(0, 60)]
+    assert _lengths(conversations) == []
 
 
 def test_random_prompts_are_found_as_far_as_they_are_kept_and_nothing_twice() -> None:
@@ -651,7 +651,7 @@ def test_after_any_changes_the_total_is_that_of_the_tree_and_the_oldest_is_an_en
             conversations.drop_texts(DeletedTexts([Entry(1, "", "", np.array(ids[:20], np.uint32))], str))
         tree, left = list[KeptStretch](), [*conversations._roots.values()]
         while left:
-            children = [child for several in left.pop().children.values() for child in several]
+            children = left.pop().children
             tree += children
             left += children
         assert {*tree} == {*conversations._kept}

@@ -757,7 +757,7 @@ def test_a_deterministic_answer_does_not_depend_on_earlier_prompts(talk: Talk) -
         assert torch.equal(talk.logits, logits)
     assert talk(follow_up, **options).report.conversation_tokens == 0
     with pytest.raises(
-        SettingError, match='deterministic=True reuses nothing of earlier prompts: leave history at "exa'
+        SettingError, match='deterministic=True reuses nothing of earlier prompts: leave edited_history at "exa'
     ):
         talk(prompt, edited_history="blend", deterministic=True)
     with pytest.raises(SettingError, match="deterministic must be True or False, got 'yes'"):
@@ -828,5 +828,5 @@ def test_full_prefill_reuses_no_history_behind_an_edit(blending: Talk, hf: Any) 
 def test_histories_can_be_blended_per_answer(talk: Talk) -> None:
     prompt, thought = _talked(talk, ratio=0.3)
     assert talk(_edited(prompt, thought), ratio=0.3, edited_history="blend").report.moved_tokens > 80
-    with pytest.raises(SettingError, match="unknown history 'all'; choose one of exact, blend"):
+    with pytest.raises(SettingError, match="unknown edited_history 'all'; choose one of exact, blend"):
         talk(prompt, edited_history="all")

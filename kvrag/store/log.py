@@ -142,8 +142,7 @@ class Log:
         logger.info("%s: starting from base %d", self._remote.url, head.base)
         content, name = None, _base(head.base)
         if head.base:
-            (packed,) = self._remote.read([name])
-            if packed is None:
+            if (packed := self._remote.download(name)) is None:
                 return
             content = _unpacked(packed, self._where(name))
         with _noticing_damage(self._where(name)):

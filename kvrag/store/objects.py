@@ -25,7 +25,7 @@ from kvrag.errors import SettingError, StoreError, StoreReadOnlyError
 from kvrag.store.remote import TIMEOUT_S, DeletedError
 
 _BEGINNING = 1 << 20  # header, ids and the first layers
-_WRITE_S = 300.0  # seconds for one object
+_LARGE_S = 300.0  # seconds for one large object
 _CONNECT_S = 5.0
 _RETRIES, _RETRY_S = 2, 10.0
 _CLOCK = "clock"  # written to read the time of the remote
@@ -91,7 +91,7 @@ class ObjectStore:
             )
 
         with self._translated():
-            self._reader, self._writer = connect(TIMEOUT_S), connect(_WRITE_S)
+            self._quick, self._patient = connect(TIMEOUT_S), connect(_LARGE_S)
 
     def read(self, names: Sequence[str]) -> list[bytes | None]:
         """Return small objects; None where there is none."""
@@ -103,23 +103,29 @@ class ObjectStore:
     def look(self, name: str) -> tuple[bytes | None, Tag | None]:
         """Return a small object and its tag; None if there is none."""
         with suppress(FileNotFoundError), self._translated():
-            answer = obstore.get(self._reader, name)
+            answer = obstore.get(self._quick, name)
             tag = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta[name] is not None}
             return bytes(answer.bytes()), tag
         return None, None
+
+    def download(self, name: str) -> bytes | None:
+        """Return a large object; None if there is none."""
+        with suppress(FileNotFoundError), self._translated():
+            return bytes(obstore.get(self._patient, name).bytes())
+        return None
 
     def swap(self, name: str, content: bytes, tag: Tag | None) -> bool:
         """Replace a small object, and return True, if it has this tag (None = if there is none)."""
         mode: Any = "create" if tag is None else tag
         with suppress(AlreadyExistsError, PreconditionError, FileNotFoundError), self._translated(writing=True):
-            obstore.put(self._reader, name, content, mode=mode, use_multipart=False)
+            obstore.put(self._quick, name, content, mode=mode, use_multipart=False)
             return True
         return False
 
     def write(self, name: str, content: bytes) -> None:
         """Create or replace an object atomically."""
         with self._translated(writing=True):
-            obstore.put(self._writer, name, content, use_multipart=False)
+            obstore.put(self._patient, name, content, use_multipart=False)
 
     def is_conditional(self) -> bool:
         """Return whether the bucket respects the conditions of `swap`."""
@@ -132,7 +138,7 @@ class ObjectStore:
     def names(self, prefix: str) -> list[str]:
         """Return the names of the objects under a prefix that ends with "/"."""
         with self._translated():
-            return [item["path"] for page in obstore.list(self._reader, prefix) for item in page]
+            return [item["path"] for page in obstore.list(self._quick, prefix) for item in page]
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; missing ones are ignored."""
@@ -140,17 +146,17 @@ class ObjectStore:
             part = list(names[i : i + 1000])
             try:
                 with self._translated(writing=True):
-                    obstore.delete(self._reader, part)
+                    obstore.delete(self._quick, part)
             except FileNotFoundError:  # some providers report a missing one and stop
                 for name in part:
                     with self._translated(writing=True), suppress(FileNotFoundError):
-                        obstore.delete(self._reader, name)
+                        obstore.delete(self._quick, name)
 
     def open(self, name: str) -> tuple[int, bytes] | None:
         """Return the size of an object and its first bytes; None if there is none."""
         try:
             with self._translated():
-                answer = obstore.get(self._reader, name, options={"range": (0, _BEGINNING)})
+                answer = obstore.get(self._quick, name, options={"range": (0, _BEGINNING)})
                 return answer.meta["size"], bytes(answer.bytes())
         except FileNotFoundError:
             return None
@@ -163,25 +169,25 @@ class ObjectStore:
         """Return a range of bytes; raises DeletedError if there is no such object."""
         try:
             with self._translated():
-                return memoryview(obstore.get_range(self._reader, name, start=start, end=stop))
+                return memoryview(obstore.get_range(self._quick, name, start=start, end=stop))
         except FileNotFoundError as error:
             raise DeletedError("it has been deleted") from error
 
     def listed(self, *prefixes: str) -> Iterator[tuple[str, float]]:
         """Yield name and age in seconds, by the bucket's clock, of the objects under these prefixes."""
         with self._translated(writing=True):
-            obstore.put(self._reader, _CLOCK, b"", use_multipart=False)
-            now = obstore.head(self._reader, _CLOCK)["last_modified"]
+            obstore.put(self._quick, _CLOCK, b"", use_multipart=False)
+            now = obstore.head(self._quick, _CLOCK)["last_modified"]
             for prefix in prefixes:
-                for page in obstore.list(self._reader, prefix):
+                for page in obstore.list(self._quick, prefix):
                     for item in page:
                         yield item["path"], (now - item["last_modified"]).total_seconds()
 
     def rename(self, name: str, other: str) -> None:
         """Move an object; a missing one is ignored."""
         with self._translated(writing=True), suppress(FileNotFoundError):
-            obstore.copy(self._writer, name, other)
-            obstore.delete(self._writer, name)
+            obstore.copy(self._patient, name, other)
+            obstore.delete(self._patient, name)
 
     @contextmanager
     def _translated(self, writing: bool = False) -> Iterator[None]:

@@ -839,7 +839,7 @@ def impatient(store: Any, url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
     with monkeypatch.context() as patch:
         for name in ("remote", "objects", "shared"):
             patch.setattr(f"kvrag.store.{name}.TIMEOUT_S", 0.3)
-        patch.setattr("kvrag.store.objects._WRITE_S", 0.3)
+        patch.setattr("kvrag.store.objects._LARGE_S", 0.3)
         patch.setattr("kvrag.store.objects._RETRIES", 1)
         remote.update(vars(connect(url)))
         yield

@@ -103,37 +103,10 @@ def test_tensors_that_are_views_are_stored_by_value(store: FileStore) -> None:
     assert file_of(store, wanted).stat().st_size < 4200
 
 
-def test_known_chunks_are_stored_once(store: FileStore) -> None:
-    assert store.put([record(1), record(1)]) > 0
-    assert store.put([record(1)]) == 0
-    assert store.stats().chunks == 1
-    assert store.missing([record(2).key, record(1).key, record(3).key]) == [record(2).key, record(3).key]
-
-
 def test_many_keys_at_once(store: FileStore) -> None:
     keys = [record(i).key for i in range(1300)]
     store.put([record(5), record(1200)])
     assert store.missing(keys) == [key for key in keys if key not in (keys[5], keys[1200])]
-
-
-def test_a_restart_loses_nothing(tmp_path: Path) -> None:
-    first = opened(tmp_path)
-    first.put([record(i) for i in range(5)])
-    first.close()
-    second = opened(tmp_path)
-    assert all(same(second, record(i)) for i in range(5))
-    assert [entry.text_key for entry in second.entries(0)] == [text(record(i)) for i in range(5)]
-    second.close()
-
-
-def test_an_open_chunk_stays_readable_when_it_is_removed(store: FileStore) -> None:
-    store.put([record(1)])
-    reader = store.open(record(1).key)
-    assert reader is not None
-    store.remove([record(1).key])
-    assert torch.equal(reader.layer(2)[0], record(1).layers[2][0])
-    reader.close()
-    assert store.open(record(1).key) is None
 
 
 def test_use_after_close_is_a_named_error(tmp_path: Path) -> None:
@@ -1109,17 +1082,6 @@ def test_removed_chunks_free_the_disk_at_once(store: FileStore) -> None:
     assert store.stats().bytes == 0
 
 
-def test_chunks_without_a_name_are_never_dropped_by_a_document(store: FileStore) -> None:
-    key = record(1).key
-    store.put([record(1), record(2)])
-    store.set_document("", [holding(record(1), "")])
-    store.set_document("", [holding(record(2), "")])
-    store.set_document("a", [holding(record(1), "a")])
-    assert store.set_document("a", []) == []
-    assert store.missing([key, record(2).key]) == []
-    assert store.documents() == {}
-
-
 def test_a_variant_without_documents_is_removed(store: FileStore) -> None:
     behind, alone = record(1, context=(7, 8)), record(1)
     store.put([behind])
@@ -1287,25 +1249,6 @@ def test_the_log_of_removals_is_bounded(store: FileStore, monkeypatch: pytest.Mo
 
 
 # ---------------------------------------------------------------- namespaces
-
-
-def test_a_namespace_sees_nothing_of_another(store: FileStore) -> None:
-    mine, theirs = record(1, namespace="me"), record(1, namespace="them")
-    assert len({mine.key, theirs.key, record(1).key}) == 3
-    assert len({text(mine), text(theirs), text(record(1))}) == 3
-    store.put([mine, theirs])
-    store.set_document("report", [holding(mine, "report")], "me")
-    store.set_document("report", [holding(theirs, "report")], "them")
-    assert store.look_up([text(mine)]) == {text(mine): TextState({mine.key: 0}, {"report": mine.key})}
-    assert store.documents(namespace="me") == {"report": [mine.key]}
-    assert store.documents() == {}
-    assert {entry.namespace: entry.text_key for entry in store.entries(0)} == {"me": text(mine), "them": text(theirs)}
-    counted = {
-        part.namespace: (part.texts, part.chunks, part.tokens, part.documents) for part in store.stats().namespaces
-    }
-    assert counted == {"me": (1, 1, 20, 1), "them": (1, 1, 20, 1)}
-    assert store.set_document("report", [], "me") == [mine.key]
-    assert same(store, theirs)
 
 
 def test_keys_of_different_things_differ() -> None:

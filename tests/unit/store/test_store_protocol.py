@@ -144,12 +144,21 @@ def test_the_holders_of_a_text_decide_its_variant(store: KVStore) -> None:
 
 
 def test_namespaces_share_nothing(store: KVStore) -> None:
-    theirs = record(1, namespace="them")
-    store.put([A, theirs])
-    store.set_document("one", held("one", A))
-    store.set_document("one", held("one", theirs), "them")
-    assert store.documents(namespace="them") == {"one": [theirs.key]}
-    assert store.set_document("one", []) == [A.key]
+    mine, theirs = record(1, namespace="me"), record(1, namespace="them")
+    assert len({mine.key, theirs.key, record(1).key}) == 3
+    assert len({text(mine), text(theirs), text(record(1))}) == 3
+    store.put([mine, theirs])
+    store.set_document("report", held("report", mine), "me")
+    store.set_document("report", held("report", theirs), "them")
+    assert store.look_up([text(mine)]) == {text(mine): TextState({mine.key: 0}, {"report": mine.key})}
+    assert store.documents(namespace="me") == {"report": [mine.key]}
+    assert store.documents() == {}
+    assert {entry.namespace: entry.text_key for entry in store.entries(0)} == {"me": text(mine), "them": text(theirs)}
+    counted = {
+        part.namespace: (part.texts, part.chunks, part.tokens, part.documents) for part in store.stats().namespaces
+    }
+    assert counted == {"me": (1, 1, 20, 1), "them": (1, 1, 20, 1)}
+    assert store.set_document("report", [], "me") == [mine.key]
     assert has(store, theirs)
 
 

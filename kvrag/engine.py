@@ -61,10 +61,6 @@ _shared: Shared[BlendEngine] = Shared()
 _show = show_options(AnswerOptions, ANSWER_DEFAULTS)
 
 
-def _shared_key(name_or_path: str | Path, settings: dict[str, Any]) -> str:
-    return repr((str(name_or_path), sorted(settings.items(), key=lambda item: item[0])))
-
-
 def default_store(model: Model, codec: str) -> Path:
     """Return the folder of a model's store if none is given."""
     return default_folder() / model.fingerprint.stored_as(codec).digest
@@ -130,14 +126,9 @@ class BlendEngine:
     @classmethod
     def shared(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine:
         """Like `from_pretrained`, but equal settings share one engine while it is in use. Framework classes use it."""
-        key = _shared_key(name_or_path, settings)
+        key = repr((str(name_or_path), sorted(settings.items(), key=lambda item: item[0])))
         create = partial(cls.from_pretrained, name_or_path, **settings)
         return _shared.get(key, create, lambda engine: not engine._closed)
-
-    @classmethod
-    def shared_if_open(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine | None:
-        """Return the engine that `shared` would return, if it is in use already."""
-        return _shared.find(_shared_key(name_or_path, settings))
 
     # ---------------------------------------------------------------- ingestion
 

@@ -11,10 +11,10 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import scrypt
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kvrag.client.connection import KEY_VARIABLE, root_of
 from kvrag.config import (
@@ -52,6 +52,14 @@ _ONLY_PER_CALL = ("documents", *_TOOLS, "grammar", "response_format", "template"
 # arguments of other LLM classes: usage is always sent, and forced calls and schemas are always strict
 _WITHOUT_EFFECT = ("stream_usage", "stream_options", "strict", "user")
 _PLACES = ("id", "page_label", "page", "row")  # of chunks; the last three as the frameworks' loaders name them
+
+
+class Facts(NamedTuple):
+    """What is known of a model without its weights; whether a server's model can think is not."""
+
+    window: int  # in tokens
+    has_chat_template: bool
+    thinks: bool
 
 
 def template_call(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
@@ -259,34 +267,18 @@ class LLMSettings(EngineSettings, AnswerSettings):
         known = self.engine_settings()
         return BlendEngine.shared(known.pop("model"), **known)
 
-    def opened(self) -> BlendEngine | None:
-        """Return the engine if its model is loaded. Nothing is read ahead for a server."""
-        known, loaded = self.engine_settings(), sys.modules.get("kvrag.engine")
-        if self.engine is not None or self.base_url is not None or loaded is None:
-            return self.engine
-        engine: BlendEngine | None = loaded.BlendEngine.shared_if_open(known.pop("model"), **known)
-        return engine
-
-    def window(self) -> tuple[int, bool]:
-        """Return the context window in tokens, and whether the model has a chat template, without loading weights."""
-        if self.engine is None and self.base_url is None:
-            source = str(self.model), self.revision, self.trust_remote_code
-            return _window(*source), _template(*source)[0]
-        engine = self.open()
-        return engine.context_window, engine.as_prompt("") != ""
-
-    def on_disk(self) -> tuple[int | None, bool | None]:
-        """Return the context window, and whether the model can think; None = not available locally."""
+    def facts(self, is_offline: bool = False) -> Facts | None:
+        """Return what is known of the model without loading its weights; None if that is nothing, and `is_offline`."""
+        if self.base_url is not None:
+            return None if is_offline else Facts(self.open().context_window, self.open().as_prompt("") != "", False)
         if self.engine is not None:
-            return self.engine.context_window, _thinks(self.engine.model.tokenizer)
-        window = thinks = None
-        source = str(self.model), self.revision, self.trust_remote_code, True
-        if self.base_url is None:
-            with suppress(KvragError):
-                window = _window(*source)
-            with suppress(KvragError):
-                thinks = _template(*source)[1]
-        return window, thinks
+            return _facts_of(self.engine.context_window, self.engine.model.tokenizer)
+        try:
+            return _loaded_facts(str(self.model), self.revision, self.trust_remote_code, is_offline)
+        except KvragError:
+            if is_offline:
+                return None
+            raise
 
     def identity(self) -> dict[str, Any]:
         """Return everything that affects an answer, in plain types, as the key for an answer cache."""
@@ -313,29 +305,19 @@ def _digest(api_key: str, base_url: str) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _window(name: str, revision: str | None, trust_remote_code: bool, local_files_only: bool = False) -> int:
-    from kvrag.backend.transformers.loading import context_window, load_config
-
-    return context_window(load_config(name, revision, trust_remote_code, local_files_only).get_text_config())
-
-
-@functools.lru_cache(maxsize=64)
-def _template(
-    name: str, revision: str | None, trust_remote_code: bool, local_files_only: bool = False
-) -> tuple[bool, bool]:
-    """Return whether the model has a chat template, and whether it can think."""
-    from kvrag.backend.transformers.loading import load_tokenizer
+def _loaded_facts(name: str, revision: str | None, trust_remote_code: bool, local_files_only: bool) -> Facts:
+    from kvrag.backend.transformers.loading import context_window, load_config, load_tokenizer
     from kvrag.backend.transformers.tokenizer import Tokenizer
 
-    hf = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_files_only)
-    tokenizer = Tokenizer(hf, name, preamble=False)
-    return tokenizer.has_chat_template, _thinks(tokenizer)
+    where: Any = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
+    window = context_window(load_config(name, **where).get_text_config())
+    return _facts_of(window, Tokenizer(load_tokenizer(name, **where), name, preamble=False))
 
 
-def _thinks(tokenizer: Tokenizer) -> bool:
+def _facts_of(window: int, tokenizer: Tokenizer) -> Facts:
     from kvrag.generate.prompt import thinks
 
-    return thinks(tokenizer)
+    return Facts(window, tokenizer.has_chat_template, thinks(tokenizer))
 
 
 @dataclass
@@ -361,6 +343,10 @@ class LazyEngine:
         # on every call: the fields may have changed, and the engine may have been closed
         engine = self._engines[settings.model_name] = settings.open()
         return engine
+
+    def opened(self, settings: LLMSettings) -> Engine | None:
+        """Return the given engine, or the one that was opened; None = none yet."""
+        return settings.engine or self._engines.get(settings.model_name)
 
     def __reduce__(self) -> tuple[type[LazyEngine], tuple[()]]:
         return (LazyEngine, ())
@@ -450,10 +436,9 @@ class LLMBase(EngineSettings, AnswerSettings):
     def prefetch(self, texts: Iterable[Any], *, namespace: str | None = None) -> None:
         """Start to read the KV of documents, nodes or texts into memory; see `BlendEngine.prefetch`.
 
-        Does nothing before the model is loaded, or with a server, which does it itself.
+        Does nothing before this object has opened its engine, or with a server, which does it itself.
         """
-        engine = self._settings.opened()
-        if engine is not None:
+        if (engine := self._lazy.opened(self._settings)) is not None:
             engine.prefetch(self._texts(list(texts)), namespace=self._in(namespace))
 
     def forget(self, document: str, *, namespace: str | None = None) -> int:

@@ -85,10 +85,6 @@ class Shared(Generic[T]):
         self._instances: weakref.WeakValueDictionary[tuple[int, str], T] = weakref.WeakValueDictionary()
         self._locks: dict[tuple[int, str], Lock] = {}
 
-    def find(self, key: str) -> T | None:
-        """Return the instance of a key, if there is one."""
-        return self._instances.get((os.getpid(), key))
-
     def get(self, key: str, create: Callable[[], T], is_usable: Callable[[T], bool] = lambda instance: True) -> T:
         """Return the instance of a key; create one if there is none that is usable."""
         own = os.getpid(), key

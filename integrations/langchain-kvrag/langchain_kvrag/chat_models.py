@@ -83,11 +83,8 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
             structured_output=True,
             max_output_tokens=self.max_tokens,
         )
-        window, thinks = self._settings.on_disk()
-        if window is not None:
-            profile["max_input_tokens"] = window
-        if thinks is not None:
-            profile["reasoning_output"] = thinks
+        if (facts := self._settings.facts(is_offline=True)) is not None:
+            profile.update(max_input_tokens=facts.window, reasoning_output=facts.thinks)
         return profile
 
     def _open(self) -> BlendEngine | RemoteEngine:

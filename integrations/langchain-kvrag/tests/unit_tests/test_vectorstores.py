@@ -802,5 +802,3 @@ def test_reading_ahead_loads_no_model(
     store.similarity_search("?", k=4)
     engine._prefetcher.wait()
     assert len(engine._pipeline.memory) == 2
-    other = ChatBlend(**settings)  # shares the engine, without having opened it
-    assert other._settings.opened() is engine

@@ -92,12 +92,13 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
     def metadata(self) -> LLMMetadata:
         """The model's context window and capabilities, read without loading its weights."""
         settings = self._settings
-        window, takes_messages = settings.window()
+        facts = settings.facts()
+        assert facts is not None
         return LLMMetadata(
-            context_window=window,
+            context_window=facts.window,
             num_output=self.max_tokens,
-            is_chat_model=takes_messages,  # without a chat template, query engines send plain text
-            is_function_calling_model=takes_messages,
+            is_chat_model=facts.has_chat_template,  # without a chat template, query engines send plain text
+            is_function_calling_model=facts.has_chat_template,
             model_name=settings.model_name,
         )
 

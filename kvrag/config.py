@@ -12,8 +12,8 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields, replace
-from functools import cache, partial, wraps
+from dataclasses import InitVar, dataclass, field, fields, replace
+from functools import cache, partial
 from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
@@ -141,18 +141,6 @@ def renamed(options: Mapping[str, Any], warn: Callable[[str], None] = _warn) -> 
         warn(f"the option {former} is now {name}: the former name works in this release only")
         present[name] = {"idle": True, "off": False}.get(value, value) if isinstance(value, str) else value
     return present
-
-
-def takes_former_names(table: type[T]) -> type[T]:
-    """Let a dataclass take former names of its options."""
-    create = table.__init__
-
-    @wraps(create)
-    def __init__(self: T, *values: Any, **options: Any) -> None:
-        create(self, *values, **renamed(options))
-
-    setattr(table, "__init__", __init__)  # noqa: B010, mypy refuses the assignment to a method
-    return table
 
 
 check_bytes = partial(check_number, whole=True)
@@ -290,7 +278,6 @@ def check_text(text: str) -> None:
         ) from None
 
 
-@takes_former_names
 @dataclass(frozen=True, slots=True)
 class BlendConfig:
     """Recompute settings: how much of the stitched KV, and which tokens.
@@ -326,8 +313,11 @@ class BlendConfig:
     edited_history: str = choice("exact", HISTORIES, "'blend' = also reuse KV of earlier turns behind an edit")
     deterministic: bool = switch("the same answer at every load and after any prompts; slower")
     context_tokens: int = number(DEFAULT_CONTEXT, whole=True)
+    history: InitVar[str | None] = None  # the former name of `edited_history`
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, history: str | None) -> None:
+        if history is not None:
+            object.__setattr__(self, "edited_history", renamed({"history": history})["edited_history"])
         check_fields(self)
         clash = 'deterministic=True reuses nothing of earlier prompts: leave edited_history at "exact"'
         _require(not self.deterministic or self.edited_history == "exact", clash)

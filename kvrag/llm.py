@@ -28,7 +28,6 @@ from kvrag.config import (
     checked_answer,
     option,
     renamed,
-    takes_former_names,
     without_password,
 )
 from kvrag.errors import KvragError, PromptError, SettingError
@@ -156,7 +155,6 @@ SETTINGS = _ENGINE | _ANSWER
 """All settings by name, as fields whose metadata is that of `kvrag.config.option`."""
 
 
-@takes_former_names
 @dataclass(kw_only=True)
 class LLMSettings(EngineSettings, AnswerSettings):
     """Validated settings of one LLM object.

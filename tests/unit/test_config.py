@@ -25,6 +25,7 @@ from kvrag.config import (
     declared,
 )
 from kvrag.llm import SETTINGS, AnswerSettings, EngineSettings
+from kvrag.llm_fields import LLMFields
 from kvrag.server.schemas import ChatRequest
 
 POLICY = "query:first_tokens=4,band=0.4:0.7"
@@ -121,10 +122,10 @@ def test_serve_passes_all_options_of_blending_on() -> None:
 
 
 FORMER: dict[str, Callable[[], Any]] = {
-    "config": lambda: BlendConfig(history="blend"),  # type: ignore[call-arg]
-    "change": lambda: replace(BlendConfig(), history="blend"),  # type: ignore[call-arg]
+    "config": lambda: BlendConfig(history="blend"),
+    "change": lambda: replace(BlendConfig(), history="blend"),
     "server": lambda: ChatRequest.model_validate(REQUEST | {"history": "blend"}),
-    "LLM classes": lambda: LLMSettings(model="reader", history="blend"),  # type: ignore[call-arg]
+    "LLM classes": lambda: LLMFields.model_validate({"model": "reader", "history": "blend"}),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from functools import partial
@@ -37,7 +36,6 @@ from kvrag.server.schemas import (
     CompletionRequest,
     EmbeddingRequest,
     NewChunks,
-    NewDocument,
     TokenizeRequest,
 )
 from kvrag.server.settings import ServerSettings
@@ -48,18 +46,14 @@ _TOKENIZED, _PER_TOKEN = 1 << 20, 16  # bytes of a body of /tokenize: at least, 
 _ENCODING_S = 10.0  # seconds for the corpora to reach a point where the next server can resume
 
 
-def _state(request: Request) -> State:
+# async: FastAPI would run plain functions in threads, which slow endpoints of one namespace could fill
+async def _server(request: Request) -> State:
     state: State = request.app.state.kvrag
     return state
 
 
-# async: FastAPI would run plain functions in threads, which slow endpoints of one namespace could fill
-async def _server(request: Request) -> State:
-    return _state(request)
-
-
 async def _tenant(request: Request) -> Tenant:
-    return _state(request).tenants[request.state.namespace]
+    return (await _server(request)).tenants[request.state.namespace]
 
 
 Server = Annotated[State, Depends(_server)]
@@ -126,25 +120,14 @@ async def model(name: str, state: Server) -> Response:
     return json_response(known[name])
 
 
-@router.post("/v1/corpus", status_code=202)
-async def add_document(body: NewDocument, request: Request, state: Server, tenant: Caller) -> Response:
-    """Add a text, to be encoded in the background. It replaces the document with the same id."""
-    corpus = tenant.require_corpus()
-    if not body.text.strip():
-        raise ApiError(400, "the text is empty: send one with content", "invalid_value", "text")
-    document = body.id if body.id is not None else f"doc-{time.time_ns():x}"
-    status = await result(request, state.working, partial(corpus.add, document, [body.text]))
-    return json_response(status.to_dict(), 202)
-
-
 _FILE = {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
 
 
 @router.put("/v1/corpus/{document:path}", status_code=202, openapi_extra={"requestBody": _FILE})
 async def upload_document(document: str, request: Request, state: Server, tenant: Caller) -> Response:
-    """Add the uploaded file, to be encoded in the background; `problems` of the response are what was skipped in it.
+    """Add the uploaded file, to be encoded in the background. It replaces the document with the same id.
 
-    The suffix of the id names the format; without one, it is a text.
+    The suffix of the id names the format; without one, it is a text. `problems` of the response are what was skipped.
     """
     corpus = tenant.require_corpus()
     check_id(document)  # before its content is read

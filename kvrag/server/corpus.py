@@ -148,7 +148,7 @@ class Corpus:
         """Return the chunks nearest to a question, see `ChunkIndex.search`; raise ApiError if the corpus is empty."""
         hits = self.index.search(question, top_k, around, before)
         if not hits:
-            how = "add documents with POST /v1/corpus, or run `kvrag warm PATH`, and wait until they are ready"
+            how = "add documents with PUT /v1/corpus/NAME, or run `kvrag warm PATH`, and wait until they are ready"
             raise ApiError(400, f"the corpus is empty: {how}", "corpus_empty")
         return hits
 

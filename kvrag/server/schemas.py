@@ -328,13 +328,6 @@ class EmbeddingRequest(Request):
         return texts
 
 
-class NewDocument(Request):
-    """The body of `POST /v1/corpus`."""
-
-    text: str
-    id: str | None = None
-
-
 class NewChunks(Request):
     """The body of `POST /v1/chunks`; see `BlendEngine.warm`."""
 

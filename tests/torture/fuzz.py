@@ -174,7 +174,6 @@ _PATHS = [
     "/v1/responses",
     "/v1/embeddings",
     "/v1/chunks",
-    "/v1/corpus",
     "/tokenize",
 ]
 

@@ -34,7 +34,6 @@ BODIES: dict[str, tuple[type[schemas.Request], dict[str, Any]]] = {
     "/v1/completions": (schemas.CompletionRequest, {"prompt": "Who?", "max_tokens": 1}),
     "/v1/responses": (ResponsesRequest, {"input": "Who?", "max_output_tokens": 1}),
     "/v1/embeddings": (schemas.EmbeddingRequest, {"input": "Who?"}),
-    "/v1/corpus": (schemas.NewDocument, {"text": "Mira", "id": "d"}),
     "/v1/chunks": (schemas.NewChunks, {"texts": ["Mira"], "document": "d"}),
     "/tokenize": (schemas.TokenizeRequest, {"prompt": "Who?"}),
 }
@@ -257,6 +256,7 @@ async def test_no_body_is_read_and_no_work_done_on_the_event_loop_or_in_shared_t
         monkeypatch.setattr(kind, "model_validate", watched)
     for path in BODIES:
         assert await refused(client, path, body_of(app, path)) < 300, path
+    assert (await client.put("/v1/corpus/d", content=b"Mira")).status_code == 202
     for method, path in (
         ("GET", "/v1/corpus"),
         ("GET", "/v1/corpus/d"),

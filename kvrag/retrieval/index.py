@@ -85,7 +85,7 @@ def fitting(hits: list[Hit], model: Any, prompt: str | Messages) -> list[Hit]:
     room = model.context_window * (1 - _FOR_ANSWER) - len(model.tokenizer.render(prompt))
     if sum(len(hit.text.encode()) + 2 for hit in hits) <= room:  # no token is shorter than a byte: nothing to count
         return hits
-    totals = accumulate(model.tokenizer.lengths([f"{hit.text}\n\n" for hit in hits]))
+    totals = accumulate(len(model.tokenizer.encode(f"{hit.text}\n\n")) for hit in hits)
     return hits[: max(1, sum(total <= room for total in totals))]
 
 

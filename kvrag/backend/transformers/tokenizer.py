@@ -57,7 +57,6 @@ class Tokenizer:
         self._lock = _locks.setdefault(hf, threading.Lock())
         self._renders_tools: dict[str, bool] = {}
         self._generation_prompts: LRUCache[str, int] = LRUCache(_TEMPLATES)
-        self._shown: LRUCache[str, bool] = LRUCache(_TEMPLATES)  # kinds of prompts whose messages are all rendered
         self.preamble = self._find_preamble() if preamble else ()
 
     def as_prompt(self, text: str) -> str | Messages:
@@ -128,22 +127,17 @@ class Tokenizer:
 
     def _check_shown(self, messages: Messages, template: Mapping[str, Any]) -> None:
         """Raise PromptError if the chat template leaves out messages, such as a second system message."""
-        others = {number: row["role"] for number, row in enumerate(messages) if row["role"] not in _ROLES[1:]}
-        key = repr((others, self.template_text(template.get("tools"))))
-        with self._lock:
-            if not others or key in self._shown:
-                return
-        words = {number: f"w{number}o" for number in others}
+        words = {number: f"w{number}o" for number, row in enumerate(messages) if row["role"] not in _ROLES[1:]}
+        if not words:
+            return
         probes = [{**row, "content": words.get(number, row.get("content"))} for number, row in enumerate(messages)]
         with self._lock:
             text = self.hf.apply_chat_template(probes, add_generation_prompt=True, tokenize=False, **template)
         if hidden := [number for number, word in words.items() if word not in text]:
             raise PromptError(
                 f"the chat template of {self._name} leaves out message {hidden[0]}, with the role "
-                f"{others[hidden[0]]!r}: give it the role user"
+                f"{messages[hidden[0]]['role']!r}: give it the role user"
             )
-        with self._lock:
-            self._shown[key] = True
 
     @cachedmethod(
         lambda self: self._generation_prompts,
@@ -173,14 +167,6 @@ class Tokenizer:
         check_text(text)
         with self._lock:
             return list(self.hf.encode(text, add_special_tokens=False, split_special_tokens=True))
-
-    def lengths(self, texts: Sequence[str]) -> list[int]:
-        """Return the number of tokens that `encode` gives each text, in one fast call."""
-        for text in texts:
-            check_text(text)
-        with self._lock:
-            encoded = self.hf(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return [len(ids) for ids in encoded]
 
     def decode(self, ids: Sequence[int], control_tokens: bool = False) -> str:
         """Return the text of generated ids, with or without the control tokens among them."""

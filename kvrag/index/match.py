@@ -118,19 +118,17 @@ def _find_candidates(segments: Sequence[Segment], prompt: Ids, min_run: int, nam
     firsts, counts = (np.stack(parts) for parts in zip(*(segment.find(grams) for segment in segments), strict=True))
     stops = counts.cumsum(axis=0)  # (S, G): an anchor's postings, those of one segment after those of another
     anchors, choices = _choose(stops[-1, gram], _PER_TOKEN * len(prompt))
-    numbers = _segments_of(stops, gram[anchors], choices)
+    numbers = np.sum([stop[gram[anchors]] <= choices for stop in stops], axis=0)  # the segment of each
     window = min(min_run, PAD)
     padding = np.zeros(PAD, np.uint32)
     padded = np.concatenate([padding, prompt, padding])
     # (T, W) tokens around every position: `window - GRAM` tokens before it and `window` from it on
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * window - GRAM)[PAD - window + GRAM :]
     parts, orders = [np.empty((7, 0), np.int64)], [np.empty(0, np.int64)]
-    by_segment = np.argsort(numbers, kind="stable")
-    ends = np.searchsorted(numbers[by_segment], np.arange(len(segments)), "right").tolist()
-    for number, (begin, end) in enumerate(pairwise([0, *ends])):
-        if begin == end:
+    for number, segment in enumerate(segments):
+        order = np.flatnonzero(numbers == number)
+        if not len(order):
             continue
-        segment, order = segments[number], by_segment[begin:end]
         at = number, gram[anchors[order]]
         chosen = segment.postings.take(firsts[at] + choices[order] - (stops[at] - counts[at]))
         address = (chosen & np.uint64(0xFFFFFFFF)).astype(np.int64)
@@ -148,16 +146,6 @@ def _find_candidates(segments: Sequence[Segment], prompt: Ids, min_run: int, nam
         parts.append(np.stack(columns)[:, is_live])
         orders.append(order[is_live])
     return np.concatenate(parts, axis=1)[:, np.argsort(np.concatenate(orders), kind="stable")]
-
-
-def _segments_of(stops: Numbers, grams: Numbers, choices: Numbers) -> Numbers:
-    """Return the segment of each chosen posting, by bisection over the (S, G) numbers of postings up to a segment."""
-    low, high = np.zeros(len(grams), np.int64), np.full(len(grams), len(stops) - 1)
-    for _ in range((len(stops) - 1).bit_length()):
-        middle = (low + high) // 2
-        is_later = stops[middle, grams] <= choices
-        low, high = np.where(is_later, middle + 1, low), np.where(is_later, high, middle)
-    return low
 
 
 def _choose(counts: Numbers, most: int) -> tuple[Numbers, Numbers]:

@@ -108,7 +108,7 @@ def trees(
             tree = Tree(row)
             forest.append(tree)
             begins_alike.append(tree)
-        shared = _common(tree.ids, row)
+        shared = _num_common(tree.ids, row)
         tree.branches.append(Branch(number, len(row) - len(chunks[number]), shared, row[shared:]))
     return forest
 
@@ -120,20 +120,14 @@ def _can_share(model: Backend, tree: Tree, row: list[int]) -> bool:
     half = (len(row) + 1) // 2
     if model.stores_states or len(tree.ids) > model.stable_length or row[:half] != tree.ids[:half]:
         return False  # stored states end with their row
-    own = len(row) - _common(tree.ids, row)
+    own = len(row) - _num_common(tree.ids, row)
     return not own or not (model.keeps_states or tree.num_tokens + own > BATCH_TOKENS)
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
+def _num_common(first: list[int], second: list[int]) -> int:
     """Return the length of the common prefix of two rows."""
-    low, high = 0, min(len(first), len(second))
-    while low < high:  # comparing slices is faster than comparing tokens
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    different = (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(different, min(len(first), len(second)))
 
 
 def _batches(rows: Sequence[Tree], most_tokens: int, most_unequal: int) -> Iterator[list[Tree]]:

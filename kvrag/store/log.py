@@ -35,12 +35,15 @@ HEAD = "head.json"
 _LAST = "log last"  # counter of the manifest: number of the last change in it
 _BATCH = 64  # changes read at once
 _ROUNDS = 1000  # of replacing the head before other machines do
-_FAILURES = 5  # times that a part which the head names may be missing: a newer head may have replaced it
+_FAILURES = 5  # of following one head
 
 
 @dataclass(frozen=True)
 class _Head:
-    """The content of the head: numbers of the base (0 = an empty manifest), its last change, and the changes since."""
+    """The content of the head: numbers of the base (0 = an empty manifest), of its last change, and of changes.
+
+    Changes before the base are kept for machines that have not applied them yet.
+    """
 
     base: int
     after: int
@@ -50,7 +53,7 @@ class _Head:
     @property
     def order(self) -> list[int]:
         """The numbers that a manifest's last change can have, in order."""
-        return [self.after, *self.changes]
+        return self.changes if self.after in self.changes else [self.after, *self.changes]
 
 
 class _TakenError(Exception):
@@ -73,7 +76,7 @@ class Log:
         Args:
             removed: Called with the keys of chunks that changes have removed.
             restoring: Called before the manifest starts again from the base; may raise StoreError to prevent it.
-            appended: Called after this machine has appended a change, with the number of changes since the base, and a
+            appended: Called after this machine has appended a change, with the number of changes in the head, and a
                 time at which the manifest included all changes before it.
         """
         self._remote, self._manifest = remote, manifest
@@ -101,20 +104,20 @@ class Log:
     def pull(self) -> _Head:
         """Apply the changes that the manifest lacks; return the head that it has reached. Raises StoreError."""
         with self._pulling:
-            failures = 0
+            failures, failed = 0, None
             while failures < _FAILURES:
                 last = self.last  # first: a head that was read before another thread's change does not name that
                 head = self._head()
-                if last not in head.order:
-                    if self.last == last:
-                        failures += 1  # the base may not be what the head says
-                        self._restore(head)
-                    continue
-                wanted = head.order[head.order.index(last) + 1 :]
-                if not self._follow(last, wanted[:_BATCH]):
-                    failures += 1
-                elif len(wanted) <= _BATCH:
-                    return head
+                if last in head.order:
+                    wanted = head.order[head.order.index(last) + 1 :]
+                    if self._follow(last, wanted[:_BATCH]):
+                        if len(wanted) <= _BATCH:
+                            return head
+                        continue
+                elif self.last == last:
+                    self._restore(head)
+                # a part may be missing because a newer head has replaced it; or the base is not what the head says
+                failures, failed = failures + 1 if head == failed else 1, head
             raise _damaged(self._where("changes"))
 
     def _follow(self, last: int, numbers: Sequence[int]) -> bool:
@@ -205,8 +208,12 @@ class Log:
         content = {"base": head.base, "after": head.after, "changes": head.changes}
         return self._remote.swap(HEAD, _pack(content), head.tag)
 
-    def compact(self) -> None:
-        """Write the manifest as a new base, and delete the changes and the base before it."""
+    def compact(self, kept: int = 0) -> None:
+        """Write the manifest as a new base, and delete the one before it and the changes before it, but for the last.
+
+        Args:
+            kept: Number of changes that are kept, so that most machines need no base.
+        """
         self.pull()
         content, counters = self._manifest.snapshot()
         number, last = 1 + secrets.randbits(62), counters.get(_LAST, 0)
@@ -215,9 +222,9 @@ class Log:
             head = self.pull()
             if head.base == number or last not in head.order:
                 return  # the answer was lost; or another machine has compacted it
-            at = head.order.index(last)
-            if self._swap(replace(head, base=number, after=last, changes=head.changes[at:])):
-                self._remote.delete([_base(head.base), *map(_change, head.changes[:at])])
+            first = max(0, head.order.index(last) + len(head.changes) - len(head.order) + 1 - kept)
+            if self._swap(replace(head, base=number, after=last, changes=head.changes[first:])):
+                self._remote.delete([_base(head.base), *map(_change, head.changes[:first])])
                 return
 
     def leftovers(self, age: float) -> list[str]:

@@ -58,7 +58,7 @@ _PROMOTIONS = 8  # chunks at a time that wait to be copied into the local folder
 _USED_EVERY_S = 3600.0  # between reports of the chunks that were used
 _STALE_S = 3600.0  # age of an object that nothing names, from which on it is a leftover
 _ROUNDS = 100  # of changing a text before other machines do
-_COMPACT_EVERY = 500  # changes
+_COMPACT_EVERY, _KEPT = 500, 100  # changes in the log, and those that stay when it is compacted
 _CLOSE_S = 1.0  # for the end of requests to a store that does not answer
 CACHE_BYTES = 64 << 30
 """Default byte budget of the local copies of chunks."""
@@ -207,7 +207,7 @@ class SharedStore(KVStore):
     def _appended(self, number: int, since: float) -> None:
         self._follower.confirm(since)
         if number % _COMPACT_EVERY == 0:
-            self._in_background(self._log.compact)
+            self._in_background(partial(self._log.compact, _KEPT))
 
     @property
     def max_bytes(self) -> int | None:
@@ -234,12 +234,13 @@ class SharedStore(KVStore):
     def _write_chunk(self, name: str, header: bytes, body: memoryview) -> None:
         self._remote.write(_object(name), header + bytes(body))
 
-    def _copy(self, records: Sequence[ChunkRecord]) -> None:
+    def _copy(self, records: Iterable[ChunkRecord]) -> None:
         """Store chunks in the local folder; on a full disk, keep the copies at their current size."""
         try:
-            self._local.put(records)
-            self._drop_unknown([record.key for record in records])  # removed in the meantime
-        except StoreError as error:
+            wanted = list(records)
+            self._local.put(wanted)
+            self._drop_unknown([record.key for record in wanted])  # removed in the meantime
+        except StoreError as error:  # of a damaged chunk, the prompt that reads it reports it
             logger.info("no local copy: %s", error)
             if isinstance(error, StoreFullError) and (used := self._local.stats().bytes):
                 self._local.max_bytes = used
@@ -307,13 +308,8 @@ class SharedStore(KVStore):
 
     def _promote(self, chunk: RemoteChunk) -> None:
         """Copy a chunk into the local folder, unless too many are waiting."""
-        self._promoter.later(self._keep, copy.copy(chunk))  # has its own `bytes_read`
-
-    def _keep(self, chunk: RemoteChunk) -> None:
-        try:
-            self._copy([chunk.record()])
-        except StoreError as error:  # the prompt that reads a damaged chunk reports it
-            logger.info("no local copy: %s", error)
+        kept = copy.copy(chunk)  # has its own `bytes_read`
+        self._promoter.later(self._copy, (each.record() for each in [kept]))
 
     def _delete(self, names: Iterable[str]) -> None:
         try:

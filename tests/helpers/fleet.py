@@ -342,6 +342,7 @@ class Fleet(RuleBasedStateMachine):
             (shared.logger, "disabled", True),
             (shared, "_TRUST_S", math.inf),
             (shared, "_COMPACT_EVERY", every),
+            (shared, "_KEPT", 1),
             (SharedStore, "_in_background", at_once),
             (SharedStore, "_drop_removed", dropping),
             (log, "time", clock),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, Self
@@ -210,6 +211,22 @@ class CallPiece:
     arguments: str
     name: str = ""
     id: str = ""
+
+
+def arguments_of(value: Any) -> dict[str, Any] | None:
+    """Return arguments, given as a dict or JSON, as a dict of plain JSON types; None if they are neither.
+
+    Lone surrogates, which models may write as escapes and tokenizers reject, become U+FFFD.
+    """
+    try:
+        if isinstance(value, str):
+            value = json.loads(value, strict=False) if value.strip() else {}
+        if value is not None and not isinstance(value, Mapping):
+            return None
+        text = json.dumps(dict(value or {}), ensure_ascii=False)
+        return dict(json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")))
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def add_piece(calls: dict[int, CallPiece], piece: CallPiece) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from kvrag.client.connection import Body
 from kvrag.config import Sampling
 from kvrag.errors import PromptError, ServerError
-from kvrag.types import BlendReport, CallPiece, Delta, InvalidCall, Messages, ToolCall, add_piece
+from kvrag.types import BlendReport, CallPiece, Delta, InvalidCall, Messages, ToolCall, add_piece, arguments_of
 
 # as OpenAI and vLLM name them
 _SAME = {"tools", *(row.name for row in fields(Sampling))} - {"max_new_tokens", "logprobs"}
@@ -137,21 +137,14 @@ def _parsed(calls: dict[int, CallPiece], is_cut: bool) -> tuple[list[ToolCall], 
     """Return the calls of a complete answer: valid and invalid ones. The last one may be part of a cut off answer."""
     valid, invalid = list[ToolCall](), list[InvalidCall]()
     for index, call in calls.items():
-        arguments = _arguments(call.arguments, is_cut and index == max(calls))
+        # servers omit empty arguments, unless the answer was cut off
+        is_whole = call.arguments.strip() or not (is_cut and index == max(calls))
+        arguments = arguments_of(call.arguments) if is_whole else None
         if arguments is None:
             invalid.append(InvalidCall(call.name, call.arguments, call.id))
         else:
             valid.append(ToolCall(call.name, arguments, call.id))
     return valid, invalid
-
-
-def _arguments(text: str, is_cut: bool) -> dict[str, Any] | None:
-    """Return the arguments; None if they are no JSON object. Servers omit empty ones, unless the answer was cut off."""
-    try:
-        value = json.loads(text, strict=False) if text.strip() or is_cut else {}
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def report_of(content: object, usage: Body, missing: str) -> BlendReport:

@@ -12,7 +12,7 @@ from typing import Any
 from kvrag.backend.transformers.tokenizer import AnswerRegions, Tokenizer
 from kvrag.generate.dialects import HERMES, SWITCHES, Dialect, Kind, translate
 from kvrag.generate.grammar import literal
-from kvrag.types import CallPiece, Delta, InvalidCall, ToolCall, add_piece
+from kvrag.types import CallPiece, Delta, InvalidCall, ToolCall, add_piece, arguments_of
 
 _ABSENT = "\0"  # occurs in no prompt
 _JSON = json.JSONDecoder(strict=False)
@@ -311,19 +311,3 @@ def _calls_in(value: Any) -> list[ToolCall]:
             return []
         calls.append(ToolCall(name, arguments, ""))
     return calls
-
-
-def arguments_of(value: Any) -> dict[str, Any] | None:
-    """Return arguments, given as a dict or JSON, as a dict of plain JSON types; None if they are neither.
-
-    Lone surrogates, which models may write as escapes and tokenizers reject, become U+FFFD.
-    """
-    try:
-        if isinstance(value, str):
-            value = json.loads(value, strict=False) if value.strip() else {}
-        if value is not None and not isinstance(value, Mapping):
-            return None
-        text = json.dumps(dict(value or {}), ensure_ascii=False)
-        return dict(json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")))
-    except (TypeError, ValueError, RecursionError):
-        return None

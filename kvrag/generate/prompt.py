@@ -29,8 +29,8 @@ from kvrag.generate.dialects import (
     Kind,
 )
 from kvrag.generate.grammar import guarded, literal
-from kvrag.generate.parse import AnswerParser, Thoughts, arguments_of, call_parser
-from kvrag.types import Messages, TokenIds
+from kvrag.generate.parse import AnswerParser, Thoughts, call_parser
+from kvrag.types import Messages, TokenIds, arguments_of
 
 _TAIL = 16  # tokens of a prompt that may have opened a thought
 

@@ -195,9 +195,6 @@ class PolicyChoice(str):
         self.name, self.settings = name, settings
         return self
 
-    def __deepcopy__(self, _: object) -> PolicyChoice:
-        return self  # it does not change
-
 
 def _check_policy(_: str, policy: str) -> PolicyChoice:
     return PolicyChoice(policy)

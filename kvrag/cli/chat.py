@@ -34,12 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_answer_arguments(parser)
     parser.set_defaults(top_k=None)  # another default in the browser
     web = parser.add_argument_group("in a browser")
-    page = "chat on a web page, beside full prefill. Opens the browser; an empty store gets sample documents: "
+    page = "chat on a web page, beside full prefill; an empty store gets sample documents: "
     page += "articles of the bundled model's world, or a handbook for other models"
     web.add_argument("--web", action="store_true", help=page)
     port = "port of the web page (default: any free one)"
     web.add_argument("--port", type=at_least(0, int, 65535), default=0, help=port)
-    web.add_argument("--no-browser", action="store_true", help="print the address only")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
         documents = samples.of(args.model)
         args.top_k, args.chunk_tokens = args.top_k or documents.top_k, documents.chunk_tokens
         return serve.chat(args)
-    if args.port or args.no_browser:
-        raise SettingError("--port and --no-browser need --web")
+    if args.port:
+        raise SettingError("--port needs --web")
     args.top_k = args.top_k or 4
     history: Messages = []  # questions and answers, without the retrieved chunks
     asked: list[str] = []

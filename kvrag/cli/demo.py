@@ -16,7 +16,7 @@ from kvrag.backend.hub import READER
 from kvrag.cli import warm
 from kvrag.cli.common import open_engine, open_index, progress, require_extra
 from kvrag.reader.samples import ARTICLES, ENCODED_ALONE, Sample
-from kvrag.types import Answer
+from kvrag.types import Answer, BlendReport
 from kvrag.words import human_bytes
 
 Ways = Mapping[str, Mapping[str, Any]]
@@ -37,10 +37,7 @@ class DemoAnswer:
     way: str
     answer: str
     correct: bool
-    prompt_tokens: int
-    reused_tokens: int
-    recomputed_tokens: int
-    ttft_s: float
+    report: BlendReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,9 +84,8 @@ def _ask_all(sample: Sample, ways: Ways, store: str, quiet: bool) -> tuple[dict[
             for number, (question, expected) in enumerate(sample.questions.items(), 1):
                 for way in ways:
                     said = ask(way, f"Question: {question}")
-                    text, report = said.text.strip(), said.report
-                    numbers = report.prompt_tokens, report.reused_tokens, report.recomputed_tokens, report.ttft_s
-                    answers.append(DemoAnswer(question, expected, way, text, text == expected, *numbers))
+                    text = said.text.strip()
+                    answers.append(DemoAnswer(question, expected, way, text, text == expected, said.report))
                 show(number, len(sample.questions))
     return warmed | {"dtype": str(engine.model.dtype).removeprefix("torch.")}, answers
 
@@ -97,8 +93,8 @@ def _ask_all(sample: Sample, ways: Ways, store: str, quiet: bool) -> tuple[dict[
 def _alone_lines(answers: Sequence[DemoAnswer]) -> list[str]:
     """Return a table of the questions that plain reuse answers wrong, and how they were picked."""
     blended = [answer for answer in answers if answer.way == "blending"]
-    recomputed = sum(answer.recomputed_tokens for answer in blended)
-    stored = recomputed + sum(answer.reused_tokens for answer in blended)
+    recomputed = sum(answer.report.recomputed_tokens for answer in blended)
+    stored = sum(answer.report.stored_tokens for answer in blended)
     return [
         "Why blend? Plain reuse is wrong here (x)",
         "",
@@ -118,7 +114,7 @@ def _alone_lines(answers: Sequence[DemoAnswer]) -> list[str]:
 
 def _article_lines(answers: Sequence[DemoAnswer], warmed: dict[str, Any]) -> list[str]:
     """Return the answers with the defaults, and what they are worth."""
-    times = [statistics.median(answer.ttft_s for answer in answers if answer.way == way) for way in WAYS]
+    times = [statistics.median(answer.report.ttft_s for answer in answers if answer.way == way) for way in WAYS]
     return [
         f"The articles whole: {warmed['chunks']} chunks ({warmed['new']} new), "
         f"{warmed['tokens']} tokens, {human_bytes(warmed['bytes'])} of KV",
@@ -129,7 +125,7 @@ def _article_lines(answers: Sequence[DemoAnswer], warmed: dict[str, Any]) -> lis
         "",
         "All were chosen so that full prefill answers them right: the counts show",
         "agreement with it, not accuracy. Default settings, prompts of about",
-        f"{statistics.median(answer.prompt_tokens for answer in answers):.0f} tokens, "
+        f"{statistics.median(answer.report.prompt_tokens for answer in answers):.0f} tokens, "
         f"4.8 M parameters, {warmed['dtype']}, {os.cpu_count()} cores.",
     ]
 

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import webbrowser
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, replace
@@ -254,8 +253,6 @@ def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, stat
         print(json.dumps({"url": url, "model": settings.name, "pid": os.getpid(), "chunks": chunks}), flush=True)
     elif is_chat:
         say(f"chat with {settings.name} on {url}/; stop with Ctrl-C")
-        if not args.no_browser and {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ):  # one in a terminal would wait
-            webbrowser.open(f"{url}/")
     else:
         say(f"serving {settings.name} on {url}/v1, a chat page on {url}/; stop with Ctrl-C")
     if corpora and not chunks and not any(corpus.count_pending() for corpus in corpora):

@@ -958,14 +958,14 @@ def test_the_demo_is_right_by_full_prefill_and_reports_the_rest(tmp_path: Path) 
     assert [outcome["way"] for outcome in outcomes] == ["full prefill", "kvrag"] * 5
     for outcome in outcomes:
         assert outcome["correct"] == (outcome["answer"] == outcome["expected"])
-        assert 1500 < outcome["prompt_tokens"] < 2048
+        assert 1500 < outcome["report"]["prompt_tokens"] < 2048
         if outcome["way"] == "full prefill":
-            assert (outcome["correct"], outcome["reused_tokens"]) == (True, 0)
+            assert (outcome["correct"], outcome["report"]["reused_tokens"]) == (True, 0)
     assert len(keys(tmp_path / "kv")) == result["warm"]["new"] == result["warm"]["chunks"]
     right = [(outcome["way"], outcome["correct"]) for outcome in result["alone"]]
     assert right == [("full prefill", True), ("plain reuse", False), ("blending", True)] * 5
     assert all(
-        0 < outcome["recomputed_tokens"] < 0.25 * outcome["reused_tokens"]
+        0 < outcome["report"]["recomputed_tokens"] < 0.25 * outcome["report"]["reused_tokens"]
         for outcome in result["alone"]
         if outcome["way"] == "blending"
     )

@@ -30,7 +30,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *installed: EntryPoint) -> None:
     [
         (["warm", "docs", "--workers", "2"], "--workers needs --ray"),
         (["serve", "--replicas", "2"], "--replicas needs --ray"),
-        (["chat", "--no-browser"], "--port and --no-browser need --web"),
+        (["chat", "--port", "8000"], "--port needs --web"),
         (["warm", "docs", "--server", "http://x", "--ray"], "--ray is for a local store"),
     ],
 )

@@ -35,7 +35,7 @@ from kvrag.control.plan import Planner
 from kvrag.control.prompts import chunk_texts, make_prompts, search_by_words
 from kvrag.errors import AbandonedError, AnswerTimeoutError, KvragError, SettingError
 from kvrag.generate.prompt import prepare
-from kvrag.index.catalog import Lookup
+from kvrag.index.catalog import Catalog
 from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
 from kvrag.inspect.explanation import Explanation
@@ -102,7 +102,7 @@ class BlendEngine:
         self._planner = Planner(model, self.store, codec)
         self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._planner)
         memory = MemoryTier(chosen["ram_bytes"], faster=device_tier(model, codec, chosen["device_bytes"]))
-        self._lookup = Lookup(self.store, alone_only=not self.config.context_tokens)
+        self._lookup = Catalog(self.store, alone_only=not self.config.context_tokens)
         self._pipeline = Pipeline(model, self.store, memory, self._lookup, self._planner, codec)
         self._prefetcher = Prefetcher(self.store, self._pipeline.memory)
         self._answering = Answering(model, self._pipeline, self._ingestion, chosen)

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvrag.backend.protocol import Backend
 from kvrag.control.plan import Plan, Planner
-from kvrag.index.catalog import Lookup, Match
+from kvrag.index.catalog import Catalog, Match
 from kvrag.memory.tier import MemoryTier
 from kvrag.reuse.blend import LateRecompute, blend, blended_rows, stitch
 from kvrag.reuse.load import LayerLoader, Recovery, Trace
@@ -37,7 +37,7 @@ class Pipeline:
     backend: Backend
     store: KVStore
     memory: MemoryTier  # chunks of the store that are in memory
-    lookup: Lookup  # finds the runs of stored chunks in a prompt
+    lookup: Catalog  # finds the runs of stored chunks in a prompt
     planner: Planner  # chooses policy, ratio and margin
     codec: str  # of the stored chunks
 

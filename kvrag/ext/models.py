@@ -22,7 +22,7 @@ from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import DEFAULT_RATIO, check_bytes, check_names, check_namespace, check_option, renamed
 from kvrag.control.plan import Planner
 from kvrag.fingerprint import Fingerprint, hash_weights
-from kvrag.index.catalog import Catalog, Lookup, Match
+from kvrag.index.catalog import Catalog, Match
 from kvrag.ingest.ingest import Choosing, Ingestion
 from kvrag.memory.conversation import CachedPrefix
 from kvrag.memory.forgetting import forget

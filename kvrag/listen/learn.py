@@ -14,7 +14,7 @@ from typing import cast
 
 from kvrag.config import named_texts
 from kvrag.errors import KvragError
-from kvrag.index.catalog import Lookup
+from kvrag.index.catalog import Catalog
 from kvrag.ingest.ingest import Ingestion
 from kvrag.listen.listener import Listener
 from kvrag.reuse.request_state import RequestState
@@ -41,7 +41,7 @@ class Learner(Listener):
 
     name = "learned"
 
-    def __init__(self, ingestion: Ingestion, lookup: Lookup, idle: Idle, notice: Callable[[], None]) -> None:
+    def __init__(self, ingestion: Ingestion, lookup: Catalog, idle: Idle, notice: Callable[[], None]) -> None:
         """Start without texts.
 
         Args:

@@ -23,7 +23,7 @@ from functools import partial
 
 from kvrag.config import BlendConfig
 from kvrag.errors import StoreError
-from kvrag.index.catalog import Catalog, Lookup
+from kvrag.index.catalog import Catalog
 from kvrag.index.match import Decode, DeletedTexts
 from kvrag.memory.conversation import CachedPrefix, Conversations
 from kvrag.memory.tier import MemoryTier
@@ -67,7 +67,7 @@ class Forgetting:
     def __init__(
         self,
         store: KVStore,
-        lookup: Lookup,
+        lookup: Catalog,
         tier: MemoryTier,
         conversations: Conversations,
         decode: Decode,

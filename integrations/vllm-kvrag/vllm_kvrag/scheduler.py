@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvrag import BlendConfig, BlendReport, KvragError, KVStore
-from kvrag.ext.models import DEFAULT_RATIO, Lookup, Match
+from kvrag.ext.models import DEFAULT_RATIO, Catalog, Match
 from vllm_kvrag.fingerprint import tokenizer_of
 from vllm_kvrag.params import ConnectorSettings, RequestParams, read_params
 from vllm_kvrag.tasks import BlendTask, ForgetTask, Task, TaskOutcome, WarmTask
@@ -57,7 +57,7 @@ class RequestTracker:
         self._settings = settings
         if store is not None:
             self._store = store
-            self._lookup = Lookup(store, alone_only=not settings.config.context_tokens)
+            self._lookup = Catalog(store, alone_only=not settings.config.context_tokens)
         self._model_config = vllm_config.model_config
         scheduler = vllm_config.scheduler_config
         self._rows = settings.rows_per_step or scheduler.max_num_batched_tokens

@@ -9,7 +9,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvrag import BlendConfig, KvragError, KVStore
-from kvrag.ext.models import CachedPrefix, Ingestion, Lookup, Match, MemoryTier, Pipeline, Planner, RequestState, forget
+from kvrag.ext.models import (
+    CachedPrefix,
+    Catalog,
+    Ingestion,
+    Match,
+    MemoryTier,
+    Pipeline,
+    Planner,
+    RequestState,
+    forget,
+)
 from vllm_kvrag.params import RequestParams
 from vllm_kvrag.runner import Job
 
@@ -78,7 +88,7 @@ class TaskHandler:
         self._backend, self._store, self._config, self._codec = backend, store, config, codec
         self._memory = MemoryTier(ram_bytes)
         self._planner = Planner(backend, store, codec)
-        self._lookup = Lookup(store, alone_only=not config.context_tokens)
+        self._lookup = Catalog(store, alone_only=not config.context_tokens)
         self._removals = store.removals()
 
     @property

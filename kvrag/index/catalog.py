@@ -220,8 +220,9 @@ class Catalog:
 
     def _advance(self, limit: int, removals: int | None = None) -> bool:
         """Build the next snapshot, with about `limit` tokens of new texts; return whether there is more to do."""
+        snapshot = self._adopt(self._apply_removals(self._snapshot, removals))  # then the file may be another one
         # applied again after the entries, so that an entry removed in the meantime is covered
-        snapshot = self._apply_removals(self._adopt(self._snapshot), removals)
+        snapshot = self._apply_removals(snapshot, removals)
         entries, num_tokens = [], 0
         for entry in self._store.entries(snapshot.last):
             entries.append(entry)

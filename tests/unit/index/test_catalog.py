@@ -280,6 +280,21 @@ def test_after_a_pruned_log_of_removals_all_is_indexed_again(tmp_path: Path, rng
     assert {entry.text_key for entry in catalog.take_removed()} >= absent.keys()
 
 
+@pytest.mark.parametrize("how", ["gone", "replaced"])
+def test_texts_removed_together_with_the_file_are_reported(how: str, tmp_path: Path, rng: random.Random) -> None:
+    """As by `gc`, or another process, before this one looks again."""
+    store = Store(tmp_path)
+    text = next(iter(_fill(store, rng)))
+    catalog = Catalog(store)
+    settle(catalog)
+    store.remove(text)
+    (tmp_path / FILE).unlink()
+    if how == "replaced":
+        settle(Catalog(store))
+    catalog.update()
+    assert [entry.text_key for entry in catalog.take_removed()] == [text]
+
+
 def test_the_files_of_another_store_are_not_taken_for_ours(tmp_path: Path, rng: random.Random) -> None:
     """A rebuilt manifest counts from 1 again."""
     before, store = Store(tmp_path), Store(tmp_path)

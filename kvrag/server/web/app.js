@@ -15,21 +15,18 @@ let samples = { documents: [], questions: [], is_chat: true };
 const turns = []; // the messages of each turn
 let documents = [];
 let poll = 0; // timer of the next refresh
-const uploads = new Map(); // name -> the error of a failed upload, or "" while it is sent
 const problems = new Map(); // name -> warnings about an uploaded file
 let busy = null; // AbortController of the current question
 
 // ---------------------------------------------------------------- the server
 
-const failure = (message, status = 0) => Object.assign(new Error(message), { status });
-
-/** Send a request, asking for the API key if needed; throw an error response as a `failure`. */
+/** Send a request, asking for the API key if needed; throw an error response. */
 async function call(path, options = {}) {
   for (;;) {
     const headers = key ? { ...options.headers, Authorization: `Bearer ${key}` } : options.headers;
     const response = await fetch(path, { ...options, headers }).catch((error) => {
       if (error.name === "AbortError") throw error;
-      throw failure("The server does not answer. Check that it is still running.");
+      throw new Error("The server does not answer. Check that it is still running.");
     });
     if (response.ok) return response;
     if (response.status === 401) {
@@ -37,7 +34,7 @@ async function call(path, options = {}) {
       continue;
     }
     const error = (await response.json().catch(() => null))?.error;
-    throw failure(error?.message ?? `The server answered with status ${response.status}.`, response.status);
+    throw new Error(error?.message ?? `The server answered with status ${response.status}.`);
   }
 }
 
@@ -45,7 +42,7 @@ async function call(path, options = {}) {
 function askForKey() {
   const reason = key ? "The server does not know this key. Try another one." : "This server requires an API key.";
   const entered = prompt(reason)?.trim();
-  if (!entered) throw failure("This server requires an API key: reload the page to enter it.");
+  if (!entered) throw new Error("This server requires an API key: reload the page to enter it.");
   sessionStorage.setItem("kvrag-key", (key = entered));
 }
 
@@ -61,14 +58,14 @@ async function stream(body, onEvent) {
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) throw failure("The connection ended before the answer was complete.");
+    if (done) throw new Error("The connection ended before the answer was complete.");
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
       if (!line.startsWith("data: ")) continue;
       if (line === "data: [DONE]") return;
       const event = JSON.parse(line.slice(6));
-      if (event.error) throw failure(event.error.message);
+      if (event.error) throw new Error(event.error.message);
       onEvent(event);
     }
   }
@@ -82,33 +79,22 @@ const isSample = ({ id }) => samples.documents.some((name) => id === name || id.
 const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 const shortName = (name) => name.split("/").slice(-2).join("/"); // those of `kvrag warm` are absolute paths
 
-/** Read the list of documents; repeat while documents are being encoded. */
+/** Show the list of documents; repeat while documents are being encoded. */
 async function refresh() {
   documents = (await (await call("v1/corpus?limit=10000")).json()).data;
-  showDocuments();
+  const pending = documents.filter(isPending);
+  const others = documents.filter((doc) => !isPending(doc));
+  $("documents").replaceChildren(...[...pending, ...others].map(documentRow));
+  $("summary").textContent = pending.length ? `encoding, ${pending.length} left` : documents.length;
+  $("questions").hidden = pending.length > 0 || !documents.some(isSample);
   clearTimeout(poll);
-  if (documents.some(isPending)) {
+  if (pending.length) {
     poll = setTimeout(() => refresh().catch((error) => ($("summary").textContent = error.message)), POLL_MS);
   }
 }
 
-function showDocuments() {
-  const pending = documents.filter(isPending);
-  const sent = [...uploads].map(([id, error]) => ({ id, error, status: error ? "failed" : "uploading" }));
-  const others = documents.filter((doc) => !isPending(doc) && !uploads.has(doc.id));
-  $("documents").replaceChildren(...[...sent, ...pending, ...others].map(documentRow));
-  $("summary").textContent = pending.length ? `encoding, ${pending.length} left` : documents.length;
-  $("questions").hidden = pending.length > 0 || !documents.some(isSample);
-}
-
 function documentRow(doc) {
-  const statuses = {
-    uploading: "uploading",
-    queued: "waiting",
-    encoding: "encoding",
-    ready: count(doc.chunks ?? 0, "chunk"),
-    failed: doc.error,
-  };
+  const statuses = { queued: "waiting", encoding: "encoding", ready: count(doc.chunks ?? 0, "chunk"), failed: doc.error };
   const row = fill("document", { name: shortName(doc.id), status: statuses[doc.status] });
   row.querySelector(".name").title = doc.id;
   row.querySelector(".status").classList.toggle("failed", doc.status === "failed");
@@ -123,29 +109,26 @@ function documentRow(doc) {
 }
 
 async function drop(name) {
-  uploads.delete(name);
+  await call(path(name), { method: "DELETE" }).catch((error) => alert(error.message));
   problems.delete(name);
-  await call(path(name), { method: "DELETE" }).catch((error) => {
-    if (error.status !== 404) uploads.set(name, error.message); // an upload that failed is no document
-  });
   await refresh();
 }
 
 /** Upload files, one after the other. */
 async function add(files) {
-  for (const { name } of files) uploads.set(name, "");
-  showDocuments();
+  const failed = [];
   for (const file of files) {
-    const name = file.name;
+    $("summary").textContent = `uploading ${file.name}`;
     try {
-      const skipped = (await (await call(path(name), { method: "PUT", body: file })).json()).problems;
-      problems.set(name, skipped.map(({ line, message }) => (line === null ? message : `line ${line}: ${message}`)));
-      uploads.delete(name);
+      const skipped = (await (await call(path(file.name), { method: "PUT", body: file })).json()).problems;
+      const texts = skipped.map(({ line, message }) => (line === null ? message : `line ${line}: ${message}`));
+      problems.set(file.name, texts);
     } catch (error) {
-      uploads.set(name, error.message);
+      failed.push(`${file.name}: ${error.message}`);
     }
   }
   await refresh();
+  if (failed.length) alert(failed.join("\n"));
 }
 
 /** Wait until a document can be retrieved; return how many documents are not encoded yet. */
@@ -154,7 +137,7 @@ async function ready(say) {
     await refresh();
     const pending = documents.filter(isPending);
     if (documents.some((doc) => doc.chunks)) return pending.length;
-    if (!pending.length) throw failure("There are no documents yet: add one under Documents.");
+    if (!pending.length) throw new Error("There are no documents yet: add one under Documents.");
     say(`Waiting: ${count(pending.length, "document")} left to encode. This happens once.`);
     await new Promise((resolve) => setTimeout(resolve, POLL_MS));
     busy.signal.throwIfAborted();

@@ -377,17 +377,20 @@ def _chat(page: Any, server: Any, tmp_path: Path) -> None:
     (tmp_path / "lines.jsonl").write_text('{"text": "Ada Holm works in the archive."}\nno JSON\n')
     (tmp_path / "none.jsonl").write_text("no JSON\n")
     names = ("note.md", "broken.pdf", "lines.jsonl", "none.jsonl")
-    page.set_input_files("#files", [tmp_path / name for name in names])
-    page.locator("#documents li", has_text="it is a broken or protected PDF").wait_for()
-    page.locator("#documents .failed").get_by_text("line 1: skipped: it is not JSON").wait_for()
+    with page.expect_event("dialog") as alerted:
+        page.once("dialog", lambda dialog: dialog.accept())
+        page.set_input_files("#files", [tmp_path / name for name in names])
+    broken, none = alerted.value.message.split("\n")
+    assert broken.startswith("broken.pdf: ")
+    assert "it is a broken or protected PDF" in broken
+    assert "line 1: skipped: it is not JSON" in none
     page.locator("#documents li", has_text="lines.jsonl").get_by_text("line 2: skipped: it is not JSON").wait_for()
     page.locator("#documents li", has_text="note.md").get_by_text("1 chunk").wait_for()
     page.once("dialog", lambda dialog: dialog.dismiss())
     page.get_by_label("Delete note.md").click()
     page.on("dialog", lambda dialog: dialog.accept())
-    for name in ("handbook/petrel.md", "broken.pdf"):
-        page.get_by_label(f"Delete {name}").click()
-        page.get_by_label(f"Delete {name}").wait_for(state="detached")
+    page.get_by_label("Delete handbook/petrel.md").click()
+    page.get_by_label("Delete handbook/petrel.md").wait_for(state="detached")
     page.locator("#summary", has_text="17").wait_for()
     page.get_by_label("Delete note.md").wait_for()
 

@@ -281,7 +281,7 @@ class Catalog:
             return _Snapshot(files, base, position, -1, signature)
         is_newer = (segment.numbers > base for segment in snapshot.tail)
         tail = [s.without(s.numbers[~newer]) for s, newer in zip(snapshot.tail, is_newer, strict=True) if newer.any()]
-        position = min(position, snapshot.position) if snapshot.position else position
+        position = min(position, snapshot.position) if tail else position
         return _Snapshot((*files, *tail), max(base, snapshot.last), position, -1, signature)
 
     def _maintain(self, is_behind: bool) -> None:

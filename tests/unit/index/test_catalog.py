@@ -295,12 +295,14 @@ def test_texts_removed_together_with_the_file_are_reported(how: str, tmp_path: P
     assert [entry.text_key for entry in catalog.take_removed()] == [text]
 
 
-def test_the_files_of_another_store_are_not_taken_for_ours(tmp_path: Path, rng: random.Random) -> None:
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_the_file_of_another_store_is_not_taken_for_ours(is_behind: bool, tmp_path: Path, rng: random.Random) -> None:
     """A rebuilt manifest counts from 1 again."""
     before, store = Store(tmp_path), Store(tmp_path)
     absent = _fill(before, rng)
+    other = before if is_behind else store
+    other.log, other.forgotten = [0] * 77, 77
     settle(Catalog(before))
-    store.log, store.forgotten = [0] * 77, 77
     present = _fill(store, rng)
     catalog = Catalog(store)
     catalog.refresh()

@@ -573,6 +573,35 @@ def test_a_chunk_that_is_deleted_while_it_is_read_is_no_outage(
     assert not outages
 
 
+@pytest.mark.parametrize("says", ["the network is down", "no answer for 0.1 s"])
+def test_an_outage_while_a_chunk_is_read_leaves_it_in_place(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    monkeypatch.setattr("kvrag.store.objects._BEGINNING", 1000)
+    one, two = machine("one"), machine("two", cache_bytes=1)
+    one.put([A])
+    two.sync()
+    two._follower.close()
+    over = threading.Event()
+
+    def read_range(*_: object) -> memoryview:
+        if "no answer" in says:
+            over.wait(60)
+        raise StoreError("the network is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(two._remote, "read_range", read_range)
+        patch.setattr("kvrag.store.remote.TIMEOUT_S", 0.1)
+        reader = two.open(A.key)
+        assert reader is not None
+        with pytest.raises(ChunkUnreadableError, match=says):
+            reader.layer(2)
+        over.set()
+    assert two._follower.is_failing
+    two.sync()
+    assert has(two, A)
+
+
 def test_a_writer_that_is_killed_leaves_nothing_that_is_served(machine: Machine, monkeypatch: Any) -> None:
     one, two = machine("one"), machine("two")
 
@@ -1156,7 +1185,38 @@ def test_another_machine_warms_the_same_documents_without_encoding(
     assert answer["report"]["reused_tokens"] > 16
 
 
+@pytest.mark.parametrize("header", [100, 2000])
+def test_layers_are_fetched_in_groups_ahead_of_the_one_that_is_read(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, header: int
+) -> None:
+    long = record(1, layers=12)
+    (size,) = {sum(part.nbytes for part in layer) for layer in long.layers}
+    monkeypatch.setattr("kvrag.store.objects._BEGINNING", header)
+    monkeypatch.setattr("kvrag.store.remote._GROUP", 2 * size)
+    machine("one").put([long])
+    two = machine("two", cache_bytes=1)
+    ranges: list[int] = []
+    real = two._remote.read_range
+
+    def read_range(name: str, start: int, stop: int) -> memoryview:
+        ranges.append(stop - start)
+        return real(name, start, stop)
+
+    monkeypatch.setattr(two._remote, "read_range", read_range)
+    reader = two.open(long.key)
+    assert reader is not None
+    assert soon(lambda: ranges.count(2 * size) == 3)
+    for number, layer in enumerate(long.layers):
+        assert all(map(torch.equal, reader.layer(number), layer))
+    assert ranges.count(2 * size) == 6
+    assert all(map(torch.equal, reader.layer(0), long.layers[0]))
+    assert ranges.count(2 * size) == 6, "what was fetched is kept for the local copy"
+    assert reader.bytes_read == 13 * size
+    reader.close()
+
+
 def test_a_chunk_is_read_where_no_thread_can_be_started(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrag.store.objects._BEGINNING", 1000)
     one, two = machine("one"), machine("two")
     one.put([A])
     one.set_document("doc", held("doc", A))

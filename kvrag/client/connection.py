@@ -34,8 +34,8 @@ Body = dict[str, Any]
 _TOO_LONG = re.compile(r"maximum (context|model) length|max_model_len|context_length_exceeded", re.IGNORECASE)
 _ABOUT_PROMPT = ("prompt", "messages", "input", "input_text", "input_tokens")
 _ADVICE = {
-    401: "pass the server's key as api_key=",
-    403: "pass the server's key as api_key=",
+    401: "pass the server's key as api_key= (--api-key)",
+    403: "pass the server's key as api_key= (--api-key)",
     404: "see /v1/models for its models, and check base_url=",
     408: "retry, or send less",
     413: "send less at once, or raise the server's limit",

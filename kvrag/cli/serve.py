@@ -243,16 +243,14 @@ def _corpus(
 
 
 def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, state: State) -> None:
-    is_chat, corpora = "web" in args, state.corpora  # an option of `kvrag chat`
-    for corpus in corpora if is_chat else ():
+    corpora = state.corpora
+    for corpus in corpora if "web" in args else ():  # an option of `kvrag chat`
         if not corpus.statuses():
             for name, text in samples.of(args.model).documents().items():
                 corpus.add(name, [text])
     chunks = sum(len(corpus.index) for corpus in corpora)
     if args.json:
         print(json.dumps({"url": url, "model": settings.name, "pid": os.getpid(), "chunks": chunks}), flush=True)
-    elif is_chat:
-        say(f"chat with {settings.name} on {url}/; stop with Ctrl-C")
     else:
         say(f"serving {settings.name} on {url}/v1, a chat page on {url}/; stop with Ctrl-C")
     if corpora and not chunks and not any(corpus.count_pending() for corpus in corpora):

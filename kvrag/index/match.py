@@ -118,7 +118,10 @@ def _find_candidates(segments: Sequence[Segment], prompt: Ids, min_run: int, nam
     firsts, counts = (np.stack(parts) for parts in zip(*(segment.find(grams) for segment in segments), strict=True))
     stops = counts.cumsum(axis=0)  # (S, G): an anchor's postings, those of one segment after those of another
     anchors, choices = _choose(stops[-1, gram], _PER_TOKEN * len(prompt))
-    numbers = np.sum([stop[gram[anchors]] <= choices for stop in stops], axis=0)  # the segment of each
+    choice_grams = gram[anchors]
+    numbers = np.zeros(len(choices), np.int16)  # the segment of each
+    for stop in stops:
+        numbers += stop[choice_grams] <= choices
     window = min(min_run, PAD)
     padding = np.zeros(PAD, np.uint32)
     padded = np.concatenate([padding, prompt, padding])
@@ -129,7 +132,7 @@ def _find_candidates(segments: Sequence[Segment], prompt: Ids, min_run: int, nam
         order = np.flatnonzero(numbers == number)
         if not len(order):
             continue
-        at = number, gram[anchors[order]]
+        at = number, choice_grams[order]
         chosen = segment.postings.take(firsts[at] + choices[order] - (stops[at] - counts[at]))
         address = (chosen & np.uint64(0xFFFFFFFF)).astype(np.int64)
         position = positions[anchors[order]]

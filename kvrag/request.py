@@ -92,7 +92,7 @@ def _report(request: RequestState, plan: Plan, trace: Trace, notes: Sequence[str
         prompt_tokens=num_tokens,
         **request.counts(),
         runs=tuple(request.stored),
-        policy=plan.config.policy,
+        policy=str(plan.config.policy),  # a plain text, for serialisers
         ratio=plan.ratio,
         **times,
         ttft_s=0.0,  # set by `RequestState.note_first_token`

@@ -64,6 +64,7 @@ def test_report_arithmetic(policy: str, ratio: float, chunks: tuple[int, ...], e
     ids = engine.model.tokenizer.render(prompt)
     report = engine.generate(prompt, policy=policy, ratio=ratio, max_new_tokens=1).report
     assert (report.policy, report.ratio, report.prompt_tokens) == (policy, ratio, len(ids))
+    assert type(report.policy) is str, "serialisers such as msgspec refuse its subclasses"
     assert report.reused_tokens + report.recomputed_tokens + report.fresh_tokens == report.prompt_tokens
     assert report.fresh_tokens >= 1
     if policy == "full":

@@ -291,7 +291,7 @@ def _nothing_blended(num_tokens: int, cached: int, config: BlendConfig) -> dict[
     return BlendReport.unblended(
         num_tokens,
         cached,
-        policy=config.policy if cached else "full",
+        policy=str(config.policy) if cached else "full",
         ratio=ratio if cached else 1.0,
         exact=not cached or config.ratio == 1.0,
         conversation_tokens=cached,

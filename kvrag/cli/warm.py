@@ -178,7 +178,7 @@ def _encode(
                 moved(0, 0)
                 warmed = engine.warm(texts, document=name, namespace=args.namespace, progress=moved)
             except KeyboardInterrupt:
-                raise KeyboardInterrupt(f"{encoded} of {number} chunks are encoded and kept") from None
+                raise KeyboardInterrupt(f"{encoded} of {counted(number, 'chunk')} are encoded and kept") from None
             except ContextWindowError as error:
                 problems.append(Problem(name, f"skipped: {error}", is_unreadable=True))
                 say(str(problems[-1]))

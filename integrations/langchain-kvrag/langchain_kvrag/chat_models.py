@@ -84,7 +84,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
             max_output_tokens=self.max_tokens,
         )
         if (facts := self._settings.facts(is_offline=True)) is not None:
-            profile.update(max_input_tokens=facts.window, reasoning_output=facts.thinks)
+            profile["max_input_tokens"], profile["reasoning_output"] = facts.window, facts.thinks
         return profile
 
     def _open(self) -> BlendEngine | RemoteEngine:

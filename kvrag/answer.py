@@ -8,6 +8,7 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from weakref import ref
 
 import numpy as np
 
@@ -64,6 +65,13 @@ class Question:
         return cls(prepared, options["documents"], options["namespace"], config, sampling)
 
 
+def _notice(forgetting: ref[Forgetting]) -> None:
+    """Do what `Forgetting.notice` does. It holds those that call this, so that garbage collection alone could free the
+    model if they held it, too."""
+    if (alive := forgetting()) is not None:
+        alive.notice()
+
+
 class Answering:
     """Answers questions, keeps the live conversations, and tells its `listeners`. Thread-safe."""
 
@@ -81,7 +89,7 @@ class Answering:
         self._warming = threading.Lock()
         memory, decode = (pipeline.memory, self._conversations), model.tokenizer.decode
         self.forgetting = Forgetting(pipeline.store, pipeline.lookup, *memory, decode)
-        notice, self.recent = self.forgetting.notice, RecentRequests()
+        notice, self.recent = partial(_notice, ref(self.forgetting)), RecentRequests()
         self.idle = idle = Idle(self._admission.is_busy, notice)
         checker = Checker(model, pipeline.planner, options["check"], idle)
         self.listeners: list[Listener] = [self.recent, Watch(), checker]
@@ -89,7 +97,6 @@ class Answering:
             self.listeners.append(ExactWhenIdle(model, idle, options["conversation_bytes"]))
         if options["learn"]:
             self.listeners.append(Learner(ingestion, pipeline.lookup, idle, notice))
-        # no method of `self`: the model is to be freed without garbage collection
         self.forgetting.then += [idle.drop_forgotten, *(listener.forgotten for listener in self.listeners)]
 
     def stream(self, question: Question) -> Generator[Delta, None, None]:

@@ -115,8 +115,7 @@ MUTATIONS = [
     Mutation("LangChain's usage", "../integrations/langchain-kvrag/langchain_kvrag/settings.py",
              "cache_read=report.reused_tokens", "cache_read=report.prompt_tokens - report.fresh_tokens",
              LANGCHAIN),
-    Mutation("LlamaIndex's usage", "../integrations/llama-index-llms-kvrag/llama_index/llms/kvrag/base.py",
-             '"completion_tokens": num_tokens', '"completion_tokens": report.prompt_tokens', LLAMA),
+    Mutation("LlamaIndex's usage", "types.py", '"completion_tokens": answered', '"completion_tokens": prompt', LLAMA),
     Mutation("exit code", "cli/main.py", "return _fail(str(error), 1)", "return _fail(str(error), 0)",
              "cli/test_cli.py"),
 ]  # fmt: skip

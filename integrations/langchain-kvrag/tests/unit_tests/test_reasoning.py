@@ -67,7 +67,7 @@ def test_answers_without_a_thought_are_plain_strings(chat: ChatBlend) -> None:
 
 
 def test_a_call_after_a_thought_is_not_merged_into_it() -> None:
-    builder = ChatChunkBuilder("m", one_call=False, as_blocks=False)
+    builder = ChatChunkBuilder("m", as_blocks=False)
     deltas = [
         Delta(""),
         Delta("", reasoning="Hm, "),

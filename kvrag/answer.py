@@ -66,8 +66,7 @@ class Question:
 
 
 def _notice(forgetting: ref[Forgetting]) -> None:
-    """Do what `Forgetting.notice` does. It holds those that call this, so that garbage collection alone could free the
-    model if they held it, too."""
+    """See `Forgetting.notice`. A strong reference would be a cycle, which keeps a closed engine's model in memory."""
     if (alive := forgetting()) is not None:
         alive.notice()
 

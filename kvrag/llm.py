@@ -54,7 +54,7 @@ _PLACES = ("id", "page_label", "page", "row")  # of chunks; the last three as th
 
 
 class Facts(NamedTuple):
-    """What is known of a model without its weights; whether a server's model can think is not."""
+    """Facts of a model that are known without its weights; whether a server's model can think is not."""
 
     window: int  # in tokens
     has_chat_template: bool

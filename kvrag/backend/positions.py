@@ -187,9 +187,10 @@ def attention_received(
             continue
         mask = now.mask(layer, block, block.low, query.dtype, query.device)[first - block.start :].float()
         keys = slice(block.low, block.stop)
+        shared = key[0, :, keys].to(dtype).mT  # (H, D, K)
         for start in range(0, num_heads, size):
             queries = query[0, start : start + size, first : block.end].to(dtype) * scaling  # smaller than the scores
-            scores = (queries @ key[0, start // group, keys].to(dtype).T).float()  # (size, R, K)
+            scores = (queries @ shared[start // group]).float()  # (size, R, K)
             if softcap is not None:
                 scores = scores.div_(softcap).tanh_().mul_(softcap)
             total[keys] += scores.add_(mask).softmax(dim=-1).square_().sum(dim=(0, 1))

@@ -1,1 +1,1 @@
-"""What watches answers and changes none of them: a file per listener. Their list is in `kvrag.answer`."""
+"""Listeners watch answers and change none of them: a file each. Their list is in `kvrag.answer`."""

@@ -1,4 +1,4 @@
-"""What reading a file gives: texts and problems."""
+"""Content of a file that was read: texts and problems."""
 
 from __future__ import annotations
 

@@ -84,7 +84,8 @@ class Idle(Background):
 
     def _next(self) -> _Task | None:
         """Wait until no answer is in progress; return the next task, None without any."""
-        self.pause()
+        if self._waiting:
+            self.pause()
         with self._lock:
             if self.is_over or not self._waiting:
                 self._is_working = False

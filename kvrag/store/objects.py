@@ -45,7 +45,7 @@ _process: int | None = None  # that uses obstore: its threads do not survive a f
 
 
 Tag = Mapping[str, Any]
-"""What identifies the content of a small object."""
+"""Identity of the content of a small object."""
 
 
 class ObjectStore:

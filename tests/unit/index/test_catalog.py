@@ -235,7 +235,7 @@ def test_a_flipped_bit_anywhere_in_a_segment_never_makes_a_wrong_run(tmp_path: P
             assert theirs.tolist() == prompt[run.start : run.stop]
 
 
-def test_damage_found_when_files_are_merged_is_repaired(tmp_path: Path, rng: random.Random) -> None:
+def test_damage_found_when_the_file_is_written_again_is_repaired(tmp_path: Path, rng: random.Random) -> None:
     store = Store(tmp_path)
     present = _fill(store, rng, 30)
     settle(Catalog(store))

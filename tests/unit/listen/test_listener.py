@@ -1,4 +1,4 @@
-"""What watches answers is one file: a new promise changes no other."""
+"""A listener is one file: a new promise changes no other."""
 
 from __future__ import annotations
 

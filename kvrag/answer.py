@@ -13,7 +13,6 @@ from weakref import ref
 import numpy as np
 
 from kvrag.backend.transformers import Model, Tokenizer
-from kvrag.backend.transformers.tokenizer import common_prefix
 from kvrag.config import (
     DEFAULT_POLICY,
     AnswerOptions,
@@ -23,7 +22,7 @@ from kvrag.config import (
     checked_answer,
     named_texts,
 )
-from kvrag.errors import SettingError, StoreError
+from kvrag.errors import StoreError
 from kvrag.generate.decode import Reply
 from kvrag.generate.prompt import Prepared, prepare
 from kvrag.ingest.ingest import Ingestion
@@ -138,31 +137,6 @@ class Answering:
         self.prefill(request)
         if created and request.is_forgotten:
             self.forgetting.free(self._ingestion.forget_requests({*created.values()}, question.namespace))
-
-    def warm_prefix(self, questions: Sequence[Question]) -> int:
-        """Compute and keep the beginning that several prompts share; see `BlendEngine.warm_prefix`."""
-        question, *others = questions
-        if not question.config.reuses_prompts:
-            raise SettingError("warm_prefix would have no effect: with these settings, KV of prompts is not reused")
-        ids = question.prepared.render(self._model.tokenizer)
-        for other in others:
-            ids = common_prefix(ids, other.prepared.render(self._model.tokenizer))
-        self._model.check_window(len(ids), "the beginning")
-        if len(ids) > self._model.stable_length:
-            raise SettingError(
-                f"the beginning has {len(ids)} tokens: beyond {self._model.stable_length}, RoPE depends on the length "
-                "of the whole prompt, so that no KV is kept for other prompts; shorten it"
-            )
-        size = len(ids) * self._model.bytes_per_token
-        if size > self._conversations.max_bytes:
-            raise SettingError(
-                f"the KV of {len(ids)} tokens has {size:,} bytes, more than conversation_bytes="
-                f"{self._conversations.max_bytes}: raise it"
-            )
-        if ids:
-            with self._admission.admit(size):
-                self._keep_exact(ids, question.config, question.namespace)
-        return len(ids)
 
     def _keep_exact(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> None:
         """Keep full prefill's KV of these tokens, from the first that is not kept so on."""

@@ -41,7 +41,7 @@ from kvrag.inspect.explain import explain
 from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.gate import Check, verify
 from kvrag.listen.check import FEW, self_test, self_test_when_idle
-from kvrag.memory.tier import MemoryTier, Prefetcher
+from kvrag.memory.tier import MemoryTier
 from kvrag.process import Shared, check_process, releasing_threads
 from kvrag.progress import watched
 from kvrag.request import Pipeline
@@ -52,7 +52,6 @@ from kvrag.scheduling.waiting import is_cancelled
 from kvrag.store import KVStore, open_store
 from kvrag.store.base import no_progress
 from kvrag.store.caches import default_folder
-from kvrag.store.values import text_key
 from kvrag.tracing import traced
 from kvrag.types import Answer, BlendReport, CheckStats, Delta, Messages, TokenIds, WarmReport, join
 
@@ -104,7 +103,6 @@ class BlendEngine:
         memory = MemoryTier(chosen["ram_bytes"], faster=device_tier(model, codec, chosen["device_bytes"]))
         self._lookup = Catalog(self.store, alone_only=not self.config.context_tokens)
         self._pipeline = Pipeline(model, self.store, memory, self._lookup, self._planner, codec)
-        self._prefetcher = Prefetcher(self.store, self._pipeline.memory)
         self._answering = Answering(model, self._pipeline, self._ingestion, chosen)
         self._check, self._closed, self._process = chosen["check"], False, os.getpid()
 
@@ -173,51 +171,6 @@ class BlendEngine:
         self._lookup.refresh()  # the next prompt finds them, whatever other threads are doing
         self._answering.forgetting.notice()  # of the chunks that these replace
         return report
-
-    @releasing_threads()
-    def warm_prefix(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[dict[str, Any]] | None = None,
-        namespace: str = "",
-        template: dict[str, Any] | None = None,
-    ) -> int:
-        """Compute and keep the KV of what many prompts begin with, so that the first of them answers sooner.
-
-        It is exact, counts towards `conversation_bytes`, and is dropped like that of conversations, if it is not used.
-
-        Args:
-            messages: The messages before the user's, such as the system message. They may be empty with `tools`.
-            tools: The tools of the prompts, as in `stream`.
-            namespace: Of the prompts.
-            template: Variables for the chat template, as in `stream`.
-
-        Returns:
-            The number of tokens.
-
-        Raises:
-            SettingError: The engine's settings reuse no KV of earlier prompts, or the beginning is too long to be kept.
-        """
-        self._check_open()
-        options: AnswerOptions = {"tools": tools, "namespace": namespace, "template": template}
-        messages = check_list("messages", messages)
-        prompts = [[*messages, {"role": "user", "content": text}] for text in ("One.", "two")]
-        tokenizer, config = self.model.tokenizer, self.config
-        return self._answering.warm_prefix([Question.of(tokenizer, prompt, config, options) for prompt in prompts])
-
-    def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
-        """Start to read the KV of these chunks from the store into the RAM tier, and return at once.
-
-        For texts that a prompt will contain soon, such as those that a retriever has just returned; unknown ones are
-        ignored. Only the free share of the RAM tier is used, and answers do not depend on it. Errors of reading are
-        reported by the answers themselves.
-        """
-        self._check_process()
-        check_namespace(namespace)
-        if chunks := [text for text in check_list("texts", texts) if isinstance(text, str)]:
-            text_keys = (text_key(namespace, self.encode(text)) for text in chunks)  # in the other thread
-            self._prefetcher.start(lambda: self._lookup.usable(text_keys).values())
 
     def forget(self, document: str, *, namespace: str = "") -> int:
         """Delete a document's chunks unless another document has them; return how many were deleted.
@@ -522,7 +475,6 @@ class BlendEngine:
         self._check_process()
         if not self._closed:
             self._closed = True
-            self._prefetcher.close()
             self._answering.close()
             self._planner.keep_speed()
             self._lookup.close()

@@ -343,10 +343,6 @@ class LazyEngine:
         engine = self._engines[settings.model_name] = settings.open()
         return engine
 
-    def opened(self, settings: LLMSettings) -> Engine | None:
-        """Return the given engine, or the one that was opened; None = none yet."""
-        return settings.engine or self._engines.get(settings.model_name)
-
     def __reduce__(self) -> tuple[type[LazyEngine], tuple[()]]:
         return (LazyEngine, ())
 
@@ -431,14 +427,6 @@ class LLMBase(EngineSettings, AnswerSettings):
             sources = [self._source(chunk) for chunk in chunks]
         names = {"document": document, "sources": sources, "namespace": self._in(namespace)}
         return chunks, names | {"skip_invalid": skip}
-
-    def prefetch(self, texts: Iterable[Any], *, namespace: str | None = None) -> None:
-        """Start to read the KV of documents, nodes or texts into memory; see `BlendEngine.prefetch`.
-
-        Does nothing before this object has opened its engine, or with a server, which does it itself.
-        """
-        if (engine := self._lazy.opened(self._settings)) is not None:
-            engine.prefetch(self._texts(list(texts)), namespace=self._in(namespace))
 
     def forget(self, document: str, *, namespace: str | None = None) -> int:
         """Drop a document's chunks unless another document has them; see `BlendEngine.forget`."""

@@ -72,10 +72,6 @@ class VectorStoreKV:
         self._namespace = namespace if isinstance(llm, LLMBase) else namespace or ""
         self._prefix = _path(path)
 
-    def prefetch(self, texts: Iterable[str]) -> None:
-        """Read the KV of retrieved texts into memory, if the model is loaded."""
-        self._llm.prefetch(list(texts), namespace=self._namespace)
-
     def plan(
         self, ids: Sequence[Id | None], texts: Sequence[str], sources: Sequence[str], former_ids: Iterable[Id] = ()
     ) -> Adding:

@@ -117,9 +117,6 @@ class RemoteEngine:
         server = await self._server(self._async)
         return await warm(named, document, server, check_namespace(namespace), skip_invalid=skip_invalid)
 
-    def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
-        """Do nothing: a server reads ahead the chunks that it retrieves itself."""
-
     def forget(self, document: str, *, namespace: str = "") -> int:
         """Delete a document's chunks unless another document has them; return how many were deleted."""
         if not document:

@@ -1,23 +1,16 @@
-"""Tiers in memory: recently read chunks, bounded in bytes, and reading ahead into them."""
+"""Tiers in memory: recently read chunks, bounded in bytes."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import closing, suppress
+from contextlib import suppress
 
 from cachetools import LRUCache
 
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError
-from kvrag.process import Background
-from kvrag.store import KVStore
 from kvrag.store.values import ChunkReader, Layer
-
-logger = logging.getLogger("kvrag")
-
-_WAITING = 4  # calls of the prefetcher; more are ignored, since their prompts would come before their chunks are read
 
 Place = Callable[[int, Layer], Layer | None]
 """Returns a layer as a tier keeps it, by its number; None = there is no memory for it."""
@@ -54,11 +47,6 @@ class MemoryTier:
         """Current size in bytes."""
         return int(self._chunks.currsize)
 
-    @property
-    def free(self) -> int:
-        """Bytes that can be added without dropping a chunk."""
-        return self.max_bytes - self.bytes
-
     def is_at_hand(self, key: str) -> bool:
         """Return whether the chunk is cached, or being read in order to be."""
         with self._lock:
@@ -90,17 +78,13 @@ class MemoryTier:
             for reader in self._reading:
                 reader.keeps = reader.keeps and reader.key not in dropped
 
-    def keeping(self, reader: ChunkReader, only_free: bool = False) -> ChunkReader:
-        """Wrap a reader: the chunk is cached when the reader is closed, if all of its layers were read.
-
-        Args:
-            only_free: Drop no other chunk for it.
-        """
+    def keeping(self, reader: ChunkReader) -> ChunkReader:
+        """Wrap a reader: the chunk is cached when the reader is closed, if all of its layers were read."""
         if reader.tier == self.name:
             return reader
         if self.max_bytes == 0:
-            return reader if self._faster is None else self._faster.keeping(reader, only_free)
-        keeping = _Keeping(reader, self, only_free)
+            return reader if self._faster is None else self._faster.keeping(reader)
+        keeping = _Keeping(reader, self)
         with self._lock:
             self._reading.add(keeping)
         return keeping
@@ -110,8 +94,7 @@ class MemoryTier:
         chunk = _Cached(reader, self.name, reader.layers)
         with self._lock:
             self._reading.discard(reader)
-            room = self.free if reader.only_free else self.max_bytes
-            if reader.keeps and reader.key not in self._chunks and chunk.nbytes <= room:
+            if reader.keeps and reader.key not in self._chunks and chunk.nbytes <= self.max_bytes:
                 self._chunks[reader.key] = chunk
 
 
@@ -141,9 +124,9 @@ class _Cached:
 class _Keeping(_Cached):
     """A chunk that is being read; when it is closed, the tier caches it if all of its layers were read."""
 
-    def __init__(self, reader: ChunkReader, memory: MemoryTier, only_free: bool) -> None:
+    def __init__(self, reader: ChunkReader, memory: MemoryTier) -> None:
         super().__init__(reader, reader.tier, {})
-        self._reader, self._memory, self.only_free = reader, memory, only_free
+        self._reader, self._memory = reader, memory
         self.keeps = True
 
     @property
@@ -167,41 +150,3 @@ class _Keeping(_Cached):
         if len(self.layers) == self.num_layers:
             self._memory.keep(self)
         self.layers = {}
-
-
-class Prefetcher(Background):
-    """Reads one chunk at a time, until the layer after which it is closed. Never evicts chunks from the RAM tier."""
-
-    def __init__(self, store: KVStore, memory: MemoryTier) -> None:
-        super().__init__("kvrag-prefetch", _WAITING)
-        self._store, self._memory = store, memory
-
-    def start(self, find: Callable[[], Iterable[str]]) -> None:
-        """Start to read the chunks whose keys `find` returns, and return at once. Errors are logged only."""
-        if self._memory.max_bytes:
-            self.later(self._work, find)
-
-    def _work(self, find: Callable[[], Iterable[str]]) -> None:
-        try:
-            for key in find():
-                if self.closed.is_set():
-                    return
-                if not self._memory.is_at_hand(key) and not self._read(key):
-                    return
-        except Exception as error:  # the request itself reports it
-            logger.debug("could not read ahead: %s", error)
-
-    def _read(self, key: str) -> bool:
-        """Read a chunk; return False if there is no room for it."""
-        opened = self._store.open(key)
-        if opened is None:
-            return True
-        try:
-            with closing(self._memory.keeping(opened, only_free=True)) as reader:
-                for number in range(reader.num_layers):
-                    keys, values = reader.layer(number)
-                    if self.closed.is_set() or reader.num_layers * (keys.nbytes + values.nbytes) > self._memory.free:
-                        return False
-                return True
-        finally:
-            self._memory.drop(self._store.missing([key]))  # it may have been removed between being opened and kept

@@ -114,14 +114,6 @@ def test_a_prefill_that_fails_leaves_nothing(
     assert (engine._pipeline.memory.keys(), engine._answering._conversations.keys()) == ([], set())
 
 
-def test_reading_ahead_leaves_nothing(engine: BlendEngine, forget: Forget, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = _forget_at_first(engine.store, "open", forget, monkeypatch)
-    engine.prefetch(CHUNKS)
-    engine._prefetcher.wait()
-    assert opened == [1]
-    check(engine)
-
-
 def test_chunks_that_the_controller_has_recomputed_are_forgotten_too(
     engine: BlendEngine, forget: Forget, monkeypatch: pytest.MonkeyPatch
 ) -> None:

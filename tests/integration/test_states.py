@@ -182,7 +182,8 @@ def test_a_prompt_begins_with_the_states_of_a_warmed_prefix_or_of_an_exact_turn(
     model = hybrid_engine.model
     system = {"role": "system", "content": CHUNKS[3]}
     prompts = [[system, *messages(CHUNKS[number], question="Who?")] for number in range(3)]
-    shared = hybrid_engine.warm_prefix([system])
+    warmed = hybrid_engine.generate([system], ratio=1.0, max_new_tokens=1).report.prompt_tokens
+    shared = warmed - model.tokenizer.generation_prompt_length()
     for prompt in prompts[:2]:
         ids = model.tokenizer.render(prompt)
         answer = hybrid_engine.generate(prompt, ratio=1.0, max_new_tokens=5, temperature=0)

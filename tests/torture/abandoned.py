@@ -121,7 +121,6 @@ def _forget_in_flight(folder: Path, rng: random.Random) -> None:
                     for _ in zip(range(own.randint(1, 9)), stream, strict=False):
                         pass
                     stream.close()
-                    engine.prefetch(map(tiny.text, asked))
             except Exception as error:
                 errors.append(error)
 
@@ -138,7 +137,6 @@ def _forget_in_flight(folder: Path, rng: random.Random) -> None:
             for thread in threads:
                 thread.join()
         assert not errors, errors
-        engine._prefetcher.wait()
         engine._answering.idle.wait()
         engine.warm(map(tiny.text, numbers), document="a")  # prompts after the last forget have brought texts again
         rng.choice([engine, other]).forget("a")

@@ -103,10 +103,6 @@ class Machine(RuleBasedStateMachine):
         tiny.answer(self.engine, messages, ratio=ratio, policy=policy)
         self.talks.append(("", messages))
 
-    @rule(numbers=_TEXTS)
-    def prefetch(self, numbers: list[int]) -> None:
-        self.engine.prefetch(map(tiny.text, numbers))
-
     @rule(what=st.sampled_from(["check", "gc", "stats"]))
     def maintain(self, what: str) -> None:
         store: Any = self.engine.store

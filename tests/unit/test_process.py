@@ -49,7 +49,6 @@ USES: dict[str, Callable[[BlendEngine], object]] = {
     "documents": lambda engine: engine.generate(PROMPT, documents=CHUNKS[:2], max_new_tokens=2),
     "generate": lambda engine: engine.generate(PROMPT, max_new_tokens=2),
     "batch": lambda engine: engine.generate_batch([PROMPT, PROMPT], max_new_tokens=2),
-    "prefetch": lambda engine: engine.prefetch(CHUNKS),
     "forget": lambda engine: engine.forget("a"),
     "forget learned": lambda engine: engine.forget_learned(),
     "documents of a store": lambda engine: engine.documents(),

@@ -3,7 +3,6 @@
 from langchain_kvrag.chat_models import ChatBlend
 from langchain_kvrag.embeddings import SentenceTransformerEmbeddings
 from langchain_kvrag.llms import BlendLLM
-from langchain_kvrag.prefetch import PrefetchHandler
 from langchain_kvrag.records import SQLiteRecordManager
 from langchain_kvrag.vectorstores import KVWarmVectorStore
 
@@ -11,7 +10,6 @@ __all__ = [
     "BlendLLM",
     "ChatBlend",
     "KVWarmVectorStore",
-    "PrefetchHandler",
     "SQLiteRecordManager",
     "SentenceTransformerEmbeddings",
 ]

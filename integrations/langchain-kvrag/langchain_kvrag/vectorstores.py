@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial, wraps
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Self
 
 from langchain_core.documents import Document
@@ -31,29 +31,6 @@ class _Delegated:
         return self if store is None else getattr(store.vectorstore, self._name)
 
 
-class _Search(_Delegated):
-    """Search of the wrapped store. Prefetches the KV of what it returns."""
-
-    def __get__(self, store: KVWarmVectorStore | None, owner: type) -> Any:
-        if store is None:
-            return self
-        search, kv = getattr(store.vectorstore, self._name), store._kv
-
-        @wraps(search)
-        def searched(*args: Any, **kwargs: Any) -> Any:
-            results = search(*args, **kwargs)
-            kv.prefetch(_result_texts(results))
-            return results
-
-        @wraps(search)
-        async def asearched(*args: Any, **kwargs: Any) -> Any:
-            results = await search(*args, **kwargs)
-            kv.prefetch(_result_texts(results))
-            return results
-
-        return asearched if self._name.startswith("a") else searched
-
-
 class KVWarmVectorStore(VectorStore):
     """A vector store that pre-encodes its documents for an LLM.
 
@@ -63,8 +40,6 @@ class KVWarmVectorStore(VectorStore):
     with an unchanged context are not encoded again.
 
     Concurrent changes of one document may leave it without KV until the next change. This costs time, not correctness.
-
-    The KV of what a search returns is read into memory while the chain renders its prompt; see `BlendEngine.prefetch`.
 
     All other attributes are delegated to the wrapped store, and `isinstance` returns True for its class too, so that
     code that depends on the class of a store, such as `SelfQueryRetriever`, works as usual. The KV also follows
@@ -95,20 +70,20 @@ class KVWarmVectorStore(VectorStore):
         self.vectorstore, self.llm, self.namespace, self.collection = vectorstore, llm, namespace, collection
         self._kv = _kv(llm, namespace, collection)
 
-    similarity_search: Any = _Search()
-    asimilarity_search: Any = _Search()
-    similarity_search_by_vector: Any = _Search()
-    asimilarity_search_by_vector: Any = _Search()
-    similarity_search_with_score: Any = _Search()
-    asimilarity_search_with_score: Any = _Search()
-    similarity_search_with_relevance_scores: Any = _Search()
-    asimilarity_search_with_relevance_scores: Any = _Search()
-    max_marginal_relevance_search: Any = _Search()
-    amax_marginal_relevance_search: Any = _Search()
-    max_marginal_relevance_search_by_vector: Any = _Search()
-    amax_marginal_relevance_search_by_vector: Any = _Search()
-    search: Any = _Search()
-    asearch: Any = _Search()
+    similarity_search: Any = _Delegated()
+    asimilarity_search: Any = _Delegated()
+    similarity_search_by_vector: Any = _Delegated()
+    asimilarity_search_by_vector: Any = _Delegated()
+    similarity_search_with_score: Any = _Delegated()
+    asimilarity_search_with_score: Any = _Delegated()
+    similarity_search_with_relevance_scores: Any = _Delegated()
+    asimilarity_search_with_relevance_scores: Any = _Delegated()
+    max_marginal_relevance_search: Any = _Delegated()
+    amax_marginal_relevance_search: Any = _Delegated()
+    max_marginal_relevance_search_by_vector: Any = _Delegated()
+    amax_marginal_relevance_search_by_vector: Any = _Delegated()
+    search: Any = _Delegated()
+    asearch: Any = _Delegated()
     get_by_ids: Any = _Delegated()
     aget_by_ids: Any = _Delegated()
     embeddings: Any = _Delegated()
@@ -448,11 +423,6 @@ def _checked_texts(texts: Iterable[str], ids: Sequence[str] | None) -> list[str]
     if ids is not None and len(ids) != len(listed):
         raise SettingError(f"got {len(ids)} ids for {len(listed)} texts: pass one per text")
     return listed
-
-
-def _result_texts(results: Iterable[Document | tuple[Document, float]]) -> Iterator[str]:
-    for result in results:
-        yield (result[0] if isinstance(result, tuple) else result).page_content
 
 
 def _as_documents(

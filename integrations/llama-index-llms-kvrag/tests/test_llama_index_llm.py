@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from blending import CHUNKS
-from llama_index.core import MockEmbedding, VectorStoreIndex
 from llama_index.core.base.llms.types import (
     CacheControl,
     CachePoint,
@@ -19,9 +18,8 @@ from llama_index.core.base.llms.types import (
     TextBlock,
     ToolCallBlock,
 )
-from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.schema import NodeWithScore, TextNode
-from llama_index.llms.kvrag import BlendLLM, PrefetchHandler
+from llama_index.llms.kvrag import BlendLLM
 from llama_index.llms.kvrag.messages import template_messages
 
 from kvrag import BlendEngine, Model, ModelLoadError, PromptError, SettingError
@@ -215,21 +213,3 @@ async def test_a_dropped_async_stream_stops_the_work(
             await asyncio.sleep(0.001)
     assert closed == ["closed"]
     assert len(forwards) < 4
-
-
-# ---------------------------------------------------------------- reading ahead
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-async def test_an_event_handler_reads_ahead_what_any_retriever_returns(is_async: bool, llm: BlendLLM) -> None:
-    engine, root = llm._open(), get_dispatcher()
-    llm.warm(CHUNKS[1:3])  # the first is not warmed
-    nodes = [TextNode(text=text) for text in CHUNKS[:3]]
-    retriever = VectorStoreIndex(nodes, embed_model=MockEmbedding(embed_dim=4)).as_retriever(similarity_top_k=3)
-    root.add_event_handler(handler := PrefetchHandler(llm=llm))
-    try:
-        await retriever.aretrieve("Who?") if is_async else retriever.retrieve("Who?")
-    finally:
-        root.event_handlers.remove(handler)
-    engine._prefetcher.wait()
-    assert len(engine._pipeline.memory) == 2

@@ -433,20 +433,6 @@ def test_nodes_of_one_document_are_encoded_with_their_context(llm: BlendLLM, vec
         llm.warm(first)
 
 
-# ---------------------------------------------------------------- reading ahead
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-async def test_a_store_with_texts_reads_ahead_what_it_returns(is_async: bool, llm: BlendLLM) -> None:
-    engine = llm._open()
-    vector_store = KVWarmVectorStore(KeepsText(), llm)
-    vector_store.add([node("1", MIRA), node("2", TRAN), node("3", KAN)])
-    retriever = VectorStoreIndex.from_vector_store(vector_store, EMBEDDING).as_retriever(similarity_top_k=2)
-    await retriever.aretrieve("Who?") if is_async else retriever.retrieve("Who?")
-    engine._prefetcher.wait()
-    assert len(engine._pipeline.memory) == 2
-
-
 # ---------------------------------------------------------------- namespaces
 
 

@@ -680,42 +680,14 @@ def test_streams_at_the_same_time_share_what_the_first_has_computed(talk: Talk) 
     assert report.conversation_tokens > 60
 
 
-def test_a_service_can_start_with_its_system_prompt(talk: Talk, hf: Any) -> None:
+def test_an_answer_of_one_token_computes_a_system_prompt_with_its_tools(talk: Talk, hf: Any) -> None:
     system = {"role": "system", "content": "You answer questions about people. " * 8}
-    count = talk.engine.warm_prefix([system])
-    assert count > 60
-    assert talk.engine.warm_prefix([system]) == count
-    report = talk([system, *messages(CHUNKS[2], question="Where is it?")], ratio=1.0).report
-    assert report.conversation_tokens >= count
-    prompt = [system, *messages(CHUNKS[2], question="Where is it?")]
-    assert relative(talk.logits, plain_logits(hf, _ids(talk.engine, prompt))[-1]) <= 1e-5
-    assert talk([system, *messages(question="Who?")], namespace="other").report.conversation_tokens == 0
-
-
-def test_tools_can_be_warmed_as_the_template_renders_them(talk: Talk) -> None:
     tool = {"type": "function", "function": {"name": "search", "description": "Searches people. " * 20}}
-    count = talk.engine.warm_prefix([], tools=[tool])
-    assert count > 60
-    assert talk(messages(question="Who?"), tools=[tool]).report.conversation_tokens >= count
-
-
-def test_a_beginning_that_does_not_fit_is_refused(endless: Model, tmp_path: Path) -> None:
-    with (
-        BlendEngine(endless, FileStore(tmp_path, min_free_bytes=0), conversation_bytes=1000) as engine,
-        pytest.raises(SettingError, match="more than conversation_bytes=1000: raise it"),
-    ):
-        engine.warm_prefix([{"role": "system", "content": "You answer questions about people. " * 8}])
-
-
-def test_a_beginning_of_which_no_kv_can_be_kept_is_refused(
-    endless: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(endless, "stable_length", 60)
-    with (
-        BlendEngine(endless, FileStore(tmp_path, min_free_bytes=0)) as engine,
-        pytest.raises(SettingError, match=r"the beginning has \d+ tokens: beyond 60, RoPE depends on the length of"),
-    ):
-        engine.warm_prefix([{"role": "system", "content": "You answer questions about people. " * 8}])
+    talk([system, *messages(question="Hello.")], tools=[tool], max_new_tokens=1)
+    prompt = [system, *messages(CHUNKS[2], question="Where is it?")]
+    report = talk(prompt, tools=[tool], ratio=1.0).report
+    assert report.conversation_tokens > 120
+    assert talk(prompt, tools=[tool], namespace="other").report.conversation_tokens == 0
 
 
 # ---------------------------------------------------------------- edited histories
@@ -762,9 +734,6 @@ def test_a_deterministic_answer_does_not_depend_on_earlier_prompts(talk: Talk) -
         talk(prompt, edited_history="blend", deterministic=True)
     with pytest.raises(SettingError, match="deterministic must be True or False, got 'yes'"):
         talk(prompt, deterministic="yes")
-    talk.engine.config = replace(talk.engine.config, deterministic=True)
-    with pytest.raises(SettingError, match="warm_prefix would have no effect"):
-        talk.engine.warm_prefix([{"role": "system", "content": "You answer questions."}])
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])

@@ -144,7 +144,6 @@ ASKING: dict[str, Callable[[BlendEngine], object]] = {
     "generate": lambda engine: engine.generate(OTHER, **SHORT),
     "stream with a timeout": lambda engine: list(engine.stream(OTHER, **SHORT, timeout=600)),
     "batch": lambda engine: engine.generate_batch([OTHER] * 3, **SHORT),
-    "prefix": lambda engine: engine.warm_prefix(PROMPT[:1]),
 }
 
 

@@ -1065,15 +1065,6 @@ def test_an_answer_is_the_same_on_every_machine(engines: list[BlendEngine]) -> N
     assert two.documents() == []
 
 
-def test_prefetch_reads_from_the_place(engines: list[BlendEngine]) -> None:
-    one, two = engines
-    one.warm(CHUNKS)
-    assert soon(lambda: len(list(two.store.entries(0))) == len(CHUNKS) or two.store.removals() < 0)
-    two.prefetch(CHUNKS)
-    two._prefetcher.wait()
-    assert two.generate(messages(*CHUNKS), ratio=0.2, max_new_tokens=1).report.tier == "ram"
-
-
 def test_two_machines_that_warm_a_shared_text_leave_it_alone(engines: list[BlendEngine]) -> None:
     """It is never missing or encoded with one document's context."""
     for number in range(4):

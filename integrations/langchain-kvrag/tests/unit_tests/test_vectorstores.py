@@ -21,7 +21,6 @@ from langchain_kvrag import (
     BlendLLM,
     ChatBlend,
     KVWarmVectorStore,
-    PrefetchHandler,
     SQLiteRecordManager,
 )
 
@@ -733,72 +732,3 @@ def test_the_llm_takes_documents_as_they_are(engine: BlendEngine, store: KVWarmV
     assert llm.warm([first.page_content, OTHER]).new == 1
     with pytest.raises(SettingError, match="got one str"):
         llm.warm(OTHER)
-
-
-# ---------------------------------------------------------------- reading ahead
-
-
-@pytest.fixture
-def ahead(engine: BlendEngine, chunks: list[str]) -> Iterator[BlendEngine]:
-    """Another engine on the same store: nothing is in its RAM."""
-    engine.warm(chunks)
-    with BlendEngine(engine.model, engine.store.path) as other:  # type: ignore[attr-defined]
-        yield other
-
-
-async def test_searches_of_a_wrapper_read_ahead(ahead: BlendEngine, chunks: list[str]) -> None:
-    inner = DeletesAll(EMBEDDING)
-    inner.add_texts(chunks)
-    store, memory = KVWarmVectorStore(inner, ahead), ahead._pipeline.memory
-    ways = [
-        lambda: store.similarity_search("?", k=2),
-        lambda: store.similarity_search_with_score("?", k=2),
-        lambda: store.max_marginal_relevance_search("?", k=2),
-        lambda: store.as_retriever(search_kwargs={"k": 2}).invoke("?"),
-    ]
-    aways = [
-        lambda: store.asimilarity_search("?", k=2),
-        lambda: store.as_retriever(search_kwargs={"k": 2}).ainvoke("?"),
-    ]
-    for way in [*ways, *aways]:
-        memory.drop(memory.keys())
-        found = way()
-        found = await found if inspect.isawaitable(found) else found
-        ahead._prefetcher.wait()
-        assert len(found) == len(memory) == 2
-    store.get_by_ids(inner.ids)
-    ahead._prefetcher.wait()
-    assert len(memory) == 2
-
-
-async def test_a_callback_reads_ahead_what_any_retriever_returns(ahead: BlendEngine, chunks: list[str]) -> None:
-    inner, memory = DeletesAll(EMBEDDING), ahead._pipeline.memory
-    inner.add_texts(chunks)
-    retriever = inner.as_retriever(search_kwargs={"k": 3})
-    callbacks: Any = {"callbacks": [PrefetchHandler(ChatBlend(engine=ahead))]}
-    retriever.invoke("?", callbacks)
-    ahead._prefetcher.wait()
-    assert len(memory) == 3
-    memory.drop(memory.keys())
-    await retriever.ainvoke("?", callbacks)
-    ahead._prefetcher.wait()
-    assert len(memory) == 3
-
-
-def test_reading_ahead_loads_no_model(
-    settings: dict[str, Any], chunks: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat = ChatBlend(**settings)
-    inner = DeletesAll(EMBEDDING)
-    inner.add_texts(chunks)
-    store = KVWarmVectorStore(inner, chat)
-    with monkeypatch.context() as patched:
-        patched.setattr(BlendEngine, "from_pretrained", lambda *_, **__: pytest.fail("loads a model"))
-        store.similarity_search("?")
-        chat.prefetch([Document(chunks[0])])
-        ChatBlend(model="reader", base_url="http://localhost:1").prefetch(chunks)
-    engine = chat._open()
-    engine.warm(chunks[:2])
-    store.similarity_search("?", k=4)
-    engine._prefetcher.wait()
-    assert len(engine._pipeline.memory) == 2

@@ -176,17 +176,12 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         return await self.vector_store.aget_nodes(node_ids, filters)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """Delegate to the vector store, and prefetch the KV of the nodes that it returns."""
-        return self._prefetched(self.vector_store.query(query, **kwargs))
+        """Delegate to the vector store."""
+        return self.vector_store.query(query, **kwargs)
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """Like `query`, off the event loop."""
-        return self._prefetched(await self.vector_store.aquery(query, **kwargs))
-
-    def _prefetched(self, result: VectorStoreQueryResult) -> VectorStoreQueryResult:
-        if result.nodes:  # a store without texts returns only ids
-            self._kv.prefetch(self._text(node) for node in result.nodes)
-        return result
+        """Delegate to the vector store."""
+        return await self.vector_store.aquery(query, **kwargs)
 
     def persist(self, persist_path: str, fs: Any = None) -> None:
         """Delegate to the vector store; the KV is already in its own store."""

@@ -15,9 +15,8 @@ import ctypes
 import functools
 import os
 import sys
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, thread
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -96,7 +95,6 @@ class Shared(Generic[T]):
 
 
 _SOFT = 1  # omp_pause_soft
-_CROWD_TICKS = 100  # over which the load of each core is measured: a second
 
 
 @contextmanager
@@ -136,40 +134,6 @@ def _release() -> Callable[[], object] | None:
             library = ctypes.CDLL(str(path), mode=no_load)
             return functools.partial(library.omp_pause_resource, _SOFT, library.omp_get_initial_device())
     return None
-
-
-def cpu() -> tuple[float, float, float]:
-    """Return the machine's CPU time so far, in ticks: in all, idle, and of this process; zeros except on Linux."""
-    try:
-        ticks = [int(word) for word in Path("/proc/stat").read_text().split(maxsplit=9)[1:9]]
-    except OSError:
-        return 0, 0, 0
-    return sum(ticks), sum(ticks[3:5]), time.process_time() * os.sysconf("SC_CLK_TCK")
-
-
-def shares(start: Sequence[float], stop: Sequence[float]) -> tuple[float, float]:
-    """Return the shares of the CPU that other processes took between two results of `cpu`, and that nobody took."""
-    total, idle, own = (after - before for before, after in zip(start, stop, strict=True))
-    return (total - idle - own) / max(total, 1), idle / max(total, 1)
-
-
-_measured = [cpu()]  # when this was imported: loading torch and a model takes long enough to tell
-
-
-def crowding(threads: int) -> str:
-    """Return what to set if other processes have left less than `threads` cores since the last call, but only once.
-
-    OpenMP's threads wait for the slowest of them after every operation. If that shares its core, a token takes 10 times
-    as long with two threads as with one.
-    """
-    now, cores = cpu(), os.cpu_count() or 1
-    if not _measured or now[0] - _measured[0][0] < cores * _CROWD_TICKS:
-        return ""
-    taken = cores * shares(_measured[0], now)[0]
-    free = max(1, round(cores - taken))
-    _measured[:] = [now] if free >= threads else []
-    wait = f"other processes use {taken:.1f} of {cores} cores, and torch's {threads} threads wait for each other"
-    return "" if _measured else f"{wait}: OMP_NUM_THREADS={free} is faster while this lasts"
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from kvrag.reuse.load import LayerLoader, Recovery, Trace
 from kvrag.reuse.request_state import RequestState
 from kvrag.reuse.select import select
 from kvrag.store import KVStore
-from kvrag.tracing import record_steps
 from kvrag.types import BlendReport
 
 _ROOM = 256  # spare positions for the answer in a new cache; the cache grows when they are used up
@@ -82,7 +81,6 @@ class Pipeline:
             request.report = _report(request, plan, trace, recovery.notes)
         is_open = (plan.margin or plan.is_observed) and not request.report.exact
         request.late = LateRecompute(backend, request, plan.margin, plan.start) if is_open else None
-        record_steps(trace.times)
 
 
 def _report(request: RequestState, plan: Plan, trace: Trace, notes: Sequence[str]) -> BlendReport:

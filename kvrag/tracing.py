@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from time import perf_counter, time_ns
 from typing import Any
 
-from kvrag.types import Answer, Delta, join
+from kvrag.types import TIMES, Answer, Delta, join
 
 try:
     from opentelemetry import context, trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError:
     trace = None  # type: ignore[assignment]
-
-_PREFILLED = "kvrag-prefilled"  # in the context of an answer: the ends of its prefills
 
 
 def traced(deltas: Generator[Delta, None, None], operation: str, model: str) -> Generator[Delta, None, None]:
@@ -33,20 +30,17 @@ def _traced(
     deltas: Generator[Delta, None, None], operation: str, model: str, parent: Any
 ) -> Generator[Delta, None, None]:
     about = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "kvrag", "gen_ai.request.model": model}
-    tracer = trace.get_tracer("kvrag")
-    span = tracer.start_span(f"{operation} {model}", parent, attributes=about)
+    span = trace.get_tracer("kvrag").start_span(f"{operation} {model}", parent, attributes=about)
     if not span.is_recording():
         yield from deltas
         return
-    inside, prefilled, parts, end = trace.set_span_in_context(span, parent), list[int](), list[Delta](), 0
-    own = context.set_value(_PREFILLED, prefilled, inside)
+    own, parts = trace.set_span_in_context(span, parent), list[Delta]()
     try:
         while True:
             with _current(own):
                 delta = next(deltas, None)
             if delta is None:
                 break
-            end = time_ns()
             parts.append(delta)
             if delta.report is not None:
                 span.set_attributes(_attributes(join(parts)))
@@ -60,8 +54,6 @@ def _traced(
         with _current(own):
             deltas.close()
         span.set_attribute("gen_ai.usage.output_tokens", sum(delta.num_tokens for delta in parts))
-        if parts and prefilled:
-            tracer.start_span("decode", inside, start_time=prefilled[-1]).end(end)
         span.end()
 
 
@@ -76,22 +68,8 @@ def _attributes(answer: Answer) -> dict[str, Any]:
         "kvrag.policy": report.policy,
         "kvrag.ratio": report.ratio,
         "kvrag.recomputed_tokens": report.recomputed_tokens,
+        **{f"kvrag.{name}": getattr(report, name) for name in TIMES},
     }
-
-
-def record_steps(steps: Mapping[str, tuple[float, float]]) -> None:
-    """Add the steps of a prefill, each with start and end by `time.perf_counter`, to the current answer's span."""
-    prefilled: Any = None if trace is None else context.get_value(_PREFILLED)
-    if prefilled is None:
-        return
-    tracer, epoch = trace.get_tracer("kvrag"), time_ns() - perf_counter() * 1e9
-    times = {name: (int(epoch + start * 1e9), int(epoch + end * 1e9)) for name, (start, end) in steps.items()}
-    blend = tracer.start_span("blend", start_time=times["stitch"][0])  # layers are stitched and selected within it
-    for name in [name for name in ("match", "load", "stitch", "select") if name in times]:
-        parent = trace.set_span_in_context(blend) if name in ("stitch", "select") else None
-        tracer.start_span(name, parent, start_time=times[name][0]).end(times[name][1])
-    prefilled.append(times["blend"][1])
-    blend.end(prefilled[-1])
 
 
 @contextmanager

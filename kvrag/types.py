@@ -113,7 +113,7 @@ class Completed:
     seconds: float
 
 
-_TIMES = ("match_s", "load_s", "stitch_s", "select_s", "blend_s", "ttft_s")
+TIMES = ("match_s", "load_s", "stitch_s", "select_s", "blend_s", "ttft_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class BlendReport(_Report):
     @classmethod
     def unblended(cls, prompt_tokens: int, cached_tokens: int, **known: Any) -> BlendReport:
         """Return the report of a prompt that another engine answered, with `cached_tokens` from its prefix cache."""
-        unknown: dict[str, Any] = dict.fromkeys(_TIMES, 0.0)
+        unknown: dict[str, Any] = dict.fromkeys(TIMES, 0.0)
         unknown |= {"recomputed_tokens": 0, "runs": (), "policy": "", "ratio": 0.0, "bytes_loaded": 0, "tier": ""}
         counts = {"reused_tokens": cached_tokens, "fresh_tokens": prompt_tokens - cached_tokens, "exact": False}
         return cls(**{"prompt_tokens": prompt_tokens, **counts, **unknown, **known})

@@ -43,7 +43,7 @@ from benchmarks.quality.questions import (
 )
 from benchmarks.quality.rows import QuestionRow
 from benchmarks.quality.worlds import WORLD, world_rows
-from benchmarks.settings import busy_note, run_settings
+from benchmarks.settings import busy_note, cpu, run_settings
 from kvrag.backend.hub import check_model
 from kvrag.backend.transformers import Model
 from kvrag.cli.common import DTYPES, at_least, existing_path, progress, require_extra, say
@@ -51,7 +51,6 @@ from kvrag.config import DEFAULT_CONTEXT, BlendConfig, check_option
 from kvrag.control.agreement import wilson
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError, SettingError
-from kvrag.process import cpu
 
 _BOTH = ("right", "kept")
 _MANY = 50  # answers after which the evidence of a model should be enough

@@ -36,7 +36,6 @@ from kvrag.control.cost import (
 )
 from kvrag.control.evidence import START, STARTS, EvidenceStore, Setting, nearest, rung, settings
 from kvrag.errors import SettingError, StoreError
-from kvrag.process import crowding
 from kvrag.reuse.blend import begins_exactly
 from kvrag.reuse.load import Trace
 from kvrag.reuse.request_state import RequestState
@@ -198,7 +197,6 @@ class Planner:
         self._costs, self.evidence = CostModel(backend.hidden_size), EvidenceStore(store, backend.fingerprint.digest)
         self._is_large = backend.num_parameters >= PARAMETERS
         self._speed_kept, self._planned = time.monotonic(), Counter[str]()
-        self._look_for_crowd()
         with cost.recalling(store, cost.FILE):
             if (measured := cost.read(store.read_text(cost.FILE)).get(self._machine)) is not None:
                 self._costs.take(measured)
@@ -388,13 +386,8 @@ class Planner:
             pairs: Number of pairs of a token and a key that it attends to.
             cpu: Processor time of the thread in these seconds.
         """
-        self._look_for_crowd()
         if not self._waited(seconds, cpu):
             self._costs.observe_pass("encode", tokens, pairs, seconds, passes)
-
-    def _look_for_crowd(self) -> None:
-        if self._backend.device.type == "cpu" and (advice := crowding(torch.get_num_threads())):
-            logger.warning(advice)
 
     def _waited(self, seconds: float, cpu: float) -> bool:
         """Return whether a thread that computes waited for processors; one that uses a GPU waits for the GPU."""
@@ -406,7 +399,6 @@ class Planner:
         Args:
             rows: Number of computed positions.
         """
-        self._look_for_crowd()
         pass_s = trace.own_seconds["blend"]  # without waiting for the store, and without layout
         if trace.is_contended or self._waited(pass_s, trace.cpu_seconds["blend"]):
             return

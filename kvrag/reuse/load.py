@@ -142,15 +142,13 @@ class Trace:
 
     Steps: `match`, `select`, `blend` in this order; within `select` and `blend`, as layers are loaded while others are
     computed, `load_stall` (waiting for chunks) and `stitch` (rotation, and layout where the reading threads did not do
-    it); `load` while at least one thread was reading chunks, mostly beside the others. `times` are the first start and
-    the last end of each step that has run, on the clock of `time.perf_counter`. `cpu_seconds` = processor time of this
-    thread, without nested steps.
+    it); `load` while at least one thread was reading chunks, mostly beside the others. `cpu_seconds` = processor time
+    of this thread, without nested steps.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.seconds = dict.fromkeys(("match", "load", "load_stall", "stitch", "select", "blend"), 0.0)
         self.own_seconds, self.cpu_seconds = dict(self.seconds), dict(self.seconds)
-        self.times: dict[str, tuple[float, float]] = {}
         self._inside = 0.0, 0.0  # seconds and processor time of the steps inside of the current one
         self._backend, self._waits = backend, backend.waits
         self._mutex = threading.Lock()
@@ -189,10 +187,9 @@ class Trace:
                     self._add("load", self._reading_since)
 
     def _add(self, name: str, started: float) -> float:
-        stopped = time.perf_counter()
-        self.seconds[name] += stopped - started
-        self.times[name] = self.times.get(name, (started, stopped))[0], stopped
-        return stopped - started
+        duration = time.perf_counter() - started
+        self.seconds[name] += duration
+        return duration
 
     @property
     def is_contended(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,7 @@ from kvrag.types import join
 
 PROMPT = messages(*CHUNKS)
 PLAIN: dict[str, Any] = {"temperature": 0, "max_new_tokens": 4, "policy": "hkvd", "ratio": 0.2}
-STEPS = ["match", "load", "stitch", "select", "blend", "decode"]
+STEPS = ["match", "load", "stitch", "select", "blend", "ttft"]
 
 Spans = Callable[[], dict[str, ReadableSpan]]
 
@@ -52,13 +51,12 @@ def spans(exporter: InMemorySpanExporter) -> Spans:
     return take
 
 
-def test_an_answer_is_a_span_with_its_steps(engine: BlendEngine, endless: Any, spans: Spans) -> None:
+def test_an_answer_is_a_span_with_the_seconds_of_its_steps(engine: BlendEngine, endless: Any, spans: Spans) -> None:
     engine.warm(CHUNKS)
     assert spans() == {}
-    before = time.time_ns()
     answer = engine.generate(PROMPT, **PLAIN)
     found, report = spans(), answer.report
-    assert sorted(found) == sorted([*STEPS, "chat tiny"])
+    assert list(found) == ["chat tiny"]
     chat = found["chat tiny"]
     assert chat.parent is None
     assert chat.status.is_unset
@@ -75,28 +73,9 @@ def test_an_answer_is_a_span_with_its_steps(engine: BlendEngine, endless: Any, s
         "kvrag.policy": "hkvd",
         "kvrag.ratio": 0.2,
         "kvrag.recomputed_tokens": report.recomputed_tokens,
+        **{f"kvrag.{step}_s": getattr(report, f"{step}_s") for step in STEPS},
     }
     assert min(report.reused_tokens, report.recomputed_tokens) > 0
-    for name in STEPS:
-        outer = found["blend" if name in ("stitch", "select") else "chat tiny"]
-        assert found[name].parent == outer.context
-        start, end = _times(found[name])
-        first, last = _times(outer)
-        if name not in ("match", "load"):  # these are converted from another clock than the outer span's
-            assert first - 1e6 <= start <= end <= last + 1e6
-    assert before - 1e6 <= _times(found["match"])[0] <= _times(found["load"])[0]
-    assert _times(found["match"])[1] <= _times(found["blend"])[0]
-    assert _times(found["blend"])[1] == _times(found["decode"])[0]
-    start, end = _times(found["select"])
-    assert (end - start) / 1e9 == pytest.approx(report.select_s, abs=1e-5)
-    start, end = _times(found["load"])
-    assert (end - start) / 1e9 >= report.load_s - 1e-5 > 0
-
-
-def _times(span: ReadableSpan) -> tuple[int, int]:
-    assert span.start_time is not None
-    assert span.end_time is not None
-    return span.start_time, span.end_time
 
 
 def test_text_documents_and_calls(engine: BlendEngine, spans: Spans) -> None:
@@ -153,7 +132,6 @@ def test_an_error_is_the_spans_status_and_an_abandoned_answer_is_none(engine: Bl
     found = spans()
     assert found["chat tiny"].status.is_unset
     assert (found["chat tiny"].attributes or {})["gen_ai.usage.output_tokens"] == 1
-    assert "decode" in found
 
 
 def test_frameworks_report_the_counts_of_the_span(engine: BlendEngine, spans: Spans) -> None:
@@ -204,4 +182,4 @@ def test_without_opentelemetry_nothing_is_recorded(monkeypatch: pytest.MonkeyPat
     assert untraced.traced(deltas, "chat", "tiny") is deltas
     assert untraced.trace_headers() == {}
     with untraced.continued({"traceparent": "00-" + "1" * 32 + "-" + "2" * 16 + "-01"}):
-        untraced.record_steps({})
+        pass

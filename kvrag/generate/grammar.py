@@ -16,7 +16,7 @@ from torch import Tensor
 from kvrag.backend.transformers import Model, Tokenizer
 from kvrag.config import Grammar
 from kvrag.errors import ModelError, SettingError, UnsupportedModelError, first_line
-from kvrag.generate.schema import MOST_CHARACTERS, enforceable
+from kvrag.generate.schema import enforceable
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -32,6 +32,7 @@ _JSON_STYLE = {
 # llguidance follows references by recursion, and an overflow of the stack would end the process: a long grammar
 # of nothing else takes 0.3 GiB. Memory of the stack that is not used is not allocated
 _STACK = 512 << 20
+_MOST_CHARACTERS = 1 << 20
 
 _tokenizers: weakref.WeakKeyDictionary[Model, LLTokenizer] = weakref.WeakKeyDictionary()
 _creating = threading.Lock()
@@ -106,9 +107,9 @@ def constrain(model: Model, grammar: Grammar, before: str = "", left_out: Sequen
     if before:
         answer = {"lark_grammar": source} if kind == "lark" else json.loads(source)["grammars"][0]
         source = json.dumps({"grammars": [{"lark_grammar": before}, {**answer, "name": "answer"}]})
-    if len(source) > MOST_CHARACTERS:
+    if len(source) > _MOST_CHARACTERS:
         raise SettingError(
-            f"the grammar is longer than {MOST_CHARACTERS} characters: use a shorter one, or fewer tools"
+            f"the grammar is longer than {_MOST_CHARACTERS} characters: use a shorter one, or fewer tools"
         )
     tokenizer = _tokenizer(model)
     matcher = _with_stack(lambda: llguidance.LLMatcher(tokenizer, source))
@@ -132,7 +133,7 @@ def _with_stack(work: Callable[[], T]) -> T:
 def guarded(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the schema as enforced, and what of it is not.
 
-    Objects have only the named properties, and white space is fixed.
+    White space is fixed.
     """
     _llguidance()
     closed, left_out = enforceable(schema, lambda probe: _is_supported(json.dumps(probe)))

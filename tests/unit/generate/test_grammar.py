@@ -258,8 +258,7 @@ def test_a_long_chain_of_references_does_not_overflow_the_stack(model: Model) ->
         return Grammar(json_schema={"$ref": "#/$defs/a0", "$defs": {**links, f"a{length}": {"type": "integer"}}})
 
     assert constrain(model, chain(100))
-    with pytest.raises(SettingError, match="the JSON schema is nested too deeply: flatten it"):
-        constrain(model, chain(4000))
+    assert constrain(model, chain(15_000))
     with pytest.raises(SettingError, match="the grammar is longer than 1048576 characters"):
         constrain(model, Grammar(json_schema={"enum": ["a" * 1_100_000]}))
 

@@ -130,14 +130,12 @@ def accepts(model: Model, schema: dict[str, Any], text: str) -> bool:
 
 
 @pytest.mark.parametrize("schema", TOGETHER, ids=repr)
-def test_an_object_that_several_schemas_describe_has_the_properties_of_all(
-    model: Model, schema: dict[str, Any]
-) -> None:
+def test_an_object_that_several_schemas_describe_is_open(model: Model, schema: dict[str, Any]) -> None:
     whole = '{"name": "x", "id": 1}'
     is_reversed = not accepts(model, schema, whole)
     assert accepts(model, schema, '{"id": 1, "name": "x"}') == is_reversed  # properties have an order
     Draft202012Validator(schema).validate(json.loads(whole))
-    for wrong in ('{"name": "x"}', '{"id": 1}', '{"name": "x", "id": 1, "z": 1}', '{"id": 1, "name": "x", "z": 1}'):
+    for wrong in ('{"name": "x"}', '{"id": 1}'):
         assert not accepts(model, schema, wrong)
 
 
@@ -150,29 +148,13 @@ def test_alternatives_do_not_share_properties(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "right", "wrong"),
-    [
-        ({"enum": ["a", "b"]}, '{"b": 1}', '{"c": 1}'),
-        ({"const": "a"}, '{"a": 1}', '{"b": 1}'),
-        ({"$ref": "#/$defs/Tag"}, '{"a": 1, "b": 1}', '{"a": 1, "c": 1}'),
-        ({"type": "string", "pattern": "^k"}, '{"ko": 1}', '{"o": 1}'),
-        ({"type": "string"}, '{"o": 1}', '{"o": 2}'),
-    ],
-)
-def test_names_of_properties_are_enforced(model: Model, names: dict[str, Any], right: str, wrong: str) -> None:
-    schema = {"type": "object", "propertyNames": names, "additionalProperties": {"enum": [1]}}
-    schema["$defs"] = {"Tag": {"type": "string", "enum": ["a", "b"], "title": "Tag"}}
-    assert accepts(model, schema, right)
-    assert not accepts(model, schema, wrong)
-
-
-@pytest.mark.parametrize(
     ("schema", "left_out"),
     [
         ({"type": "array", "uniqueItems": True, "items": {"type": "integer"}}, "uniqueItems"),
         ({"type": "string", "format": "binary"}, "binary"),
         ({"type": "string", "pattern": "^(?=a)"}, "pattern ^(?=a)"),
         ({"type": "object", "properties": ID, "minProperties": 2}, "minProperties"),
+        ({"type": "object", "propertyNames": {"enum": ["a"]}}, "propertyNames"),
         ({"type": "array", "title": "T", "items": {"type": "integer"}}, ""),
         (NAMED, ""),
     ],
@@ -190,27 +172,17 @@ def test_the_report_names_what_is_not_enforced(
     assert left_out in "".join(about)
 
 
-def test_schemas_that_cannot_be_expanded_are_refused(model: Model) -> None:
+def test_schemas_that_are_too_large_are_refused(model: Model) -> None:
     deep: dict[str, Any] = {}
     for _ in range(5000):
         deep = {"items": deep}
     with pytest.raises(SettingError, match="nested too deeply"):
         guarded(deep)
     many = {"properties": {f"n{number}": {} for number in range(500)}}
-    copies = {f"c{number}": {"$ref": "#/$defs/Many", "properties": ID} for number in range(500)}
-    with pytest.raises(SettingError, match="describe one object"):
-        guarded({"$defs": {"Many": many}, "properties": copies})
     steps = {f"S{n}": {"properties": {f"p{n}": {}}, "anyOf": [{"$ref": f"#/$defs/S{n + 1}"}] * 2} for n in range(30)}
     for wide in (
         {"$defs": {**steps, "S30": NAMED}, "$ref": "#/$defs/S0"},
-        {**many, "anyOf": [{"properties": {name: {}}} for name in copies]},
+        {**many, "anyOf": [{"properties": {f"c{number}": {}}} for number in range(500)]},
     ):
         with pytest.raises(SettingError, match="schema too large"):
             constrain(model, Grammar(json_schema=wide))
-
-
-def test_references_without_end_are_not_followed() -> None:
-    loop = {"$defs": {"A": {"$ref": "#/$defs/B"}, "B": {"$ref": "#/$defs/A"}}, "properties": ID, "$ref": "#/$defs/A"}
-    assert guarded(loop)[0]["properties"] == ID
-    for ref in ("#/nowhere", "#/$defs/A/0", "http://example.com/schema", "other", 5, None):
-        assert guarded({"$defs": {"A": [{}]}, "$ref": ref, "properties": ID})[0]["$ref"] == ref

@@ -68,7 +68,7 @@ def _attributes(answer: Answer) -> dict[str, Any]:
         "kvrag.policy": report.policy,
         "kvrag.ratio": report.ratio,
         "kvrag.recomputed_tokens": report.recomputed_tokens,
-        **{f"kvrag.{name}": getattr(report, name) for name in TIMES},
+        **{"kvrag." + name: getattr(report, name) for name in TIMES},
     }
 
 

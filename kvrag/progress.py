@@ -46,11 +46,11 @@ def progress(title: str, quiet: bool = False, unit: str = "") -> Iterator[Callab
         if quiet or not total:
             return
         if bar is None:
-            interval = _REDRAW_S if _is_watched() else _LINE_S
+            interval, delay = (_REDRAW_S, 0.0) if _is_watched() else (_LINE_S, _LINE_S)
             # tqdm draws nothing on a terminal that does not know its size, as in containers
             size = {} if _IN_NOTEBOOK else {"ncols": 80, "nrows": 20, "file": sys.stderr}
             options = {"initial": done, "total": total, "unit": f" {unit}", "unit_scale": True, "smoothing": 0}
-            options |= {"mininterval": interval, "miniters": 0, "delay": interval, "leave": False}
+            options |= {"mininterval": interval, "miniters": 0, "delay": delay, "leave": False}
             bar = _Bar(desc=title, **options, **size)
         bar.total = total
         bar.update(done - bar.n)

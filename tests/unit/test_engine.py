@@ -150,7 +150,7 @@ def test_a_bar_is_shown_on_a_terminal_only(
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     engine.warm(CHUNKS[1:2])
-    assert "encoding: 0%|" in capsys.readouterr().err
+    assert "encoding:   0%|" in capsys.readouterr().err
     engine.warm(CHUNKS[2:3], progress=lambda done, total: None)
     asyncio.run(engine.awarm(CHUNKS[3:4]))  # as in servers
     assert capsys.readouterr().err == ""

@@ -477,7 +477,6 @@ class BlendEngine:
             self._closed = True
             self._answering.close()
             self._planner.keep_speed()
-            self._lookup.close()
             self.store.close()
 
     def __enter__(self) -> BlendEngine:

@@ -1,68 +1,38 @@
-"""The catalog of reusable texts: the store's entries, indexed for matching, stored on disk and shared by processes.
+"""The catalog of reusable texts: the store's entries, indexed in memory for matching.
 
 A snapshot is a tuple of immutable segments. Prompts match against the current snapshot without waiting; a refresh
-creates the next one and swaps it in. New texts are indexed into small segments in memory, the tail; removed texts are
-marked in the `alive` array of their segment. When the tail has grown, a thread replaces the file, which has one segment
-with all texts. Other processes then map it instead of keeping their own tail. Everything is derived from the store: if
-the file is missing or damaged, the texts are indexed again.
+creates the next one and swaps it in. New texts get a segment of their own, which is joined with others of its size;
+removed texts are marked in the `alive` array of their segment.
 
 Texts are matched on the snapshot; which variant of each text a prompt may use depends on the store's current state.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from filelock import FileLock, Timeout
 
-from kvrag.errors import StoreError
 from kvrag.index.match import match
-from kvrag.index.segment import MAX_TOKENS, DamagedSegmentError, Ids, Segment, join, read, write
-from kvrag.process import Background
+from kvrag.index.segment import Ids, Segment, join
 from kvrag.store import Entry, KVStore, visible_variant
-from kvrag.store.base import CATALOG_LOCK
 from kvrag.types import Run
 
-logger = logging.getLogger("kvrag")
-
-# all but the last one in tokens
-_AT_ONCE = 1 << 20  # indexed by a prompt before it is matched; more is indexed by a thread
-_PORTION = 1 << 21  # indexed at once
-_TAIL = 1 << 21  # kept in memory before it is written, or half of what the file has ...
-_LONG_TAIL = 1 << 26  # ... and never more
-_DEAD = 0.25  # share of the file's texts before it is written again
-_FILE = "catalog.segment"
+_LARGEST = 1 << 23  # tokens of joined segments; indexing that many takes a third of a second
 
 
 @dataclass(frozen=True)
 class _Snapshot:
     """Immutable state that prompts are matched against."""
 
-    segments: tuple[Segment, ...] = ()  # the one on disk, if there is one, followed by the tail
+    segments: tuple[Segment, ...] = ()
     last: int = 0  # texts up to this number are in a segment
-    position: int = 0  # up to which the store's removal log has been applied; 0 = no entries yet
-    removals: int = -1  # the store's counter at that time
-    signature: tuple[int, ...] = ()  # of the file
-
-    @property
-    def file(self) -> Segment | None:
-        """The segment on disk."""
-        return next((segment for segment in self.segments if segment.is_mapped), None)
-
-    @property
-    def tail(self) -> tuple[Segment, ...]:
-        """Segments in memory."""
-        return tuple(segment for segment in self.segments if not segment.is_mapped)
+    removals: int = -1  # the store's counter when removed texts were last marked
 
 
 class Match(NamedTuple):
@@ -82,37 +52,30 @@ class Match(NamedTuple):
 class Catalog:
     """The texts of a store, for matching. Thread-safe.
 
-    Opening maps files without reading them. After `update`, `match` sees what this process has refreshed and, usually,
-    recent changes by other processes.
+    After `update`, `match` sees what this and other processes have stored and removed.
     """
 
     def __init__(self, store: KVStore, alone_only: bool = False) -> None:
-        """Open the catalog of a store. `alone_only`: `find` uses only chunks that were encoded without context."""
+        """Index the texts of a store. `alone_only`: `find` uses only chunks that were encoded without context."""
         self._store, self._alone_only = store, alone_only
-        self._path = store.catalog_folder / _FILE
         self._snapshot = _Snapshot()
         self._removed: deque[Entry] = deque()  # for `take_removed`
         self._removing: list[Entry] | None = None  # for `removing`, under _refreshing
         self._refreshing = threading.Lock()  # held while building the next snapshot; prompts do not wait for it
-        self._background = Background("kvrag-catalog", 1)
-        self._is_writable = not store.read_only
-        with self._refreshing:
-            is_behind = self._advance(_AT_ONCE)
+        self.refresh()
         self._removed.clear()
-        self._maintain(is_behind)
 
     def update(self) -> int:
         """Index what was stored or removed; return the store's counter of removals. Call it once per prompt.
 
-        It does not wait for another thread that is doing so, and leaves large additions to a thread.
+        It does not wait for another thread that is doing so.
         """
         removals = self._store.removals()
         if self._refreshing.acquire(blocking=False):
             try:
-                is_behind = self._advance(_AT_ONCE, removals)
+                self._advance(removals)
             finally:
                 self._refreshing.release()
-            self._maintain(is_behind)
         return removals
 
     def match(self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[Run]:
@@ -121,8 +84,8 @@ class Catalog:
 
     def refresh(self) -> None:
         """Index everything that has been stored or removed. Call it after ingestion, before the next prompt."""
-        self._catch_up()
-        self._maintain(False)
+        with self._refreshing:
+            self._advance()
 
     @contextmanager
     def removing(self) -> Iterator[list[Entry]]:
@@ -131,7 +94,7 @@ class Catalog:
             texts = self._removing = []
             try:
                 yield texts
-                self._advance(0)
+                self._advance()
             finally:
                 self._removing = None
 
@@ -212,51 +175,34 @@ class Catalog:
     def __len__(self) -> int:
         return sum(segment.num_alive for segment in self._snapshot.segments)
 
-    def close(self) -> None:
-        """Stop writing; the files stay as they were before."""
-        self._background.close(finish=True)
-
     # ---------------------------------------------------------------- refreshing
 
-    def _advance(self, limit: int, removals: int | None = None) -> bool:
-        """Build the next snapshot, with about `limit` tokens of new texts; return whether there is more to do."""
-        snapshot = self._adopt(self._apply_removals(self._snapshot, removals))  # then the file may be another one
-        # applied again after the entries, so that an entry removed in the meantime is covered
-        snapshot = self._apply_removals(snapshot, removals)
-        entries, num_tokens = [], 0
-        for entry in self._store.entries(snapshot.last):
-            entries.append(entry)
-            num_tokens += len(entry.ids)
-            if num_tokens >= limit:
-                break
-        if entries:
+    def _advance(self, removals: int | None = None) -> None:
+        """Build the next snapshot."""
+        snapshot = self._without_removed(self._snapshot, removals)
+        if entries := list(self._store.entries(snapshot.last)):
             segments = [*snapshot.segments, Segment.of(entries)]
             while _are_alike(segments[-2:]):  # like a binary counter: few segments, and every text is rarely moved
                 segments[-2:] = [join(segments[-2:])]
-            snapshot = self._apply_removals(replace(snapshot, segments=tuple(segments), last=entries[-1].number))
+            # again, so that a text removed in the meantime is covered
+            snapshot = self._without_removed(_Snapshot(tuple(segments), entries[-1].number, snapshot.removals))
         self._snapshot = snapshot
-        return bool(entries) and num_tokens >= limit
 
-    def _apply_removals(self, snapshot: _Snapshot, removals: int | None = None) -> _Snapshot:
-        """Mark removed texts."""
+    def _without_removed(self, snapshot: _Snapshot, removals: int | None = None) -> _Snapshot:
+        """Mark removed texts, if the store's counter has changed."""
         if removals is None:
             removals = self._store.removals()
         if removals == snapshot.removals:
             return snapshot
-        log = self._store.removed(snapshot.position)
-        if log is None:
-            logger.info("the log of removals is too short, or another store's: all texts are indexed again")
-            self._note_removed(entry for segment in snapshot.segments for entry in segment.entries(segment.numbers))
-            position, _ = self._store.removed(0) or (0, ())
-            return _Snapshot(position=position, removals=removals, signature=snapshot.signature)
-        position, removed = log
-        segments = snapshot.segments
-        if removed:
-            numbers = np.unique(np.asarray(removed, np.int64))
-            self._note_removed(entry for segment in segments for entry in segment.entries(numbers))
-            segments = tuple(segment.without(numbers) for segment in segments)
-            segments = tuple(join([s]) if not s.is_mapped and 2 * s.num_alive < len(s) else s for s in segments)
-        return replace(snapshot, segments=segments, position=position, removals=removals)
+        stored, segments = self._store.numbers(), list[Segment]()
+        for segment in snapshot.segments:
+            left = segment.only(stored)
+            if left is not segment:
+                self._note_removed(segment.entries(segment.alive & ~left.alive))
+            if 2 * left.num_alive < len(left):
+                left = join([left])
+            segments += [left] * bool(len(left))
+        return replace(snapshot, segments=tuple(segments), removals=removals)
 
     def _note_removed(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
@@ -264,104 +210,10 @@ class Catalog:
             if self._removing is not None:
                 self._removing.append(entry)
 
-    # ---------------------------------------------------------------- the file
-
-    def _adopt(self, snapshot: _Snapshot) -> _Snapshot:
-        """Use the file, if it has changed."""
-        signature = _signature(self._path)
-        if signature == snapshot.signature:
-            return snapshot
-        try:
-            files = (read(self._path),) if signature else ()
-        except DamagedSegmentError as error:
-            logger.warning("%s; its texts are indexed again", error)
-            files = ()
-        base, position = (files[0].last, files[0].position) if files else (0, 0)
-        if snapshot.file and base < snapshot.file.last:  # the tail begins after it
-            return _Snapshot(files, base, position, -1, signature)
-        is_newer = (segment.numbers > base for segment in snapshot.tail)
-        tail = [s.without(s.numbers[~newer]) for s, newer in zip(snapshot.tail, is_newer, strict=True) if newer.any()]
-        position = min(position, snapshot.position) if tail else position
-        return _Snapshot((*files, *tail), max(base, snapshot.last), position, -1, signature)
-
-    def _maintain(self, is_behind: bool) -> None:
-        """Catch up and write files in a thread, if needed."""
-        if is_behind or self._should_write(_TAIL):
-            self._background.later(self._work)
-
-    def _work(self) -> None:
-        try:
-            self._catch_up()
-            if self._should_write(_TAIL):
-                self._write()
-        except (StoreError, OSError) as error:
-            if not self._background.is_over:
-                logger.warning("the catalog could not be brought up to date: %s", error)
-
-    def _catch_up(self) -> None:
-        """Index everything; what does not fit into memory is written."""
-        is_behind = True
-        while is_behind and not self._background.is_over:
-            with self._refreshing:
-                is_behind = self._advance(_PORTION)
-            while self._should_write(_LONG_TAIL) and not self._write():
-                # another thread or process is writing, possibly these texts
-                if self._background.closed.wait(0.1) or self._background.is_over:
-                    return
-
-    def _should_write(self, least: int) -> bool:
-        """Return whether the tail has grown, to `least` tokens at least, or many of the file's texts are dead."""
-        file, tail = self._snapshot.file, sum(segment.num_tokens for segment in self._snapshot.tail)
-        most = max(least, min(file.num_tokens // 2, _LONG_TAIL)) if file else least
-        is_full = file is not None and file.num_tokens + tail >= MAX_TOKENS
-        has_dead = file is not None and file.num_alive < (1 - _DEAD) * len(file)
-        return self._is_writable and not is_full and (tail >= most or has_dead)
-
-    def _write(self) -> bool:
-        """Replace the file by one with all texts; return whether this process, and no other, has done it."""
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(self._path.with_name(CATALOG_LOCK), blocking=False):
-                with self._refreshing:
-                    self._advance(0)
-                    snapshot = self._snapshot
-                if not self._should_write(_TAIL):  # another process has written it
-                    return False
-                write(snapshot.segments, self._path, snapshot.position, self._check_open)
-                with self._refreshing:
-                    self._advance(0)
-                for path in self._path.parent.glob("*"):  # left by a killed writer, or an earlier version
-                    if path.name not in (_FILE, CATALOG_LOCK):
-                        path.unlink(missing_ok=True)
-        except (Timeout, CancelledError):  # another process is writing, or the catalog was closed
-            return False
-        except DamagedSegmentError as error:
-            logger.warning("%s; its texts are indexed again", error)
-            self._path.unlink(missing_ok=True)
-            with self._refreshing:
-                self._snapshot = _Snapshot()
-        except OSError as error:
-            self._is_writable = False
-            logger.info("the catalog stays in memory: %s", error)
-            return False
-        return True
-
-    def _check_open(self) -> None:
-        if self._background.is_over:
-            raise CancelledError
-
 
 def _are_alike(segments: Sequence[Segment]) -> bool:
-    """Return whether two segments are both in memory and of similar size."""
-    if len(segments) < 2 or segments[0].is_mapped:
+    """Return whether these are two segments of similar size, which are small enough to be joined by a prompt."""
+    if len(segments) < 2:
         return False
     first, second = (segment.num_tokens for segment in segments)
-    return 2 * second >= first and first + second < MAX_TOKENS
-
-
-def _signature(path: Path) -> tuple[int, ...]:
-    try:
-        stat = os.stat(path)
-    except OSError:
-        return ()
-    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+    return 2 * second >= first and first + second < _LARGEST

@@ -139,10 +139,8 @@ def _find_candidates(segments: Sequence[Segment], prompt: Ids, min_run: int, nam
         shared = _share_a_run(windows, position, segment, address, window)
         order, address, position = order[shared], address[shared], position[shared]
         row = np.searchsorted(segment.starts, address, "right") - 1
-        is_live = (row >= 0) & (row < len(segment))
-        row = row.clip(0, len(segment) - 1)
         space = segment.namespaces.index(namespace) if namespace in segment.namespaces else -1
-        is_live &= segment.alive[row] & (segment.spaces[row] == space)
+        is_live = segment.alive[row] & (segment.spaces[row] == space)
         first, last = segment.starts[row], segment.starts[row + 1]
         has_start = _have_start(prompt, position, segment, address, first)
         columns = position, np.full(len(row), number), row, address, first, last, has_start

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import threading
 import time
 import uuid
@@ -18,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+import numpy as np
+from numpy.typing import NDArray
 
 from kvrag.config import check_budget, check_namespace, check_number
 from kvrag.errors import DamagedChunkError, StoreError, StoreFullError, StoreReadOnlyError
@@ -36,8 +38,6 @@ from kvrag.store.values import ON_REQUEST, ChunkRecord, Entry, Holding, StoreSta
 logger = logging.getLogger("kvrag")
 
 MANIFEST = "manifest.sqlite"
-CATALOG_LOCK = "head.lock"
-"""File in the catalog's folder that its writer locks."""
 _REMOVE, _ADD, _USES = 500, 200, 5000  # chunks that one change removes, adds, or counts the uses of
 _LOW_WATERMARK = 0.95  # share of a budget that eviction leaves
 
@@ -64,13 +64,13 @@ class KVStore(ABC):
     """A store of one model's chunk KV under one codec.
 
     Its manifest, in a local folder, answers every query except for the content of chunks. All methods are thread-safe;
-    several processes may share one store. The methods called for a prompt (`look_up`, `open`, `entries`, `removed`,
+    several processes may share one store. The methods called for a prompt (`look_up`, `open`, `entries`, `numbers`,
     `removals`, `touch`) never wait for a writer.
     """
 
     name: str  # in messages
     path: Path  # the local folder
-    read_only: bool  # whether all writes fail, also into `catalog_folder`
+    read_only: bool  # whether all writes fail
     max_bytes: int | None  # byte budget of the local folder; None = none
     _manifest: Manifest
     _changes: Manifest | Log  # takes changes: the manifest itself, or the log that it follows
@@ -80,11 +80,6 @@ class KVStore(ABC):
         self._lock = threading.Lock()
         self._touched: Counter[str] = Counter()  # under _lock
         self._bound, self._has_warned, self._process = "", False, os.getpid()
-
-    @property
-    def catalog_folder(self) -> Path:
-        """Folder for data derived from the entries."""
-        return self.path / "catalog"
 
     @abstractmethod
     def open(self, key: str) -> PackedChunk | None:
@@ -284,17 +279,17 @@ class KVStore(ABC):
         return self._current.look_up(text_keys)
 
     def entries(self, after: int) -> Iterator[Entry]:
-        """Return the texts with a number above `after`, in ascending order. The numbers differ between machines."""
+        """Return the texts with a number above `after`, in ascending order.
+
+        The numbers differ between machines, and all are new when a manifest is replaced.
+        """
         self._check_open()
         return self._manifest.entries(after)
 
-    def removed(self, after: int) -> tuple[int, Sequence[int]] | None:
-        """Return the current position of the removal log and the numbers of the texts removed since position `after`.
-
-        0 = return the current position only. None if the log no longer reaches back: read all entries again.
-        """
+    def numbers(self) -> NDArray[np.int64]:
+        """Return the numbers of all texts."""
         self._check_open()
-        return self._manifest.removed(after)
+        return self._manifest.numbers()
 
     def removals(self) -> int:
         """Return a counter that changes when any process removes chunks."""
@@ -416,8 +411,7 @@ class KVStore(ABC):
         """Delete unneeded chunks and files; return (chunks, files) deleted. Also enforces the budgets.
 
         Unneeded: chunks that no document relies on, including chunks of requests unused for `unused_days`, files
-        without a row, and quarantined files. Token ids of deleted texts are deleted from the manifest, its log and the
-        catalog, which is rebuilt.
+        without a row, and quarantined files. Token ids of deleted texts are deleted from the manifest and its log.
         """
         check_number("unused_days", unused_days, least=-math.inf)
         with translated(self.path):
@@ -431,17 +425,13 @@ class KVStore(ABC):
             return len(unheld), leftovers
 
     def purge(self) -> None:
-        """Delete what may contain deleted texts: the manifest's log, damaged files, and the catalog."""
+        """Delete what may contain deleted texts: the manifest's log, damaged files, an earlier version's catalog."""
+        shutil.rmtree(self.path / "catalog", ignore_errors=True)
         if not self._manifest.purge():
             return
         for pattern in (f"{MANIFEST}.damaged-*", "*/*.damaged", "namespaces/**/*.damaged"):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
-        if self.catalog_folder.exists():
-            with FileLock(self.catalog_folder / CATALOG_LOCK):  # a writer may have read them before they were deleted
-                for path in self.catalog_folder.glob("*"):
-                    if path.name != CATALOG_LOCK:
-                        path.unlink(missing_ok=True)
 
     def quarantine(self, key: str) -> None:
         """Take a damaged chunk out of use and keep its bytes for inspection."""

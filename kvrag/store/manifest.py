@@ -18,6 +18,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvrag.errors import StoreError
 from kvrag.store.chunkfile import PackedChunk
@@ -32,7 +33,6 @@ _HOLDERS = "holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?,
 _LISTED = "(SELECT value FROM json_each(?1))"  # SQLite limits the number of parameters
 _UNHELD = "key NOT IN (SELECT key FROM holders)"
 _BYTES = "SELECT total(bytes) FROM totals WHERE ?1 IS NULL OR namespace = ?1"
-_LOG = 100_000  # number of removals kept
 _BUDGET = "budget "  # and a namespace: counter with its budget in bytes
 _STORED = 2  # uses that storing counts as: new chunks must outlast chunks that are hardly used
 
@@ -117,18 +117,9 @@ class Manifest(Database):
                 return
             after = rows[-1][0]
 
-    def removed(self, after: int) -> tuple[int, list[int]] | None:
-        """See KVStore.removed."""
-        with self._reading() as connection:
-            row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'removed'").fetchone()
-            position = int(row[0]) if row else 0
-            if after == 0:
-                return position, []
-            (oldest,) = connection.execute("SELECT min(position) FROM removed").fetchone()
-            if not (position if oldest is None else oldest - 1) <= after <= position:
-                return None
-            rows = connection.execute("SELECT number FROM removed WHERE position > ? ORDER BY position", (after,))
-            return position, [row[0] for row in rows]
+    def numbers(self) -> NDArray[np.int64]:
+        """See KVStore.numbers."""
+        return np.array([number for (number,) in self._all("SELECT number FROM texts")], np.int64)
 
     # ---------------------------------------------------------------- changes
 
@@ -357,7 +348,4 @@ def _remove_rows(
     where += f" AND {_UNHELD}" * unheld
     removed = connection.execute(f"SELECT key, file FROM chunks {where}", values).fetchall()
     connection.execute(f"DELETE FROM chunks {where}", values)
-    connection.execute(
-        "DELETE FROM removed WHERE position <= (SELECT seq FROM sqlite_sequence WHERE name = 'removed') - ?", (_LOG,)
-    )
     return removed

@@ -43,6 +43,8 @@ _HALF_LIFE = 4.0  # of a use, on the clock
 
 # A text row lives as long as one of its chunks. Triggers guarantee it on every code path.
 _SCHEMA = """
+DROP TRIGGER IF EXISTS text_removed;  -- of an earlier version, as this table
+DROP TABLE IF EXISTS removed;
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS totals (
     namespace TEXT PRIMARY KEY, texts INTEGER NOT NULL DEFAULT 0, chunks INTEGER NOT NULL DEFAULT 0,
@@ -76,14 +78,12 @@ CREATE TABLE IF NOT EXISTS holders (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS holders_text ON holders (text, source, key);
 CREATE INDEX IF NOT EXISTS holders_key ON holders (key);
-CREATE TABLE IF NOT EXISTS removed (position INTEGER PRIMARY KEY AUTOINCREMENT, number INTEGER NOT NULL);
 CREATE TRIGGER IF NOT EXISTS text_added AFTER INSERT ON texts BEGIN
     INSERT INTO totals (namespace, texts) VALUES (NEW.namespace, 1)
         ON CONFLICT (namespace) DO UPDATE SET texts = texts + 1;
 END;
-CREATE TRIGGER IF NOT EXISTS text_removed AFTER DELETE ON texts BEGIN
+CREATE TRIGGER IF NOT EXISTS text_deleted AFTER DELETE ON texts BEGIN
     UPDATE totals SET texts = texts - 1 WHERE namespace = OLD.namespace;
-    INSERT INTO removed (number) VALUES (OLD.number);
 END;
 CREATE TRIGGER IF NOT EXISTS chunk_added AFTER INSERT ON chunks BEGIN
     UPDATE totals SET chunks = chunks + 1, bytes = bytes + NEW.num_bytes,
@@ -141,13 +141,13 @@ class Database:
                 connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA}")
                 if is_new:
                     connection.execute(COUNT, (INCOMPLETE, 1))
-            _start_positions(connection)
+                    _start_counting(connection, time.time_ns() // 1000)
         except sqlite3.OperationalError as error:
             if is_new or not self._path.exists() or _primary(error) not in _UNWRITABLE:
                 raise
             connection = self._open_to_read()
             self.read_only = True
-        for table in ("texts", "chunks", "holders", "totals", "counters", "removed"):
+        for table in ("texts", "chunks", "holders", "totals", "counters"):
             connection.execute(f"SELECT * FROM {table} LIMIT 1").fetchone()
         return connection
 
@@ -210,7 +210,7 @@ class Database:
     def restore(self, content: bytes | None) -> list[str]:
         """Make this a copy of another manifest (None = an empty one); return the keys of the chunks that it lacks.
 
-        Positions of the removal log start again. Raises ValueError if the content, as of `snapshot`, is damaged.
+        All texts get new numbers. Raises ValueError if the content, as of `snapshot`, is damaged.
         """
         with temporary(self._folder) as (_, path), translated(self._folder):
             path.write_bytes(content or b"")
@@ -230,12 +230,12 @@ class Database:
     def _copy_from(self, copy: sqlite3.Connection) -> list[str]:
         before = {key for (key,) in self._all("SELECT key FROM chunks")}
         left = before - {key for (key,) in copy.execute("SELECT key FROM chunks")}
-        removals = self._all("SELECT value FROM counters WHERE name = 'removals'") or [(0,)]
-        # both counters of removals differ from all that readers have seen
-        copy.execute(COUNT, ("removals", removals[0][0] + 1))
+        with self._reading() as connection:
+            highest = [time.time_ns() // 1000, *_counted(connection), *_counted(copy)]
+        copy.executescript(_SCHEMA)
+        copy.execute("UPDATE texts SET number = number + ?1 - (SELECT min(number) FROM texts)", (max(highest) + 1,))
+        _start_counting(copy, max(highest) + 1)
         copy.execute("INSERT OR REPLACE INTO counters VALUES ('purged', -1)")
-        copy.executescript("DELETE FROM removed; DELETE FROM sqlite_sequence WHERE name = 'removed'")
-        _start_positions(copy)
         copy.backup(self._writer)
         return list(left)
 
@@ -404,13 +404,19 @@ def advance(connection: sqlite3.Connection, uses: int) -> None:
     connection.execute(COUNT, (CLOCK, int(uses * TICKS / max(chunks, 1))))
 
 
-def _start_positions(connection: sqlite3.Connection) -> None:
-    """Let the positions of a new removal log start after all others, even if a damaged manifest was rebuilt."""
-    connection.execute(
-        "INSERT INTO sqlite_sequence SELECT 'removed', ?"
-        " WHERE NOT EXISTS (SELECT 1 FROM sqlite_sequence WHERE name = 'removed')",
-        (time.time_ns() // 1000,),
-    )
+def _start_counting(connection: sqlite3.Connection, start: int) -> None:
+    """Let numbers of texts and the counter of removals begin after all that readers have seen in another manifest."""
+    connection.execute("DELETE FROM sqlite_sequence")
+    connection.execute("INSERT INTO sqlite_sequence VALUES ('texts', ?)", (start,))
+    connection.execute("INSERT OR REPLACE INTO counters VALUES ('removals', ?)", (start,))
+
+
+def _counted(connection: sqlite3.Connection) -> list[int]:
+    """Return the number of the last text and the counter of removals."""
+    last = "SELECT seq FROM sqlite_sequence WHERE name = 'texts'"
+    return [
+        value for (value,) in connection.execute(f"{last} UNION SELECT value FROM counters WHERE name = 'removals'")
+    ]
 
 
 def _has_tables(connection: sqlite3.Connection, folder: Path) -> bool:

@@ -11,7 +11,6 @@ import torch
 
 from kvrag import FileStore, KVStore, SharedStore
 from kvrag.fingerprint import Fingerprint
-from kvrag.index.catalog import Catalog
 from kvrag.store import ChunkRecord, Holding, chunkfile, visible_variant
 from kvrag.store.values import chunk_key, text_key
 
@@ -103,13 +102,6 @@ def has(store: KVStore, wanted: ChunkRecord) -> bool:
     assert reader.bytes_read >= sum(tensor.nbytes for layer in wanted.layers for tensor in layer)
     reader.close()
     return True
-
-
-def settle(catalog: Catalog) -> None:
-    """Wait for the thread that writes files."""
-    for _ in range(3):  # another catalog may have been writing
-        catalog.refresh()
-        catalog._background.wait()
 
 
 def drop_copies(store: SharedStore) -> None:

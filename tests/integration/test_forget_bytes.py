@@ -29,9 +29,8 @@ WRITER = (
     COMMON
     + f"""
 import kvrag, os, records
-import kvrag.index.catalog, kvrag.store.durable
+import kvrag.store.durable
 engine = kvrag.BlendEngine(here.fresh_model(), kvrag.FileStore({{folder!r}}, min_free_bytes=0))
-kvrag.index.catalog._TAIL = 1
 fsync, add, places = os.fsync, engine.store._manifest.add, ["PLACE"]
 def wait(place):
     if place in places:
@@ -46,7 +45,6 @@ def added(rows):
     return add(rows)
 os.fsync, engine.store._manifest.add = waiting, added
 engine.warm([{SECRET!r}], document="secret")
-records.settle(engine._lookup)
 """
 )
 
@@ -58,9 +56,9 @@ def engine(endless: Model, tmp_path: Path) -> Iterator[BlendEngine]:
         yield engine
 
 
-@pytest.fixture(params=["kvrag.store.durable", "row", "kvrag.index.segment"])
+@pytest.fixture(params=["kvrag.store.durable", "row"])
 def writer(request: pytest.FixtureRequest, engine: BlendEngine, tmp_path: Path) -> Iterator[Process]:
-    """A process that has stopped before the chunk's file, the chunk's row, or the catalog's file is complete."""
+    """A process that has stopped before the chunk's file or the chunk's row is complete."""
     process = start(WRITER.replace("PLACE", request.param), tmp_path)
     try:
         expect(process, "waiting")
@@ -96,7 +94,6 @@ def test_what_a_killed_writer_leaves_is_deleted(writer: Process, engine: BlendEn
     assert not containing(engine, SECRET)
 
 
-@pytest.mark.parametrize("writer", ["kvrag.store.durable", "row"], indirect=True)
 def test_what_a_live_writer_has_not_completed_stays(writer: Process, engine: BlendEngine) -> None:
     before = containing(engine, SECRET)
     assert before

@@ -99,7 +99,6 @@ def test_a_layer_that_differs_from_the_stored_one_is_detected(tmp_path: Path, mo
         return truth
 
     monkeypatch.setattr(damage, "_make", made)
-    monkeypatch.setattr("kvrag.index.catalog._TAIL", 200)
     damage.run(campaign)
     assert any("layer 2 of" in failure.what for failure in campaign.result.failures)
 

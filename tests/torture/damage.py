@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from records import settle
 from torch import Tensor
 
-import kvrag.index.catalog
 from kvrag.errors import KvragError
 from kvrag.store import ChunkRecord, FileStore, SharedStore
 from kvrag.store.chunkfile import ChunkFile, PackedChunk
@@ -32,7 +30,6 @@ Layers = dict[tuple[str, int], tuple[Tensor, Tensor]]
 
 def run(campaign: Campaign) -> None:
     """Damage one copy of a store per case."""
-    kvrag.index.catalog._TAIL = 200  # tokens: so that even a small catalog is on disk
     intact = campaign.folder / "intact"
     truth = _make(intact)
     for number in campaign.numbers():
@@ -49,9 +46,7 @@ def _make(folder: Path) -> Layers:
     with tiny.engine(folder) as engine:
         for name, numbers in _DOCUMENTS.items():
             engine.warm(map(tiny.text, numbers), document=name)
-            settle(engine._lookup)
         engine.store.change_text("speed.json", lambda _: "{}")
-    assert list(folder.glob("catalog/*.segment"))
     truth: Layers = {}
     with tiny.engine(folder) as engine:
         engine.warm([tiny.text(8)], document="d")
@@ -147,10 +142,9 @@ def _damage(rng: random.Random, folder: Path, everything: bool) -> str:
         groups |= {
             "manifest": lambda: folder / "manifest.sqlite",
             "log": lambda: folder / "manifest.sqlite-wal",
-            "segment": lambda: folder / "catalog" / "catalog.segment",
             "speed": lambda: folder / "speed.json",
         }
-        weights |= {"manifest": 8, "log": 3, "segment": 6, "speed": 1}
+        weights |= {"manifest": 8, "log": 3, "speed": 1}
     group = rng.choices(list(weights), list(weights.values()))[0]
     path = groups[group]()
     if group == "chunk":

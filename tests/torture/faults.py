@@ -22,9 +22,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from records import settle
-
-import kvrag.index.catalog
 from kvrag import BlendEngine
 from kvrag.errors import KvragError
 from kvrag.store import schema
@@ -46,12 +43,10 @@ Decide = Callable[[], bool]
 
 def run(campaign: Campaign) -> None:
     """Inject one kind of fault per case."""
-    kvrag.index.catalog._TAIL = 200  # tokens: so that even a small catalog is on disk
     intact = campaign.folder / "intact"
     with tiny.engine(intact) as engine:
         for name, numbers in _DOCUMENTS.items():
             engine.warm(map(tiny.text, numbers), document=name)
-            settle(engine._lookup)
     for number in campaign.numbers():
         rng = campaign.random(number)
         folder = campaign.folder / "kv"

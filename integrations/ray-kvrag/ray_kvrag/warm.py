@@ -345,9 +345,8 @@ def _prune(store: KVStore, index: ChunkIndex, gone: Sequence[str], namespace: st
     """Drop the documents that are gone; see `drop`."""
     from kvrag.ext.models import Catalog, forget
 
-    with closing(Catalog(store)) as catalog:
-        where = namespace, store, catalog, tokenizer.decode, lambda keys: None
-        return drop(index, gone, lambda name: forget(partial(store.set_document, name, [], namespace), *where))
+    where = namespace, store, Catalog(store), tokenizer.decode, lambda keys: None
+    return drop(index, gone, lambda name: forget(partial(store.set_document, name, [], namespace), *where))
 
 
 def _make_plan(

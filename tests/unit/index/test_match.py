@@ -195,8 +195,8 @@ def test_removed_chunks_are_not_matched() -> None:
     rng = random.Random(1)
     chunks = _random_chunks(rng, 20)
     gone = set(list(chunks)[::2])
-    numbers = np.arange(1, 21, 2)
-    segments = [segment.without(numbers).without(numbers) for segment in _segments(chunks, portions=4)]
+    left = np.arange(2, 21, 2)
+    segments = [segment.only(left).only(left) for segment in _segments(chunks, portions=4)]
     prompt = [token for chunk in chunks.values() for token in chunk]
     for some in (segments, [join(segments)]):
         assert sum(segment.num_alive for segment in some) == 10

@@ -30,6 +30,7 @@ _READS = (
 )
 _INDEXING = (_aten.index, _aten.index_put, _aten.index_put_)
 _COPIES = (_aten.copy_, _aten._to_copy)
+_ALLOCATIONS = (_aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty_strided)
 
 
 class OnGpu(Tensor):
@@ -96,6 +97,9 @@ class _Stream:
 counts: Counter[str] = Counter()
 """Number of waits of the CPU and of copies to the GPU, by name."""
 
+launches: Counter[str] = Counter()
+"""Number of operations that launch at least one kernel on the GPU, by name: all but views and allocations."""
+
 
 def _note(name: str) -> None:
     counts[name] += 1
@@ -144,6 +148,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     on_cpu = [tensor for tensor in on_cpu if tensor is not index]
         if on_gpu and any(tensor.ndim for tensor in on_cpu):
             raise RuntimeError(f"{func}: expected all tensors to be on the same device, cuda:0 and cpu")
+    if is_result_on_gpu and not func.is_view and packet not in _ALLOCATIONS:
+        launches[packet.__name__] += 1
     known = {id(tensor.numbers): tensor for tensor in on_gpu}
 
     def wrapped(part: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -167,7 +168,13 @@ def _layer_0_keys_are_the_models_own(engine: BlendEngine, hf: Any, ids: list[int
 
 
 def _a_decode_step_of_unequal_rows_is_exact(engine: BlendEngine, hf: Any, ids: list[int]) -> None:
-    model, rows = engine.model, [ids[:length] for length in (7, 60, 90, 47)]
+    for joins in (False, True):  # as on a CPU and on a GPU
+        with patch.object(engine.model, "joins_rows", joins):
+            _a_step_of_unequal_rows_is_exact(engine.model, hf, ids)
+
+
+def _a_step_of_unequal_rows_is_exact(model: Model, hf: Any, ids: list[int]) -> None:
+    rows = [ids[:length] for length in (7, 60, 90, 47)]
     caches = [model.new_cache(len(row)) for row in rows]
     for row, cache in zip(rows, caches, strict=True):
         model.forward(torch.tensor([row]), cache)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from blending import CHUNKS, messages, prepare, relative
 from families import FAMILIES, build
-from simulated_gpu import counts, simulated_gpu, to_gpu
+from simulated_gpu import counts, launches, simulated_gpu, to_gpu
 
 from kvrag import BlendEngine, FileStore, Model
 from kvrag.config import Sampling
@@ -88,3 +88,34 @@ def test_a_decode_step_waits_for_the_gpu_once_for_all_its_answers(
             assert counts == {"to_gpu": 5 * 2, "to_cpu": 5}, num_rows
             for answer in answers:
                 answer.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "llama4", "youtu"])
+def test_a_step_launches_hardly_more_for_16_answers_than_for_one(family: str, tokenizer: Any) -> None:
+    with simulated_gpu():
+        model = Model(to_gpu(_small(family, 8)), tokenizer, family)
+        launched = []
+        for num_rows in (1, 16):
+            rows = [torch.arange(5, 30 + row) for row in range(num_rows)]
+            caches = [model.new_cache(len(row)) for row in rows]
+            for row, cache in zip(rows, caches, strict=True):
+                model.forward(row[None], cache)
+            for _ in range(2):  # the first one joins the rows
+                launches.clear()
+                model.forward_each([7] * num_rows, caches)
+            launched.append(launches.total())
+        assert launched[1] <= 1.1 * launched[0]
+
+
+@pytest.mark.parametrize("policy", ["none", "first_k"])
+def test_a_blended_prefill_launches_little_more_than_a_plain_one(policy: str, tokenizer: Any, tmp_path: Path) -> None:
+    with simulated_gpu():
+        model = Model(to_gpu(_small("llama", 8)), tokenizer, "llama")
+        with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+            engine.warm(CHUNKS)
+            ids, launched = model.tokenizer.render(messages(*CHUNKS)), []
+            for name, ratio in (("full", 1.0), (policy, 0.3)):
+                launches.clear()
+                prepare(engine, ids, ratio, name)
+                launched.append(launches.total())
+        assert launched[1] <= 1.3 * launched[0]

@@ -66,6 +66,7 @@ class Model(Backend):
         state_bytes: Bytes of the states of layers that keep some.
         recompute_threshold: Length at which `model.generate` recomputes all KV; None = never.
         lock: Held during a forward pass.
+        joins_rows: The KV of a step's rows is in one tensor per layer. On a CPU, that costs more than it saves.
         is_latent: See `BlendCache`.
     """
 
@@ -88,6 +89,7 @@ class Model(Backend):
         self.lock = FairLock()
         self.dtype: torch.dtype = hf.dtype
         self.device: torch.device = hf.get_input_embeddings().weight.device
+        self.joins_rows = self.device.type != "cpu"
         self.vocab_size: int = self.config.vocab_size
         self.context_window = loading.context_window(self.config)
         rope = loading.rope_parameters(self.config)
@@ -370,12 +372,11 @@ class Model(Backend):
     def _step(self, ids: Tensor, caches: Sequence[KVCache]) -> Tensor:
         """Append (B, 1) tokens to the caches."""
         self._reset_rotary()
-        step = StepCache([cast(BlendCache, cache) for cache in caches])
-        positions = torch.tensor([[cache.get_seq_length()] for cache in caches]).to(self.device)
+        step = StepCache([cast(BlendCache, cache) for cache in caches], self.joins_rows, self.device)
         if self.keeps_states:
             step.begin_states()
-        with attention_of(self.config, Step(step, positions, self.windows)), reporting_memory():
-            logits = self._logits(ids, positions, self._no_mask, step)
+        with attention_of(self.config, Step(step, self.windows)), reporting_memory():
+            logits = self._logits(ids, step.positions[:, None], self._no_mask, step)
             if self.keeps_states:
                 step.end_states()
         return logits

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -53,6 +53,7 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self._number, self._capacity, self._source, self._prefix = number, capacity, source, prefix
         self.length = 0
+        self.place: tuple[JoinedRows, int] | None = None  # of these keys and values, as a row of a shared tensor
 
     def lazy_initialization(self, key_states: Tensor | None, value_states: Tensor | None) -> None:
         """Use the stitched tensors, or allocate tensors shaped like the prefix or the first ones written."""
@@ -78,6 +79,7 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.length > self.keys.shape[2]:
             capacity = self.length + max(_GROWTH, self.length // 4)
             self.keys, self.values = (_resized(tensor, start, capacity) for tensor in (self.keys, self.values))
+            self.place = None
         self.keys[:, :, start : self.length] = key_states
         self.values[:, :, start : self.length] = value_states
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
@@ -234,6 +236,15 @@ class BlendCache(StatefulCache):
         """Write keys and values, each (1, H, S, D), of (S,) positions of one layer."""
         self._own_layers[number].write(keys, values, rows, 0)
 
+    def number(self, place: int) -> int:
+        """Return the number of one of the model's layers among those with KV."""
+        return self._numbers[place]
+
+    @property
+    def own_layers(self) -> Sequence[BlendLayer]:
+        """Layers with KV of their own, in order."""
+        return self._own_layers
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the layers reached so far, including their room to grow."""
@@ -283,33 +294,89 @@ class BlendCache(StatefulCache):
         return {position: states for position, states in (*self._first.items(), *self._ends, self._now) if states}
 
 
+class JoinedRows:
+    """KV of a step's rows in one tensor per layer: one operation appends to all of them, and one attends for all.
+
+    The rows' caches hold views of it. They go on with these when they leave the step, until they need more room.
+    """
+
+    def __init__(self, caches: Sequence[BlendCache], capacity: int) -> None:
+        """Copy the rows' KV, layer by layer, with room for `capacity` positions of each row."""
+        self.num_rows, self.capacity = len(caches), capacity
+        self._layers: list[tuple[Tensor, Tensor]] = []
+        for layers in zip(*(cache.own_layers for cache in caches), strict=True):
+            keys, values = (
+                side.new_zeros(len(caches), side.shape[1], capacity, side.shape[3])
+                for side in (layers[0].keys, layers[0].values)
+            )
+            for row, layer in enumerate(layers):
+                keys[row, :, : layer.length] = layer.keys[0, :, : layer.length]
+                values[row, :, : layer.length] = layer.values[0, :, : layer.length]
+                layer.keys, layer.values, layer.place = keys[row : row + 1], values[row : row + 1], (self, row)
+            self._layers.append((keys, values))
+
+    @classmethod
+    def of(cls, caches: Sequence[BlendCache]) -> JoinedRows | None:
+        """Return these rows as joined; None if they are empty, or would be padded to more than twice their lengths."""
+        lengths = [cache.get_seq_length() for cache in caches]
+        longest = max(lengths)
+        if not longest or len(caches) * longest > 2 * sum(lengths):
+            return None
+        places = [cache.own_layers[0].place for cache in caches]
+        rows = places[0][0] if places[0] else None
+        if rows and longest < rows.capacity and places == [(rows, row) for row in range(rows.num_rows)]:
+            return rows
+        return cls(caches, longest + max(_GROWTH, longest // 4))
+
+    def append(self, number: int, fresh: Sequence[Tensor], at: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Write (B, H, 1, D) keys and values of a layer at (B,) rows and positions; return all, (B, H, capacity, D)."""
+        rows, positions = (part.to(fresh[0].device) for part in at)
+        for whole, part in zip(self._layers[number], fresh, strict=True):
+            whole[rows, :, positions] = part[:, :, 0]
+        return self._layers[number]
+
+
 class StepCache(StatefulCache):
     """One decode step of several caches of different lengths: row b of the new keys and values is appended to cache b.
 
     The model sees only the new keys and values, and is given their positions.
 
     Attributes:
+        lengths: Of the caches before the step.
         fresh: Layer -> its new keys, as the model passed them.
-        states: Layer -> its keys and values by row, each (1, H, K, D).
+        states: Layer -> its keys and values by row, each (1, H, K, D); of joined rows, one pair of (B, H, K, D).
     """
 
-    def __init__(self, caches: Sequence[BlendCache]) -> None:
-        """Begin a step. The caches append from now on."""
+    def __init__(self, caches: Sequence[BlendCache], joins: bool, device: torch.device) -> None:
+        """Begin a step. The caches append from now on; if it `joins` several, their KV is in one tensor per layer."""
         super().__init__(layers=list(caches[0].layers))
         self.held = {}
         self._caches = caches
         for cache in caches:
             cache.rows = cache.pause = None
+        self.lengths = [cache.get_seq_length() for cache in caches]
+        self._rows, self.positions = torch.tensor([range(len(caches)), self.lengths]).to(device)
         self.fresh: dict[int, Tensor] = {}
         self.states: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self.joined = JoinedRows.of(caches) if joins and len(caches) > 1 else None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Append one token per row; return the new keys and values."""
-        rows = zip(self._caches, key_states.unbind(), value_states.unbind(), strict=True)
-        self.states[layer_idx] = [cache.update(key[None], value[None], layer_idx) for cache, key, value in rows]
         self.fresh[layer_idx] = key_states
+        if self.joined is None:
+            rows = zip(self._caches, key_states.unbind(), value_states.unbind(), strict=True)
+            self.states[layer_idx] = [cache.update(key[None], value[None], layer_idx) for cache, key, value in rows]
+            return key_states, value_states
+        swaps, stop = self._caches[0].is_latent, max(self.lengths) + 1
+        fresh = (value_states, key_states) if swaps else (key_states, value_states)
+        number = self._caches[0].number(layer_idx)
+        keys, values = self.joined.append(number, fresh, (self._rows, self.positions))
+        for cache, length in zip(self._caches, self.lengths, strict=True):
+            cache.layers[layer_idx].length = length + 1
+        pair = keys[:, :, :stop], values[:, :, :stop]
+        self.states[layer_idx] = [pair[::-1] if swaps else pair]
         return key_states, value_states
 
     def get_seq_length(self, *_: Any) -> int:
@@ -376,8 +443,25 @@ class Step:
     """State of one thread's decode step: (B, 1) tokens, each of which attends to the keys of its own row."""
 
     cache: StepCache
-    positions: Tensor  # (B, 1), on the model's device
     windows: Sequence[int | None]
+    masks: dict[tuple[str, int | None, torch.device], tuple[int, Tensor]] = field(default_factory=dict)
+
+    def mask(self, window: int | None, like: Tensor) -> tuple[int, Tensor]:
+        """Return the first key that a row of joined ones attends to, and their (B, 1, 1, K) additive mask from it on.
+
+        In dtype and on the device of `like`. All layers with this window use the same.
+        """
+        name = str(type(window)), window, like.device
+        if name not in self.masks:
+            lengths, positions = self.cache.lengths, self.cache.positions.to(like.device)[:, None]
+            low = max(0, first_key(window, min(lengths)))
+            keys = torch.arange(low, max(lengths) + 1, device=like.device)[None]
+            hidden = keys > positions
+            if window is not None:
+                hidden |= keys < first_key(window, positions)
+            mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+            self.masks[name] = low, mask.masked_fill_(hidden, torch.finfo(like.dtype).min)[:, None, None]
+        return self.masks[name]
 
 
 _current = threading.local()
@@ -414,11 +498,14 @@ def attention_at(
 
 @contextmanager
 def attention_of(config: Any, state: _Pass | Step) -> Iterator[None]:
-    """Run this pass or step of the calling thread with kvrag's attention, see `attention_at`."""
+    """Run this pass or step of the calling thread with kvrag's attention, see `attention_at`.
+
+    On GPUs it is computed without cuDNN, which plans each new shape: hardly two steps have the same, or two passes.
+    """
     _usual[id(config)] = config._attn_implementation
-    _current.state = state
+    _current.state, _current.cudnn = state, torch.backends.cuda.cudnn_sdp_enabled()
     try:
-        with implementation(config, _NAME):
+        with implementation(config, _NAME, cudnn=False):
             yield
     finally:
         del _current.state
@@ -426,18 +513,22 @@ def attention_of(config: Any, state: _Pass | Step) -> Iterator[None]:
 
 def suspended(config: Any) -> AbstractContextManager[None]:
     """Restore the usual attention of `config` while this thread waits during its pass."""
-    return implementation(config, _usual[id(config)]) if hasattr(_current, "state") else nullcontext()
+    if not hasattr(_current, "state"):
+        return nullcontext()
+    return implementation(config, _usual[id(config)], _current.cudnn)
 
 
 @contextmanager
-def implementation(config: Any, name: str) -> Iterator[None]:
-    """Run passes with this attention implementation."""
-    before = config._attn_implementation
+def implementation(config: Any, name: str, cudnn: bool | None = None) -> Iterator[None]:
+    """Run passes with this attention implementation, and with or without cuDNN, which is a setting of the process."""
+    before = config._attn_implementation, torch.backends.cuda.cudnn_sdp_enabled()
     config._attn_implementation = name
+    torch.backends.cuda.enable_cudnn_sdp(before[1] if cudnn is None else cudnn)
     try:
         yield
     finally:
-        config._attn_implementation = before
+        config._attn_implementation = before[0]
+        torch.backends.cuda.enable_cudnn_sdp(before[1])
 
 
 def _attend(
@@ -545,8 +636,14 @@ def _in_rows(module: nn.Module, query: Tensor, now: Step, source: int, **kwargs:
     layer = cast(int, module.layer_idx)
     window, on_cpu, attend = now.windows[layer], _on_cpu(module, query), _usual_attention(module)
     states = now.cache.states[source]
-    query = _with_temperature(module, query, now.positions)
+    query = _with_temperature(module, query, now.cache.positions[:, None])
     expand = getattr(module, "expand_kv", None)  # from latents (MLA)
+    if now.cache.joined is not None:
+        low, mask = now.mask(window, query)
+        key, value = (part[:, :, low:] for part in states[0])
+        if expand is not None:
+            key, value = expand(key, value)
+        return cast(Tensor, attend(module, query, key, value, mask, **kwargs)[0])
     attended = []
     for row, (key, value) in zip(query.unbind(), states, strict=True):
         if (low := first_key(window, key.shape[2] - 1)) > 0:

@@ -118,3 +118,43 @@ def test_no_mask_over_all_rows_and_keys_is_built(family: str, tokenizer: Any, mo
     torch.testing.assert_close(logits, reference, atol=1e-4, rtol=1e-4)
     assert len(received) == 100
     assert 0 < max(built) <= 8
+
+
+def test_cudnn_is_off_in_passes_on_rows_and_in_steps_only(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    attend = kvrag.backend.transformers.rows.scaled_dot_product_attention
+
+    def noting(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        with model.waiting():  # another thread's turn
+            assert torch.backends.cuda.cudnn_sdp_enabled()
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(kvrag.backend.transformers.rows, "scaled_dot_product_attention", noting)
+    cache = model.new_cache(6)
+    model.forward(torch.tensor([[5, 6, 7]]), cache, torch.arange(3))
+    cache.set_length(3)
+    model.forward_each([8], [cache])
+    assert seen
+    assert not any(seen)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_joined_rows_leave_the_step_go_on_alone_and_join_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvrag.backend.transformers.rows, "_GROWTH", 3)
+    monkeypatch.setattr(model, "joins_rows", False)
+    prompts = [torch.arange(5, 30 + 4 * row)[None] for row in range(3)]
+    caches = [[model.new_cache(prompt.shape[1]) for prompt in prompts] for _ in range(2)]
+    for own in caches:
+        for prompt, cache in zip(prompts, own, strict=True):
+            model.forward(prompt, cache)
+    joined = set[int]()
+    for rows in [(0, 1, 2)] * 12 + [(0, 2)] * 2 + [(1,)] * 20 + [(2, 1)] * 2 + [(2, 0, 1)] * 9:
+        tokens = [7 + row for row in rows]
+        expected = model.forward_each(tokens, [caches[0][row] for row in rows])
+        with monkeypatch.context() as on_gpu:
+            on_gpu.setattr(model, "joins_rows", True)
+            got = model.forward_each(tokens, [caches[1][row] for row in rows])
+        joined.add(len({cache.layer(0)[0].untyped_storage().data_ptr() for cache in caches[1]}))
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    assert joined == {1, 2}

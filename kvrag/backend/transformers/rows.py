@@ -496,6 +496,10 @@ def attention_at(
     return attention_of(config, now)
 
 
+def _uses_cudnn() -> bool:
+    return bool(torch.backends.cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
+
+
 @contextmanager
 def attention_of(config: Any, state: _Pass | Step) -> Iterator[None]:
     """Run this pass or step of the calling thread with kvrag's attention, see `attention_at`.
@@ -503,7 +507,7 @@ def attention_of(config: Any, state: _Pass | Step) -> Iterator[None]:
     On GPUs it is computed without cuDNN, which plans each new shape: hardly two steps have the same, or two passes.
     """
     _usual[id(config)] = config._attn_implementation
-    _current.state, _current.cudnn = state, torch.backends.cuda.cudnn_sdp_enabled()
+    _current.state, _current.cudnn = state, _uses_cudnn()
     try:
         with implementation(config, _NAME, cudnn=False):
             yield
@@ -521,7 +525,7 @@ def suspended(config: Any) -> AbstractContextManager[None]:
 @contextmanager
 def implementation(config: Any, name: str, cudnn: bool | None = None) -> Iterator[None]:
     """Run passes with this attention implementation, and with or without cuDNN, which is a setting of the process."""
-    before = config._attn_implementation, torch.backends.cuda.cudnn_sdp_enabled()
+    before = config._attn_implementation, _uses_cudnn()
     config._attn_implementation = name
     torch.backends.cuda.enable_cudnn_sdp(before[1] if cudnn is None else cudnn)
     try:

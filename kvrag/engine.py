@@ -51,7 +51,6 @@ from kvrag.scheduling.bridge import off_loop, once, together
 from kvrag.scheduling.waiting import is_cancelled
 from kvrag.store import KVStore, open_store
 from kvrag.store.base import no_progress
-from kvrag.store.caches import default_folder
 from kvrag.tracing import traced
 from kvrag.types import Answer, BlendReport, CheckStats, Delta, Messages, TokenIds, WarmReport, join
 
@@ -62,7 +61,7 @@ _show = show_options(AnswerOptions, ANSWER_DEFAULTS)
 
 def default_store(model: Model, codec: str) -> Path:
     """Return the folder of a model's store if none is given."""
-    return default_folder() / model.fingerprint.stored_as(codec).digest
+    return Path.home() / ".cache" / "kvrag" / model.fingerprint.stored_as(codec).digest
 
 
 class BlendEngine:

@@ -18,14 +18,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from benchmarks.quality.rows import QuestionRow, document_rows, file_rows
+from benchmarks.quality.rows import QuestionRow, document_rows, existing_path, file_rows
 from kvrag.backend.hub import check_model
 from kvrag.cli.common import (
     add_model_arguments,
     add_number,
     at_least,
     checked,
-    existing_path,
     progress,
     require_extra,
     say,

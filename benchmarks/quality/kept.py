@@ -41,12 +41,12 @@ from benchmarks.quality.questions import (
     retrieve,
     xquad_rows,
 )
-from benchmarks.quality.rows import QuestionRow
+from benchmarks.quality.rows import QuestionRow, existing_path
 from benchmarks.quality.worlds import WORLD, world_rows
 from benchmarks.settings import busy_note, cpu, run_settings
 from kvrag.backend.hub import check_model
 from kvrag.backend.transformers import Model
-from kvrag.cli.common import DTYPES, at_least, existing_path, progress, require_extra, say
+from kvrag.cli.common import DTYPES, at_least, progress, require_extra, say
 from kvrag.config import DEFAULT_CONTEXT, BlendConfig, check_option
 from kvrag.control.agreement import wilson
 from kvrag.engine import BlendEngine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,13 @@ from kvrag.errors import KvragError
 
 if TYPE_CHECKING:
     from kvrag.control.prompts import Gap
+
+
+def existing_path(text: str) -> Path:
+    """Type for argparse: the path of an existing file or folder."""
+    if not Path(text).expanduser().exists():
+        raise argparse.ArgumentTypeError(f"{text} does not exist: check the path")
+    return Path(text).expanduser()
 
 
 @dataclass(frozen=True)

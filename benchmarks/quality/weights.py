@@ -38,12 +38,12 @@ from benchmarks.quality.questions import (
     read_questions,
     retrieve,
 )
-from benchmarks.quality.rows import QuestionRow
+from benchmarks.quality.rows import QuestionRow, existing_path
 from benchmarks.quality.variants import code_digest
 from benchmarks.quality.worlds import world_rows
 from benchmarks.settings import run_settings
 from kvrag import BlendConfig, BlendEngine, Model
-from kvrag.cli.common import existing_path, say
+from kvrag.cli.common import say
 from kvrag.config import DEFAULT_CONTEXT, Sampling
 from kvrag.control.agreement import END, likeliest, own_answer, wilson
 from kvrag.reuse.request_state import RequestState

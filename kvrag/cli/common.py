@@ -115,13 +115,6 @@ class FormerName(argparse.Action):
         vars(namespace).update(renamed({self.dest: value}, say))
 
 
-def existing_path(text: str) -> Path:
-    """Type for argparse: the path of an existing file or folder."""
-    if not Path(text).expanduser().exists():
-        raise argparse.ArgumentTypeError(f"{text} does not exist: check the path")
-    return Path(text).expanduser()
-
-
 def add_setting(parser: argparse.ArgumentParser, name: str, about: str | None = None, **options: Any) -> None:
     """Add the option for a setting in `kvrag.llm`, with its type, default and check.
 
@@ -334,11 +327,3 @@ def read_text(path: Path) -> str:
 def say(message: str) -> None:
     """Print a line to stderr; stdout is reserved for results."""
     print(f"{_CLEAR if sys.stderr.isatty() else ''}{message}", file=sys.stderr, flush=True)
-
-
-def duration(seconds: float) -> str:
-    """Format a duration: 45 s, 12 min, 1 h 30 min."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"

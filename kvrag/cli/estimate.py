@@ -1,21 +1,17 @@
-"""`kvrag estimate`: estimate disk usage, and the time to warm a corpus, without loading weights."""
+"""`kvrag estimate`: estimate disk usage without loading weights."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-from contextlib import suppress
 
 from kvrag.backend.gguf import read_header
 from kvrag.backend.hub import check_model
-from kvrag.cli.common import DTYPES, add_number, add_setting, at_least, duration, read_files, say_if_reader
+from kvrag.cli.common import DTYPES, add_number, add_setting, at_least, read_files, say_if_reader
 from kvrag.config import CODECS
 from kvrag.errors import SettingError
 from kvrag.retrieval import documents
 from kvrag.words import counted, human_bytes
-
-_REPEATED = 1.3  # tokens encoded per token of a long document, with the contexts of its chunks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,15 +47,12 @@ def run(args: argparse.Namespace) -> int:
     header = read_header(args.model)
     memory = header.num_weights * dtype.itemsize if header else 0
     tokens = _count(args) if args.paths else args.tokens
-    speed = _encoding_speed(args)
-    seconds = tokens * _REPEATED / speed if tokens is not None and speed else None
     chunk = args.chunk_tokens * per_token
     if args.json:
         result = {"model": args.model, "codec": args.codec, "bytes_per_token": per_token, "codecs": codecs}
         if header:
             result["weights"] = {"kind": header.kind, "bytes": header.num_bytes, "memory_bytes": memory}
         result |= {"tokens": tokens, "bytes": None if tokens is None else tokens * per_token}
-        result |= {"warm_tokens_per_s": speed or None, "warm_s": seconds}
         print(json.dumps(result | {"chunk_tokens": args.chunk_tokens, "chunk_bytes": chunk}))
         return 0
     if header:
@@ -72,24 +65,7 @@ def run(args: argparse.Namespace) -> int:
     print("by codec: " + ", ".join(f"{codec} {human_bytes(size)} per token" for codec, size in codecs.items()))
     if tokens is not None:
         print(f"corpus of {counted(tokens, 'token')}: {human_bytes(tokens * per_token)}")
-    measured = f"{speed:,.0f} tokens/s, as this machine encoded last"
-    unknown = "not known yet: `kvrag warm` with this model measures it, unless the machine is busy"
-    how_long = measured if seconds is None else f"about {duration(seconds)}, at {measured}"
-    print(f"time to warm: {how_long if speed else unknown}")
     return 0
-
-
-def _encoding_speed(args: argparse.Namespace) -> float:
-    """Return the tokens per second at which this machine has encoded into the model's default stores; 0 = unknown."""
-    from kvrag.control import cost
-    from kvrag.store.caches import cached
-
-    speeds = [0.0]
-    for store in cached():
-        if store.model == args.model and args.dtype in (None, store.dtype):
-            with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # none yet, or damaged
-                speeds.append(cost.encoding_speed((store.path / cost.FILE).read_text("utf-8"), platform.node()))
-    return max(speeds)
 
 
 def _count(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`kvrag store`: show, check or clean up a store, set budgets, and list or delete the stores of former models."""
+"""`kvrag store`: show, check or clean up a store, and set budgets."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from dataclasses import asdict
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from kvrag.cli.common import add_engine_arguments, at_least, existing_store, open_engine, progress
+from kvrag.cli.common import add_engine_arguments, add_number, at_least, existing_store, open_engine, progress
 from kvrag.errors import SettingError
 from kvrag.words import counted, human_bytes
 
 if TYPE_CHECKING:
     from kvrag.store import KVStore
-    from kvrag.store.caches import Cached
 
 Result = tuple[dict[str, Any], str, bool]
 """The result as JSON and as text, and whether all is well."""
@@ -26,15 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag store`."""
     parser.add_argument(
         "action",
-        choices=(*_ACTIONS, *_DEFAULT_STORES),
+        choices=tuple(_ACTIONS),
         help="stats: show contents; check: verify chunks, quarantine damaged ones; gc: delete unused chunks and files; "
-        "budget: set the size beyond which a namespace's chunks are evicted; list: show the stores of all models under "
-        "~/.cache/kvrag; prune: delete those that were not used for a while",
+        "budget: set the size beyond which a namespace's chunks are evicted",
     )
-    days = "gc also deletes texts of requests unused for N days (default: 7), prune stores (default: 30)"
-    parser.add_argument("--unused-days", type=at_least(0, float), metavar="N", help=days)
-    parser.add_argument("--keep", nargs="+", default=[], metavar="MODEL", help="prune: keep the stores of these models")
-    parser.add_argument("--yes", action="store_true", help="prune: delete; without it, show what would be deleted")
+    add_number(parser, "--unused-days", 7.0, "gc also deletes texts of requests unused for N days")
     parser.add_argument("--gib", type=_gib, metavar="N", help="budget: size of --namespace in GiB, or none")
     add_engine_arguments(parser)
 
@@ -46,15 +41,10 @@ def _gib(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Run the action; return 1 if chunks are damaged or cannot be read."""
-    if args.action in _DEFAULT_STORES:
-        if args.store is not None:
-            raise SettingError(f"{args.action} is about the stores under ~/.cache/kvrag: leave out --store")
-        result, text, is_well = _DEFAULT_STORES[args.action](args)
-    else:
-        if args.action == "budget" and args.gib is None:
-            raise SettingError("budget needs --gib N, or --gib none; `kvrag store stats` shows the budgets")
-        with _open(args) as store:
-            result, text, is_well = _ACTIONS[args.action](store, args)
+    if args.action == "budget" and args.gib is None:
+        raise SettingError("budget needs --gib N, or --gib none; `kvrag store stats` shows the budgets")
+    with _open(args) as store:
+        result, text, is_well = _ACTIONS[args.action](store, args)
     print(json.dumps(result, default=str) if args.json else text)  # paths as texts
     return 0 if is_well else 1
 
@@ -136,39 +126,8 @@ def _budget(store: KVStore, args: argparse.Namespace) -> Result:
 
 
 def _gc(store: KVStore, args: argparse.Namespace) -> Result:
-    chunks, files = store.gc(7.0 if args.unused_days is None else args.unused_days)
+    chunks, files = store.gc(args.unused_days)
     return {"chunks": chunks, "files": files}, f"deleted {counted(chunks, 'chunk')}, {counted(files, 'file')}", True
 
 
-def _list(args: argparse.Namespace) -> Result:
-    from kvrag.store.caches import cached, default_folder
-
-    found = cached()
-    rows: list[tuple[str, ...]] = [("model", "dtype", "codec", "size", "last used", "folder")]
-    rows += [_row(store) for store in found if not store.problem]
-    lines = _table(rows) if len(rows) > 1 else [f"no stores under {default_folder()}"]
-    lines += [f"{store.problem} ({human_bytes(store.bytes)})" for store in found if store.problem]
-    return {"stores": [asdict(store) for store in found]}, "\n".join(lines), True
-
-
-def _row(store: Cached) -> tuple[str, ...]:
-    size, used = human_bytes(store.bytes), f"{counted(round(store.unused_days), 'day')} ago"
-    return store.model, store.dtype, store.codec, size, used, store.path.name
-
-
-def _prune(args: argparse.Namespace) -> Result:
-    from kvrag.store.caches import cached, delete
-
-    days = 30.0 if args.unused_days is None else args.unused_days
-    stores = [store for store in cached() if not store.problem and store.unused_days >= days]
-    stores = [store for store in stores if store.model not in args.keep]
-    in_use = [store for store in stores if args.yes and not delete(store)]
-    gone = [store for store in stores if store not in in_use]
-    lines = ["  ".join(_row(store)) + ": kept, a process uses it" * (store in in_use) for store in stores]
-    size = human_bytes(sum(store.bytes for store in gone))
-    lines.append(f"{'deleted' if args.yes else 'to be deleted with --yes'}: {counted(len(gone), 'store')} ({size})")
-    return {"deleted" if args.yes else "unused": [asdict(store) for store in gone]}, "\n".join(lines), True
-
-
 _ACTIONS = {"stats": _stats, "check": _check, "gc": _gc, "budget": _budget}
-_DEFAULT_STORES = {"list": _list, "prune": _prune}

@@ -247,14 +247,6 @@ def read(text: str | None) -> dict[str, Any]:
     return machines
 
 
-def encoding_speed(text: str | None, machine: str) -> float:
-    """Return the tokens per second at which a machine of this name last encoded, by a text of `write`; 0 = unknown."""
-    entries = [kept for name, kept in read(text).items() if machine in name.split() and kept["passes"].get("encode")]
-    passes = max(entries, key=lambda kept: positive(kept["made"]))["passes"]["encode"] if entries else ()
-    _, tokens, _, seconds = map(sum, zip(*map(_observed, passes), strict=True)) if passes else (0, 0.0, 0, 1.0)
-    return tokens / seconds
-
-
 def write(text: str | None, entries: dict[str, Any], most: int = _MACHINES) -> str:
     """Return the text with these machines' entries replaced; entries of other machines are kept, `most` in all."""
     others: list[Any] = []

@@ -454,21 +454,6 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone_with(path: Path) -> Iterator[bool]:
-    """Yield whether no process has this manifest open; none can open it meanwhile. Raises StoreError if damaged."""
-    with translated(path.parent), _alone(path), contextlib.closing(connect(path)) as connection:
-        connection.execute("PRAGMA busy_timeout=0")
-        try:
-            # SQLite leaves the write-ahead log only where no other connection exists
-            ((mode,),) = connection.execute("PRAGMA journal_mode=DELETE").fetchall()
-        except sqlite3.OperationalError as error:
-            if _primary(error) not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-                raise
-            mode = ""
-        yield mode == "delete"
-
-
-@contextlib.contextmanager
 def translated(folder: Path) -> Iterator[None]:
     """Raise StoreError for an error of SQLite or the operating system in a store folder."""
     try:

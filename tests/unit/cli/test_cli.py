@@ -12,17 +12,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pdf import PDF, pdf
-from records import FINGERPRINT, A
 from run_script import start
 
 import kvrag.cli.common
@@ -34,7 +31,6 @@ from kvrag.cli.main import _COMMANDS, _parser, main
 from kvrag.config import DEFAULT_POLICY
 from kvrag.progress import watched
 from kvrag.store import FileStore
-from kvrag.store.owner import OWNER, owner_file
 from kvrag.words import human_bytes
 
 CORPUS = Path(__file__).parents[3] / "examples" / "corpus"
@@ -779,26 +775,6 @@ def test_estimate_needs_no_weights_and_counts_a_corpus(tmp_path: Path, folder: P
     assert result["bytes_per_token"] == 2 * model.bytes_per_token
 
 
-def test_estimate_knows_how_long_warming_takes_once_this_machine_has_warmed(
-    folder: Path, tmp_path: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert main(["estimate", "--tokens", "1000"]) == 0
-    assert "time to warm: not known yet: `kvrag warm` with this model measures it" in capsys.readouterr().out
-    as_json("warm", CORPUS)
-    (store,) = (tmp_path / ".cache" / "kvrag").iterdir()
-    (kept,) = json.loads((store / "speed.json").read_text()).values()
-    _, tokens, _, seconds = map(sum, zip(*kept["passes"]["encode"], strict=True))
-    estimate = as_json("estimate", "--tokens", 100_000)
-    assert estimate["warm_tokens_per_s"] == pytest.approx(tokens / seconds)
-    assert estimate["warm_s"] == pytest.approx(130_000 * seconds / tokens)
-    assert as_json("estimate", "--dtype", "float32")["warm_tokens_per_s"] is None, "another dtype"
-    assert main(["estimate", "--tokens", "100000"]) == 0
-    assert re.search(r"time to warm: about .+, at [\d,]+ tokens/s", capsys.readouterr().out)
-    (store / "speed.json").write_text("[")
-    assert as_json("estimate")["warm_tokens_per_s"] is None
-
-
 def test_store_stats_and_gc(warmed: Path, as_json: Json) -> None:
     stats = as_json("store", "stats", "--store", warmed)
     assert stats["chunks"] == len(keys(warmed)) == CHUNKS, "a short one, which is never reused, can be forgotten"
@@ -827,83 +803,6 @@ def test_store_check_reports_damage_once(folder: Path, tmp_path: Path, as_json: 
 def test_looking_at_a_store_makes_none(tmp_path: Path, fails: Callable[..., str]) -> None:
     assert "has no store" in fails("store", "stats", "--store", tmp_path / "kv")
     assert not (tmp_path / "kv").exists()
-
-
-@pytest.fixture
-def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """Default stores by model, unused for 40 days, and two folders that are none."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    folder, paths = tmp_path / ".cache" / "kvrag", {}
-    for model, codec in (("old/one", "native"), ("old/two", "int8")):
-        with closing(FileStore(path := folder / model.partition("/")[2], min_free_bytes=0)) as store:
-            store.bind(replace(FINGERPRINT, model=model, weights=model).stored_as(codec))
-            store.put([A])
-        paths[model] = path
-    shared = paths["old/shared"] = folder / "shared" / "bucket-1"  # where a shared store has its local copies
-    for path in (shared, shared / "local"):
-        FileStore(path, min_free_bytes=0).close()
-    (shared / "local" / OWNER).write_bytes(owner_file(replace(FINGERPRINT, model="old/shared")))
-    for name, file in (("foreign", "notes.txt"), ("damaged", OWNER)):
-        paths[name] = folder / name
-        paths[name].mkdir()
-        (paths[name] / file).write_text("{")
-    for path in folder.rglob("*"):
-        os.utime(path, times=(time.time() - 40 * 86400,) * 2)
-    return paths
-
-
-def test_the_stores_of_all_models_are_listed(
-    stores: dict[str, Path], as_json: Json, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = {row["model"] or Path(row["path"]).name: row for row in as_json("store", "list")["stores"]}
-    assert set(found) == set(stores)
-    assert {found[name]["codec"] for name in ("old/one", "old/two")} == {"native", "int8"}
-    assert found["old/one"]["bytes"] == sum(
-        path.stat().st_size for path in stores["old/one"].rglob("*") if path.is_file()
-    )
-    assert "is not a store" in found["foreign"]["problem"]
-    assert "is damaged" in found["damaged"]["problem"]
-    FileStore(stores["old/two"]).close()  # a use
-    assert main(["store", "list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any(re.match(r"old/one +float32 +native +\S+ KiB +40 days ago +one", line) for line in lines), lines
-    assert any(re.match(r"old/two +float32 +int8 +\S+ KiB +0 days ago +two", line) for line in lines), lines
-
-
-def test_stores_that_nothing_has_used_are_pruned(
-    stores: dict[str, Path], as_json: Json, fails: Callable[..., str]
-) -> None:
-    def models(*options: object) -> set[str]:
-        result = as_json("store", "prune", *options)
-        return {row["model"] for row in result.get("deleted", result.get("unused"))}
-
-    assert models("--unused-days", 41) == set()
-    assert models() == {"old/one", "old/two", "old/shared"}
-    assert all(path.exists() for path in stores.values()), "without --yes nothing is deleted"
-    assert models("--keep", "old/one", "--yes") == {"old/two", "old/shared"}
-    assert {name for name, path in stores.items() if path.exists()} == {"old/one", "foreign", "damaged"}
-    assert "leave out --store" in fails("store", "prune", "--store", "x")
-
-
-def test_a_store_that_another_process_uses_is_not_pruned(
-    stores: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    program = f"""
-from kvrag.store import FileStore
-from kvrag.store.owner import OWNER, owner_file
-store = FileStore({str(stores["old/one"])!r}, min_free_bytes=0)
-print("open", flush=True)
-input()
-"""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", program], **pipes) as other:
-        assert other.stdout.readline() == "open\n"
-        assert main(["store", "prune", "--yes", "--unused-days", "0"]) == 0
-        assert "kept, a process uses it" in capsys.readouterr().out
-        assert {name for name, path in stores.items() if path.exists()} == {"old/one", "foreign", "damaged"}
-        other.communicate("\n")
-    assert main(["store", "prune", "--yes", "--unused-days", "0"]) == 0
-    assert not stores["old/one"].exists()
 
 
 # -------------------------------------------------------------------- demo

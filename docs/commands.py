@@ -12,7 +12,7 @@ _HEAD = """\
 
 Every command takes `--json`, which prints only the result, as JSON, on stdout. Progress and notes go to stderr. Exit
 codes: 0 = success; 1 = failure, with one line on stderr that gives the reason and the remedy; 2 = wrong arguments;
-130 = interrupted; 143 = ended by SIGTERM, after reporting what is kept, too.
+130 = interrupted.
 """
 
 

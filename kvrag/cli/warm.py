@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from kvrag.cli.common import (
     add_corpus_arguments,
     add_engine_arguments,
-    at_least,
     open_engine,
     open_index,
     progress,
@@ -23,7 +22,6 @@ from kvrag.cli.common import (
     require_extra,
     say,
 )
-from kvrag.cli.plugin import add_ray_argument, find
 from kvrag.client.connection import KEY_VARIABLE
 from kvrag.errors import ContextWindowError, KvragError, SettingError
 from kvrag.retrieval import documents
@@ -37,29 +35,17 @@ if TYPE_CHECKING:
 
 TOTALS = ("chunks", "new", "reused", "skipped", "tokens", "bytes")
 _NAMED = 3  # documents or files named in a message
-_NEEDED = {"workers": "ray", "api_key": "server", "tokenizer": "server"}
 _LOADED = ("dtype", "device", "quantization", "store_states")
-_LOCAL = ("store", "codec", *_LOADED, "context_tokens", "embedder", "ray", "tune")
+_LOCAL = ("store", "codec", *_LOADED, "context_tokens", "embedder", "tune")
 _PROBE = "Déjà vu: 3.14 quick brown foxes (or 27) jumped, unbelievably; def f(x):\n\treturn x  # 漢字"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag warm`."""
-    paths = "files and folders with " + " ".join(documents.SUFFIXES)
-    parser.add_argument("paths", nargs="+", metavar="PATH", help=paths)
-    add_engine_arguments(parser)
+    add_local_arguments(parser)
     parser.set_defaults(model=None)  # with --server, the server's
-    add_corpus_arguments(parser)
-    text_field = "text field of the objects in .jsonl files"
-    parser.add_argument("--text-field", default="text", metavar="NAME", help=text_field)
-    prune = "drop documents whose files no longer exist in the folders in PATH; what cannot be read is kept"
-    parser.add_argument("--prune", action="store_true", help=prune)
     tune = "then measure how much this model has to recompute on these documents (calibrate)"
     parser.add_argument("--tune", action="store_true", help=tune)
-    cluster = parser.add_argument_group("on many machines")
-    add_ray_argument(cluster, "encode with workers on a Ray cluster")
-    workers = "number of workers with --ray (default: the number of GPUs, or of machines if there are none)"
-    cluster.add_argument("--workers", type=at_least(1), metavar="N", help=workers)
     server = parser.add_argument_group("on a server")
     url = "encode on this server, `kvrag serve` or vLLM with kvrag's KV connector; --model is then a name there "
     server.add_argument("--server", metavar="URL", help=f"{url}(default: its first model)")
@@ -69,21 +55,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--tokenizer", metavar="NAME", help=tokenizer)
 
 
+def add_local_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the files, and the options of reading and encoding them into a store."""
+    paths = "files and folders with " + " ".join(documents.SUFFIXES)
+    parser.add_argument("paths", nargs="+", metavar="PATH", help=paths)
+    add_engine_arguments(parser)
+    add_corpus_arguments(parser)
+    text_field = "text field of the objects in .jsonl files"
+    parser.add_argument("--text-field", default="text", metavar="NAME", help=text_field)
+    prune = "drop documents whose files no longer exist in the folders in PATH; what cannot be read is kept"
+    parser.add_argument("--prune", action="store_true", help=prune)
+
+
 def run(args: argparse.Namespace) -> int:
     """Encode the chunks that the store lacks; return 1 if a file or a folder could not be read."""
+    for option in ("api_key", "tokenizer"):
+        if getattr(args, option) is not None and args.server is None:
+            raise SettingError(f"--{option.replace('_', '-')} needs --server")
+    if args.server is not None:
+        return run_with(warm_on_server, args)
+    args.model = args.model or "reader"
+    return run_with(warm_here, args)
+
+
+def run_with(warm: Callable[[argparse.Namespace], dict[str, Any]], args: argparse.Namespace) -> int:
+    """Encode with a function that returns what `warm_here` does, and print the result; returns as `run`."""
     started = time.perf_counter()
     require_extra()
     documents.find(args.paths)  # report mistakes before loading the model
     documents.check_lengths(args.chunk_tokens, args.chunk_overlap)
-    for option, needed in _NEEDED.items():
-        if getattr(args, option) is not None and getattr(args, needed) is None:
-            raise SettingError(f"--{option.replace('_', '-')} needs --{needed}")
     try:
-        if args.server is not None:
-            result = warm_on_server(args)
-        else:
-            args.model = args.model or "reader"
-            result = (warm_here if args.ray is None else find("warm"))(args)
+        result = warm(args)
     except KeyboardInterrupt as error:
         kept = str(error) or "encoded chunks are kept"
         raise KeyboardInterrupt(f"interrupted; {kept}: run the command again to resume") from None
@@ -105,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
             f"{counted(result['tokens'], 'token')} and {human_bytes(result['bytes'])} written "
             f"in {result['seconds']:.1f} s"
         )
-        if args.tune:
+        if "tuned" in result:
             print(result["tuned"])
     unreadable = [problem.file for problem in problems if problem.is_unreadable]
     if unreadable:

@@ -1,14 +1,14 @@
-"""Names that ray-kvrag imports for its commands, `warm` and `serve` on a cluster, and for the server's front."""
+"""Names that ray-kvrag imports for its command, `warm` and `serve` on a cluster, and for the server's front."""
 
 # mypy: implicit-reexport
 # ruff: noqa: F401
 
 from __future__ import annotations
 
-from kvrag.cli.common import open_engine, open_index, progress, say
-from kvrag.cli.plugin import ADDRESS, HERE
+from kvrag.cli.common import add_number, at_least, open_engine, open_index, progress, say
+from kvrag.cli.main import Parser, add_command, execute
 from kvrag.cli.serve import add_arguments, build, read_config, read_settings
-from kvrag.cli.warm import TOTALS, bytes_per_token, drop, find_gone, read_chunks
+from kvrag.cli.warm import TOTALS, add_local_arguments, bytes_per_token, drop, find_gone, read_chunks, run_with
 from kvrag.fingerprint import Fingerprint
 from kvrag.retrieval.content import Problem
 from kvrag.retrieval.index import ChunkIndex

@@ -1,1 +1,1 @@
-"""kvrag on a Ray cluster: `kvrag warm --ray` encodes on many workers, `kvrag serve --ray` runs several replicas."""
+"""kvrag on a Ray cluster: `ray-kvrag warm` encodes on many workers, `ray-kvrag serve` runs several replicas."""

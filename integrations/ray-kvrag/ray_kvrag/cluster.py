@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,12 @@ from typing import Any
 import ray
 
 from kvrag import KvragError, SettingError
-from kvrag.ext.commands import ADDRESS, HERE, is_shared, say
+from kvrag.ext.commands import is_shared, say
+
+HERE = "here"
+"""The address of the cluster in RAY_ADDRESS, of the one running here, or of a new one."""
+
+ADDRESS = re.compile(r"(ray://)?(?P<host>[\w.-]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
 
 _CONNECT_S = 5.0
 

@@ -1,4 +1,4 @@
-"""`kvrag serve --ray`: the server as a Ray Serve application, with several replicas on one store.
+"""`ray-kvrag serve`: the server as a Ray Serve application, with several replicas on one store.
 
 Two deployments: `front` reads requests and forwards them to a replica, `engine` answers them. The replica depends on
 the body of the request, and Serve's own proxies choose a replica before they read the body.
@@ -27,8 +27,10 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from kvrag import KvragError, SettingError
-from kvrag.ext.commands import ServerSettings, add_arguments, bind, build, read_config, read_settings, say
+from kvrag.ext.commands import ServerSettings, add_number, bind, build, read_config, read_settings, say
+from kvrag.ext.commands import add_arguments as add_serve_arguments
 from ray_kvrag.cluster import Cluster, connect, current_cluster, on_all_machines
+from ray_kvrag.command import add_address
 from ray_kvrag.front import ServerLost, front
 from ray_kvrag.routing import Route
 
@@ -176,10 +178,10 @@ def application(options: dict[str, Any]) -> serve.Application:
     """Return the application for a Serve config file with `import_path: ray_kvrag.serve:application`.
 
     Args:
-        options: Command-line options of `kvrag serve`, without the dashes: {"model": ..., "replicas": "2-4"}. The value
-            of a flag is true, that of a repeated option a list.
+        options: Options of `ray-kvrag serve`, without the dashes: {"model": ..., "replicas": "2-4"}. The value of a
+            flag is true, that of a repeated option a list.
     """
-    parser = argparse.ArgumentParser(prog="kvrag serve", exit_on_error=False)
+    parser = argparse.ArgumentParser(prog="ray-kvrag serve", exit_on_error=False)
     add_arguments(parser)
     arguments = []
     for name, value in options.items():
@@ -196,13 +198,32 @@ def application(options: dict[str, Any]) -> serve.Application:
     return _app(on_all_machines(args, cluster), read_settings(args), cluster)
 
 
-def serve_on_cluster(args: argparse.Namespace) -> int:
-    """Deploy the application on the Ray cluster in `args.ray`, or update it there without failing requests."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `ray-kvrag serve`."""
+    add_serve_arguments(parser)
+    add_number(parser, "--replicas", "1", "number of engines, or its bounds", type=_replicas, metavar="N|MIN-MAX")
+    add_address(parser)
+
+
+def _replicas(text: str) -> tuple[int, int]:
+    """Type for argparse, `N|MIN-MAX`: the least and the largest number."""
+    least, _, most = text.partition("-")
+    try:
+        bounds = int(least), int(most or least)
+    except ValueError:
+        bounds = (0, 0)
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise argparse.ArgumentTypeError(f"must be a number, or two as in 2-8, got {text!r}")
+    return bounds
+
+
+def run(args: argparse.Namespace) -> int:
+    """Deploy the application on the Ray cluster in `args.address`, or update it there without failing requests."""
     settings, _ = read_settings(args), read_config(args)
     for name in ("ray.serve", "ray"):
         logging.getLogger(name).setLevel(logging.ERROR)
     stdout = sys.stdout
-    with connect(args.ray) as cluster:
+    with connect(args.address) as cluster:
         options = on_all_machines(args, cluster)
         if cluster.is_own:
             with bind(args.host, args.port) as sock:  # Serve would report a port in use only in its log

@@ -1,4 +1,4 @@
-"""`kvrag warm --ray`: workers on a Ray cluster encode whole documents into one store.
+"""`ray-kvrag warm`: workers on a Ray cluster encode whole documents into one store.
 
 This process reads and splits the files, and sends the documents that are not warm yet to the workers. These write KV to
 the store and return counts only. A document whose worker died is sent again.
@@ -24,6 +24,8 @@ from kvrag.ext.commands import (
     TOTALS,
     Fingerprint,
     Problem,
+    add_local_arguments,
+    at_least,
     bytes_per_token,
     counted,
     drop,
@@ -33,10 +35,12 @@ from kvrag.ext.commands import (
     open_index,
     progress,
     read_chunks,
+    run_with,
     say,
     text_key,
 )
 from ray_kvrag.cluster import Cluster, connect, on_all_machines, report_missing
+from ray_kvrag.command import add_address
 
 if TYPE_CHECKING:
     from kvrag import BlendEngine, KVStore
@@ -301,12 +305,25 @@ class ClusterPlan:
     warm: set[str]
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `ray-kvrag warm`."""
+    add_local_arguments(parser)
+    workers = "number of workers (default: the number of GPUs, or of machines if there are none)"
+    parser.add_argument("--workers", type=at_least(1), metavar="N", help=workers)
+    add_address(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Encode the chunks that the store lacks; returns as `kvrag warm`."""
+    return run_with(warm_on_cluster, args)
+
+
 def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
-    """Split the files in this process, and encode their chunks on the Ray cluster in `args.ray`."""
+    """Split the files in this process, and encode their chunks on the Ray cluster in `args.address`."""
     from kvrag.ext.models import open_store
 
     with ExitStack() as stack:
-        cluster = stack.enter_context(connect(args.ray))
+        cluster = stack.enter_context(connect(args.address))
         options = on_all_machines(args, cluster)
         size = args.workers or (cluster.gpus if cluster.uses_gpus(args.device) else len(cluster.cpus)) or 1
         pool = stack.enter_context(_worker_pool(cluster, options, size))

@@ -1,4 +1,4 @@
-"""`kvrag warm --ray` and `kvrag serve --ray` on a Ray that this file starts, with two CPUs and an S3 server."""
+"""`ray-kvrag warm` and `ray-kvrag serve` on a Ray that this file starts, with two CPUs and an S3 server."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ import ray
 from blending import CHUNKS
 from places import Bucket, free_port
 from ray import serve
+from ray_kvrag.command import main
 from serving import until
 
 from kvrag import BlendEngine, FileStore, SharedStore
-from kvrag.cli.main import main
+from kvrag.cli.main import main as kvrag
 
 NOTICE = (
     "Nothing in this handbook may be given to anybody outside of the company without the written consent of the editor."
@@ -119,9 +120,9 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("caches")
 
 
-def warm(folder: Path, *words: object) -> dict[str, Any]:
+def warm(folder: Path, *words: object, command: Callable[..., int] = main) -> dict[str, Any]:
     with redirect_stdout(io.StringIO()) as output:
-        assert main(["warm", str(folder), "--chunk-tokens", "50", *OPTIONS, *map(str, words)]) == 0
+        assert command(["warm", str(folder), "--chunk-tokens", "50", *OPTIONS, *map(str, words)]) == 0
     result: dict[str, Any] = json.loads(output.getvalue())
     return result
 
@@ -143,13 +144,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def first(folder: Path, alone: Path) -> dict[str, Any]:
     """The result of one process, in `alone`."""
-    return warm(folder, "--store", alone)
+    return warm(folder, "--store", alone, command=kvrag)
 
 
 @pytest.fixture(scope="module")
 def both(cluster: None, folder: Path, url: str, caches: Path) -> dict[str, Any]:
     """The result of two workers, at `url`."""
-    return warm(folder, "--store", url, "--store-cache", caches, "--workers", "2", "--ray")
+    return warm(folder, "--store", url, "--store-cache", caches, "--workers", "2")
 
 
 def test_two_workers_store_what_one_process_stores(
@@ -169,7 +170,7 @@ def test_a_worker_is_killed(
     url = s3.url.replace("PLACE", "killed")
     killed = threading.Thread(target=kill_one, args=("ray::EncodingWorker.warm",))
     killed.start()
-    words = ("--store", url, "--store-cache", caches, "--workers", "2", "--ray")
+    words = ("--store", url, "--store-cache", caches, "--workers", "2")
     result = warm(folder, *words)
     killed.join()
     assert result["lost"] == 1
@@ -205,7 +206,7 @@ def deploy(both: dict[str, Any], url: str, caches: Path) -> Iterator[Callable[[]
     words = ["serve", "--store", url, "--store-cache", str(caches), "--port", str(port), "--replicas", "2", *OPTIONS]
 
     def deployed() -> httpx.Client:
-        assert main([*words, "--ray"]) == 0
+        assert main(words) == 0
         return client
 
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:

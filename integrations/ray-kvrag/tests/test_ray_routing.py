@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -13,12 +14,12 @@ import httpx
 import pytest
 from blending import CHUNKS
 from ray_kvrag.cluster import Cluster, on_all_machines
+from ray_kvrag.command import main
 from ray_kvrag.front import ServerLost, front
 from ray_kvrag.routing import Route
 from ray_kvrag.warm import DocumentQueue
 
 from kvrag import SettingError
-from kvrag.cli.main import main
 from kvrag.server.settings import ApiKey, ServerSettings
 
 SERVERS = ("a", "b", "c")
@@ -88,8 +89,8 @@ def test_a_folder_is_for_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("words", "address"),
     [
-        (["warm", "docs", "--ray", "127.0.0.1:9"], "127.0.0.1:9"),
-        (["serve", "--ray", "ray://127.0.0.1:9"], "ray://127.0.0.1:9"),
+        (["warm", "docs", "--address", "127.0.0.1:9"], "127.0.0.1:9"),
+        (["serve", "--address", "ray://127.0.0.1:9"], "ray://127.0.0.1:9"),
     ],
 )
 def test_an_address_where_no_cluster_runs(
@@ -101,6 +102,15 @@ def test_an_address_where_no_cluster_runs(
     assert main(words) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert f"cannot reach the Ray cluster {address}" in line
+
+
+@pytest.mark.parametrize(
+    "words", [["serve", "--replicas", "3-2"], ["serve", "--replicas", "0"], ["warm", "docs", "--address", "docs"]]
+)
+def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert re.search(r"--\w+: must be a", capsys.readouterr().err)
 
 
 # ---------------------------------------------------------------- requests to servers

@@ -1,11 +1,10 @@
 """Reading files in a child process with limits of time and memory: a hostile or broken file takes only the child down.
 
-The child is this module. For each file it gets a line of JSON and the file's content, and answers with a line of JSON.
+The child is this module. For each file it gets limits and content, and answers with what `documents.parse` does.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -13,8 +12,8 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict
-from typing import Any
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 from kvrag.errors import KvragError
 from kvrag.retrieval.content import Content, Problem
@@ -31,14 +30,26 @@ class Sandbox:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection
 
     def close(self) -> None:
         """End the child."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            with suppress(BrokenPipeError), process:  # waits, and closes the pipes, one of which may have a rest
-                pass
+            process.wait()
+            self._pipe.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._pipe, its = Pipe()
+        # the child imports what this process does, from where it does
+        paths = os.pathsep.join(map(os.path.abspath, sys.path))
+        with its:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(its.fileno())],
+                pass_fds=[its.fileno()],
+                env={**os.environ, **_ONE_THREAD, "PYTHONPATH": paths},
+            )
 
     def parse(self, name: str, kind: str, content: bytes, text_field: str = "text") -> Content:
         """Do what `documents.parse` does; a file that exceeds the limits is a problem.
@@ -48,27 +59,20 @@ class Sandbox:
         """
         mib = -(-len(content) // (1 << 20))
         seconds, memory = _SECONDS + _SECONDS_PER_MIB * mib, _BYTES + _BYTES_PER_BYTE * len(content)
-        asked = {"size": len(content), "seconds": seconds, "memory": memory, "arguments": [name, kind, text_field]}
-        if self._process is None:
-            # the child imports what this process does, from where it does
-            paths = os.pathsep.join(map(os.path.abspath, sys.path))
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, **_ONE_THREAD, "PYTHONPATH": paths},
-            )
+        self._process = process = self._process or self._start()
         try:
-            answer = _ask(self._process, json.dumps(asked).encode() + b"\n", content)
-            status = 0 if answer else self._process.wait()
+            self._pipe.send((seconds, memory, name, kind, text_field))
+            self._pipe.send_bytes(content)
+            answer: Content | KvragError = self._pipe.recv()
+        except (EOFError, OSError):  # it has ended
+            status = process.wait()
         except BaseException:  # an interruption leaves half of an answer
             self.close()
             raise
-        if answer is not None:
-            if "error" in answer:
-                raise KvragError(answer["error"])
-            problems = [Problem(**problem) for problem in answer.pop("problems")]
-            return Content(**answer, problems=problems)
+        else:
+            if isinstance(answer, KvragError):
+                raise answer
+            return answer
         self.close()
         if status == -signal.SIGXCPU:
             why = f"reading it takes longer than {seconds} s: split it"
@@ -80,17 +84,6 @@ class Sandbox:
             how = signal.Signals(-status).name if status < 0 else f"status {status}"
             why = f"reading it takes too much memory, or crashes ({how}): save it anew, or split it"
         return Content(name, problems=[Problem(name, f"skipped: {why}")])
-
-
-def _ask(process: subprocess.Popen[bytes], *question: bytes) -> dict[str, Any] | None:
-    """Return the child's answer; None if it died."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with suppress(OSError):
-        process.stdin.writelines(question)
-        process.stdin.flush()
-    line = process.stdout.readline()
-    return json.loads(line) if line.endswith(b"\n") else None
 
 
 def _limit(seconds: int, memory: int) -> None:
@@ -105,25 +98,18 @@ def _limit(seconds: int, memory: int) -> None:
 def main() -> None:
     """Read files until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    with os.fdopen(os.dup(1), "wb") as answers:
-        os.dup2(2, 1)  # a library that prints must not write an answer
-        while line := sys.stdin.buffer.readline():
-            asked = json.loads(line)
-            _limit(asked["seconds"], asked["memory"])
+    os.dup2(2, 1)  # a library that prints must not add to the results of a command
+    pipe = Connection(int(sys.argv[1]))
+    with suppress(EOFError):
+        while True:
+            seconds, memory, name, kind, text_field = pipe.recv()
+            _limit(seconds, memory)
             try:
-                answers.write(_answer(sys.stdin.buffer.read(asked["size"]), *asked["arguments"]) + b"\n")
+                pipe.send(parse(name, kind, pipe.recv_bytes(), text_field))
+            except KvragError as error:
+                pipe.send(error)
             except MemoryError:
                 os._exit(_NO_MEMORY)  # a normal end may take memory, too
-            answers.flush()
-
-
-def _answer(content: bytes, name: str, kind: str, text_field: str) -> bytes:
-    try:
-        parsed = parse(name, kind, content, text_field)
-    except KvragError as error:
-        return json.dumps({"error": str(error)}).encode()
-    problems = [asdict(problem) for problem in parsed.problems]
-    return json.dumps({"file": name, "texts": parsed.texts, "pages": parsed.pages, "problems": problems}).encode()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from kvrag.progress import progress as progress
 from kvrag.retrieval import documents
 from kvrag.retrieval.content import Content, Problem
 from kvrag.retrieval.sandbox import Sandbox
-from kvrag.types import BlendReport, Messages
 from kvrag.words import counted
 
 if TYPE_CHECKING:
@@ -175,22 +174,6 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
 def blend_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the values of the options of `add_blend_arguments`."""
     return {name: getattr(args, name) for name in ("ratio", "margin", "policy", "controller")}
-
-
-def stream(engine: BlendEngine, prompt: str | Messages, args: argparse.Namespace) -> tuple[str, BlendReport]:
-    """Answer with the options of `add_answer_arguments`; stream the text to stdout unless --json was passed."""
-    text, report = "", None
-    settings = blend_settings(args) | {"temperature": args.temperature, "namespace": args.namespace}
-    for delta in engine.stream(prompt, max_new_tokens=args.max_tokens, **settings):
-        new_text = delta.text if text else delta.text.lstrip()
-        text += new_text
-        report = delta.report or report
-        if not args.json:
-            print(new_text, end="", flush=True)
-    if not args.json:
-        print()
-    assert report is not None
-    return text.strip(), report
 
 
 def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, is_warmed: bool = False) -> BlendEngine:

@@ -16,8 +16,7 @@ from kvrag.errors import KvragError, out_of_memory
 _COMMANDS = {  # modules of kvrag.cli, with their help
     "demo": "run the offline demo: under a minute on two idle cores",
     "warm": "encode files and folders into a store",
-    "ask": "ask a question about the warmed documents",
-    "chat": "ask several questions in a conversation",
+    "ask": "ask about the warmed documents: a question, or several in a conversation",
     "explain": "explain what was reused of a prompt, and why not more",
     "serve": "serve a model and a corpus with OpenAI's API",
     "estimate": "estimate disk usage and time before you ingest",

@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvrag.cli.ask import template
 from kvrag.cli.common import (
     FormerName,
     add_answer_arguments,
@@ -29,7 +30,6 @@ from kvrag.cli.common import (
     retrieval_folder,
     say,
 )
-from kvrag.cli.question import template
 from kvrag.config import DECLARED, BlendConfig
 from kvrag.errors import SettingError
 from kvrag.reader import samples
@@ -69,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     corpus.add_argument("--no-corpus", action="store_true", help="disable retrieval, embeddings and /v1/corpus")
     corpus.add_argument("--prompt-template", metavar="FILE", help="prompt template with {context} and {question}")
     add_corpus_arguments(corpus)
+    sample = "add sample documents to an empty corpus: articles of the bundled model's world, or a handbook for others"
+    corpus.add_argument("--samples", action="store_true", help=sample)
     budget = "evict the chunks that save least beyond this size; see also kvrag store budget"
     corpus.add_argument("--store-gib", type=_size(30), dest="store_bytes", metavar="N", help=budget)
     add_setting(parser, "edited_history")
@@ -107,16 +109,13 @@ def _size(bits: int, may_be_zero: bool = False) -> Callable[[str], int]:
     return size
 
 
-def chat(args: argparse.Namespace) -> int:
-    """Serve the web page of `kvrag chat --web`: its options, and the default of all others."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return run(parser.parse_args([], args))
-
-
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
     require_extra("server")
+    if args.samples:
+        for name in ("chunk_tokens", "top_k"):
+            if getattr(args, name) == args.parser.get_default(name):
+                setattr(args, name, getattr(samples.of(args.model), name))
     settings, config = read_settings(args), read_config(args)  # report mistakes before the slow imports
     from kvrag.server.run import bind, make_server, share_arenas, url
 
@@ -223,7 +222,7 @@ def _corpus(
 
 def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, state: State) -> None:
     corpora = state.corpora
-    for corpus in corpora if "web" in args else ():  # an option of `kvrag chat`
+    for corpus in corpora if args.samples else ():
         if not corpus.statuses():
             for name, text in samples.of(args.model).documents().items():
                 corpus.add(name, [text])

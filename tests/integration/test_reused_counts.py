@@ -23,7 +23,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from serving import NAME, Served, serving
 
 from kvrag import Answer, BlendConfig, BlendEngine, BlendReport, Model, RemoteEngine
-from kvrag.cli.question import print_answer
+from kvrag.cli.ask import print_answer
 from kvrag.reuse.blend import LateRecompute
 from kvrag.server.response import openai_usage
 from kvrag.types import join
@@ -52,7 +52,7 @@ def _abandoned(engine: BlendEngine) -> int:
 
 def _line(engine: BlendEngine, capture: Any) -> object:
     answer = engine.generate(PROMPT, **OPTIONS)
-    print_answer([], answer.text, answer.report, argparse.Namespace(json=False))
+    print_answer("", [], answer.text, answer.report, argparse.Namespace(json=False))
     [reused] = re.findall(r"(\d+) reused", capture.readouterr().err)
     return int(reused)
 

@@ -61,9 +61,9 @@ def model_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @contextmanager
 def running(model_folder: Path, folder: Path, *options: str) -> Iterator[Any]:
-    """A process of `kvrag chat --web`, with its `url`."""
+    """A process of `kvrag serve --samples`, with its `url`."""
     arguments = ["--model", str(model_folder), "--store", "kv", "--top-k", "5", "--max-tokens", "12", "--json"]
-    process = start(KVRAG, "chat", "--web", *arguments, *options, folder=folder)
+    process = start(KVRAG, "serve", "--samples", "--port", "0", *arguments, *options, folder=folder)
     try:
         while not (said := folder / "stdout").exists() or "\n" not in said.read_text():
             assert process.is_alive(), (folder / "stderr").read_text()

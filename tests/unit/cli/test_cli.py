@@ -115,9 +115,9 @@ def keys(store: Path) -> set[str]:
 # -------------------------------------------------------------------- help and usage
 
 
-NEEDED = {"ask": ["x"], "explain": ["x"], "warm": [__file__], "store": ["stats"]}
+NEEDED = {"explain": ["x"], "warm": [__file__], "store": ["stats"]}
 """Arguments without which a command is wrong anyway."""
-USES_MODEL = [["ask", "x"], ["chat"], ["estimate"], ["explain", "x"], ["verify"], ["warm", __file__]]
+USES_MODEL = [["ask", "x"], ["ask"], ["estimate"], ["explain", "x"], ["verify"], ["warm", __file__]]
 WRONG = [
     *([*command.split(), *NEEDED.get(command, []), "--wrong-flag"] for command in _COMMANDS),
     *(["ask", "x", *wrong] for wrong in (["--ratio", "2"], ["--policy", "no"], ["--codec", "no"], ["--top-k", "0"])),
@@ -129,9 +129,7 @@ WRONG = [
     *(["serve", *wrong] for wrong in (["--api-key", "a b"], ["--temperature", "3"], ["--chunk-overlap", "256"])),
     ["warm", "missing"],
     ["warm", __file__, "--chunk-overlap", "256"],
-    ["chat", "--store", "missing"],
-    ["chat", "--web", "--port", "65536"],
-    ["chat", "--port", "8000"],
+    ["ask", "--store", "missing"],
     ["store", "stats", "--store", "missing"],
     ["estimate", "missing"],
     ["explain", "missing.txt"],
@@ -157,7 +155,7 @@ for argv in json.loads(sys.argv[1]):
     command = [sys.executable, "-c", program, json.dumps(every)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    for name in ("demo", "warm", "ask", "chat", "estimate", "store", "verify"):
+    for name in ("demo", "warm", "ask", "estimate", "store", "verify"):
         assert f"\n    {name} " in done.stdout
     assert done.stdout.count("\n  --json ") >= len(_COMMANDS)
 
@@ -171,7 +169,7 @@ def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str
     ("command", "said"),
     [
         ("wram docs", "invalid choice: 'wram' (choose from"),
-        ("ask", "kvrag ask: the following arguments are required: QUESTION; see `kvrag ask --help`"),
+        ("warm", "kvrag warm: the following arguments are required: PATH; see `kvrag warm --help`"),
         ("warm docs --xyz", "kvrag: unrecognized arguments: --xyz; see `kvrag --help`"),
         ("ask Who? --ratio high", "--ratio: invalid float value: 'high'"),
         ("ask Who? --dtype float8", "--dtype: invalid choice: 'float8' (choose from"),
@@ -186,7 +184,7 @@ def test_wrong_usage_is_one_line(command: str, said: str, capsys: pytest.Capture
     assert (caught.value.code, captured.out) == (2, "")
 
 
-@pytest.mark.parametrize("command", [["warm", "README.md"], ["ask", "Who?"], ["chat"]], ids=lambda c: c[0])
+@pytest.mark.parametrize("command", [["warm", "README.md"], ["ask", "Who?"], ["ask"]], ids=lambda c: c[0])
 @pytest.mark.parametrize("missing", ["faiss", "sentence_transformers", "langchain_text_splitters"])
 def test_without_its_extra_a_command_fails_before_it_loads_a_model(
     missing: str, command: list[str], fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
@@ -445,9 +443,8 @@ def test_namespaces_have_their_own_documents(
     for namespace, count in (("alice", 3), ("bob", 2)):
         found = as_json("ask", QUESTION, "--top-k", 99, "--namespace", namespace, *store)["context"]
         assert len({hit["document"] for hit in found}) == count
-    for command in ("ask", "chat", "explain"):
-        argv = ["chat"] if command == "chat" else [command, QUESTION]
-        assert "namespace" in fails(*argv, "--namespace", "a\0b", *store)
+    for command in ("ask", "explain"):
+        assert "namespace" in fails(command, QUESTION, "--namespace", "a\0b", *store)
 
 
 def test_an_interrupted_ingestion_continues_where_it_stopped(
@@ -628,12 +625,12 @@ def test_ask_before_warm_says_what_to_do(
     tmp_path: Path, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert f"`kvrag warm PATH --store {tmp_path / 'kv'}`" in fails("ask", QUESTION, "--store", tmp_path / "kv")
-    assert "kvrag warm PATH" in fails("chat", "--store", tmp_path / "kv")
+    assert "kvrag warm PATH" in fails("ask", "--store", tmp_path / "kv")
     assert "question is empty" in fails("ask", " ", "--store", tmp_path / "kv")
     assert not (tmp_path / "kv").exists()
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(Model, "from_pretrained", None)  # not called
-    for command in (["ask", QUESTION], ["chat"], ["store", "stats"]):
+    for command in (["ask", QUESTION], ["ask"], ["store", "stats"]):
         assert "run `kvrag warm PATH` first, on this machine" in fails(*command)
     assert not (tmp_path / ".cache" / "kvrag").exists()  # none of them made a store
 
@@ -689,7 +686,7 @@ def test_an_unknown_model_is_one_line(command: list[str], fails: Callable[..., s
     assert "HF_HUB_OFFLINE" in message
 
 
-@pytest.mark.parametrize("command", ["ask Who? --max-tokens 1", "chat", "explain Who?", "estimate", "warm README.md"])
+@pytest.mark.parametrize("command", ["ask Who? --max-tokens 1", "ask", "explain Who?", "estimate", "warm README.md"])
 def test_the_bundled_reader_says_that_it_knows_only_its_own_world(
     command: str, warmed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -706,7 +703,7 @@ def test_chat_answers_line_by_line(
     warmed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"\n{QUESTION}\n{QUESTION}\n/quit\nWhat?\n"))
-    argv = ["chat", "--store", str(warmed), *CONTEXT, "--policy", "full", "--json"]
+    argv = ["ask", "--store", str(warmed), *CONTEXT, "--policy", "full", "--json"]
     assert main(argv) == 0
     captured = capsys.readouterr()
     turns = [json.loads(line) for line in captured.out.splitlines()]
@@ -724,7 +721,7 @@ def test_chat_retrieves_by_the_questions_before_as_well(
 ) -> None:
     def found(*questions: str) -> set[str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(questions)))
-        assert main(["chat", "--store", str(warmed), "--json", "--max-tokens", "1"]) == 0
+        assert main(["ask", "--store", str(warmed), "--json", "--max-tokens", "1"]) == 0
         last = json.loads(capsys.readouterr().out.splitlines()[-1])
         return {Path(hit["document"]).name for hit in last["context"]}
 
@@ -737,7 +734,7 @@ def test_a_long_chat_drops_its_oldest_turns_and_reports_it(
 ) -> None:
     question = "Which company makes golden pens? " * 40
     monkeypatch.setattr(sys, "stdin", io.StringIO((question + "\n") * 4 + question * 9 + "\n" + QUESTION + "\n"))
-    assert main(["chat", "--store", str(warmed), "--max-tokens", "2", "--json"]) == 0
+    assert main(["ask", "--store", str(warmed), "--max-tokens", "2", "--json"]) == 0
     captured = capsys.readouterr()
     assert "the oldest turn was dropped" in captured.err
     assert "too many for the window" in captured.err  # the question that does not fit with any conversation

@@ -151,7 +151,8 @@ def simulate(
             request = Workload(context + _QUESTION, context, context, size, selects)
             speed = speed_of(DEVICES[device], shape, LOADS[load])
             full_s, blend_s = full_seconds(speed, request.prompt), blend_seconds(speed, request, ratio)
-            cell = replace(cell, full_s=full_s, blend_s=blend_s, ratio=decide(speed, request, ratio).ratio)
+            is_full, _ = decide(speed, request, ratio)
+            cell = replace(cell, full_s=full_s, blend_s=blend_s, ratio=1.0 if is_full else ratio)
         yield cell
 
 
@@ -257,7 +258,7 @@ def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Poi
                     medians["full"],
                     blend_seconds(speed, request, ratio),
                     medians[policy],
-                    decide(speed, request, ratio).reason,
+                    decide(speed, request, ratio)[1],
                 )
             )
     return points

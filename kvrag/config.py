@@ -288,9 +288,8 @@ class BlendConfig:
         margin: Without a ratio, the model counts as unsure of a token if the likeliest one is less than this many nats
             more likely than the next one, a third of it for the first token; more of the prompt is recomputed before
             it is emitted. 0 = never, None = by the model's size and its answers so far.
-        controller: "auto" = without a ratio, the engine chooses full prefill if it is predicted to be faster, and a
-            higher ratio to begin with if loading hides it. "off" = always blend, at the given or default ratio.
-            See `kvrag.control.plan`.
+        controller: "auto" = without a ratio, the engine chooses full prefill if it is predicted to be faster.
+            "off" = always blend, at the given or default ratio. See `kvrag.control.plan`.
         min_run: Minimum length of a reused run, in tokens.
         edited_history: KV of earlier prompts and answers that is reused. "exact": as far as a prompt begins like one of
             them. "blend": also behind an edit of the history; it is recomputed in part, like chunks.

@@ -415,7 +415,7 @@ class BlendEngine:
                 for done in self_test(self.model, prefill, evidence, ids, namespace):
                     (update or no_progress)(done, (1 + len(STARTS)) * len(ids))
         finally:
-            self._planner.keep_speed()
+            self._planner.evidence.keep()
         return cast(CheckStats, self.stats(namespace)["checked"])
 
     def calibrate_when_idle(self, namespace: str = "") -> None:
@@ -475,7 +475,7 @@ class BlendEngine:
         if not self._closed:
             self._closed = True
             self._answering.close()
-            self._planner.keep_speed()
+            self._planner.evidence.keep()
             self.store.close()
 
     def __enter__(self) -> BlendEngine:

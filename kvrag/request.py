@@ -44,8 +44,8 @@ class Pipeline:
         """Prefill a request from stored chunks. Chunks that cannot be read are computed like fresh text.
 
         Args:
-            plan: From `Planner.plan`, before the chunks are known: it decides which kept prefix can be used. With the
-                chunks, `Planner.decide` sets the final policy and ratio.
+            plan: From `Planner.plan`, before the chunks are known: it decides which kept prefix can be used. Another
+                one, with the chunks, sets the final policy and ratio.
             matches: Chunks to use; None = look them up.
         """
         recovery = Recovery(self.backend, self.store, self.memory)
@@ -64,7 +64,8 @@ class Pipeline:
                 request.add_history(backend)
             request.planned = plan.config
             # in all processes of tensor parallelism alike
-            plan = recovery.agree(lambda: self.planner.decide(plan, request))
+            if request.runs and not plan.is_full:
+                plan = recovery.agree(lambda: self.planner.plan(request.config, request.namespace, request))
             if plan.is_full:
                 request.reuse_nothing()
             capacity = min(len(request.ids) + _ROOM, backend.context_window)

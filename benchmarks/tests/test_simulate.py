@@ -16,7 +16,6 @@ from kvrag.control.cost import full_seconds
 @pytest.fixture(autouse=True)
 def _as_installed(not_by_the_clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrag.control.plan.NOTICEABLE_S", 0.01)
-    monkeypatch.setattr("kvrag.control.plan.STEP", 0.05)
 
 
 def test_every_case_is_listed_and_those_that_do_not_fit_are_marked() -> None:

@@ -7,32 +7,20 @@ the cost of each computed token, `c` the cost of each key that a token attends t
 from __future__ import annotations
 
 import itertools
-import json
-import logging
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvrag.backend.protocol import PREFILL_BLOCK
-from kvrag.errors import StoreError
 from kvrag.reuse.blend import MOST
 from kvrag.reuse.policy import NO_PASSES, Passes
-from kvrag.store import KVStore
 
-logger = logging.getLogger("kvrag")
-
-FILE = "speed.json"
 _KEPT = 16  # observations of each kind: enough to average out noise, few enough to follow changes in load
-_MACHINES = 16  # machines per store
-_STALE_S = 30 * 86400  # older measurements may be of another driver, disk or load
 _MEMORY = 4  # earlier observations count at most this many times as much as the current one
 _SUMS = ("load", "loaded", "stitch")  # (bytes, seconds), (bytes, tokens) and (tokens, seconds)
 _WARM_UP_ROWS = 1000  # shorter passes do not outweigh the start-up costs of a process's first pass
@@ -137,7 +125,6 @@ class CostModel:
         self._loaded_at = -math.inf
         self._warmed_up = False
         self._speed: Speed | None = None
-        self.changed = False
 
     def observe_pass(self, kind: str, rows: int, pairs: float, seconds: float, passes: int = 1) -> None:
         """Observe one or more forward passes. A short first pass of a process is ignored: it includes start-up costs.
@@ -149,7 +136,7 @@ class CostModel:
             if (self._warmed_up or rows >= _WARM_UP_ROWS) and seconds > 0:
                 kept = self._passes.setdefault(kind, deque(maxlen=_KEPT))
                 kept.append((passes, rows, pairs, seconds))
-                self._speed, self.changed = None, True
+                self._speed = None
             self._warmed_up = True
 
     def observe_load(self, num_bytes: int, tokens: float, seconds: float) -> None:
@@ -171,7 +158,7 @@ class CostModel:
         total = self._sums[name]
         weight = min(1.0, _MEMORY * amount / total[0], _MEMORY * other / total[1]) if all(total) else 0.0
         self._sums[name] = total[0] * weight + amount, total[1] * weight + other
-        self._speed, self.changed = None, True
+        self._speed = None
 
     def bytes_per_token(self, default: float) -> float:
         """Return the stored bytes per token."""
@@ -191,26 +178,6 @@ class CostModel:
             if self._speed is None and passes:
                 self._speed = Speed(*fit(np.array(passes), self._pair_rows), _quotient((seconds, tokens), 0.0), load)
             return self._speed
-
-    def knows_load(self) -> bool:
-        """Return whether a load was observed."""
-        return all(self._sums["load"])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the state for the store."""
-        with self._lock:
-            self.changed = False
-            passes = {kind: list(kept) for kind, kept in self._passes.items()}
-            return {"passes": passes, **self._sums, "made": time.time()}
-
-    def take(self, kept: dict[str, Any]) -> None:
-        """Restore the state of `to_dict`; if it is invalid, change nothing and raise what `recalling` logs."""
-        if time.time() - positive(kept["made"]) > _STALE_S:
-            return
-        passes = {str(kind): deque(map(_observed, rows), maxlen=_KEPT) for kind, rows in kept["passes"].items()}
-        sums = {name: (positive(kept[name][0]), positive(kept[name][1])) for name in _SUMS}
-        with self._lock:
-            self._passes, self._sums, self._speed = passes, sums, None
 
 
 def fit(passes: NDArray[np.float64], pair_rows: float) -> tuple[float, float, float]:
@@ -239,45 +206,5 @@ def fit(passes: NDArray[np.float64], pair_rows: float) -> tuple[float, float, fl
     return float(fitted[0]), float(fitted[1]), float(fitted[2]) * pair_rows
 
 
-def read(text: str | None) -> dict[str, Any]:
-    """Return the entries in a text of `write`, by machine; raises ValueError if the text is damaged."""
-    machines = json.loads(text) if text else {}
-    if not isinstance(machines, dict):
-        raise ValueError("it is not a table of machines")
-    return machines
-
-
-def write(text: str | None, entries: dict[str, Any], most: int = _MACHINES) -> str:
-    """Return the text with these machines' entries replaced; entries of other machines are kept, `most` in all."""
-    others: list[Any] = []
-    with suppress(ValueError):  # damaged: measured again within a few answers
-        others = [item for item in read(text).items() if item[0] not in entries]
-    return json.dumps(dict([*others, *entries.items()][-most:]))
-
-
-@contextmanager
-def recalling(store: KVStore, name: str) -> Iterator[None]:
-    """Log what is wrong with a text that this block reads: it will be measured again."""
-    try:
-        yield
-    except (StoreError, ValueError, LookupError, TypeError, AttributeError) as error:
-        logger.warning("%s/%s is damaged or unreadable, and measured again: %r", store.name, name, error)
-
-
 def _quotient(sums: tuple[float, float], default: float) -> float:
     return sums[0] / sums[1] if sums[1] else default
-
-
-def _observed(values: Any) -> tuple[float, ...]:
-    passes, rows, pairs, seconds = map(positive, values)
-    if not (passes and rows and seconds):
-        raise ValueError(f"{values!r} is not a pass")
-    return passes, rows, pairs, seconds
-
-
-def positive(value: Any) -> float:
-    """Return a number of a text; raises ValueError and TypeError if it is no measurement."""
-    number = float(value)
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{value!r} is not a measurement")
-    return number

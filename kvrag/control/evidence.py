@@ -16,21 +16,25 @@ prompts and answers is stored, and of a namespace's name only a digest.
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 import threading
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvrag.config import DEFAULT_RATIO
-from kvrag.control import cost
 from kvrag.control.cost import Speed, Workload, completion_seconds, deepening_seconds
 from kvrag.errors import StoreError
 from kvrag.reuse.blend import DEEPENED, FIRST
 from kvrag.store import KVStore
 from kvrag.store.values import text_key
+
+logger = logging.getLogger("kvrag")
 
 FILE = "evidence.json"
 EDGES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.5, 6.0)
@@ -213,12 +217,12 @@ class EvidenceStore(dict[str, Evidence]):
         super().__init__()
         self._store, self._fingerprint, self._lock = store, fingerprint, threading.Lock()
         self._read: dict[str, Any] = {}
-        with cost.recalling(store, FILE):
-            self._read = cost.read(store.read_text(FILE))
+        with _recalling(store):
+            self._read = _read(store.read_text(FILE))
 
     def __missing__(self, namespace: str) -> Evidence:
         evidence = Evidence(self._lock)
-        with cost.recalling(self._store, FILE):
+        with _recalling(self._store):
             evidence._stored = _parse(self._read.get(self._key(namespace), {}))
         return self.setdefault(namespace, evidence)  # another thread may have been faster
 
@@ -233,7 +237,7 @@ class EvidenceStore(dict[str, Evidence]):
         def change(text: str | None) -> str:
             stored: dict[str, Any] = {}
             with suppress(ValueError):  # damaged
-                stored = cost.read(text)
+                stored = _read(text)
             for key, tables in new.items():
                 known: dict[str, Table] = {}
                 with suppress(ValueError, TypeError, LookupError, AttributeError):
@@ -243,7 +247,7 @@ class EvidenceStore(dict[str, Evidence]):
             entries = {
                 key: {name: table.round(3).tolist() for name, table in tables.items()} for key, tables in merged.items()
             }
-            return cost.write(text, entries, _NAMESPACES)
+            return _write(stored, entries)
 
         with suppress(StoreError):  # no answer depends on it
             self._store.change_text(FILE, change)
@@ -266,14 +270,44 @@ class EvidenceStore(dict[str, Evidence]):
         def change(text: str | None) -> str:
             stored: dict[str, Any] = {}
             with suppress(ValueError):  # damaged
-                stored = cost.read(text)
-            others = {key: entry for key, entry in stored.items() if not key.startswith(mine)}
-            return cost.write(None, others, _NAMESPACES)
+                stored = _read(text)
+            return _write({}, {key: entry for key, entry in stored.items() if not key.startswith(mine)})
 
         self._store.change_text(FILE, change)
 
     def _key(self, namespace: str) -> str:
         return f"{self._fingerprint} {text_key(namespace, ())}"
+
+
+def _read(text: str | None) -> dict[str, Any]:
+    """Return the entries in a text of `_write`, by namespace; raises ValueError if the text is damaged."""
+    namespaces = json.loads(text) if text else {}
+    if not isinstance(namespaces, dict):
+        raise ValueError("it is not a table of namespaces")
+    return namespaces
+
+
+def _write(stored: dict[str, Any], entries: dict[str, Any]) -> str:
+    """Return a text with these entries and those that are stored of other namespaces, the last ones."""
+    others = [item for item in stored.items() if item[0] not in entries]
+    return json.dumps(dict([*others, *entries.items()][-_NAMESPACES:]))
+
+
+@contextmanager
+def _recalling(store: KVStore) -> Iterator[None]:
+    """Log what is wrong with the text that this block reads: it is measured again."""
+    try:
+        yield
+    except (StoreError, ValueError, LookupError, TypeError, AttributeError) as error:
+        logger.warning("%s/%s is damaged or unreadable, and measured again: %r", store.name, FILE, error)
+
+
+def _positive(value: Any) -> float:
+    """Return a number of a text; raises ValueError and TypeError if it is no count."""
+    number = float(value)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{value!r} is not a count")
+    return number
 
 
 def _faded(table: Table) -> Table:
@@ -285,7 +319,7 @@ def _parse(content: dict[str, Any]) -> dict[str, Table]:
     """Return stored counts; raises ValueError and the like if they are damaged."""
     tables = {}
     for name, rows in content.items():
-        table = np.array([[cost.positive(number) for number in row] for row in rows])
+        table = np.array([[_positive(number) for number in row] for row in rows])
         if table.shape != ((1, len(Answers._fields)) if name == _ANSWERS else (3, _BINS)):
             raise ValueError(f"counts of {name!r} have the shape {table.shape}")
         tables[name] = table

@@ -5,27 +5,29 @@ emitted, the next share is recomputed, and then all; see `kvrag.reuse.blend`. St
 by its size, then the counts of its own answers (`kvrag.control.evidence`). Chosen is what costs the least until the end
 of the answer, of all that is expected to keep enough answers; full prefill, if nothing costs less.
 
-Evidence and measured speeds are stored beside the chunks. `decide` is a pure function, so that `python -m benchmarks
+    asked for                        start and margin                      full prefill instead
+    a ratio, or policy none or full  these, 0                              no
+    margin=0                         START, 0                              where it is predicted to be faster
+    of a hybrid, without evidence                                          yes
+    controller="off"                 by the model's size                   no
+    deterministic, another policy    by the model's size                   where doubts would cost more than reuse saves
+    nothing, or a margin             by the evidence                       where it is predicted to cost less
+
+The evidence is stored beside the chunks. `decide` is a pure function, so that `python -m benchmarks
 simulate` can evaluate it for other machines.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import platform
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-
-import torch
 
 from kvrag.backend.protocol import PREFILL_BLOCK, Backend
 from kvrag.config import DEFAULT_POLICY, BlendConfig
-from kvrag.control import cost
 from kvrag.control.agreement import TARGET, wilson
 from kvrag.control.cost import (
     CostModel,
@@ -35,13 +37,12 @@ from kvrag.control.cost import (
     full_seconds,
 )
 from kvrag.control.evidence import START, STARTS, EvidenceStore, Setting, nearest, rung, settings
-from kvrag.errors import SettingError, StoreError
+from kvrag.errors import SettingError
 from kvrag.reuse.blend import begins_exactly
 from kvrag.reuse.load import Trace
 from kvrag.reuse.request_state import RequestState
 from kvrag.reuse.select import selecting
-from kvrag.store import ChunkReader, KVStore
-from kvrag.store.values import tokens_of
+from kvrag.store import KVStore
 from kvrag.words import human_bytes
 
 logger = logging.getLogger("kvrag")
@@ -61,20 +62,18 @@ ENOUGH = 100
 FEW = 8
 """Answers of a namespace before anything but the prior is followed."""
 
+_FIXED = {"none": 0.0, "full": 1.0}  # ratios of policies that have one
+_BY_SPEED = (DEFAULT_POLICY, "tail")  # policies of which the cost is known
 _TYPICAL = Workload(1000, 930, 930, 0)  # before the chunks are known
 _TRIED = 16  # of so many prompts for which full prefill is cheaper, one is blended: else a change would not be noticed
 
 NOTICEABLE_S = 0.01
 """Minimum advantage of full prefill in seconds: smaller differences should not make answers depend on timing."""
-STEP = 0.05
-"""A ratio hidden by loading is rounded down to a multiple of this, so that it does not vary with every answer."""
-
 CPU_SHARE = 2 / 3
 """Timings of a thread that had a processor for a smaller share of the time are not used: the machine was busy."""
 
 _ROWS = Speed(0.0, 1.0, 0.0, 0.0, math.inf)  # counts rows, as long as no speed is known
-_KEEP_S = 60.0  # seconds between writes of the measurements, and between probes of a slow disk
-_PROBE_BYTES = 1 << 20
+_KEEP_S = 60.0  # seconds between writes of the evidence, and that the speed of a disk is valid
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +106,11 @@ class Plan:
         return self.config.ratio
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The controller's choice and its reason."""
-
-    full: bool
-    ratio: float
-    reason: str
-
-
-def decide(speed: Speed | None, request: Workload, ratio: float, doubts_s: float = 0.0) -> Decision:
-    """Choose between full prefill and blending, and the ratio.
+def decide(speed: Speed | None, request: Workload, ratio: float, doubts_s: float = 0.0) -> tuple[bool, str]:
+    """Return whether to prefill in full instead of blending at a ratio, and the reason.
 
     Args:
         speed: None = no measurements yet: blend, which gives some.
-        ratio: Lowest allowed ratio.
         doubts_s: Expected seconds of what is recomputed during the answer, by the same speed.
     """
     known = speed or _ROWS
@@ -130,42 +119,26 @@ def decide(speed: Speed | None, request: Workload, ratio: float, doubts_s: float
         load_s = request.bytes / speed.load
         slow_load = f"loading alone takes {_seconds(load_s)} at {human_bytes(speed.load)}/s"
         cause = slow_load if load_s > full_s else "the context is short"
-        reason = f"full prefill: predicted {_seconds(full_s)}, blending {_seconds(blend_s)}; {cause}"
-        return Decision(True, 1.0, reason)
+        return True, f"full prefill: predicted {_seconds(full_s)}, blending {_seconds(blend_s)}; {cause}"
     expected = (blend_s + doubts_s) / full_s
     if doubts_s and expected > GAIN and full_s + NOTICEABLE_S <= blend_s + doubts_s / GAIN:
-        reason = f"full prefill: this model is so often unsure that blending would cost {expected:.0%} of it in all"
-        return Decision(True, 1.0, reason)
+        return True, f"full prefill: this model is so often unsure that blending would cost {expected:.0%} of it in all"
+    name = f"blend at {ratio:g}" if ratio else "plain reuse to begin with"
     if speed is None:
-        why = "no measurements on this machine yet (none are taken while it is busy)"
-        return Decision(False, ratio, f"{_name(ratio)}: {why}")
-    hidden = _hidden(speed, request, ratio, blend_s) if ratio else 0.0  # plain reuse has no policy
-    reason = f"{_name(hidden)}: predicted {_seconds(blend_s)}, full prefill {_seconds(full_s)}"
+        return False, f"{name}: no measurements on this machine yet (none are taken while it is busy)"
+    reason = f"{name}: predicted {_seconds(blend_s)}, full prefill {_seconds(full_s)}"
     if doubts_s:
         reason += f"; {_seconds(blend_s + doubts_s)} with what doubts will cost, on average"
-    if hidden > ratio:
-        reason += f"; {hidden:g} instead of {ratio:g} because loading takes as long"
-    return Decision(False, hidden, reason)
+    return False, reason
 
 
-def _hidden(speed: Speed, request: Workload, ratio: float, blend_s: float) -> float:
-    """Return the largest ratio that takes no longer than `ratio` because loading takes as long."""
-    steps = (round(number * STEP, 10) for number in range(1, math.ceil(1 / STEP)))
-    hidden = [step for step in steps if step > ratio and blend_seconds(speed, request, step) <= blend_s * 1.001]
-    return max([ratio, *hidden])
-
-
-def _in_full(plan: Plan, reason: str) -> Plan:
-    return Plan(replace(plan.config, policy="full", ratio=1.0), reason=reason)
+def _in_full(config: BlendConfig, reason: str) -> Plan:
+    return Plan(replace(config, policy="full", ratio=1.0), reason=reason)
 
 
 def _beginning(config: BlendConfig, ratio: float) -> BlendConfig:
     """Return the settings that adaptive recompute begins with."""
     return replace(config, policy=config.policy if ratio else "none", ratio=ratio)
-
-
-def _name(ratio: float) -> str:
-    return f"blend at {ratio:g}" if ratio else "plain reuse to begin with"
 
 
 def _seconds(value: float) -> str:
@@ -190,37 +163,65 @@ class Planner:
     """The evidence and running measurements of one engine. Thread-safe."""
 
     def __init__(self, backend: Backend, store: KVStore, codec: str) -> None:
-        self._backend, self._texts, self._codec = backend, store, codec
-        device = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else backend.device.type
-        # with the machine's name: machines that share a store read it at different speeds
-        self._machine = f"{backend.fingerprint.digest} {platform.node()} {device} {torch.get_num_threads()} threads"
+        self._backend, self._codec = backend, codec
         self._costs, self.evidence = CostModel(backend.hidden_size), EvidenceStore(store, backend.fingerprint.digest)
         self._is_large = backend.num_parameters >= PARAMETERS
-        self._speed_kept, self._planned = time.monotonic(), Counter[str]()
-        with cost.recalling(store, cost.FILE):
-            if (measured := cost.read(store.read_text(cost.FILE)).get(self._machine)) is not None:
-                self._costs.take(measured)
+        self._kept_at, self._planned = time.monotonic(), Counter[str]()
 
-    def plan(self, config: BlendConfig, namespace: str = "") -> Plan:
-        """Return what settings mean before the chunks of the prompt are known."""
+    def plan(self, config: BlendConfig, namespace: str = "", request: RequestState | None = None) -> Plan:
+        """Return what settings mean for a prompt.
+
+        Args:
+            request: The prompt with its chunks; None = they are not known yet.
+        """
         config = self._suited(config)
         if config.ratio is not None:
             return Plan(config)
-        if config.policy in ("none", "full"):
-            return Plan(replace(config, ratio=1.0 if config.policy == "full" else 0.0))
-        if config.margin == 0:
-            return Plan(replace(config, ratio=START))
+        if config.policy in _FIXED:
+            return Plan(replace(config, ratio=_FIXED[config.policy]))
         if self._is_unknown(config, namespace):
-            return _in_full(Plan(config), _UNCALIBRATED)
+            return _in_full(config, _UNCALIBRATED)
+        is_auto, chosen = config.controller == "auto", None
+        speed = self._speed() if config.policy in _BY_SPEED and not config.deterministic else None
+        is_alone = request.is_encoded_alone if request and is_auto else not is_auto
+        start, margin = self._prior(config, is_alone) if config.margin != 0 else (START, 0.0)
         if self.learns(config):
-            start, margin, *_ = self._choose(config, namespace, False, _ROWS, lambda _: _TYPICAL)
-        else:
-            start, margin = self._prior(config, is_alone=config.controller == "off")
-        return Plan(_beginning(config, start), margin, start=start)
+
+            def work(ratio: float) -> Workload:
+                return self._workload(_beginning(config, ratio), request) if request else _TYPICAL
+
+            by = speed if request and speed else _ROWS
+            chosen = self._choose(config, namespace, is_alone, by, work)
+            start, margin, *_ = chosen
+        plan = Plan(_beginning(config, start), margin, start=start, is_observed=bool(request and chosen))
+        return self._with_chunks(plan, config, request, chosen, speed) if request and is_auto else plan
+
+    def _with_chunks(
+        self, plan: Plan, config: BlendConfig, request: RequestState, chosen: Setting | None, speed: Speed | None
+    ) -> Plan:
+        """Return the plan for a prompt with these chunks, or full prefill where it is predicted to be better."""
+        if plan.margin and (not plan.ratio or self._backend.keeps_states):  # a doubt is answered by full prefill
+            most = self._workload(plan.config, request).most_to_begin_with
+            if most < min(plan.ratio, LEAST):
+                stored = (request.kept + sum(map(len, request.runs))) / len(request.ids)
+                cause = f"{stored:.0%} is stored, and a recompute on doubt would cost more than that saves"
+                return _in_full(config, f"full prefill: {cause}")
+            plan = replace(plan, config=_beginning(config, min(plan.ratio, most)))
+        if config.policy not in _BY_SPEED or config.deterministic:
+            return plan
+        workload, doubts_s = self._workload(plan.config, request), 0.0
+        # after a blended beginning, nothing would be exact without a completion
+        is_exact_before = not request.prefix or request.prefix.exact >= request.kept
+        if chosen and is_exact_before and self.evidence[request.namespace].answers.answers >= FEW:
+            self._planned[request.namespace] += 1
+            if self._planned[request.namespace] % _TRIED:
+                doubts_s = chosen.doubts_seconds(speed or _ROWS, workload)
+        is_full, reason = decide(speed, workload, plan.ratio, doubts_s)
+        return _in_full(config, reason) if is_full else replace(plan, reason=reason)
 
     def learns(self, config: BlendConfig) -> bool:
         """Return whether answers with these settings follow the evidence."""
-        is_adaptive = config.ratio is None and config.margin != 0 and config.policy in (DEFAULT_POLICY, "tail")
+        is_adaptive = config.ratio is None and config.margin != 0 and config.policy in _BY_SPEED
         return is_adaptive and config.controller == "auto" and not config.deterministic
 
     def _prior(self, config: BlendConfig, is_alone: bool) -> tuple[float, float]:
@@ -238,7 +239,7 @@ class Planner:
 
     def _suited(self, config: BlendConfig) -> BlendConfig:
         """Return the settings with a policy that the model can follow; raise SettingError if it is another one."""
-        if not self._backend.keeps_states or config.policy in ("none", "full", "tail"):
+        if not self._backend.keeps_states or config.policy in (*_FIXED, "tail"):
             return config
         if config.policy != DEFAULT_POLICY:
             raise SettingError(
@@ -246,59 +247,6 @@ class Planner:
                 "leave policy out, or use 'tail'"
             )
         return replace(config, policy="tail")
-
-    def decide(self, plan: Plan, request: RequestState) -> Plan:
-        """Let the controller choose between full prefill and blending, and the ratio, unless they were asked for.
-
-        Args:
-            plan: Of the settings of this request, which has its chunks.
-
-        Raises:
-            DamagedChunkError, ChunkUnreadableError: A chunk could not be read to measure the disk.
-        """
-        config = request.config
-        is_open = config.ratio is None and config.policy not in ("none", "full") and config.controller == "auto"
-        if not is_open or not request.runs or plan.is_full:
-            return plan
-        config, speed, doubts_s = self._suited(config), None, 0.0
-        if plan.margin and not self.learns(config):
-            start, margin = self._prior(config, request.is_encoded_alone)
-            plan = replace(plan, config=_beginning(config, start), margin=margin, start=start)
-        if config.policy in (DEFAULT_POLICY, "tail") and not config.deterministic:
-            self._measure_disk(request)
-            speed = self._costs.speed()
-        chosen: Setting | None = None
-        if self.learns(config):
-            work = partial(self._workload, request=request)
-            chosen = self._choose(
-                config,
-                request.namespace,
-                request.is_encoded_alone,
-                speed or _ROWS,
-                lambda start: work(_beginning(config, start)),
-            )
-            begun = _beginning(config, chosen.start)
-            plan = replace(plan, config=begun, margin=chosen.margin, start=chosen.start, is_observed=True)
-        if plan.margin and (not plan.ratio or self._backend.keeps_states):  # a doubt is answered by full prefill
-            most = self._workload(plan.config, request).most_to_begin_with
-            if most < min(plan.ratio, LEAST):
-                stored = (request.kept + sum(map(len, request.runs))) / len(request.ids)
-                cause = f"{stored:.0%} is stored, and a recompute on doubt would cost more than that saves"
-                return _in_full(plan, f"full prefill: {cause}")
-            plan = replace(plan, config=_beginning(config, min(plan.ratio, most)))
-        if config.policy not in (DEFAULT_POLICY, "tail") or config.deterministic:
-            return plan
-        workload = self._workload(plan.config, request)
-        # after a blended beginning, nothing would be exact without a completion
-        is_exact_before = not request.prefix or request.prefix.exact >= request.kept
-        if chosen and is_exact_before and self.evidence[request.namespace].answers.answers >= FEW:
-            self._planned[request.namespace] += 1
-            if self._planned[request.namespace] % _TRIED:
-                doubts_s = chosen.doubts_seconds(speed or _ROWS, workload)
-        decision = decide(speed, workload, plan.ratio, doubts_s)
-        if decision.full:
-            return _in_full(plan, decision.reason)
-        return replace(plan, config=replace(plan.config, ratio=decision.ratio), reason=decision.reason)
 
     def _choose(
         self, config: BlendConfig, namespace: str, is_alone: bool, speed: Speed, work: Callable[[float], Workload]
@@ -350,11 +298,11 @@ class Planner:
         margin = f", and more below a margin of {chosen.margin:g}," if chosen.margin else ""
         return f"On this model, {name}{margin} keeps {low:.0%} to {high:.0%} of the answers: {saved:.1f}x less prefill."
 
-    def _measure_disk(self, request: RequestState) -> None:
-        """Measure the disk by a small read, if its speed is unknown and counts, or was measured a while ago."""
-        costs, cold = self._costs, request.cold
-        if cold and costs.speed() is not None and (not costs.knows_load() or costs.load_age > _KEEP_S):
-            self._probe(cold[0])
+    def _speed(self) -> Speed | None:
+        speed = self._costs.speed()
+        if speed is not None and self._costs.load_age > _KEEP_S:  # the disk is measured by the next prompt
+            speed = replace(speed, load=math.inf)
+        return speed
 
     def _workload(self, config: BlendConfig, request: RequestState) -> Workload:
         reused = sum(map(len, request.runs))
@@ -367,17 +315,6 @@ class Planner:
             passes=selecting(config, self._backend.num_layers),
             kept=request.kept,
         )
-
-    def _probe(self, reader: ChunkReader) -> None:
-        """Read the first layers of a chunk, or fewer on a slow disk."""
-        started, before = time.perf_counter(), reader.bytes_read
-        num_layers = self._backend.num_layers
-        for number in range(num_layers):
-            keys, _ = reader.layer(number)
-            if reader.bytes_read - before >= _PROBE_BYTES:
-                break
-        share = tokens_of(keys) * (number + 1) / num_layers
-        self._costs.observe_load(reader.bytes_read - before, share, time.perf_counter() - started)
 
     def observe_encoding(self, tokens: int, pairs: float, passes: int, seconds: float, cpu: float) -> None:
         """Observe the encoding of chunks in `passes` forward passes.
@@ -413,16 +350,8 @@ class Planner:
         if not request.kept:  # copying a cached prefix involves no rotation
             self._costs.observe_stitch(reused, trace.seconds["stitch"])
 
-    def keep_speed_now_and_then(self) -> None:
-        """Store the measurements if the last write was more than a minute ago."""
-        if time.monotonic() - self._speed_kept > _KEEP_S:
-            self.keep_speed()
-
-    def keep_speed(self) -> None:
-        """Store the measurements and the evidence, if there are any."""
-        self._speed_kept = time.monotonic()
-        self.evidence.keep()
-        if self._costs.changed:
-            measured = self._costs.to_dict()
-            with contextlib.suppress(StoreError):  # neither answers nor ingestion depend on it
-                self._texts.change_text(cost.FILE, lambda text: cost.write(text, {self._machine: measured}))
+    def keep_now_and_then(self) -> None:
+        """Store the evidence if the last write was more than a minute ago."""
+        if time.monotonic() - self._kept_at > _KEEP_S:
+            self._kept_at = time.monotonic()
+            self.evidence.keep()

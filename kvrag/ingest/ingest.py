@@ -263,7 +263,6 @@ class Ingestion(Choosing):
             if choices == previous and (not missing or not self._has_room(missing, namespace)):
                 break
 
-        self._planner.keep_speed()
         skipped = len({tuple(ids) for ids, _ in tokenized if len(ids) < min_run})
         matched = {piece.text_key for piece in pieces if len(piece.ids) >= min_run}
         new = len(matched & tally.text_keys)

@@ -154,7 +154,7 @@ class Checker(Listener):
         request, sampling = answer.request, answer.sampling
         if self._planner.learns(request.config):
             observe(self._model, self._planner.evidence[request.namespace], request, len(answer.tokens))
-        self._planner.keep_speed_now_and_then()
+        self._planner.keep_now_and_then()
         is_changed = sampling.frequency_penalty or sampling.presence_penalty or sampling.logit_bias
         if answer.has_grammar or is_changed or not self._planner.learns(request.config) or not request.chunks:
             return

@@ -215,11 +215,6 @@ def unpack(layer: Layer, codec: str, device: torch.device) -> Layer:
     return _unpack(keys, codec, 1, device), _unpack(values, codec, 2, device)
 
 
-def tokens_of(keys: Tensor) -> int:
-    """Return T of a layer's keys, packed or not."""
-    return keys.shape[1] if keys.dim() == 3 else int(keys[:_HEADER].clone().view(torch.int32)[1])
-
-
 def share(codec: str, num_tokens: int, head_dim: int, dtype: torch.dtype) -> float:
     """Return the size of a chunk of that many tokens, relative to the native codec."""
     example = torch.zeros(8, num_tokens, head_dim, dtype=dtype)

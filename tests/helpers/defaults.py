@@ -33,7 +33,6 @@ def not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is noticeably faster, and every timing counts."""
     monkeypatch.setattr("kvrag.control.plan.CPU_SHARE", 0.0)
     monkeypatch.setattr("kvrag.control.plan.NOTICEABLE_S", float("inf"))
-    monkeypatch.setattr("kvrag.control.plan.STEP", 1.0)
 
 
 _LEARNS, _PRIOR = Planner.learns, Planner._prior

@@ -36,7 +36,7 @@ def _run(script: Path, arguments: Sequence[str], folder: Path, stdin: str) -> No
     from kvrag.control import plan
 
     # as in conftest.py: nothing must depend on how busy the machine is, and threads would wait for each other
-    plan.CPU_SHARE, plan.NOTICEABLE_S, plan.STEP = 0.0, float("inf"), 1.0
+    plan.CPU_SHARE, plan.NOTICEABLE_S = 0.0, float("inf")
     torch.set_num_threads(1)
     os.chdir(folder)
     for number, name in enumerate(("stdout", "stderr"), 1):

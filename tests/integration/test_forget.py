@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from blending import CHUNKS, messages
 from processes import COMMON, expect, start, tell
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
-from kvrag.control.plan import Plan
-from kvrag.reuse.request_state import RequestState
+from kvrag.control.plan import _in_full
 
 PROMPT = messages(*CHUNKS)
 OTHER: dict[str, Any] = {"max_new_tokens": 1, "policy": "full"}  # of a prompt after which no conversation is kept
@@ -117,7 +115,7 @@ def test_a_prefill_that_fails_leaves_nothing(
 def test_chunks_that_the_controller_has_recomputed_are_forgotten_too(
     engine: BlendEngine, forget: Forget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine._planner, "decide", lambda plan, _: Plan(replace(plan.config, policy="full", ratio=1.0)))
+    monkeypatch.setattr(engine._planner, "_with_chunks", lambda plan, *_: _in_full(plan.config, ""))
     report = engine.generate(PROMPT, controller="auto", max_new_tokens=2).report
     assert (report.policy, report.runs, len(engine._answering._conversations)) == ("full", (), 1)
     forget()
@@ -227,10 +225,7 @@ def test_a_prompt_that_was_never_blended_is_forgotten_too(
 ) -> None:
     """Where full prefill is faster, no chunk's KV is used, but the prompt's own is that of the chunk's text."""
 
-    def decide(plan: Plan, request: RequestState) -> Plan:
-        return replace(plan, config=replace(plan.config, policy="full", ratio=1.0))
-
-    monkeypatch.setattr(engine._planner, "decide", decide)
+    monkeypatch.setattr(engine._planner, "_with_chunks", lambda plan, *_: _in_full(plan.config, ""))
     report = engine.generate(PROMPT, controller="auto", max_new_tokens=2).report
     assert (report.policy, report.runs, len(engine._answering._conversations)) == ("full", (), 1)
     forget()

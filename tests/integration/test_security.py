@@ -47,16 +47,15 @@ def test_chunks_of_another_namespace_save_no_computation(model: Model, tmp_path:
         hook.remove()
 
 
-def test_calibration_and_speeds_contain_no_text(model: Model, tmp_path: Path) -> None:
+def test_evidence_contains_no_text(model: Model, tmp_path: Path) -> None:
     with _engine(model, tmp_path) as engine:
         engine.warm(CHUNKS, document="the handbook", namespace="tenant")
         engine.calibrate([PROMPT] * 2, namespace="tenant")
         engine.generate(PROMPT, namespace="tenant", max_new_tokens=1)
-    for name in ("speed.json", "evidence.json"):
-        content = (tmp_path / name).read_text()
-        assert json.loads(content)
-        for secret in ("the handbook", "tenant", "Mira", "Brel", "curry"):
-            assert secret not in content
+    content = (tmp_path / "evidence.json").read_text()
+    assert json.loads(content)
+    for secret in ("the handbook", "tenant", "Mira", "Brel", "curry"):
+        assert secret not in content
 
 
 def test_a_pickle_in_a_store_is_not_loaded(model: Model, tmp_path: Path) -> None:
@@ -70,7 +69,7 @@ def test_a_pickle_in_a_store_is_not_loaded(model: Model, tmp_path: Path) -> None
             return Path.touch, (mark,)
 
     forged = pickle.dumps(Forged())
-    for path in [*store.glob("chunks/*/*"), store / "speed.json"]:
+    for path in [*store.glob("chunks/*/*"), store / "evidence.json"]:
         path.write_bytes(forged)
     with _engine(model, store) as engine:
         answer = engine.generate(PROMPT, ratio=1.0, policy="first_k", max_new_tokens=4, temperature=0)

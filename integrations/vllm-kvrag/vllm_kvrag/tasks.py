@@ -123,7 +123,6 @@ class TaskHandler:
         request = RequestState(task.ids, task.config, task.namespace)
         request.prefix = _prefix(task, plan.config) if task.kept else None
         pipeline.prefill(request, plan, task.matches)
-        self._planner.keep_speed_now_and_then()
         report = replace(request.report, ttft_s=time.perf_counter() - started).to_dict()
         # None: nothing was reused, so all is computed
         return TaskOutcome(report, request.tail() or None)

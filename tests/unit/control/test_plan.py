@@ -143,10 +143,10 @@ def test_where_the_model_is_always_in_doubt_prompts_are_prefilled_in_full(
 def test_expected_doubts_count_in_the_decision(monkeypatch: Any) -> None:
     monkeypatch.setattr("kvrag.control.plan.NOTICEABLE_S", 0.01)
     speed, request = Speed(0.01, 1e-3, 0, 0, 1e12), Workload(1000, 900, 900, 0)
-    assert not decide(speed, request, 0.15, 0.1).full
-    decision = decide(speed, request, 0.15, 0.9)
-    assert decision.full
-    assert "in all" in decision.reason
+    assert not decide(speed, request, 0.15, 0.1)[0]
+    is_full, reason = decide(speed, request, 0.15, 0.9)
+    assert is_full
+    assert "in all" in reason
 
 
 def test_every_margin_is_offered(engine: BlendEngine) -> None:

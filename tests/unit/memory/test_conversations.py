@@ -315,11 +315,11 @@ def test_full_prefill_that_the_controller_chooses_continues_the_conversation(
     ids = _ids(talk.engine, prompt)
     asked: list[int] = []
 
-    def decide(plan: Plan, request: RequestState) -> Plan:
+    def decide(plan: Plan, config: BlendConfig, request: RequestState, *_: Any) -> Plan:
         asked.append(request.kept)
-        return replace(plan, config=replace(plan.config, policy="full", ratio=1.0), reason="it is faster")
+        return replace(plan, config=replace(config, policy="full", ratio=1.0), reason="it is faster")
 
-    monkeypatch.setattr(talk.engine._planner, "decide", decide)
+    monkeypatch.setattr(talk.engine._planner, "_with_chunks", decide)
     report = talk(prompt).report
     assert asked == [report.conversation_tokens]
     assert (report.policy, report.ratio, report.runs, report.exact) == ("full", 1.0, (), True)

@@ -488,12 +488,12 @@ def test_changes_of_a_text_are_not_lost(machine: Machine) -> None:
     def change(text: str | None) -> str:
         turns.append(text)
         if len(turns) < 3:
-            two.change_text("speed.json", lambda theirs: f"{theirs or ''}{len(turns)}")
+            two.change_text("evidence.json", lambda theirs: f"{theirs or ''}{len(turns)}")
         return f"{text}!"
 
-    one.change_text("speed.json", change)
+    one.change_text("evidence.json", change)
     assert turns == [None, "1", "12"]
-    assert two.read_text("speed.json") == "12!"
+    assert two.read_text("evidence.json") == "12!"
 
 
 # ---------------------------------------------------------------- faults

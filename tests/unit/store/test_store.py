@@ -1564,16 +1564,16 @@ def test_changes_of_a_text_by_several_processes_are_not_lost(tmp_path: Path) -> 
 
     def add(number: int) -> None:
         for turn in range(8):
-            stores[number].change_text("speed.json", lambda text, turn=turn: f"{text or ''} {number}-{turn}")  # type: ignore[misc]
+            stores[number].change_text("evidence.json", lambda text, turn=turn: f"{text or ''} {number}-{turn}")  # type: ignore[misc]
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(add, (0, 1)))
-    written = stores[0].read_text("speed.json")
+    written = stores[0].read_text("evidence.json")
     assert written is not None
     assert sorted(written.split()) == [f"{number}-{turn}" for number in (0, 1) for turn in range(8)]
-    (tmp_path / "speed.json").write_bytes(b"\xff")
-    stores[0].change_text("speed.json", lambda text: f"{text}")
-    assert stores[0].read_text("speed.json") == "None", "damaged: written again"
+    (tmp_path / "evidence.json").write_bytes(b"\xff")
+    stores[0].change_text("evidence.json", lambda text: f"{text}")
+    assert stores[0].read_text("evidence.json") == "None", "damaged: written again"
     for store in stores:
         store.close()
 

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         choices=tuple(_ACTIONS),
-        help="stats: show contents; check: verify chunks, quarantine damaged ones; gc: delete unused chunks and files; "
+        help="stats: show contents; check: verify chunks, delete damaged ones; gc: delete unused chunks and files; "
         "budget: set the size beyond which a namespace's chunks are evicted",
     )
     add_number(parser, "--unused-days", 7.0, "gc also deletes texts of requests unused for N days")
@@ -103,12 +103,8 @@ def _check(store: KVStore, args: argparse.Namespace) -> Result:
     with progress("checking", args.json) as report:
         result = store.check(report)
     lines = [f"{counted(result.sound, 'sound chunk')}, {result.damaged} damaged"]
-    if result.adopted:
-        lines.append(f"{result.adopted} of the sound chunks were missing from the store's index and were added to it")
-    if result.repaired:
-        lines.append(f"repaired rows that did not match the files: {counted(result.repaired, 'chunk')}")
     if result.damaged:
-        lines.append("damaged chunks were moved to quarantine: warm their documents again")
+        lines.append("damaged chunks were deleted: warm their documents again")
     if result.unreadable:
         lines.append(f"{counted(result.unreadable, 'chunk')} could not be read: kept, check again later")
     return asdict(result), "\n".join(lines), not (result.damaged or result.unreadable)

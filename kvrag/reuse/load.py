@@ -126,7 +126,7 @@ class Recovery:
         return self._memory.keeping(reader) if reader else None
 
     def _leave_out(self, error: DamagedChunkError | ChunkUnreadableError) -> None:
-        """Continue without a chunk. A damaged one is quarantined."""
+        """Continue without a chunk. A damaged one is deleted."""
         self.notes.append(f"{error}; recomputed")
         if isinstance(error, ChunkUnreadableError):
             self._unreadable.add(error.key)
@@ -134,7 +134,7 @@ class Recovery:
             self._damaged.add(error.key)
             self._memory.drop([error.key])
             with suppress(StoreError):  # on a full disk it stays in place
-                self._store.quarantine(error.key)
+                self._store.discard(error.key)
 
 
 class Trace:

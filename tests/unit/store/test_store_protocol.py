@@ -196,10 +196,10 @@ def test_an_open_chunk_stays_readable_when_it_is_removed(store: KVStore) -> None
     reader.close()
 
 
-def test_a_quarantined_chunk_is_missing_and_counted(store: KVStore) -> None:
+def test_a_damaged_chunk_is_missing_and_counted(store: KVStore) -> None:
     store.put([A, B])
     before = store.removals()
-    store.quarantine(A.key)
+    store.discard(A.key)
     assert [has(store, chunk) for chunk in (A, B)] == [False, True]
     assert store.removals() != before
     assert store.stats().damaged == 1

@@ -23,7 +23,7 @@ from kvrag.errors import (
     UnsupportedModelError,
 )
 from kvrag.inspect.explanation import Explanation
-from kvrag.types import Answer, BlendReport, CallPiece, Delta, InvalidCall, Run, ToolCall, WarmReport
+from kvrag.types import Answer, BlendReport, Delta, InvalidCall, Run, ToolCall, WarmReport
 
 if TYPE_CHECKING:
     from kvrag.backend.transformers import Model
@@ -41,7 +41,6 @@ __all__ = [
     "BlendConfig",
     "BlendEngine",
     "BlendReport",
-    "CallPiece",
     "ChunkUnreadableError",
     "ContextWindowError",
     "DamagedChunkError",

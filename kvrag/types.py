@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
 
 Messages = list[dict[str, Any]]  # as in transformers' chat templates: {"role": ..., "content": ...}
@@ -203,16 +203,6 @@ class InvalidCall:
     id: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallPiece:
-    """The next characters of a tool call's JSON arguments; the first piece of a call has its `name` and `id`."""
-
-    index: int  # of the call in the answer
-    arguments: str
-    name: str = ""
-    id: str = ""
-
-
 def arguments_of(value: Any) -> dict[str, Any] | None:
     """Return arguments, given as a dict or JSON, as a dict of plain JSON types; None if they are neither.
 
@@ -227,13 +217,6 @@ def arguments_of(value: Any) -> dict[str, Any] | None:
         return dict(json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")))
     except (TypeError, ValueError, RecursionError):
         return None
-
-
-def add_piece(calls: dict[int, CallPiece], piece: CallPiece) -> None:
-    """Add a piece to its call among those so far, by index."""
-    if before := calls.get(piece.index):
-        piece = replace(before, name=before.name + piece.name, arguments=before.arguments + piece.arguments)
-    calls[piece.index] = piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,10 +256,10 @@ class Delta:
     """A piece of a streamed answer.
 
     The last one has `finish_reason` and `report` set; its `text` may be empty. `token_ids` are the tokens generated
-    since the previous delta, `num_tokens` their number, `logprobs` their log probabilities if requested, `call_pieces`
-    their part of tool calls, at most one piece of each call. `tool_calls` and `invalid_calls` are the calls that end
-    here; all their pieces have been sent. `reasoning` is the next part of the model's thought, and `reasoning_tokens`
-    of the tokens belong to a thought. Servers send no `token_ids`, and the numbers of all tokens with the last delta.
+    since the previous delta, `num_tokens` their number, `logprobs` their log probabilities if requested. `tool_calls`
+    and `invalid_calls` are the calls that end here. `reasoning` is the next part of the model's thought, and
+    `reasoning_tokens` of the tokens belong to a thought. Servers send no `token_ids`, and the calls and the numbers of
+    all tokens with the last delta.
     """
 
     text: str
@@ -285,7 +268,6 @@ class Delta:
     report: BlendReport | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     num_tokens: int = 0
-    call_pieces: tuple[CallPiece, ...] = ()
     invalid_calls: tuple[InvalidCall, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     reasoning: str = ""

@@ -11,7 +11,7 @@ from typing import Any
 from kvrag.client.connection import Body
 from kvrag.config import Sampling
 from kvrag.errors import PromptError, ServerError
-from kvrag.types import BlendReport, CallPiece, Delta, InvalidCall, Messages, ToolCall, add_piece, arguments_of
+from kvrag.types import BlendReport, Delta, InvalidCall, Messages, ToolCall, arguments_of
 
 # as OpenAI and vLLM name them
 _SAME = {"tools", *(row.name for row in fields(Sampling))} - {"max_new_tokens", "logprobs"}
@@ -89,7 +89,7 @@ async def deltas_of(
         report: Returns the report for the responses' fields that OpenAI does not have, and OpenAI's usage.
     """
     extras, usage, finish = Body(), Body(), ""
-    calls: dict[int, CallPiece] = {}  # joined
+    calls: dict[int, InvalidCall] = {}  # by index, not parsed yet
     async for body in responses:
         extras |= {name: body[name] for name in ("kvrag", "kv_transfer_params") if body.get(name)}
         usage = body.get("usage") or usage
@@ -97,8 +97,10 @@ async def deltas_of(
         finish = reason or finish
         if is_forced and finish == "length" and not calls and not parts:  # vLLM omits a call that was cut off
             text, parts = "", [{"index": 0}]
-        if text or thought or parts:
-            yield Delta(text, call_pieces=tuple(_add_call(calls, part) for part in parts), reasoning=thought)
+        for part in parts:
+            _add_part(calls, part)
+        if text or thought:
+            yield Delta(text, reasoning=thought)
     if finish not in ("stop", "length", "tool_calls", "function_call"):
         raise ServerError(f"the server ended the answer early ({finish or 'the stream broke off'}): retry")
     valid, invalid = _parsed(calls, is_cut=finish == "length")
@@ -123,17 +125,15 @@ def _content(body: Body) -> tuple[str, str, list[Body], str]:
     return text, thought, parts, choice.get("finish_reason") or ""
 
 
-def _add_call(calls: dict[int, CallPiece], part: Body) -> CallPiece:
-    """Return the piece of a tool call; add it to the call."""
+def _add_part(calls: dict[int, InvalidCall], part: Body) -> None:
+    """Add a piece of a tool call to its call."""
     index, function = part["index"], part.get("function") or {}
-    piece = CallPiece(index, function.get("arguments") or "", function.get("name") or "")
-    if index not in calls:
-        piece = replace(piece, id=part.get("id") or uuid.uuid4().hex[:9])
-    add_piece(calls, piece)
-    return piece
+    call = calls.get(index) or InvalidCall("", "", part.get("id") or uuid.uuid4().hex[:9])
+    name, arguments = function.get("name") or "", function.get("arguments") or ""
+    calls[index] = replace(call, name=call.name + name, arguments=call.arguments + arguments)
 
 
-def _parsed(calls: dict[int, CallPiece], is_cut: bool) -> tuple[list[ToolCall], list[InvalidCall]]:
+def _parsed(calls: dict[int, InvalidCall], is_cut: bool) -> tuple[list[ToolCall], list[InvalidCall]]:
     """Return the calls of a complete answer: valid and invalid ones. The last one may be part of a cut off answer."""
     valid, invalid = list[ToolCall](), list[InvalidCall]()
     for index, call in calls.items():
@@ -141,7 +141,7 @@ def _parsed(calls: dict[int, CallPiece], is_cut: bool) -> tuple[list[ToolCall], 
         is_whole = call.arguments.strip() or not (is_cut and index == max(calls))
         arguments = arguments_of(call.arguments) if is_whole else None
         if arguments is None:
-            invalid.append(InvalidCall(call.name, call.arguments, call.id))
+            invalid.append(call)
         else:
             valid.append(ToolCall(call.name, arguments, call.id))
     return valid, invalid

@@ -9,5 +9,5 @@ from kvrag.llm import LONGER, naming_places, parameters_of, template_call
 from kvrag.llm_fields import LLMFields
 from kvrag.retrieval.index import DEFAULT_EMBEDDER, load_embedder
 from kvrag.store.schema import connect
-from kvrag.types import add_piece, join, openai_usage
+from kvrag.types import join, openai_usage
 from kvrag.vectorstore import Adding, Existing, Id, Present, VectorStoreKV, uncancelled

@@ -147,14 +147,10 @@ _NAMED_HEAD = re.compile(
 )
 
 
-def translate(field: str, text: str, end: str) -> str:
-    """Return the text of a region of calls as JSON as far as it is complete; the rest of it only adds to that.
-
-    Args:
-        end: "complete" or "cut" at the end of the region, else "".
-    """
+def translate(field: str, text: str, is_complete: bool) -> str:
+    """Return the text of a region of calls as JSON; not `is_complete` = it was cut off."""
     head = _NAMED_HEAD.match(text) if field == "named" else None
     if head is None:
         return text
-    arguments = text[head.end() :].rstrip("` \n") if end else text[head.end() :]
-    return f'{{"name": {json.dumps(head["name"])}, "arguments": {arguments}{"}" if end == "complete" else ""}'
+    arguments = text[head.end() :].rstrip("` \n")
+    return f'{{"name": {json.dumps(head["name"])}, "arguments": {arguments}{"}" if is_complete else ""}'

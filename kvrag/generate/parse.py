@@ -12,7 +12,7 @@ from typing import Any
 from kvrag.backend.transformers.tokenizer import AnswerRegions, Tokenizer
 from kvrag.generate.dialects import HERMES, SWITCHES, Dialect, Kind, translate
 from kvrag.generate.grammar import literal
-from kvrag.types import CallPiece, Delta, InvalidCall, ToolCall, add_piece, arguments_of
+from kvrag.types import Delta, InvalidCall, ToolCall, arguments_of
 
 _ABSENT = "\0"  # occurs in no prompt
 _JSON = json.JSONDecoder(strict=False)
@@ -128,38 +128,6 @@ def call_parser(
     return AnswerParser(AnswerRegions(template, "", tools), tools, forced)
 
 
-class _OpenCall:
-    """A call whose arguments are being generated; `arguments` are those taken so far, as strict JSON."""
-
-    def __init__(self, index: int, name: str, start: int) -> None:
-        self.index, self.name, self.id, self.start = index, name, uuid.uuid4().hex[:9], start
-        self.taken, self.arguments = 0, ""
-        self._depth, self._in_string, self._is_escaped = 0, False, False
-
-    @property
-    def is_complete(self) -> bool:
-        return self.taken > 0 and self._depth == 0
-
-    def take(self, text: str) -> str:
-        """Take the arguments from the call's text; return their new part."""
-        more = ""
-        for letter in text[self.start + self.taken :]:
-            if self.is_complete:
-                break
-            self.taken += 1
-            # models write line breaks into strings, which JSON forbids
-            more += json.dumps(letter)[1:-1] if self._in_string and letter < " " else letter
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._in_string:
-                self._is_escaped, self._in_string = letter == "\\", letter != '"'
-            else:
-                self._in_string = letter == '"'
-                self._depth += {"{": 1, "}": -1}.get(letter, 0)
-        self.arguments += more
-        return more
-
-
 class AnswerParser:
     """Separates the text of one streamed answer from its tool calls; may need control tokens in the text.
 
@@ -177,15 +145,13 @@ class AnswerParser:
         self.control_tokens, self.has_one_call = control_tokens, has_one_call
         self._regions, self._forced = regions, forced
         self._names = {tool["function"]["name"] for tool in tools}
-        self._num_calls, self._first = 0, ""  # the id of the first call
-        self._raw = self._text = ""  # of the open region, as generated and as JSON
-        self._open: _OpenCall | None = None  # pieces of it were sent
-        self._pieces: dict[int, CallPiece] = {}  # by call
+        self._raw = ""  # of the open region
+        self._num_calls = 0
         self._valid: list[ToolCall] = []
         self._invalid: list[InvalidCall] = []
 
     def parse(self, delta: Delta) -> Delta:
-        """Return the delta with its calls and with the text that cannot be part of a call."""
+        """Return the delta with the calls that end in it and with the text that cannot be part of a call."""
         text = "".join(map(self._outside, self._regions.feed(delta.text)))
         if delta.finish_reason is not None:
             is_cut = delta.finish_reason == "length"
@@ -194,14 +160,10 @@ class AnswerParser:
                 text = text.rstrip()
             elif self._forced:
                 text = ""  # the beginning of a call
-                self._fail("")
-        pieces, valid, invalid = tuple(self._pieces.values()), tuple(self._valid), tuple(self._invalid)
-        self._pieces, self._valid, self._invalid = {}, [], []
-        if self.has_one_call:
-            pieces = tuple(piece for piece in pieces if piece.index == 0)
-            valid = tuple(call for call in valid if call.id == self._first)
-            invalid = tuple(call for call in invalid if call.id == self._first)
-        return replace(delta, text=text, call_pieces=pieces, tool_calls=valid, invalid_calls=invalid)
+                self._fail("", None)
+        valid, invalid = tuple(self._valid), tuple(self._invalid)
+        self._valid, self._invalid = [], []
+        return replace(delta, text=text, tool_calls=valid, invalid_calls=invalid)
 
     def _outside(self, event: Mapping[str, Any], is_cut: bool = False) -> str:
         """Process an event; return its text outside calls. `is_cut`: the answer was cut off before it."""
@@ -209,75 +171,58 @@ class AnswerParser:
         if field not in _CALLS:
             return str(event["text"]) if kind == "region_chunk" else ""
         if kind == "region_open":
-            self._raw = self._text = ""
+            self._raw = ""
         elif kind == "region_chunk":
             self._raw += event["text"]
-            self._stream(field, "")
         else:
             return self._close(event, is_cut and not event["ended_by"])
         return ""
 
-    def _stream(self, field: str, end: str) -> None:
-        """Send the new part of a call's arguments, once the text before them is complete."""
-        self._text = translate(field, self._raw, end)
-        if self._open is None:
-            head = _HEAD.match(self._text) or (_MISTRAL_HEAD.match(self._text) if field == "bare" else None)
-            if head is None or (field in _AT_START and head["name"] not in self._names):
-                return
-            self._open = self._begin(head["name"], head.end())
-        self._send(self._open, self._open.take(self._text))
-
     def _close(self, event: Mapping[str, Any], is_cut: bool) -> str:
         """End a region with its calls, or with an invalid one; return its text if it has none."""
         field, captures = event["field"], event["captures"]
+        text = translate(field, self._raw, is_complete=not is_cut)
+        head = _HEAD.match(text) or (_MISTRAL_HEAD.match(text) if field == "bare" else None)
         if field not in _PARSED:
-            self._stream(field, "cut" if is_cut else "complete")
-            calls = _calls(self._text)
+            calls = _calls(text)
         else:  # transformers would complete all but Python
             calls = [] if is_cut and field != "python" else _calls_in(event["value"])
-        if field in _AT_START and any(call.name not in self._names for call in calls):
-            calls = []
+        if field in _AT_START:
+            calls = [] if any(call.name not in self._names for call in calls) else calls
+            head = head if head and head["name"] in self._names else None
         opening = captures.get("open", "")
         if calls:
-            self._end(calls)
-        elif self._open or (is_cut and (field != "bare" or opening.strip())):
-            self._fail(self._text, captures.get("name", ""))
+            for call in calls:
+                self._add(call)
+        elif head or (is_cut and (field != "bare" or opening.strip())):
+            self._fail(text, head, captures.get("name", ""))
         else:
             return opening + self._raw + ("" if field == "tool_calls" else event["ended_by"])
         return ""
 
-    def _end(self, calls: Sequence[ToolCall]) -> None:
-        """End these calls. The first is the streamed one, if there is one."""
-        for call in calls:
-            if self._open is None:
-                self._open = self._begin(call.name)
-                self._send(self._open, json.dumps(call.arguments, ensure_ascii=False))
-            self._valid.append(replace(call, id=self._open.id))
-            self._open = None
-
-    def _fail(self, text: str, name: str = "") -> None:
-        """End an invalid call with this text, which are arguments if the name is known."""
+    def _fail(self, text: str, head: re.Match[str] | None, name: str = "") -> None:
+        """Add an invalid call with this text, which are arguments if the name is known."""
         only = self._forced[0] if len(self._forced) == 1 else ""
-        opened = self._open or self._begin(name or only, 0 if name else len(text))
-        self._open, rest = opened, text[opened.start + opened.taken :]
-        arguments = arguments_of(opened.arguments) if opened.is_complete and not rest.strip("}] \n") else None
-        if arguments is not None:  # only closing marks are missing
-            self._end([ToolCall(opened.name, arguments, opened.id)])
-            return
-        self._send(opened, rest)
-        self._invalid.append(InvalidCall(opened.name, opened.arguments + rest, opened.id))
-        self._open = None
+        name, start = (head["name"], head.end()) if head else (name or only, 0 if name else len(text))
+        arguments = None
+        if head:
+            try:
+                value, end = _JSON.raw_decode(text, start)
+                arguments = None if text[end:].strip("}] \n") else arguments_of(value)
+            except (ValueError, RecursionError):
+                pass
+        # where the arguments are complete, only closing marks are missing
+        self._add(InvalidCall(name, text[start:], "") if arguments is None else ToolCall(name, arguments, ""))
 
-    def _begin(self, name: str, start: int = 0) -> _OpenCall:
-        call = _OpenCall(self._num_calls, name, start)
-        self._pieces[call.index] = CallPiece(call.index, "", name, call.id)
-        self._first = self._first or call.id
+    def _add(self, call: ToolCall | InvalidCall) -> None:
         self._num_calls += 1
-        return call
-
-    def _send(self, call: _OpenCall, arguments: str) -> None:
-        if arguments:
-            add_piece(self._pieces, CallPiece(call.index, arguments))
+        call = replace(call, id=uuid.uuid4().hex[:9])
+        if self.has_one_call and self._num_calls > 1:
+            return
+        if isinstance(call, ToolCall):
+            self._valid.append(call)
+        else:
+            self._invalid.append(call)
 
 
 def _calls(text: str) -> list[ToolCall]:

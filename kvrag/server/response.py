@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 from kvrag.engine import BlendEngine
 from kvrag.retrieval.index import Hit
 from kvrag.server.schemas import AnswerFields, ChatRequest
-from kvrag.types import Answer, CallPiece, Delta, TokenLogprob, add_piece, join, openai_usage
+from kvrag.types import Answer, Delta, InvalidCall, TokenLogprob, ToolCall, join, openai_usage
 
 Piece = tuple[int, Delta] | list[Hit]
 """A piece of an answer: first the retrieved chunks, if any, then the number of a choice and its next delta."""
@@ -27,12 +28,12 @@ class Choice:
     """The part of one answer that has been generated.
 
     Attributes:
-        calls: Tool calls, by index.
+        calls: Tool calls, valid or not, in order.
         offset: Length of the text of the tokens whose log probabilities were sent.
     """
 
     deltas: list[Delta] = field(default_factory=list)
-    calls: dict[int, CallPiece] = field(default_factory=dict)
+    calls: list[ToolCall | InvalidCall] = field(default_factory=list)
     offset: int = 0
 
     @cached_property
@@ -47,8 +48,7 @@ class Choice:
 
     def add(self, delta: Delta) -> None:
         """Add a delta."""
-        for piece in delta.call_pieces:
-            add_piece(self.calls, piece)
+        self.calls += (*delta.tool_calls, *delta.invalid_calls)
         self.deltas.append(delta)
 
 
@@ -112,9 +112,11 @@ class ResponseBuilder(Builder):
                 extras = self._extras if len(self._choices) == 1 else {}
                 yield self._chunk(number, {"role": "assistant", "content": ""}) | extras
         choice = self._choices[number]
+        num_calls = len(choice.calls)
         choice.add(delta)
-        if delta.text or delta.call_pieces or delta.logprobs or (delta.reasoning and self._is_chat):
-            yield self._chunk(number, self._content(delta), self._logprobs(delta.logprobs, choice))
+        calls = [{"index": index, **_call(call)} for index, call in enumerate(choice.calls)][num_calls:]
+        if delta.text or calls or delta.logprobs or (delta.reasoning and self._is_chat):
+            yield self._chunk(number, self._content(delta, calls), self._logprobs(delta.logprobs, choice))
         if delta.finish_reason is not None:
             last = self._chunk(number, {} if self._is_chat else "", finish_reason=choice.finish_reason)
             yield last | {"kvrag": choice.answer.report.to_dict()}
@@ -140,16 +142,14 @@ class ResponseBuilder(Builder):
             return body | {"text": answer.text}
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if choice.calls:
-            message |= {"content": answer.text or None, "tool_calls": [_call(call) for call in choice.calls.values()]}
+            message |= {"content": answer.text or None, "tool_calls": [_call(call) for call in choice.calls]}
         return body | {"message": message | _thought(answer.reasoning)}
 
-    def _content(self, delta: Delta) -> Any:
+    def _content(self, delta: Delta, calls: list[dict[str, Any]]) -> Any:
         if not self._is_chat:
             return delta.text
         content: dict[str, Any] = _thought(delta.reasoning) | ({"content": delta.text} if delta.text else {})
-        if delta.call_pieces:
-            content["tool_calls"] = [{"index": piece.index, **_call(piece)} for piece in delta.call_pieces]
-        return content
+        return content | ({"tool_calls": calls} if calls else {})
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any] | None:
         """Return the next log probabilities of a choice in OpenAI's form. Advances `choice.offset`."""
@@ -187,9 +187,11 @@ def _thought(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
-def _call(piece: CallPiece) -> dict[str, Any]:
-    """Return a call, or its next part, in OpenAI's form."""
-    function = {"arguments": piece.arguments}
-    if not piece.id:
-        return {"function": function}
-    return {"id": piece.id, "type": "function", "function": {"name": piece.name, **function}}
+def _call(call: ToolCall | InvalidCall) -> dict[str, Any]:
+    """Return a call in OpenAI's form."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
+
+
+def arguments_text(call: ToolCall | InvalidCall) -> str:
+    """Return the arguments of a call as text."""
+    return call.arguments if isinstance(call, InvalidCall) else json.dumps(call.arguments, ensure_ascii=False)

@@ -11,9 +11,9 @@ from pydantic import Field
 
 from kvrag.engine import BlendEngine
 from kvrag.server.api_errors import ApiError
-from kvrag.server.response import Builder, Choice, Event
+from kvrag.server.response import Builder, Choice, Event, arguments_text
 from kvrag.server.schemas import ChatRequest, Common, Contextual, Effort, Many, Part, Request, Verbosity
-from kvrag.types import CallPiece, Delta, Messages, openai_usage
+from kvrag.types import Delta, InvalidCall, Messages, ToolCall, openai_usage
 
 _LOGPROBS = "message.output_text.logprobs"
 _STATUS = {"stop": "completed", "length": "incomplete"}  # by the engine's finish reason
@@ -214,16 +214,10 @@ class ResponsesBuilder(Builder):
             yield from self._add_text("reasoning", delta.reasoning)
         if delta.text:
             yield from self._add_text("message", delta.text)
-        for piece in delta.call_pieces:
-            yield from self._add_arguments(piece)
-        ended = dict.fromkeys((call.id for call in delta.tool_calls), "completed")
-        ended |= dict.fromkeys((call.id for call in delta.invalid_calls), "incomplete")
-        for item in self._calls():
-            if item["call_id"] in ended:
-                item["status"] = ended[item["call_id"]]
-                done = {"name": item["name"], "arguments": item["arguments"]}
-                yield self._item_event("function_call_arguments.done", item, **done)
-                yield self._item_event("output_item.done", item)
+        for call in delta.tool_calls:
+            yield from self._add_call(call)
+        for invalid in delta.invalid_calls:
+            yield from self._add_call(invalid)
         if delta.finish_reason is not None:
             if not self._output:
                 yield from self._open("message")
@@ -289,19 +283,16 @@ class ResponsesBuilder(Builder):
             yield self._item_event("content_part.done", item, content_index=0, part=part)
             yield self._item_event("output_item.done", item)
 
-    def _calls(self) -> list[dict[str, Any]]:
-        return [item for item in self._output if item["type"] == "function_call"]
-
-    def _add_arguments(self, piece: CallPiece) -> Iterator[Event]:
-        if piece.id:
-            yield from self._close()
-            item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": piece.id, "name": piece.name}
-            self._output.append(item | {"arguments": "", "status": "in_progress"})
-            yield self._item_event("output_item.added", self._output[-1])
-        item = self._calls()[piece.index]
-        item["arguments"] += piece.arguments
-        if piece.arguments:
-            yield self._item_event("function_call_arguments.delta", item, delta=piece.arguments)
+    def _add_call(self, call: ToolCall | InvalidCall) -> Iterator[Event]:
+        yield from self._close()
+        item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call.id, "name": call.name}
+        self._output.append(item := item | {"arguments": "", "status": "in_progress"})
+        yield self._item_event("output_item.added", item)
+        item["arguments"] = arguments = arguments_text(call)
+        item["status"] = "incomplete" if isinstance(call, InvalidCall) else "completed"
+        yield self._item_event("function_call_arguments.delta", item, delta=arguments)
+        yield self._item_event("function_call_arguments.done", item, name=call.name, arguments=arguments)
+        yield self._item_event("output_item.done", item)
 
     def _item_event(self, kind: str, item: dict[str, Any], **fields: Any) -> Event:
         """Return an event about a whole item, or, with fields, about a part of it."""

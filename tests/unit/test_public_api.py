@@ -22,7 +22,6 @@ PUBLIC = [
     "BlendConfig",
     "BlendEngine",
     "BlendReport",
-    "CallPiece",
     "ChunkUnreadableError",
     "ContextWindowError",
     "DamagedChunkError",

@@ -26,8 +26,8 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.json import parse_partial_json
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
-from kvrag import Answer, BlendEngine, CallPiece, Delta, LLMSettings, PromptError, RemoteEngine, SettingError
-from kvrag.ext.frameworks import LONGER, add_piece, join, parameters_of
+from kvrag import Answer, BlendEngine, Delta, LLMSettings, PromptError, RemoteEngine, SettingError
+from kvrag.ext.frameworks import LONGER, join, parameters_of
 from langchain_kvrag.messages import template_messages
 from langchain_kvrag.settings import BlendSettings, achunks, chunks, langchain_errors, usage
 
@@ -257,7 +257,7 @@ class ChatChunkBuilder:
         self._model_name, self._as_blocks = model_name, as_blocks
         self._deltas: list[Delta] = []
         self._num_blocks, self._last_block = 0, ""  # the type of the last one
-        self._calls: dict[int, CallPiece] = {}
+        self._num_calls = 0
 
     def add(self, delta: Delta) -> ChatGenerationChunk | None:
         """Return the chunk for the next delta; None if it has no content and is the first.
@@ -265,21 +265,17 @@ class ChatChunkBuilder:
         LangChain would keep its empty string in front of a thought.
         """
         self._deltas.append(delta)
-        if not any(one.text or one.reasoning or one.call_pieces or one.report for one in self._deltas):
+        contents = ((one.text, one.reasoning, one.tool_calls, one.invalid_calls, one.report) for one in self._deltas)
+        if not any(map(any, contents)):
             return None
-        pieces = {
-            piece.index: tool_call_chunk(
-                name=piece.name or None, args=piece.arguments, id=piece.id or None, index=piece.index
-            )
-            for piece in delta.call_pieces
-        }
-        for part in delta.call_pieces:
-            add_piece(self._calls, part)
-        for call in delta.invalid_calls:
-            index = next(known.index for known in self._calls.values() if known.id == call.id)
-            piece = pieces.setdefault(index, tool_call_chunk(args="", index=index))
-            piece["args"] = (piece["args"] or "") + _unparsable_end(call.arguments)
-        message = AIMessageChunk(content=self._content(delta), tool_call_chunks=list(pieces.values()))
+        calls = [(call, json.dumps(call.arguments, ensure_ascii=False)) for call in delta.tool_calls]
+        invalid = [(call, call.arguments + _unparsable_end(call.arguments)) for call in delta.invalid_calls]
+        parts = [
+            tool_call_chunk(name=call.name or None, args=arguments, id=call.id, index=index)
+            for index, (call, arguments) in enumerate([*calls, *invalid], self._num_calls)
+        ]
+        self._num_calls += len(parts)
+        message = AIMessageChunk(content=self._content(delta), tool_call_chunks=parts)
         if delta.report is not None:
             # on the last chunk only: LangChain adds up the usage of chunks and concatenates names
             answer = join(self._deltas)

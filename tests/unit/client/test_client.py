@@ -179,8 +179,6 @@ def test_tool_calls(fake: FakeVllm, remote: RemoteEngine, stream: bool) -> None:
         deltas = list(remote.stream(USER, tools=tools, tool_choice="look"))
         calls, text = [call for delta in deltas for call in delta.tool_calls], "".join(d.text for d in deltas)
         invalid, finish = [call for delta in deltas for call in delta.invalid_calls], deltas[-1].finish_reason
-        pieces = [(piece.index, piece.id, piece.name) for delta in deltas for piece in delta.call_pieces if piece.id]
-        assert pieces == [(0, "c1", "look"), (1, "c2", "rest"), (2, "c3", "rest")]
     else:
         answer = remote.generate(USER, tools=tools, tool_choice="look")
         calls, text, finish = list(answer.tool_calls), answer.text, answer.finish_reason

@@ -68,7 +68,6 @@ FORMATS = {  # what precedes calls, is between them, and follows
     "deepseek-r1": ("<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
     "deepseek-v3.1": ("<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"),
 }
-WRITES_JSON = FORMATS.keys() - {"qwen3-coder", "llama4"}  # arguments are streamed while they are written
 THOUGHTS = {
     "qwen3": "<think>\nHm: {}\n</think>\n\n",
     "qwen3.5": "Hm: {}\n</think>\n\n",
@@ -94,9 +93,7 @@ class Model:
         self.tokenizer = Tokenizer(tokenizer_of(name, tokenizer), name)
         self.prepared: Prepared = prepare(self.tokenizer, HELLO, TOOLS, **options)
 
-    def hear(
-        self, text: str, size: int = 1, finish: FinishReason = "stop", is_behind: bool = True
-    ) -> tuple[Answer, list[Delta]]:
+    def hear(self, text: str, size: int = 1, finish: FinishReason = "stop", is_behind: bool = True) -> Answer:
         """Parse an answer that arrives in pieces of this size."""
         ids = self.prepared.render(self.tokenizer)
         thoughts, parser = self.prepared.thoughts(self.tokenizer, ids), self.prepared.parser(self.tokenizer, ids)
@@ -116,38 +113,25 @@ class Model:
         rest = thoughts.end() if thoughts else ""
         last = Delta(rest, (), finish, REPORT, **(thoughts.take() if thoughts else {}))
         deltas.append(parser.parse(last))
-        return join(deltas), deltas
+        return join(deltas)
 
 
-def pieces_of(deltas: list[Delta]) -> list[tuple[str, str, str]]:
-    """Return name, id and arguments of the calls by their pieces."""
-    calls: dict[int, tuple[str, str, str]] = {}
-    for piece in (piece for delta in deltas for piece in delta.call_pieces):
-        name, number, arguments = calls.get(piece.index, ("", "", ""))
-        calls[piece.index] = (name + piece.name, number + piece.id, arguments + piece.arguments)
-    assert list(calls) == list(range(len(calls)))
-    return list(calls.values())
-
-
-def check(answer: Answer, deltas: list[Delta], *calls: tuple[str, dict[str, Any]]) -> None:
-    """Assert that the answer has these calls, and that their pieces make them up."""
+def check(answer: Answer, *calls: tuple[str, dict[str, Any]]) -> None:
+    """Assert that the answer has these calls."""
     assert [(call.name, call.arguments) for call in answer.tool_calls] == list(calls)
     assert not answer.invalid_calls
-    assert [(name, json.loads(text)) for name, _, text in pieces_of(deltas)] == list(calls)
-    assert [number for _, number, _ in pieces_of(deltas)] == [call.id for call in answer.tool_calls]
+    assert len({call.id for call in answer.tool_calls}) == len(calls)
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("form", FORMATS)
-def test_calls_are_found_and_streamed(form: str, size: int, tokenizer: Any) -> None:
+def test_calls_are_found(form: str, size: int, tokenizer: Any) -> None:
     model = Model(form, tokenizer)
     assert model.prepared.is_native
     for calls in ([("write_file", ALL)], [("rest", {})], [("write_file", SOME), ("look", UP), ("rest", {})]):
-        answer, deltas = model.hear(calls_of(form, *calls), size)
-        check(answer, deltas, *calls)
+        answer = model.hear(calls_of(form, *calls), size)
+        check(answer, *calls)
         assert answer.text == ""
-        if size == 1 and "text" in calls[0][1]:
-            assert sum(bool(delta.call_pieces) for delta in deltas) >= (25 if form in WRITES_JSON else 1)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -157,11 +141,11 @@ def test_a_call_in_a_thought_is_text_of_the_thought(form: str, size: int, tokeni
     written = "qwen3-coder" if form == "qwen3.5" else form
     said = calls_of(written, ("look", UP)).replace("<|call|>", "").replace("[TOOL_CALLS]", "").replace("[ARGS]", "")
     thought = THOUGHTS[form].format(said)
-    answer, deltas = model.hear(f"{thought}{calls_of(written, ('rest', {}))}", size, is_behind=False)
-    check(answer, deltas, ("rest", {}))
+    answer = model.hear(f"{thought}{calls_of(written, ('rest', {}))}", size, is_behind=False)
+    check(answer, ("rest", {}))
     assert (answer.reasoning, answer.text) == (f"Hm: {said}".rstrip(), "")
-    answer, deltas = model.hear(thought, size, "length", is_behind=False)
-    check(answer, deltas)
+    answer = model.hear(thought, size, "length", is_behind=False)
+    check(answer)
     assert (answer.reasoning, answer.text) == (f"Hm: {said}".rstrip(), "")
 
 
@@ -171,20 +155,19 @@ def test_a_call_cut_off_is_invalid(form: str, size: int, tokenizer: Any) -> None
     model = Model(form, tokenizer)
     whole = calls_of(form, ("write_file", SOME))
     for end in range(whole.index("write_file") + len("write_file") + 1, len(whole) + 1):
-        answer, deltas = model.hear(whole[:end], size, "length")
-        assert len(answer.tool_calls) + len(answer.invalid_calls) == len(pieces_of(deltas)) <= 1, whole[:end]
+        answer = model.hear(whole[:end], size, "length")
+        assert len(answer.tool_calls) + len(answer.invalid_calls) <= 1, whole[:end]
         if answer.tool_calls:  # only closing marks are missing
-            check(answer, deltas, ("write_file", SOME))
+            check(answer, ("write_file", SOME))
         elif answer.invalid_calls:
             [call] = answer.invalid_calls
-            assert pieces_of(deltas) == [(call.name, call.id, call.arguments)]
             assert call.name in ("", "write_file")
             with pytest.raises(json.JSONDecodeError):
                 json.loads(call.arguments)
         else:  # nothing but its beginning
             assert end <= whole.index("write_file") + len("write_file") + 20
             assert answer.text == whole[:end].replace("[TOOL_CALLS]", "").replace("[ARGS]", "")
-    middle, _ = model.hear(whole[: whole.index("print")], size, "length")
+    middle = model.hear(whole[: whole.index("print")], size, "length")
     assert [call.name for call in middle.invalid_calls] == ["write_file"]
     assert middle.text == ""
 
@@ -220,8 +203,8 @@ TEXTS = {
 @pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in TEXTS.items() for text in texts])
 def test_text_that_is_no_call_is_returned_unchanged(form: str, text: str, size: int, tokenizer: Any) -> None:
     before = {"gpt-oss": "<|channel|>final<|message|>"}.get(form, "")
-    answer, deltas = Model(form, tokenizer).hear(before + text, size)
-    check(answer, deltas)
+    answer = Model(form, tokenizer).hear(before + text, size)
+    check(answer)
     assert (answer.text, answer.reasoning) == (text, "")
 
 
@@ -237,9 +220,9 @@ def test_values_in_xml_have_the_types_of_the_schema(tokenizer: Any) -> None:
         "owner": "{}",
     }
     xml = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
-    answer, deltas = model.hear(f"Well.\n<function=write_file>\n{xml}<parameter=other>1</parameter></function>\nSo.")
+    answer = model.hear(f"Well.\n<function=write_file>\n{xml}<parameter=other>1</parameter></function>\nSo.")
     wanted = {"path": "420", "mode": 3, "size": "big", "is_new": False, "tags": "[1", "note": None, "owner": {}}
-    check(answer, deltas, ("write_file", {**wanted, "other": "1"}))
+    check(answer, ("write_file", {**wanted, "other": "1"}))
     assert answer.text == "Well.\nSo."
 
 
@@ -249,9 +232,9 @@ def test_a_call_that_is_malformed_after_it_began_is_invalid(tokenizer: Any) -> N
         ("deepseek-v3.1", "<｜tool▁call▁begin｜>look<｜tool▁sep｜>{'where': up}<｜tool▁call▁end｜>"),
     ):
         for size in SIZES:
-            answer, deltas = Model(form, tokenizer).hear(said, size)
+            answer = Model(form, tokenizer).hear(said, size)
             [call] = answer.invalid_calls
-            assert pieces_of(deltas) == [("look", call.id, call.arguments)]
+            assert call.name == "look"
             assert (answer.text, answer.tool_calls) == ("", ())
 
 
@@ -283,8 +266,8 @@ def test_a_format_that_cannot_be_forced_is_replaced_in_the_call(tokenizer: Any) 
         model = Model(form, tokenizer, tool_choice="look")
         assert "arguments" in str(model.prepared.grammar)
         before = "</think>" if form == "qwen3.5" else ""
-        answer, deltas = model.hear(before + spell("look", UP)["qwen3"])
-        check(answer, deltas, ("look", UP))
+        answer = model.hear(before + spell("look", UP)["qwen3"])
+        check(answer, ("look", UP))
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -301,7 +284,7 @@ def test_an_answer_cut_off_anywhere_continues_as_a_conversation(form: str, token
     model = Model(form, tokenizer)
     whole = "Well. " * (form not in ("llama", "llama4")) + calls_of(form, ("look", UP), ("write_file", {"path": PATH}))
     for length in range(len(whole)):
-        answer, _ = model.hear(whole[:length], 1000, "length")
+        answer = model.hear(whole[:length], 1000, "length")
         calls = [*answer.tool_calls, *answer.invalid_calls]
         said = [{"type": "function", "id": c.id, "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
         results = [{"role": "tool", "tool_call_id": call.id, "content": "No."} for call in calls]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from blending import CHUNKS
 
-from kvrag import BlendEngine, Delta, FileStore, Grammar, InvalidCall, Model, PromptError, SettingError, ToolCall
+from kvrag import BlendEngine, Delta, FileStore, Grammar, Model, PromptError, SettingError, ToolCall
 from kvrag.generate.parse import AnswerParser, call_parser
 from kvrag.generate.prompt import prepare
 from kvrag.types import FinishReason, join
@@ -315,18 +315,6 @@ def spell(text: str, size: int, finish: FinishReason, has_one_call: bool = False
     return [parser.parse(piece) for piece in [*pieces, Delta("", (), finish)]]
 
 
-def put_together(deltas: list[Delta]) -> list[tuple[str, str, str]]:
-    """Name, id and arguments of the calls, from their pieces."""
-    calls: dict[int, tuple[str, str, str]] = {}
-    for delta in deltas:
-        assert len({piece.index for piece in delta.call_pieces}) == len(delta.call_pieces)
-        for piece in delta.call_pieces:
-            name, number, arguments = calls.get(piece.index, ("", "", ""))
-            calls[piece.index] = (name + piece.name, number + piece.id, arguments + piece.arguments)
-    assert list(calls) == list(range(len(calls)))
-    return list(calls.values())
-
-
 LONG = '{"where": "</tool_call> up \\"{ and\ndown", "far": [{"a": 1}, "}"]}'
 FORMATS = {
     "hermes": 'Well.\n<tool_call>\n{"name": "look", "arguments": %s}\n</tool_call>\n' + HERMES_ONE,
@@ -339,16 +327,12 @@ FORMATS = {
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
 @pytest.mark.parametrize("form", FORMATS)
-def test_arguments_come_in_pieces_that_make_up_the_calls(form: str, size: int) -> None:
+def test_calls_are_found_in_every_format(form: str, size: int) -> None:
     deltas = spell(FORMATS[form] % LONG, size, "stop")
     calls = [call for delta in deltas for call in delta.tool_calls]
     assert not any(delta.invalid_calls for delta in deltas)
     assert calls[0].arguments == json.loads(LONG, strict=False)
-    assert [(name, number, json.loads(text)) for name, number, text in put_together(deltas)] == [
-        (call.name, call.id, call.arguments) for call in calls
-    ]
-    if size == 1:
-        assert sum(bool(delta.call_pieces) for delta in deltas) > 40  # they arrive while the model generates
+    assert len({call.id for call in calls}) == len(calls) == FORMATS[form].count('"name"') + (form == "mistral-args")
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
@@ -356,8 +340,6 @@ def test_arguments_come_in_pieces_that_make_up_the_calls(form: str, size: int) -
 def test_calls_after_the_first_can_be_left_out(size: int, arguments: str) -> None:
     all_calls = spell(FORMATS["hermes"] % arguments, size, "stop")
     deltas = spell(FORMATS["hermes"] % arguments, size, "stop", has_one_call=True)
-    assert put_together(deltas)[0][::2] == put_together(all_calls)[0][::2]
-    assert len(put_together(deltas)) == 1 < len(put_together(all_calls))
     found = [call.name for delta in deltas for call in (*delta.tool_calls, *delta.invalid_calls)]
     assert found == ["look"]
     assert "".join(delta.text for delta in deltas) == "".join(delta.text for delta in all_calls)
@@ -376,7 +358,6 @@ def test_a_call_that_is_malformed_after_its_arguments_began_is_invalid(text: str
     deltas = spell(text, size, "stop")
     [call] = (call for delta in deltas for call in delta.invalid_calls)
     assert (call.name, call.arguments) == ("look", arguments)
-    assert put_together(deltas) == [("look", call.id, arguments)]
     assert not any(delta.text or delta.tool_calls for delta in deltas)
 
 
@@ -398,12 +379,9 @@ def test_a_forced_call_cut_off_is_never_text(talker: BlendEngine, step: int) -> 
         answer = join(deltas)
         assert answer.finish_reason == "length"
         assert answer.text == ""
-        [(name, number, arguments)] = put_together(deltas)
-        assert name == "look"
-        if answer.tool_calls:  # only closing marks are missing
-            assert check(answer.tool_calls[0])
-        else:
-            assert answer.invalid_calls == (InvalidCall("look", arguments, number),)
+        [call] = [*answer.tool_calls, *answer.invalid_calls]
+        assert call.name == "look"
+        assert answer.invalid_calls or check(answer.tool_calls[0])  # then only closing marks are missing
     [unknown] = talker.generate(HELLO, tool_choice="any", max_new_tokens=1, **settings).invalid_calls
     assert (unknown.name, unknown.arguments) == ("", "")
     stopped = talker.generate(HELLO, tool_choice="look", stop=['"'], max_new_tokens=100, **settings)
@@ -447,8 +425,6 @@ def test_a_tokenizers_own_response_template_is_used(tokenizer: Any, hf: Any) -> 
     text = '<call>{"name": "look", "arguments": {"where": "up"}}</call>'
     deltas = [parser.parse(Delta(letter, (1,))) for letter in text] + [parser.parse(Delta("", (), "stop"))]
     assert [(call.name, call.arguments) for delta in deltas for call in delta.tool_calls] == [UP]
-    assert [(name, json.loads(arguments)) for name, _, arguments in put_together(deltas)] == [UP]
-    assert sum(bool(delta.call_pieces) for delta in deltas) > 10
     for cut in ('<call>{"tool": "lo', text[:-20]):
         parser = prepared.parser(model.tokenizer, model.tokenizer.render(HELLO))
         assert parser is not None

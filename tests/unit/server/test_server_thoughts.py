@@ -14,7 +14,7 @@ from openai import OpenAI
 from serving import NAME, Served, serving
 
 from kvrag import BlendEngine, BlendReport, Delta, RemoteEngine, ToolCall
-from kvrag.types import CallPiece, TokenLogprob, join
+from kvrag.types import TokenLogprob, join
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Who plays the harp?"}]
 REPORT = BlendReport.unblended(5, 2)
@@ -28,7 +28,7 @@ THOUGHT = (
 PLAIN = (Delta(" Mi", (1,)), Delta("ra.", (2,), finish_reason="stop", report=REPORT))
 CALL = (
     Delta("", (1,), reasoning="Look.", reasoning_tokens=1),
-    Delta("", (2,), call_pieces=(CallPiece(0, "{}", "look", "c1"),), tool_calls=(ToolCall("look", {}, "c1"),)),
+    Delta("", (2,), tool_calls=(ToolCall("look", {}, "c1"),)),
     Delta("", (3,), finish_reason="stop", report=REPORT),
 )
 CUT = (Delta("", (1,), reasoning="Mira", reasoning_tokens=1), Delta("", (2,), "length", REPORT, reasoning_tokens=1))

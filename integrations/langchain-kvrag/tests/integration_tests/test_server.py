@@ -131,18 +131,6 @@ async def test_a_call_cut_off_is_invalid(local: ChatBlend, remote: ChatBlend, le
         assert answers[2].invalid_tool_calls[0]["args"].startswith(answers[0].invalid_tool_calls[0]["args"])
 
 
-async def test_arguments_are_streamed_in_pieces(local: ChatBlend, remote: ChatBlend) -> None:
-    for llm in (local, remote):
-        bound = llm.bind_tools([write], tool_choice="write", max_tokens=80)
-        pieces = [piece async for piece in bound.astream(QUESTION)]
-        chunks = [chunk for piece in pieces for chunk in piece.tool_call_chunks]
-        assert len(chunks) > 5
-        assert [chunk["name"] for chunk in chunks if chunk["name"]] == ["write"]
-        [call] = whole(pieces).tool_calls
-        assert json.loads("".join(chunk["args"] or "" for chunk in chunks)) == call["args"]
-        assert isinstance(call["args"]["text"], str)
-
-
 def test_tools_are_called(local: ChatBlend, remote: ChatBlend) -> None:
     for choice in ("look_up", "any", "required"):
         answers = []

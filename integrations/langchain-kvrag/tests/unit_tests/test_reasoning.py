@@ -15,7 +15,7 @@ from langchain_kvrag import BlendLLM, ChatBlend
 from langchain_kvrag.chat_models import ChatChunkBuilder
 from langchain_kvrag.messages import template_messages
 
-from kvrag import BlendEngine, CallPiece, Delta, Model, SettingError
+from kvrag import BlendEngine, Delta, Model, SettingError, ToolCall
 from kvrag.backend.transformers import Tokenizer
 from kvrag.generate.prompt import thinks
 
@@ -73,7 +73,7 @@ def test_a_call_after_a_thought_is_not_merged_into_it() -> None:
         Delta("", reasoning="Hm, "),
         Delta("", reasoning="look."),
         Delta("I look."),
-        Delta("", call_pieces=(CallPiece(0, '{"a": 1}', "look", "1"),)),
+        Delta("", tool_calls=(ToolCall("look", {"a": 1}, "1"),)),
         Delta("", reasoning="And then?"),
         Delta("Done."),
     ]
@@ -95,8 +95,8 @@ def test_calls_are_not_merged_into_the_block_before(
     kind: str, chat: ChatBlend, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (end,) = (delta for delta in chat._open().stream(QUESTION, max_new_tokens=1) if delta.report)
-    piece = CallPiece(0, '{"a": 1}', "look", "1")  # its index is that of the first block of a message
-    said = [replace(Delta(""), **{kind: "Hm."}), Delta("", call_pieces=(piece,)), replace(end, text="")]
+    call = ToolCall("look", {"a": 1}, "1")  # its index is that of the first block of a message
+    said = [replace(Delta(""), **{kind: "Hm."}), Delta("", tool_calls=(call,)), replace(end, text="")]
     monkeypatch.setattr(BlendEngine, "stream", lambda *args, **options: (delta for delta in said))
     expected = [
         {"type": kind, kind: "Hm."},

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing, closing
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -36,8 +36,8 @@ from llama_index.core.tools.types import BaseTool, ToolMetadata
 from llama_index.core.types import BasePydanticProgram, Model
 from llama_index.llms.kvrag.messages import assistant_message, template_messages
 
-from kvrag import Answer, Delta
-from kvrag.ext.frameworks import LONGER, LLMFields, add_piece, join, openai_usage, parameters_of
+from kvrag import Answer, Delta, InvalidCall, ToolCall
+from kvrag.ext.frameworks import LONGER, LLMFields, join, openai_usage, parameters_of
 
 _Prompt = str | list[dict[str, Any]]
 
@@ -297,11 +297,11 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
 
 @dataclass(frozen=True, slots=True)
 class _Response:
-    """The response so far, with its latest delta. `calls` are tool calls by index, `CallPiece`s while incomplete."""
+    """The response so far, with its latest delta."""
 
     text: str = ""
     delta: str | None = None
-    calls: Mapping[int, Any] = field(default_factory=dict)
+    calls: tuple[ToolCall | InvalidCall, ...] = ()
     thought: str = ""
     thought_delta: str = ""
     thought_tokens: int = 0
@@ -312,7 +312,7 @@ class _Response:
     def of_answer(cls, answer: Answer) -> _Response:
         return cls(
             answer.text,
-            calls=dict(enumerate([*answer.tool_calls, *answer.invalid_calls])),
+            calls=(*answer.tool_calls, *answer.invalid_calls),
             thought=answer.reasoning,
             thought_tokens=answer.reasoning_tokens,
             raw=_raw(answer),
@@ -320,13 +320,10 @@ class _Response:
 
     def add(self, delta: Delta) -> _Response:
         deltas = (*self.deltas, delta)
-        calls, complete = dict(self.calls), {call.id: call for call in delta.tool_calls}
-        for piece in delta.call_pieces:
-            add_piece(calls, piece)
         return _Response(
             self.text + delta.text,
             delta.text,
-            {index: complete.get(call.id, call) for index, call in calls.items()},
+            (*self.calls, *delta.tool_calls, *delta.invalid_calls),
             self.thought + delta.reasoning,
             delta.reasoning,
             self.thought_tokens + delta.reasoning_tokens,
@@ -415,8 +412,7 @@ def _completion(response: _Response) -> CompletionResponse:
 
 def _chat(response: _Response) -> ChatResponse:
     calls = [
-        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
-        for call in response.calls.values()
+        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments) for call in response.calls
     ]
     thoughts = [ThinkingBlock(content=response.thought, num_tokens=response.thought_tokens)] if response.thought else []
     return ChatResponse(

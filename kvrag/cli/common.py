@@ -216,7 +216,7 @@ def say_if_reader(args: argparse.Namespace) -> None:
 
 
 def retrieval_folder(store: KVStore, namespace: str) -> Path:
-    """Return the folder of a namespace's chunk index and tasks; the store's own folder for the namespace ""."""
+    """Return the folder of a namespace's chunk index; the store's own folder for the namespace ""."""
     path = store.path
     if not namespace:
         return path

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from ipaddress import ip_address
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,6 @@ from kvrag.cli.common import (
     open_index,
     read_text,
     require_extra,
-    retrieval_folder,
     say,
 )
 from kvrag.config import DECLARED, BlendConfig
@@ -38,9 +36,6 @@ from kvrag.server.settings import ApiKey, ServerSettings
 from kvrag.words import counted
 
 if TYPE_CHECKING:
-    from kvrag.engine import BlendEngine
-    from kvrag.retrieval.index import ChunkIndex
-    from kvrag.server.corpus import Corpus
     from kvrag.server.state import State
 
 _KEYS = "KVRAG_API_KEY"
@@ -66,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--cors-origin", action="append", default=[], metavar="URL", help=origins)
     where.add_argument("--served-model-name", metavar="NAME", help="model name in requests (default: --model)")
     corpus = parser.add_argument_group("corpus")
-    corpus.add_argument("--no-corpus", action="store_true", help="disable retrieval, embeddings and /v1/corpus")
+    corpus.add_argument("--no-corpus", action="store_true", help="disable retrieval and /v1/corpus")
     corpus.add_argument("--prompt-template", metavar="FILE", help="prompt template with {context} and {question}")
     add_corpus_arguments(corpus)
     sample = "add sample documents to an empty corpus: articles of the bundled model's world, or a handbook for others"
@@ -130,19 +125,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def build(
-    args: argparse.Namespace,
-    settings: ServerSettings,
-    config: BlendConfig,
-    stack: ExitStack,
-    is_replica: bool = False,
-) -> Any:
-    """Open the engine and the corpora, as long as `stack` is open, and return the ASGI app.
-
-    Args:
-        is_replica: Other servers may work on the same corpus.
-    """
+def build(args: argparse.Namespace, settings: ServerSettings, config: BlendConfig, stack: ExitStack) -> Any:
+    """Open the engine and the corpora, as long as `stack` is open, and return the ASGI app."""
     from kvrag.server.app import create_app
+    from kvrag.server.corpus import Corpus
 
     say(f"loading {args.model}")
     engine = stack.enter_context(open_engine(args, config))
@@ -150,11 +136,16 @@ def build(
         engine.store.max_bytes = args.store_bytes
     if args.prompt_template is None:  # same prompt as `kvrag ask`
         settings = replace(settings, template=template(engine))
+
+    def count(text: str) -> int:
+        return len(engine.model.tokenizer.encode(text))
+
     corpora = []
     for namespace in () if args.no_corpus else settings.namespaces:
         index = stack.enter_context(open_index(engine.store, namespace, args.embedder))
         index.embed(["loads the embedder"])
-        corpora.append(_corpus(args, engine, index, namespace, is_replica))
+        split = documents.splitter(count, args.chunk_tokens, args.chunk_overlap)
+        corpora.append(Corpus(engine, index, split, namespace))
     return create_app(engine, settings, corpora)
 
 
@@ -202,28 +193,11 @@ def read_config(args: argparse.Namespace) -> BlendConfig:
     return BlendConfig(context_tokens=args.context_tokens).overridden(vars(args))
 
 
-def _corpus(
-    args: argparse.Namespace, engine: BlendEngine, index: ChunkIndex, namespace: str, is_replica: bool
-) -> Corpus:
-    from kvrag.server.corpus import Corpus, CorpusInUseError
-
-    encode = engine.model.tokenizer.encode
-    split = documents.splitter(lambda text: len(encode(text)), args.chunk_tokens, args.chunk_overlap)
-    tasks = retrieval_folder(engine.store, namespace) / "corpus"
-    for number in count(1):
-        try:
-            return Corpus(engine, index, tasks, split, namespace)
-        except CorpusInUseError:
-            if not is_replica:
-                raise
-            tasks = tasks.with_name(f"corpus-{number}")
-    raise AssertionError
-
-
 def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, state: State) -> None:
     corpora = state.corpora
     for corpus in corpora if args.samples else ():
         if not corpus.statuses():
+            say("encoding the sample documents")
             for name, text in samples.of(args.model).documents().items():
                 corpus.add(name, [text])
     chunks = sum(len(corpus.index) for corpus in corpora)
@@ -231,7 +205,7 @@ def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, stat
         print(json.dumps({"url": url, "model": settings.name, "pid": os.getpid(), "chunks": chunks}), flush=True)
     else:
         say(f"serving {settings.name} on {url}/v1, a chat page on {url}/; stop with Ctrl-C")
-    if corpora and not chunks and not any(corpus.count_pending() for corpus in corpora):
+    if corpora and not chunks:
         say(f"the corpus is empty: add documents before using the model {settings.rag_name!r}")
     shares = {share.namespace: share.documents for share in state.engine.store.stats().namespaces}
     if shares.get(args.namespace) and args.namespace not in settings.namespaces:

@@ -211,13 +211,6 @@ class ChunkIndex:
             vectors = _encoder(self.embedder).encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
         return np.ascontiguousarray(vectors, np.float32)
 
-    def count_tokens(self, texts: Sequence[str]) -> int:
-        """Return the number of tokens that the embedder counts in these texts."""
-        with _embedding:
-            encoder = _encoder(self.embedder)
-            ids = encoder.tokenizer(list(texts), truncation=True, max_length=encoder.max_seq_length)["input_ids"]
-        return sum(map(len, ids))
-
     def __len__(self) -> int:
         return int(self._read("SELECT count(*) FROM chunks")[0][0])
 

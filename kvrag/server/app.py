@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from functools import partial
@@ -19,7 +18,6 @@ from starlette.responses import Response
 
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError
-from kvrag.reader.samples import of as samples_of
 from kvrag.retrieval.content import Content
 from kvrag.retrieval.documents import SUFFIXES
 from kvrag.retrieval.sandbox import Sandbox
@@ -34,7 +32,6 @@ from kvrag.server.responses import ResponsesBuilder, ResponsesRequest
 from kvrag.server.schemas import (
     ChatRequest,
     CompletionRequest,
-    EmbeddingRequest,
     NewChunks,
     TokenizeRequest,
 )
@@ -43,7 +40,6 @@ from kvrag.server.state import State, Tenant
 from kvrag.store.base import no_progress
 
 _TOKENIZED, _PER_TOKEN = 1 << 20, 16  # bytes of a body of /tokenize: at least, and per token of the window
-_ENCODING_S = 10.0  # seconds for the corpora to reach a point where the next server can resume
 
 
 # async: FastAPI would run plain functions in threads, which slow endpoints of one namespace could fill
@@ -82,30 +78,6 @@ async def complete(body: CompletionRequest, request: Request, state: Server, ten
     return await respond(request, state, tenant, work, ResponseBuilder(body, state.engine))
 
 
-@router.post("/v1/embeddings")
-async def embed(body: EmbeddingRequest, request: Request, state: Server, tenant: Caller) -> Response:
-    """Embed texts with the corpus's embedder."""
-    index, texts = tenant.require_corpus().index, body.texts()
-    if body.model != index.embedder:
-        message = f"unknown embedder {body.model!r:.280}: this server has {index.embedder!r}"
-        raise ApiError(404, message, "model_not_found", "model")
-
-    def work() -> Response:
-        vectors = index.embed(texts)
-        if body.dimensions not in (None, vectors.shape[1]):
-            raise ApiError(400, f"dimensions must be {vectors.shape[1]}", "unsupported_value", "dimensions")
-        rows = [
-            base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
-            for vector in vectors.astype("<f4")
-        ]
-        data = [{"object": "embedding", "index": number, "embedding": row} for number, row in enumerate(rows)]
-        tokens = index.count_tokens(texts)
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return json_response({"object": "list", "data": data, "model": body.model, "usage": usage})
-
-    return await result(request, state.answering, work)
-
-
 @router.get("/v1/models")
 async def models(state: Server) -> Response:
     """List the models."""
@@ -123,9 +95,9 @@ async def model(name: str, state: Server) -> Response:
 _FILE = {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
 
 
-@router.put("/v1/corpus/{document:path}", status_code=202, openapi_extra={"requestBody": _FILE})
+@router.put("/v1/corpus/{document:path}", openapi_extra={"requestBody": _FILE})
 async def upload_document(document: str, request: Request, state: Server, tenant: Caller) -> Response:
-    """Add the uploaded file, to be encoded in the background. It replaces the document with the same id.
+    """Encode the uploaded file, which can then be retrieved. It replaces the document with the same id.
 
     The suffix of the id names the format; without one, it is a text. `problems` of the response are what was skipped.
     """
@@ -147,8 +119,8 @@ async def upload_document(document: str, request: Request, state: Server, tenant
 
     content = await result(request, state.reading, read)
     add = partial(corpus.add, document, content.texts, content.pages)
-    status = await result(request, state.working, add)
-    return json_response(status.to_dict() | {"problems": [problem.to_dict() for problem in content.problems]}, 202)
+    status = await result(request, state.encoding, add)
+    return json_response(status.to_dict() | {"problems": [problem.to_dict() for problem in content.problems]})
 
 
 @router.get("/v1/corpus")
@@ -159,7 +131,7 @@ async def list_documents(
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
     after: str = "",
 ) -> Response:
-    """List the documents by id, with the progress of unfinished ones."""
+    """List the documents by id."""
     statuses = await result(request, state.working, tenant.require_corpus().statuses)
     rest = [status for status in statuses if status.id > after]
     data = [status.to_dict() for status in rest[:limit]]
@@ -231,18 +203,6 @@ async def tokenize(body: TokenizeRequest, request: Request, state: Server) -> Re
     return await result(request, state.working, work)
 
 
-@router.get("/samples.json", include_in_schema=False)
-async def samples(request: Request, state: Server) -> Response:
-    """Return the chat page's sample documents, questions about them, and whether these may refer to earlier ones."""
-
-    def work() -> Response:
-        fitting = samples_of(state.engine.model.name)
-        names, questions = list(fitting.documents()), list(fitting.questions)
-        return json_response({"documents": names, "questions": questions, "is_chat": fitting.is_chat})
-
-    return await result(request, state.working, work)
-
-
 @router.get("/health")
 async def health(state: Server) -> Response:
     """Return whether the server accepts requests, with 503 if it is stopping. Needs no key."""
@@ -263,17 +223,16 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[
     """Return an ASGI app that answers with an engine. It closes neither the engine nor the corpora's indexes.
 
     Args:
-        corpora: One per namespace in `settings.namespaces`; empty = no -rag model, embeddings and `/v1/corpus`.
+        corpora: One per namespace in `settings.namespaces`; empty = no -rag model and `/v1/corpus`.
     """
     state = State(engine, settings, corpora)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         for corpus in corpora:
-            corpus.start()
+            await asyncio.to_thread(engine.calibrate_when_idle, corpus.namespace)
         yield
-        stops = [partial(corpus.stop, _ENCODING_S) for corpus in corpora]
-        await asyncio.gather(*(queue.stop() for queue in state.queues), *map(asyncio.to_thread, stops))
+        await asyncio.gather(*(queue.stop() for queue in state.queues))
 
     app = FastAPI(
         title="kvrag",

@@ -276,19 +276,15 @@ class CompletionRequest(AnswerFields):
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts: texts or token ids."""
-        prompts = _as_list(self.prompt)
+        prompts: list[Any] = [self.prompt]
+        if isinstance(self.prompt, list) and not (self.prompt and isinstance(self.prompt[0], int)):
+            prompts = list(self.prompt)
         if not prompts or not all(prompts):
             raise ApiError(400, "the prompt is empty: send a text or token ids", "invalid_value", "prompt")
         if len(prompts) * self.n > _MOST_CHOICES:
             message = f"{len(prompts)} prompts with n={self.n} exceed {_MOST_CHOICES} answers per request"
             raise ApiError(400, f"{message}: send several requests", "invalid_value", "prompt")
         return prompts
-
-
-def _as_list(texts: Inputs) -> list[Any]:
-    """Return a list of texts or lists of token ids; a single one becomes a list of one."""
-    is_single = isinstance(texts, str) or (texts and isinstance(texts[0], int))
-    return [texts] if is_single else list(texts)
 
 
 class TokenizeRequest(Request):
@@ -307,25 +303,6 @@ class TokenizeRequest(Request):
         if self.prompt is not None and self.tools:
             raise ApiError(400, "tools need messages", "invalid_value", "tools")
         return self
-
-
-class EmbeddingRequest(Request):
-    """The body of `/v1/embeddings`."""
-
-    model: str
-    input: Inputs
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
-    user: str | None = None
-
-    def texts(self) -> list[str]:
-        """Return the texts to embed."""
-        texts = _as_list(self.input)
-        if not 1 <= len(texts) <= 2048 or not all(text and isinstance(text, str) for text in texts):
-            langchain = "OpenAIEmbeddings(check_embedding_ctx_length=False)"
-            reason = f"input must be 1 to 2048 non-empty texts, not token ids (in LangChain: {langchain})"
-            raise ApiError(400, reason, "invalid_value", "input")
-        return texts
 
 
 class NewChunks(Request):

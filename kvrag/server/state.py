@@ -32,8 +32,6 @@ class Tenant:
         self.metrics.watch("num_requests_waiting", "Waiting requests", lambda: queue.waiting(namespace))
         self.metrics.watch_counts(lambda: state.engine.stats(namespace).get("learned"), LEARNING)
         self.metrics.watch_counts(lambda: state.engine.stats(namespace)["checked"], CHECKS)
-        if corpus is not None:
-            self.metrics.watch("corpus_pending", "Documents waiting to be encoded or dropped", corpus.count_pending)
 
     def require_corpus(self) -> Corpus:
         """Return the corpus; raise ApiError without one."""
@@ -45,8 +43,8 @@ class Tenant:
 class State:
     """Engine, settings, admission queues and namespaces of one server.
 
-    All work passes a queue: `answering` and encoding, `reading` of files, `parsing` of bodies, and `working` on the
-    rest. The event loop alone answers `/health`.
+    All work passes a queue: `answering`, `reading` of files, `encoding` of documents one by one, `parsing` of bodies,
+    and `working` on the rest. The event loop alone answers `/health`.
     """
 
     def __init__(self, engine: BlendEngine, settings: ServerSettings, corpora: Iterable[Corpus]) -> None:
@@ -55,9 +53,10 @@ class State:
         number, most = len(settings.namespaces), sum(most_requests(settings))
         self.answering = AdmissionQueue(settings.concurrency, settings.queue, "answer", number)
         self.reading = AdmissionQueue(_READERS, UPLOADS, "read", number)
+        self.encoding = AdmissionQueue(1, UPLOADS, "encode", number)
         self.parsing = AdmissionQueue(_PARSERS, most, "parse", number)
         self.working = AdmissionQueue(_WORKERS, most, "work", number)
-        self.queues = (self.answering, self.reading, self.parsing, self.working)
+        self.queues = (self.answering, self.reading, self.encoding, self.parsing, self.working)
         found = {corpus.namespace: corpus for corpus in corpora}
         names = settings.namespaces
         if found and set(found) != set(names):
@@ -65,7 +64,6 @@ class State:
         self.is_shared = len(names) > 1
         self.tenants = {name: Tenant(name, found.get(name), self) for name in names}
         self.corpora = [found[name] for name in names if found]  # of all namespaces, or none
-        self.embedder = self.corpora[0].index.embedder if found else None  # which they share
         self.answering_models = [settings.name, settings.rag_name] if found else [settings.name]
 
     def models(self) -> dict[str, dict[str, Any]]:
@@ -73,10 +71,7 @@ class State:
         entry = {"object": "model", "created": self.started, "owned_by": "kvrag"}
         model = self.engine.model
         about = {"max_model_len": model.context_window, "has_chat_template": model.tokenizer.has_chat_template}
-        facts: dict[str, dict[str, Any]] = dict.fromkeys(self.answering_models, about)
-        if self.embedder is not None:
-            facts[self.embedder] = {}
-        return {name: {"id": name, **entry, **more} for name, more in facts.items()}
+        return {name: {"id": name, **entry, **about} for name in self.answering_models}
 
     def check_model(self, name: str) -> None:
         """Raise ApiError unless this is a model that answers prompts."""

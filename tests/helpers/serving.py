@@ -70,7 +70,7 @@ def make_corpus(engine: BlendEngine, folder: Path, namespace: str = "") -> Corpu
     folder.mkdir(parents=True, exist_ok=True)
     encode = engine.model.tokenizer.encode
     split = documents.splitter(lambda text: len(encode(text)), 40, 0)
-    return Corpus(engine, ChunkIndex(folder / "index.sqlite"), folder / "corpus", split, namespace)
+    return Corpus(engine, ChunkIndex(folder / "index.sqlite"), split, namespace)
 
 
 @contextmanager

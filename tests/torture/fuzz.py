@@ -172,7 +172,6 @@ _PATHS = [
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
-    "/v1/embeddings",
     "/v1/chunks",
     "/tokenize",
 ]

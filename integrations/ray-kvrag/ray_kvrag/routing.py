@@ -36,7 +36,7 @@ class Route:
     @classmethod
     def of(cls, path: str, namespace: str, body: bytes) -> Route:
         """Return the route of a request; empty if the body is not valid."""
-        if path.startswith("/v1/corpus"):  # only one server has the queue of documents
+        if path.startswith("/v1/corpus"):  # a deletion must find what is being encoded
             return cls({_hash("corpus", namespace): 1}, is_pinned=True)
         if path.startswith("/v1/chunks") or not body:
             return cls()

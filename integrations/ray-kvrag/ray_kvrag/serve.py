@@ -74,7 +74,7 @@ class Replica:
         args = argparse.Namespace(**options)
         self._id = serve.get_replica_context().replica_id.unique_id.encode()
         self._stack = ExitStack()
-        self._app = await asyncio.to_thread(build, args, settings, read_config(args), self._stack, is_replica=True)
+        self._app = await asyncio.to_thread(build, args, settings, read_config(args), self._stack)
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
 
@@ -110,11 +110,6 @@ class Replica:
         finally:
             disconnected.set()  # the app then stops, if it is still running
             await asyncio.wait({work}, timeout=_LEAVING_S)
-
-    async def check_health(self) -> None:
-        """Take over the queued documents of ended replicas on this machine."""
-        for corpus in self._app.state.kvrag.corpora:
-            await asyncio.to_thread(corpus.adopt)
 
     async def __del__(self) -> None:
         if hasattr(self, "_lifespan"):

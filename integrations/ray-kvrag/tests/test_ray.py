@@ -274,7 +274,6 @@ def test_streams_come_piece_by_piece(http: httpx.Client, expected: dict[str, str
 
 def test_all_replicas_find_an_uploaded_document(http: httpx.Client) -> None:
     http.put("/v1/corpus/new.txt", content=b"Ulm Orrick repairs clocks in Vellmar. He has two dogs.").raise_for_status()
-    until(lambda: http.get("/v1/corpus/new.txt").json()["status"] == "ready", 60)
     asked: dict[str, Any] = {}
     for number in range(40):
         question = [{"role": "user", "content": f"Who repairs clocks in Vellmar, and how many dogs has he? {number}"}]

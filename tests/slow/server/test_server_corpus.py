@@ -1,8 +1,7 @@
-"""The corpus of a server: documents in progress, restarts, failures."""
+"""The corpus of a server: documents in progress, failures."""
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 import os
@@ -11,7 +10,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,10 +20,10 @@ from typing import Any, NoReturn
 import httpx
 import pytest
 from blending import CHUNKS
-from serving import make_corpus, until
+from serving import make_corpus, serving, until
 
 import kvrag.retrieval.index
-from kvrag import BlendEngine, StoreError, StoreFullError
+from kvrag import BlendEngine, Model, StoreError, StoreFullError
 from kvrag.cli.main import main
 from kvrag.server.answers import chat_work
 from kvrag.server.api_errors import ApiError
@@ -40,36 +41,8 @@ def _embedder_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def corpus(engine: BlendEngine, tmp_path: Path) -> Iterator[Corpus]:
-    """Not started."""
-    corpus = make_corpus(engine, tmp_path / "corpus")
-    yield corpus
-    corpus.stop(30)
-
-
-def statuses(corpus: Corpus) -> dict[str, str]:
-    return {status.id: status.status for status in corpus.statuses()}
-
-
-def tasks(tmp_path: Path) -> list[Path]:
-    return sorted((tmp_path / "corpus" / "corpus").iterdir())
-
-
-def test_the_next_server_finishes_pending_work(corpus: Corpus, engine: BlendEngine, tmp_path: Path) -> None:
-    for number, text in enumerate(CHUNKS):
-        assert corpus.add(f"{number}", [text]).status == "queued"
-    corpus.add("0", [CHUNKS[0] + " She sings."])  # in place of the first
-    assert len(tasks(tmp_path)) == len(CHUNKS)
-    (tmp_path / "corpus" / "corpus" / ".99.tmp").write_text("{")
-    (tmp_path / "corpus" / "corpus" / "000000000098.json").write_text("{")
-    corpus.stop(30)
-    again = make_corpus(engine, tmp_path / "corpus")
-    again.start()
-    until(lambda: set(statuses(again).values()) == {"ready"})
-    assert sorted(statuses(again)) == sorted(engine.documents()) == ["0", "1", "2", "3"]
-    assert again.search("She sings.", 1, 0)[0].text.endswith("She sings.")
-    assert [path.suffix for path in tasks(tmp_path)] == [".damaged"]
-    again.stop(30)
+def corpus(engine: BlendEngine, tmp_path: Path) -> Corpus:
+    return make_corpus(engine, tmp_path / "corpus")
 
 
 def test_sizes_of_the_engines_memory_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +60,6 @@ def test_sizes_of_the_engines_memory_are_options(monkeypatch: pytest.MonkeyPatch
 
 def test_retrieved_chunks_that_do_not_fit_into_the_window_are_left_out(corpus: Corpus, engine: BlendEngine) -> None:
     corpus.add("long", [f"{number}. " + CHUNKS[number % len(CHUNKS)] for number in range(100)])
-    corpus.start()
-    until(lambda: statuses(corpus) == {"long": "ready"})
     found = corpus.search("Who plays the harp?", 100, 0)
     assert sum(len(engine.model.tokenizer.encode(hit.text)) for hit in found) > engine.model.context_window
 
@@ -110,8 +81,6 @@ def test_retrieved_chunks_that_do_not_fit_into_the_window_are_left_out(corpus: C
 def test_a_question_is_retrieved_with_those_before(corpus: Corpus, engine: BlendEngine) -> None:
     for number, text in enumerate(CHUNKS):
         corpus.add(f"{number}", [text])
-    corpus.start()
-    until(lambda: set(statuses(corpus).values()) == {"ready"})
 
     def best(*questions: Any) -> str:
         messages = [{"role": "user", "content": question} for question in questions]
@@ -127,8 +96,8 @@ def test_a_question_is_retrieved_with_those_before(corpus: Corpus, engine: Blend
         assert best(text, CHUNKS[0]) == CHUNKS[0]
 
 
-def test_a_document_in_progress_is_listed_and_can_be_dropped(
-    corpus: Corpus, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_document_that_is_deleted_while_it_is_encoded_does_not_come_back(
+    corpus: Corpus, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, go, warm = threading.Event(), threading.Event(), engine.warm
 
@@ -139,66 +108,28 @@ def test_a_document_in_progress_is_listed_and_can_be_dropped(
         return report
 
     monkeypatch.setattr(engine, "warm", slow)
-    corpus.add("a", [CHUNKS[0], CHUNKS[1]])
-    corpus.add("b", [CHUNKS[2]])
-    corpus.start()
-    assert reached.wait(300)
-    under_way = corpus.status("a")
-    assert under_way.status == "encoding"
-    assert under_way.tokens_done == under_way.tokens > 40
-    assert corpus.status("b").status == "queued"
-    assert corpus.count_pending() == 2
-    corpus.remove("a")
-    corpus.remove("b")
-    assert statuses(corpus) == {}
-    for document in "ab":
-        with pytest.raises(ApiError, match=f"unknown document '{document}'"):
-            corpus.remove(document)
-    go.set()
-    until(lambda: not corpus.count_pending())
-    assert (len(corpus.index), engine.documents(), engine.store.stats().chunks) == (0, [], 0)
-    assert tasks(tmp_path) == []
+    with ThreadPoolExecutor() as threads:
+        adding = threads.submit(corpus.add, "a", CHUNKS[:2])
+        assert reached.wait(300)
+        corpus.remove("a")
+        assert engine.store.stats().chunks == 0
+        go.set()
+        with pytest.raises(ApiError, match="deleted while it was encoded") as refused:
+            adding.result()
+    assert refused.value.status == 409
+    with pytest.raises(ApiError, match="unknown document 'a'"):
+        corpus.remove("a")
+    assert (corpus.statuses(), len(corpus.index), engine.documents(), engine.store.stats().chunks) == ([], 0, [], 0)
 
 
 def test_the_kv_of_a_deleted_document_is_gone_at_once(corpus: Corpus, engine: BlendEngine) -> None:
-    """Not only after all that waits to be encoded."""
-    engine.warm([CHUNKS[0]], document="a")
-    corpus.index.add([CHUNKS[0]], "a")
+    corpus.add("a", [CHUNKS[0]])
     corpus.remove("a")
     assert engine.store.stats().chunks == 0
 
 
-def test_a_restarted_server_continues_with_its_current_document(
-    corpus: Corpus, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reached, go, warm = threading.Event(), threading.Event(), engine.warm
-
-    def slow(texts: Any, document: str, namespace: str, progress: Any) -> Any:
-        def moved(done: int, total: int) -> None:
-            reached.set()
-            assert go.wait(300)
-            progress(done, total)
-
-        return warm(texts, document=document, progress=moved)
-
-    monkeypatch.setattr(engine, "warm", slow)
-    corpus.add("a", [CHUNKS[0]])
-    corpus.start()
-    assert reached.wait(300)
-    corpus.stop(0)
-    go.set()
-    corpus.stop(30)
-    assert engine.documents() == []
-    monkeypatch.undo()
-    again = make_corpus(engine, tmp_path / "corpus")
-    assert statuses(again) == {"a": "queued"}
-    again.start()
-    until(lambda: statuses(again) == {"a": "ready"})
-    again.stop(30)
-
-
-def test_a_document_that_fails_has_an_error_and_does_not_stop_the_others(
-    corpus: Corpus, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_document_that_fails_is_not_retrieved_and_can_be_added_again(
+    corpus: Corpus, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put = engine.store.put
 
@@ -207,79 +138,39 @@ def test_a_document_that_fails_has_an_error_and_does_not_stop_the_others(
         raise StoreFullError("no room")
 
     monkeypatch.setattr(engine.store, "put", full)
-    corpus.add("a", [CHUNKS[0]])
-    corpus.add("b", [CHUNKS[1]])
-    corpus.start()
-    until(lambda: not corpus.count_pending())
-    assert statuses(corpus) == {"a": "failed", "b": "ready"}
-    assert corpus.status("a").error == "no room"
-    corpus.stop(30)
-    again = make_corpus(engine, tmp_path / "corpus")
-    assert statuses(again) == {"a": "failed", "b": "ready"}
-    again.add("a", [CHUNKS[0]])
-    assert statuses(again) == {"a": "queued", "b": "ready"}
-    again.remove("a")
-    assert statuses(again) == {"b": "ready"}
-    again.stop(30)
-
-
-def test_a_document_that_was_replaced_in_time_has_not_failed(
-    corpus: Corpus, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reached, go = threading.Event(), threading.Event()
-
-    def full(records: Any) -> int:
-        monkeypatch.undo()
-        reached.set()
-        assert go.wait(300)
-        raise StoreFullError("no room")
-
-    monkeypatch.setattr(engine.store, "put", full)
-    corpus.add("a", [CHUNKS[0]])
-    corpus.start()
-    assert reached.wait(300)
-    corpus.add("a", [CHUNKS[1]])
-    go.set()
-    until(lambda: not corpus.count_pending())
-    assert corpus.status("a").status == statuses(corpus)["a"] == "ready"
-    assert corpus.search("Who?", 1, 0)[0].text == CHUNKS[1]
-    assert tasks(tmp_path) == []
-
-
-def test_a_conversation_that_cannot_be_kept_changes_nothing(
-    corpus: Corpus, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    corpus.add("a", [CHUNKS[0]])
-    monkeypatch.setattr(os, "fsync", full)
-    for change in (lambda: corpus.add("a", [CHUNKS[1]]), lambda: corpus.remove("a")):
-        with pytest.raises(StoreFullError, match="No space left"):
-            change()
-    monkeypatch.undo()
-    corpus.start()
-    until(lambda: not corpus.count_pending())
-    assert corpus.status("a").status == "ready"
-    assert corpus.search("Who?", 1, 0)[0].text == CHUNKS[0]
-
-
-def test_two_servers_do_not_share_a_corpus(corpus: Corpus, engine: BlendEngine, tmp_path: Path) -> None:
-    """Each would execute the other's tasks."""
-    with pytest.raises(StoreError, match="--no-corpus"):
-        make_corpus(engine, tmp_path / "corpus")
-    corpus.stop(30)
-    make_corpus(engine, tmp_path / "corpus").stop(30)
-
-
-def test_not_too_many_documents_wait(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.server.corpus.MAX_PENDING", 1)
-    corpus.add("a", [CHUNKS[0]])
-    with pytest.raises(ApiError) as refused:
-        corpus.add("b", [CHUNKS[1]])
-    assert refused.value.status == 429
+    with pytest.raises(StoreFullError, match="no room"):
+        corpus.add("a", [CHUNKS[0]])
+    assert corpus.statuses() == []
     with pytest.raises(ApiError, match="corpus is empty"):
         corpus.search("Who?", 1, 0)
+    assert corpus.add("b", [CHUNKS[1]]).chunks == corpus.add("a", [CHUNKS[0]]).chunks == 1
+    assert [status.id for status in corpus.statuses()] == ["a", "b"]
+    corpus.add("a", [CHUNKS[2]])
+    assert corpus.search("Who?", 9, 0)[0].text in (CHUNKS[1], CHUNKS[2])
+    assert engine.store.stats().chunks == 2
+
+
+def test_an_upload_whose_client_leaves_ends_and_is_continued_by_the_next(
+    corpus: Corpus, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, passes = Model.forward, list[int]()
+
+    def slow(self: Model, *args: Any, **settings: Any) -> Any:
+        passes.append(1)
+        time.sleep(0.2)
+        return forward(self, *args, **settings)
+
+    monkeypatch.setattr(Model, "forward", slow)
+    with serving(engine, corpus) as served:
+        text = "\n\n".join(CHUNKS).encode()
+        with pytest.raises(httpx.ReadTimeout):
+            served.http.put("/v1/corpus/a.txt", content=text, timeout=0.3)
+        queue = served.app.state.kvrag.encoding
+        until(lambda: not queue.running(""))
+        assert served.http.get("/v1/corpus").json()["total"] == 0
+        monkeypatch.undo()
+        assert served.http.put("/v1/corpus/a.txt", content=text).json()["status"] == "ready"
+        assert served.http.get("/v1/corpus/a.txt").json()["chunks"] > 1
 
 
 # -------------------------------------------------------------------- the command
@@ -307,11 +198,10 @@ def test_the_command_serves_until_it_is_stopped(tmp_path: Path) -> None:
         with httpx.Client(base_url=ready["url"], headers={"Authorization": "Bearer b"}, timeout=300) as http:
             empty = http.post("/v1/chat/completions", json=body)
             assert (empty.status_code, empty.json()["error"]["code"]) == (400, "corpus_empty")
-            assert http.put("/v1/corpus/a.txt", content=CHUNKS[0].encode()).status_code == 202
-            until(lambda: http.get("/v1/corpus/a.txt").json()["status"] == "ready")
+            assert http.put("/v1/corpus/a.txt", content=CHUNKS[0].encode()).status_code == 200
             with http.stream("POST", "/v1/chat/completions", json=body) as response:
                 lines = response.iter_lines()
-                assert '"citations"' in next(lines)
+                assert '"citations"' in next(line for line in lines if line.startswith("data: "))
                 process.send_signal(signal.SIGTERM)
                 assert [line for line in lines if line][-1] == "data: [DONE]"
         assert process.wait(300) == 0

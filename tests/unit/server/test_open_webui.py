@@ -1,6 +1,6 @@
 """The requests of Open WebUI 0.12.4, written down from its code (nothing of it is run here).
 
-`routers/openai.py` sends chats, `routers/tasks.py` titles and follow-up questions, `retrieval/utils.py` embeddings.
+`routers/openai.py` sends chats, `routers/tasks.py` titles and follow-up questions.
 Fields of its own (metadata, features, session_id, chat_id, id, background_tasks, tool_ids, files, variables) are
 removed before (`main.py`, `utils/middleware.py`), so none of them reaches the server.
 """
@@ -163,13 +163,6 @@ def test_a_direct_connection_of_the_browser(served: Served) -> None:
     said = served.http.post("/v1/chat/completions", json=CHAT, headers={"Origin": PAGE})
     assert (said.status_code, said.headers["access-control-allow-origin"]) == (200, PAGE)
     assert events(said.text)
-
-
-def test_embeddings(served: Served) -> None:
-    name = served.app.state.kvrag.tenants[""].require_corpus().index.embedder
-    said = served.http.post("/v1/embeddings", json={"input": CHUNKS[:2], "model": name}).json()
-    assert len({len(row["embedding"]) for row in said["data"]}) == 1
-    assert len(said["data"]) == 2
 
 
 def test_the_example_warms_a_knowledge_base(

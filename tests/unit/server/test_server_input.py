@@ -33,7 +33,6 @@ BODIES: dict[str, tuple[type[schemas.Request], dict[str, Any]]] = {
     "/v1/chat/completions": (schemas.ChatRequest, {"messages": USER, "max_tokens": 1}),
     "/v1/completions": (schemas.CompletionRequest, {"prompt": "Who?", "max_tokens": 1}),
     "/v1/responses": (ResponsesRequest, {"input": "Who?", "max_output_tokens": 1}),
-    "/v1/embeddings": (schemas.EmbeddingRequest, {"input": "Who?"}),
     "/v1/chunks": (schemas.NewChunks, {"texts": ["Mira"], "document": "d"}),
     "/tokenize": (schemas.TokenizeRequest, {"prompt": "Who?"}),
 }
@@ -93,10 +92,9 @@ def client(app: FastAPI) -> Iterator[httpx.AsyncClient]:
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60)
 
 
-def body_of(app: FastAPI, path: str, **changes: Any) -> bytes:
-    model = app.state.kvrag.embedder if path == "/v1/embeddings" else NAME
+def body_of(path: str, **changes: Any) -> bytes:
     kind, body = BODIES[path]
-    named = {"model": model} if "model" in kind.model_fields else {}
+    named = {"model": NAME} if "model" in kind.model_fields else {}
     return json.dumps(named | body | changes).encode()
 
 
@@ -125,7 +123,7 @@ async def test_no_odd_value_in_any_field_is_a_failure_of_the_server(
             if field in ("max_tokens", "max_completion_tokens", "max_output_tokens", "stream") and value is not True:
                 continue  # an ordinary long answer
             if field != "stream":
-                assert await refused(client, path, body_of(app, path, **{field: value})), name
+                assert await refused(client, path, body_of(path, **{field: value})), name
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -139,16 +137,16 @@ async def test_no_odd_schema_is_a_failure_of_the_server(
 ) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     tool = {"name": "f", "parameters": schema}
-    await refused(client, "/v1/completions", body_of(app, "/v1/completions", response_format=wanted))
+    await refused(client, "/v1/completions", body_of("/v1/completions", response_format=wanted))
     for path, tools in (("chat/completions", {"type": "function", "function": tool}), ("responses", tool)):
         given = {"tools": [{"type": "function", **tools}], "tool_choice": "required"}
-        await refused(client, f"/v1/{path}", body_of(app, f"/v1/{path}", **given))
+        await refused(client, f"/v1/{path}", body_of(f"/v1/{path}", **given))
 
 
 async def test_what_never_ends_is_an_error_of_the_client(app: FastAPI, client: httpx.AsyncClient) -> None:
     for schema in (LOOP, nested(240)):
         wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        content = body_of(app, "/v1/chat/completions", response_format=wanted)
+        content = body_of("/v1/chat/completions", response_format=wanted)
         assert await refused(client, "/v1/chat/completions", content) == 400
 
 
@@ -158,7 +156,7 @@ async def test_no_odd_call_in_a_history_is_a_failure_of_the_server(
 ) -> None:
     for path in ("/v1/chat/completions", "/tokenize"):
         extra = {"prompt": None} if path == "/tokenize" else {}
-        await refused(client, path, body_of(app, path, messages=called(arguments), **extra))
+        await refused(client, path, body_of(path, messages=called(arguments), **extra))
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -255,15 +253,15 @@ async def test_no_body_is_read_and_no_work_done_on_the_event_loop_or_in_shared_t
 
         monkeypatch.setattr(kind, "model_validate", watched)
     for path in BODIES:
-        assert await refused(client, path, body_of(app, path)) < 300, path
-    assert (await client.put("/v1/corpus/d", content=b"Mira")).status_code == 202
+        assert await refused(client, path, body_of(path)) < 300, path
+    assert (await client.put("/v1/corpus/d", content=b"Mira")).status_code == 200
+    assert {threads.pop(name) for name in ("add", "status", "statuses")} == {"kvrag-encode"}
     for method, path in (
         ("GET", "/v1/corpus"),
         ("GET", "/v1/corpus/d"),
         ("DELETE", "/v1/corpus/d"),
         ("GET", "/v1/chunks"),
         ("DELETE", "/v1/chunks/d"),
-        ("GET", "/samples.json"),
         ("GET", "/v1/checks"),
         ("GET", "/metrics"),
         ("GET", "/openapi.json"),
@@ -273,9 +271,7 @@ async def test_no_body_is_read_and_no_work_done_on_the_event_loop_or_in_shared_t
     # `chat` validates the chat that it makes of a response
     parsing = {kind.__name__ for kind, _ in BODIES.values()} | {"chat"}
     assert {name: threads.pop(name) for name in parsing} == dict.fromkeys(parsing, "kvrag-parse")
-    assert threads == dict.fromkeys(
-        ["add", "status", "statuses", "remove", "tokenize", "documents", "forget"], "kvrag-work"
-    )
+    assert threads == dict.fromkeys(["status", "statuses", "remove", "tokenize", "documents", "forget"], "kvrag-work")
 
 
 async def test_health_and_others_are_answered_while_a_namespace_fills_all_queues(
@@ -285,7 +281,7 @@ async def test_health_and_others_are_answered_while_a_namespace_fills_all_queues
     tokenize = engine.tokenize
     monkeypatch.setattr(engine, "tokenize", lambda *a, **k: (let.wait(60), tokenize(*a, **k))[1])
     state.working = AdmissionQueue(4, 99, "work", 2)
-    content = body_of(app, "/tokenize")
+    content = body_of("/tokenize")
     asked = [asyncio.ensure_future(refused(client, "/tokenize", content)) for _ in range(24)]
     while state.working.running("") < 3:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
@@ -300,9 +296,9 @@ async def test_health_and_others_are_answered_while_a_namespace_fills_all_queues
 
 
 async def test_tokenize_has_a_size_limit(app: FastAPI, client: httpx.AsyncClient) -> None:
-    content = body_of(app, "/tokenize", prompt="Who? " * 300_000)
+    content = body_of("/tokenize", prompt="Who? " * 300_000)
     assert await refused(client, "/tokenize", content) == 413
-    assert await refused(client, "/tokenize", body_of(app, "/tokenize", prompt="Who? " * 3000)) == 200
+    assert await refused(client, "/tokenize", body_of("/tokenize", prompt="Who? " * 3000)) == 200
 
 
 async def test_a_body_must_arrive_soon(monkeypatch: pytest.MonkeyPatch) -> None:

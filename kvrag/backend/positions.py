@@ -101,11 +101,12 @@ def once(tables: tuple[Tensor, Tensor], form: Form) -> tuple[Tensor, Tensor]:
 
 
 class Block(NamedTuple):
-    """Rows `start` to `end`. They attend to keys from `low` to `stop`."""
+    """Rows `start` to `end`. They attend to keys from `low` to `stop`; all of them to keys before `hidden`."""
 
     start: int
     end: int
     low: int
+    hidden: int
     stop: int
 
 
@@ -137,7 +138,7 @@ class Rows:
             end = min(start + size, len(self.positions))
             first, stop = self.positions[start], self.positions[end - 1] + 1
             low = max(0, first_key(window, first))
-            blocks.append(Block(start, end, low, stop))
+            blocks.append(Block(start, end, low, first + 1 if window is None else low, stop))
         return blocks
 
     def mask(self, layer: int, block: Block, low: int, dtype: torch.dtype, device: torch.device) -> Tensor:

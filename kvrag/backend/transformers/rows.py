@@ -403,6 +403,9 @@ class StepCache(StatefulCache):
 
 
 _NAME = "kvrag"
+_HAS_TILES = torch.cpu._is_amx_tile_supported()  # torch's bfloat16 kernel uses them, and needs half of the time
+_PACKED = 256  # rows of a matrix product: all query heads that share a KV head
+_SAMPLED = 16  # every 16th key gives a bound of a row's scores
 
 
 @dataclass(frozen=True)
@@ -424,6 +427,15 @@ class _Pass(Rows):
 
     observer: AttentionObserver | None = None
     branches: Sequence[tuple[slice, _Pass]] = ()  # with the rows of their tokens in this pass
+    scratch: Tensor | None = None
+
+    def room(self, like: Tensor, num_rows: int, num_keys: int) -> tuple[Tensor, Tensor]:
+        """Return two uninitialised matrices in the same memory every time: fresh memory is slower to fill."""
+        size = num_rows * num_keys
+        if self.scratch is None or self.scratch.shape[1] < size:
+            self.scratch = like.new_empty(2, size)
+        first, second = self.scratch[:, :size].view(2, num_rows, num_keys)
+        return first, second
 
 
 @dataclass(frozen=True)
@@ -593,6 +605,12 @@ def _at_rows(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, now: 
     layer, scaling = cast(int, module.layer_idx), kwargs.get("scaling")
     observer = now.observer if now.observer is not None and layer in now.observer.layers else None
     on_cpu = _on_cpu(module, query)
+    if on_cpu and query.dtype == torch.bfloat16 and not _HAS_TILES:
+        num_queries = observer.num_queries if observer else 0
+        attended, received = _by_products(query, key, value, scaling, now, layer, num_queries)
+        if observer:
+            observer.observe(layer, received)
+        return attended
     if observer:
         softcap = kwargs.get("softcap")
         observer.observe(layer, attention_received(query, key, now, layer, observer.num_queries, scaling, softcap))
@@ -644,6 +662,40 @@ def _in_rows(module: nn.Module, query: Tensor, now: Step, source: int, **kwargs:
         else:
             attended.append(attend(module, row[None], key, value, None, **kwargs)[0])
     return torch.cat(attended) if len(attended) > 1 else attended[0]
+
+
+def _by_products(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, now: _Pass, layer: int, num_queries: int
+) -> tuple[Tensor, Tensor]:
+    """Attend with plain matrix products, which in bfloat16 on a CPU without AMX take half as long as torch's kernel.
+
+    Products round the scores. An upper bound of each row's scores is therefore subtracted inside the product: the
+    relevant scores are then near zero and keep their precision. See docs/decisions/0003.
+
+    Returns (1, S, HG, D), and the input of `AttentionObserver.observe` for the last `num_queries` rows.
+    """
+    num_heads, num_rows, dim = query.shape[1:]
+    group, scaling = num_heads // key.shape[1], scaling or dim**-0.5
+    attended = query.new_empty(num_rows, num_heads, value.shape[3])
+    received = torch.zeros(key.shape[2])
+    for block in now.blocks(layer, max(_PACKED // group, 1)):
+        start, end, low, hidden, stop = block
+        mask = now.mask(layer, block, hidden, query.dtype, query.device) if hidden < stop else None
+        for head in range(key.shape[1]):
+            heads = slice(head * group, (head + 1) * group)
+            queries, keys = query[0, heads, start:end].reshape(-1, dim), key[0, head, low:stop]  # (GR, D), (K, D)
+            highest = (queries @ keys[::_SAMPLED].T).amax(dim=1, keepdim=True)
+            scores, weights = now.room(query, len(queries), len(keys))  # (GR, K)
+            torch.addmm(highest, queries, keys.T, beta=-scaling, alpha=scaling, out=scores)
+            if mask is not None:
+                scores.view(group, -1, len(keys))[:, :, hidden - low :] += mask
+            torch.softmax(scores, dim=1, out=weights)
+            mixed = (weights @ value[0, head, low:stop]).view(group, end - start, -1)
+            attended[start:end, heads] = mixed.transpose(0, 1)
+            if end > num_rows - num_queries:
+                observed = weights.view(group, -1, len(keys))[:, max(0, num_rows - num_queries - start) :]
+                received[low:stop] += observed.float().square_().sum(dim=(0, 1))
+    return attended[None], received / num_heads
 
 
 AttentionInterface.register(_NAME, _attend)

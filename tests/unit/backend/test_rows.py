@@ -48,6 +48,12 @@ def _weights(query: Tensor, key: Tensor, window: int | None) -> Tensor:
     return (query[0].double() @ key.mT / 4).masked_fill(hidden, -torch.inf).softmax(dim=-1)
 
 
+@pytest.fixture(params=[False, True], ids=["products", "kernel"])
+def has_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU with AMX, torch's kernel attends; on others, plain products do."""
+    monkeypatch.setattr(kvrag.backend.transformers.rows, "_HAS_TILES", request.param)
+
+
 @pytest.fixture(params=["llama", "mistral-window"])
 def half(request: pytest.FixtureRequest, tokenizer: Any) -> Model:
     """In bfloat16, without a window and with one."""
@@ -55,13 +61,14 @@ def half(request: pytest.FixtureRequest, tokenizer: Any) -> Model:
     return Model(build(model_type, **changes).bfloat16(), tokenizer, request.param)
 
 
+@pytest.mark.usefixtures("has_tiles")
 @pytest.mark.parametrize("loud", [0.0, 300.0])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (7, 1)])
 def test_rows_are_nearly_as_precise_as_torchs_kernel(
     num_heads: int, num_kv_heads: int, loud: float, half: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if all scores of a row are so high that bfloat16 cannot distinguish them."""
-    monkeypatch.setattr(kvrag.backend.transformers.rows, "CPU_ROWS", 21)  # several blocks
+    monkeypatch.setattr(kvrag.backend.transformers.rows, "_PACKED", 21)  # several blocks
     query, key, value = _inputs(num_heads, num_kv_heads, loud)
     values = value[0].double().repeat_interleave(num_heads // num_kv_heads, dim=0)
     wanted = (_weights(query, key, half.windows[-1]) @ values).transpose(0, 1)
@@ -74,9 +81,10 @@ def test_rows_are_nearly_as_precise_as_torchs_kernel(
     assert error(_attended(half, query, key, value)) <= 3 * error(kernel)
 
 
+@pytest.mark.usefixtures("has_tiles")
 @pytest.mark.parametrize("num_queries", [1, 8, 29])
 def test_the_observer_gets_the_sum_of_squares(num_queries: int, half: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.backend.positions, "CPU_ROWS", 21)
+    monkeypatch.setattr(kvrag.backend.transformers.rows, "_PACKED", 21)
     query, key, value = _inputs(6, 2, 5.0)
     last = half.num_layers - 1
     observed: dict[int, Tensor] = {}

@@ -140,7 +140,7 @@ def simulate(
     """Return all combinations: chunks in bf16 fill the context, the first one, after the preamble, is not counted."""
     from kvrag.control.cost import Workload, blend_seconds, full_seconds
     from kvrag.control.plan import decide
-    from kvrag.reuse.select import selecting
+    from kvrag.reuse.blend import selecting
 
     for device, model, load, context in itertools.product(devices, models, loads, contexts):
         shape = MODELS[model]
@@ -199,7 +199,7 @@ def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Poi
     from kvrag.control.cost import Workload, blend_seconds, full_seconds
     from kvrag.control.plan import decide
     from kvrag.engine import BlendEngine
-    from kvrag.reuse.select import selecting
+    from kvrag.reuse.blend import selecting
 
     words, rng = one_token_words(net), random.Random(0)
 

@@ -19,10 +19,9 @@ from kvrag.backend.protocol import Backend
 from kvrag.control.plan import Plan, Planner
 from kvrag.index.catalog import Catalog, Match
 from kvrag.memory.tier import MemoryTier
-from kvrag.reuse.blend import LateRecompute, blend, blended_rows, stitch
+from kvrag.reuse.blend import LateRecompute, blend, blended_rows, select, stitch
 from kvrag.reuse.load import LayerLoader, Recovery, Trace
 from kvrag.reuse.request_state import RequestState
-from kvrag.reuse.select import select
 from kvrag.store import KVStore
 from kvrag.types import BlendReport
 

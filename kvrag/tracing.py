@@ -23,14 +23,16 @@ def traced(deltas: Generator[Delta, None, None], operation: str, model: str) -> 
 
     The new span is current while a delta is produced, but not for the consumer between two deltas.
     """
-    return deltas if trace is None else _traced(deltas, operation, model, context.get_current())
+    if trace is None or isinstance(tracer := trace.get_tracer("kvrag"), trace.ProxyTracer):  # nothing is configured
+        return deltas
+    return _traced(deltas, operation, model, context.get_current(), tracer)
 
 
 def _traced(
-    deltas: Generator[Delta, None, None], operation: str, model: str, parent: Any
+    deltas: Generator[Delta, None, None], operation: str, model: str, parent: Any, tracer: Any
 ) -> Generator[Delta, None, None]:
     about = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "kvrag", "gen_ai.request.model": model}
-    span = trace.get_tracer("kvrag").start_span(f"{operation} {model}", parent, attributes=about)
+    span = tracer.start_span(f"{operation} {model}", parent, attributes=about)
     if not span.is_recording():
         yield from deltas
         return

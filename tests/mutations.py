@@ -39,9 +39,9 @@ class Mutation(NamedTuple):
 LANGCHAIN, LLAMA = "../../integrations/langchain-kvrag/tests", "../../integrations/llama-index-llms-kvrag/tests"
 
 MUTATIONS = [
-    Mutation("ratio rounded down", "reuse/select.py", "budget = round((", "budget = int((", "reuse/test_select.py"),
+    Mutation("ratio rounded down", "reuse/blend.py", "budget = round((", "budget = int((", "reuse/test_select.py"),
     Mutation(
-        "lowest scores first", "reuse/select.py", "min(2 * budget, len(inexact)))",
+        "lowest scores first", "reuse/blend.py", "min(2 * budget, len(inexact)))",
         "min(2 * budget, len(inexact)), largest=False)", "reuse/test_select.py",
     ),
     Mutation(
@@ -102,7 +102,7 @@ MUTATIONS = [
              "control/test_plan.py"),
     Mutation("the first token's doubt", "reuse/blend.py", "self.deepened.token == token == 0", "False",
              "../integration/test_adaptive.py"),
-    Mutation("nested shares", "reuse/select.py", "ranked[budget:].sort()", "ranked[:budget].sort()",
+    Mutation("nested shares", "reuse/blend.py", "ranked[budget:].sort()", "ranked[:budget].sort()",
              "../integration/test_adaptive.py"),
     Mutation("states behind a gap", "backend/transformers/rows.py", "known.get(start, {})", "self._now[1]",
              "../integration/test_states.py"),

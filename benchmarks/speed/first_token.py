@@ -29,7 +29,7 @@ from kvrag.cli.common import add_number, at_least
 from kvrag.config import DEFAULT_POLICY, BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.errors import SettingError
-from kvrag.reuse.select import selecting
+from kvrag.reuse.blend import selecting
 from kvrag.store.chunkfile import SUFFIX
 from kvrag.types import BlendReport, Messages
 

@@ -190,9 +190,9 @@ class Setting(NamedTuple):
         return self.doubts * deepening
 
 
-def settings(evidence: Evidence, policy: str, is_alone: bool) -> list[Setting]:
-    """Return what every start and margin would do, by the evidence."""
-    length, again = evidence.answers.length, evidence.answers.again
+def settings(evidence: Evidence, answers: Answers, policy: str, is_alone: bool) -> list[Setting]:
+    """Return what every start and margin would do, by the evidence and its numbers of answers."""
+    length, again = answers.length, answers.again
     found = []
     for start in STARTS:
         at_first, later = (evidence.of(rung(policy, start, is_deepened, is_alone)) for is_deepened in (False, True))

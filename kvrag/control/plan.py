@@ -38,10 +38,9 @@ from kvrag.control.cost import (
 )
 from kvrag.control.evidence import START, STARTS, EvidenceStore, Setting, nearest, rung, settings
 from kvrag.errors import SettingError
-from kvrag.reuse.blend import begins_exactly
+from kvrag.reuse.blend import begins_exactly, selecting
 from kvrag.reuse.load import Trace
 from kvrag.reuse.request_state import RequestState
-from kvrag.reuse.select import selecting
 from kvrag.store import KVStore
 from kvrag.words import human_bytes
 
@@ -256,19 +255,19 @@ class Planner:
         The prior's is no choice once the answers that were compared with full prefill's show that it loses too many.
         """
         evidence, given = self.evidence[namespace], config.margin
+        answers = evidence.answers
         start, margin = self._prior(config, is_alone)
         by_margin = nearest(margin)
-        found = settings(evidence, config.policy, is_alone)
+        found = settings(evidence, answers, config.policy, is_alone)
         prior = next(one for one in found if (one.start, one.margin) == (start, by_margin))
-        _, _, compared, kept, *_ = evidence.answers
-        loses = has_lost_too_many(round(compared), round(kept))
+        loses = has_lost_too_many(round(answers.compared), round(answers.kept))
 
         def seconds(setting: Setting) -> float:
             workload = work(setting.start)
             return blend_seconds(speed, workload, setting.start) + setting.doubts_seconds(speed, workload)
 
         candidates = [one for one in found if one.lost <= LOSS and one.seen >= ENOUGH and given in (None, one.margin)]
-        if evidence.answers.answers < FEW:
+        if answers.answers < FEW:
             chosen = prior
         elif loses and not candidates:
             chosen = min(found, key=lambda one: (one.lost, seconds(one)))

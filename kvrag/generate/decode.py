@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import replace
 from typing import Any
@@ -28,10 +29,10 @@ from kvrag.errors import ModelError, SettingError
 from kvrag.generate.grammar import Constraint, constrain
 from kvrag.generate.parse import Thoughts
 from kvrag.generate.prompt import Prepared
-from kvrag.process import release_team
+from kvrag.process import check_process, release_team
 from kvrag.reuse.blend import LateRecompute
 from kvrag.reuse.request_state import RequestState
-from kvrag.scheduling.waiting import SharedSteps, is_cancelled
+from kvrag.scheduling.waiting import is_cancelled
 from kvrag.types import Delta, FinishReason, TokenLogprob
 
 AHEAD = 16
@@ -59,6 +60,36 @@ def decode(row: Row) -> Iterator[Delta]:
             yield delta
     finally:
         batch.leave(row)
+
+
+class SharedSteps:
+    """Steps that advance the answers of several consumers at once. Thread-safe.
+
+    There is no thread for them. A consumer that needs a step runs it for all, unless another one is doing so already.
+    Nothing is computed while no consumer waits.
+    """
+
+    def __init__(self) -> None:
+        self._is_led, self._process = False, os.getpid()
+        self._changed = threading.Condition()
+
+    def run_until(self, is_ready: Callable[[], bool], step: Callable[[], None]) -> None:
+        """Return when the consumer's answer is ready; run steps until it is, while no other consumer does."""
+        check_process(self._process, "this answer")
+        while not is_ready():
+            leads = False
+            try:
+                with self._changed:
+                    self._changed.wait_for(lambda: is_ready() or not self._is_led)
+                    if not is_ready():
+                        leads = self._is_led = True
+                if leads:
+                    step()
+            finally:
+                if leads:
+                    with self._changed:
+                        self._is_led = False
+                        self._changed.notify_all()
 
 
 class Batch:

@@ -156,11 +156,10 @@ class CachedPrefix:
     states: States | None = None  # after the last position, of layers that keep some
     continued: KeptStretch | None = None  # blended, and the prompt has no further tokens in common with it
 
-    def layer(self, number: int) -> Iterator[Layer]:
-        """Yield keys and values of a layer, each (1, H, t, D), in order."""
-        for layers, length in self.parts:
-            keys, values = layers[number]
-            yield keys[:, :, :length], values[:, :, :length]
+    def layer(self, number: int) -> list[Layer]:
+        """Return keys and values of a layer in parts, each (1, H, t, D), in order."""
+        found = [(*layers[number], length) for layers, length in self.parts]
+        return [(keys[:, :, :length], values[:, :, :length]) for keys, values, length in found]
 
 
 class InProgress(Protocol):
@@ -456,7 +455,7 @@ class Conversations:
         blended: Blended | None = None,
     ) -> KeptStretch:
         """Return a copy of the KV of the positions from `start` to the end of `ids`."""
-        layers = [_copied(cache.layer(number), start, len(ids)) for number in range(self._num_layers)]
+        layers = [_copied(layer, start, len(ids)) for layer in map(cache.layer, range(self._num_layers))]
         first = 0 if blended else start  # blended KV is dropped with any chunk of its prompt
         placed = tuple(placed for placed in chunks if first <= placed[0] < len(ids))
         return KeptStretch(namespace, start, ids[start:], layers, placed, blended)

@@ -98,30 +98,33 @@ class MemoryTier:
                 self._chunks[reader.key] = chunk
 
 
-class _Cached:
-    """A chunk in a tier; see ChunkReader."""
+class _Chunk:
+    """Tokens and layers of a chunk; see ChunkReader."""
 
     def __init__(self, reader: ChunkReader, tier: str, layers: dict[int, Layer]) -> None:
         self.key, self.namespace, self.ids = reader.key, reader.namespace, reader.ids
         self.context_tokens, self.num_layers = reader.context_tokens, reader.num_layers
         self.tier, self.layers = tier, layers
 
+
+class _Cached(_Chunk):
+    """A chunk in a tier."""
+
+    bytes_read = 0
+
+    def __init__(self, reader: ChunkReader, tier: str, layers: dict[int, Layer]) -> None:
+        super().__init__(reader, tier, layers)
+        self.layer = layers.__getitem__
+
     @property
     def nbytes(self) -> int:
         return self.ids.nbytes + sum(keys.nbytes + values.nbytes for keys, values in self.layers.values())
-
-    @property
-    def bytes_read(self) -> int:
-        return 0
-
-    def layer(self, number: int) -> Layer:
-        return self.layers[number]
 
     def close(self) -> None:
         pass
 
 
-class _Keeping(_Cached):
+class _Keeping(_Chunk):
     """A chunk that is being read; when it is closed, the tier caches it if all of its layers were read."""
 
     def __init__(self, reader: ChunkReader, memory: MemoryTier) -> None:

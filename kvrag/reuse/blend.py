@@ -1,6 +1,9 @@
-"""Stitching and blending: from the stored KV of the matched runs to a cache that is ready to decode.
+"""Stitching, selecting, blending: from the stored KV of the matched runs to a cache that is ready to decode.
 
-`stitch` lays the KV out as one cache of full length, with keys rotated into place. `blend` is CacheBlend's selective
+`stitch` lays the KV out as one cache of full length, with keys rotated into place. `select` chooses the reused tokens
+to recompute: a policy scores every position, and the best inexact ones fill the budget. Fresh positions are computed
+anyway and never compete; exact ones are never selected; the same are used for keys and values and on every layer.
+`blend` is CacheBlend's selective
 recompute (arXiv:2405.16444, section 4.2): the model's own forward pass on fresh and selected positions. All other
 positions keep the stitched KV. Recomputed tokens attend to it under a mask by true positions.
 
@@ -15,12 +18,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend, last_stretch, prefill_blocks
+from kvrag.config import DEFAULT_RATIO, BlendConfig, PolicyChoice
 from kvrag.reuse.load import LayerLoader
+from kvrag.reuse.policy import NO_PASSES, Context, Passes, Policy
 from kvrag.reuse.request_state import RequestState
 from kvrag.types import Completed
 
@@ -57,17 +63,11 @@ def stitch(backend: Backend, request: RequestState, loader: LayerLoader) -> None
     if not runs and not prefix:
         request.cache = backend.new_cache(loader.capacity)
         return
-    tables = backend.tables(torch.arange(num_tokens))
-
-    def lay_out(number: int) -> tuple[Tensor, Tensor]:
-        keys, values = loader.layer(number)
-        with loader.trace.step("stitch", synchronise=False):
-            backend.rotate(number, keys[:, :, loader.span], tables[number], loader.span)
-        return keys, values
-
+    if runs:
+        loader.tables = backend.tables(torch.arange(num_tokens))
     filled = reused.clone()
     filled[: request.kept] = False
-    source, positions = lay_out if runs else None, filled.nonzero().squeeze(1)
+    source, positions = loader.layer if runs else None, filled.nonzero().squeeze(1)
     request.cache = backend.new_cache(loader.capacity, source, positions, prefix)
 
 
@@ -119,6 +119,44 @@ def blended_rows(backend: Backend, request: RequestState) -> Tensor:
     """Return the (N,) positions that `blend` computes, fresh and selected ones."""
     rows = (~request.reused).index_fill(0, request.selected, True).nonzero().squeeze(1)
     return rows[rows < request.tail()] if backend.leaves_tail else rows
+
+
+def select(backend: Backend, request: RequestState, config: BlendConfig) -> tuple[Tensor, Tensor]:
+    """Return two times (S,) ascending: the positions to recompute, and the next ones in the policy's order.
+
+    The first are `config.ratio` of the inexact reused positions, or as many as the policy makes of it; the others as
+    many again, or fewer where there are no more.
+    """
+    inexact = request.inexact
+    nothing = inexact[:0]
+    budget = round((DEFAULT_RATIO if config.ratio is None else config.ratio) * len(inexact))
+    if budget == 0 or config.policy == "none":
+        return nothing, nothing
+    policy = _policy_of(config)
+    budget = policy.budget(request, budget)
+    if budget == len(inexact):
+        return inexact, nothing  # regardless of scores
+    # choosing runs the fresh tokens through most layers: with a long question, computing all reused tokens costs less
+    if len(inexact) - budget <= selecting(config, backend.num_layers).query * len(request.fresh):
+        return inexact, nothing
+    scores = policy.score(Context(backend, request, budget))[inexact]
+    top = scores.topk(min(2 * budget, len(inexact)))
+    ranked = inexact[top.indices[top.values > -torch.inf]]
+    return ranked[:budget].sort().values, ranked[budget:].sort().values
+
+
+def selecting(config: BlendConfig, num_layers: int) -> Passes:
+    """Return the layers that the policy of these settings runs to select."""
+    if config.policy in ("none", "full"):
+        return NO_PASSES
+    return _policy_of(config).passes(num_layers)
+
+
+def _policy_of(config: BlendConfig) -> Policy:
+    chosen = PolicyChoice(config.policy)
+    module = import_module(f"kvrag.reuse.policies.{chosen.name}")
+    policy: Policy = getattr(module, chosen.name.title().replace("_", ""))(**chosen.settings)
+    return policy
 
 
 class LateRecompute:

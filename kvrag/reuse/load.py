@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import pairwise
+from itertools import filterfalse, pairwise
 from typing import NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvrag.backend.protocol import Backend
+from kvrag.backend.protocol import Backend, Tables
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError, out_of_memory
 from kvrag.index.catalog import Match
 from kvrag.memory.tier import MemoryTier
@@ -81,7 +81,7 @@ class Recovery:
         opened: list[Match] = []
         try:
             keys = dict.fromkeys(match.run.key for match in matches)
-            self._store.read_ahead([key for key in keys if not self._memory.is_at_hand(key)])
+            self._store.read_ahead([*filterfalse(self._memory.is_at_hand, keys)])
             for match in matches:
                 run = match.run
                 if (reader := readers.get(run.key)) is None:
@@ -92,7 +92,7 @@ class Recovery:
                 # the file is verified, the manifest can be damaged
                 recorded = (reader.namespace, text_keys[run.key], reader.context_tokens)
                 is_as_recorded = recorded == (request.namespace, match.text_key, match.context_tokens)
-                stored = reader.ids[run.offset : run.offset + len(run)]
+                stored = reader.ids[run.offset : run.offset + run.stop - run.start]
                 if is_as_recorded and np.array_equal(stored, ids[run.start : run.stop]):
                     opened.append(match)
                 else:
@@ -226,11 +226,13 @@ class LayerLoader:
 
         Close the loader before the prompt. A layer has `capacity` positions, including those that are not filled.
         """
+        self.tables: Sequence[Tables] = ()  # of all positions, see `layer`
         self.codec, self.trace, self.capacity = codec, trace, capacity
         self._backend, self._runs, self._readers = backend, request.runs, list(request.readers.items())
+        self._devices = [*map(backend.layer_device, range(backend.num_layers))]
         # the positions from the first run's start to the last run's end
         self.span = slice(self._runs[0].start, self._runs[-1].stop) if self._runs else slice(0, 0)
-        self._parts = [(run.key, slice(run.offset, run.offset + len(run))) for run in self._runs]
+        self._parts = [(run.key, slice(run.offset, run.offset + run.stop - run.start)) for run in self._runs]
         self._gaps = [after.start - before.stop for before, after in pairwise(self._runs)]
         # then no read has to queue after those of a slow disk
         self._is_in_memory = codec == "native" and not request.cold and backend.device.type == "cpu"
@@ -248,7 +250,7 @@ class LayerLoader:
                     read.result()
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return position-free keys and values of a layer, each (1, H, capacity, D), on its device.
+        """Return keys and values of a layer, each (1, H, capacity, D), on its device, rotated if there are `tables`.
 
         Raises DamagedChunkError and ChunkUnreadableError. Positions outside of the runs are undefined. Each layer can
         be requested once. Other threads can use the model while this one waits.
@@ -262,6 +264,8 @@ class LayerLoader:
                 stream.wait_event(copied)
                 keys.record_stream(stream)
                 values.record_stream(stream)
+            if self.tables:
+                self._backend.rotate(number, keys[:, :, self.span], self.tables[number], self.span)
         return keys, values
 
     def close(self) -> None:
@@ -314,7 +318,7 @@ class LayerLoader:
         return chunks
 
     def _lay_out(self, number: int, chunks: _Chunks) -> _Laid:
-        device = self._backend.layer_device(number)
+        device = self._devices[number]
         # beside the model's stream; without a GPU, torch would look for one
         with torch.cuda.stream(_copy_stream(device)) if device.type == "cuda" else nullcontext():
             for key, packed in chunks.items() if self.codec != "native" else ():

@@ -1,4 +1,4 @@
-"""Base of the policies, which score positions; see `kvrag.reuse.select`."""
+"""Base of the policies, which score positions; see `kvrag.reuse.blend`."""
 
 from __future__ import annotations
 

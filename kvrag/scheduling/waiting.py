@@ -1,7 +1,6 @@
-"""Who waits for the model: a fair lock, shared decode steps, and the byte budget of answers in progress.
+"""Who waits for the model: a fair lock, and the byte budget of answers in progress.
 
-An answer begins when its KV fits into the budget (`Admission`). Prefills and decode steps take turns (`FairLock`), and
-answers share their steps (`SharedSteps`), which `kvrag.generate.decode` computes.
+An answer begins when its KV fits into the budget (`Admission`). Prefills and decode steps take turns (`FairLock`).
 """
 
 from __future__ import annotations
@@ -11,15 +10,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from dataclasses import dataclass
 
 from kvrag.errors import AbandonedError
 from kvrag.process import check_process, release_team
-
-T = TypeVar("T")
 
 is_cancelled: ContextVar[Callable[[], bool]] = ContextVar("is_cancelled", default=lambda: False)
 """Function that returns whether the consumer of this context has left: work on its answer ends then."""
@@ -84,6 +81,17 @@ class FairLock:
         finally:
             self._acquire(self._waiting, at_front)
 
+    def pause(self, suspended: Callable[[], AbstractContextManager[None]]) -> None:
+        """Between two layers of a pass, end it if nobody waits for it, or let another thread's decode step run.
+
+        Args:
+            suspended: Returns the context in which another thread uses the model.
+        """
+        check_cancelled()
+        if self._first and self.is_wanted_first:
+            with suspended(), self.released(at_front=True):
+                pass
+
     def __enter__(self) -> None:
         self._acquire(self._waiting, may_leave=True)  # not within a pass, nor for a step of several answers
 
@@ -126,71 +134,22 @@ class FairLock:
                 self._held = 0
 
 
-class SharedSteps:
-    """Steps that advance the answers of several consumers at once. Thread-safe.
+@dataclass(eq=False)
+class Admitted:
+    """An admitted answer."""
 
-    There is no thread for them. A consumer that needs a step runs it for all, unless another one is doing so already.
-    Nothing is computed while no consumer waits.
-    """
-
-    def __init__(self) -> None:
-        self._is_led, self._process = False, os.getpid()
-        self._changed = threading.Condition()
-
-    def run_until(self, is_ready: Callable[[], bool], step: Callable[[], None]) -> None:
-        """Return when the consumer's answer is ready; run steps until it is, while no other consumer does."""
-        check_process(self._process, "this answer")
-        while not is_ready():
-            leads = False
-            try:
-                with self._changed:
-                    self._changed.wait_for(lambda: is_ready() or not self._is_led)
-                    if not is_ready():
-                        leads = self._is_led = True
-                if leads:
-                    step()
-            finally:
-                if leads:
-                    with self._changed:
-                        self._is_led = False
-                        self._changed.notify_all()
+    num_bytes: int
+    is_over: bool = False
 
 
 held: ContextVar[frozenset[Admitted]] = ContextVar("held", default=frozenset())
-"""Answers of which this context, or the one that it is a copy of, has taken a delta."""
-
-
-class Admitted:
-    """An admitted answer.
-
-    Attributes:
-        is_working: Whether it goes on without its consumer, at least to its next delta.
-    """
-
-    def __init__(self, num_bytes: int, changed: threading.Condition) -> None:
-        self.num_bytes, self._changed = num_bytes, changed
-        self.is_working, self.is_over = True, False
-
-    def pausing(self, deltas: Iterable[T]) -> Iterator[T]:
-        """Yield its deltas; it pauses while its consumer has one."""
-        for delta in deltas:
-            self.pause()
-            yield delta
-            self.is_working = True
-
-    def pause(self) -> None:
-        """Note that it waits for its consumer, in whose context this is called."""
-        self.is_working = False
-        held.set(frozenset(other for other in held.get() if not other.is_over) | {self})
-        with self._changed:
-            self._changed.notify_all()
+"""Answers that this context, or the one that it is a copy of, is reading."""
 
 
 class Admission:
     """Admits answers in order of arrival while their KV fits into `max_bytes`, and always one. Thread-safe.
 
-    A consumer that asks for an answer while it reads another one would wait for itself. For such a consumer, only the
-    answers that are working count, and it does not wait in line.
+    A consumer that asks for an answer while it reads another one would wait for itself: it does not wait.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -204,9 +163,9 @@ class Admission:
         return bool(self._admitted or self._waiting)
 
     @contextmanager
-    def admit(self, num_bytes: int) -> Iterator[Admitted]:
+    def admit(self, num_bytes: int) -> Iterator[None]:
         """Hold a place for an answer with KV of this size at full length. Raises AbandonedError if it is cancelled."""
-        answer = Admitted(num_bytes, self._changed)
+        answer = Admitted(num_bytes)
         with self._changed:
             self._waiting.append(answer)
             try:
@@ -218,7 +177,8 @@ class Admission:
                 self._waiting.remove(answer)
                 self._changed.notify_all()
         try:
-            yield answer
+            held.set(frozenset({answer, *(other for other in held.get() if not other.is_over)}))
+            yield
         finally:
             answer.is_over = True
             if not sys.is_finalizing():  # a thread that has ended may hold the lock
@@ -227,9 +187,8 @@ class Admission:
                     self._changed.notify_all()
 
     def _may_begin(self, answer: Admitted) -> bool:
+        if not all(other.is_over for other in held.get()):
+            return True
         others = tuple(self._admitted)
-        if any(not (other.is_working or other.is_over) for other in held.get()):
-            others = tuple(other for other in others if other.is_working)
-        elif self._waiting[0] is not answer:
-            return False
-        return not others or sum(other.num_bytes for other in others) + answer.num_bytes <= self._max_bytes
+        fits = not others or sum(other.num_bytes for other in others) + answer.num_bytes <= self._max_bytes
+        return self._waiting[0] is answer and fits

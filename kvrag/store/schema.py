@@ -249,7 +249,8 @@ def _in_its_process(name: str) -> Any:
     run = getattr(sqlite3.Connection, name)
 
     def method(self: SQLiteFile, *arguments: Any) -> Any:
-        check_process(self._process, str(self.path))
+        if self._process != os.getpid():
+            raise refuse(str(self.path))
         return run(self, *arguments)
 
     return method

@@ -662,14 +662,14 @@ class Layers:
     """Counts the layers of prefills, and calls `then` in each."""
 
     def __init__(self, engine: BlendEngine, then: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, pause = 0, engine.model._pause
+        self.count, pause = 0, engine.model.lock.pause
 
-        def counting() -> None:
+        def counting(suspended: Any) -> None:
             self.count += 1
             then()
-            pause()
+            pause(suspended)
 
-        monkeypatch.setattr(engine.model, "_pause", counting)
+        monkeypatch.setattr(engine.model.lock, "pause", counting)
 
 
 @pytest.mark.asyncio

@@ -207,7 +207,7 @@ def test_no_two_classes_have_one_name() -> None:
     ("file", "source"),
     [
         ("backend/positions.py", "from kvrag.reuse.blend import blend"),
-        ("reuse/select.py", "from kvrag.control.cost import Speed"),
+        ("reuse/blend.py", "from kvrag.control.cost import Speed"),
         ("store/files.py", "from kvrag.index.match import anchors"),
         ("backend/transformers/model.py", "def f():\n    from kvrag.store import FileStore"),
         ("ingest/encode.py", "import kvrag.engine"),

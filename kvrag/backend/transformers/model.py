@@ -37,7 +37,7 @@ from kvrag.config import ModelOptions, Sampling, checked, show_options
 from kvrag.errors import ContextWindowError, SettingError, UnsupportedModelError
 from kvrag.fingerprint import Fingerprint, hash_weights
 from kvrag.process import Shared, reporting_memory
-from kvrag.scheduling.waiting import FairLock, check_cancelled
+from kvrag.scheduling.waiting import FairLock
 
 _TRIAL_TOKENS = 8
 
@@ -344,7 +344,7 @@ class Model(Backend):
         assert isinstance(cache, BlendCache)
         with self.lock, torch.inference_mode():
             self._reset_rotary()
-            cache.pause = self._pause
+            cache.pause = functools.partial(self.lock.pause, self._suspended)
             if rows is None:
                 start = cache.get_seq_length()
                 end = start + ids.shape[1]
@@ -393,15 +393,11 @@ class Model(Backend):
         ).logits
         return (logits if all_logits else logits[:, -1]).float()
 
-    def _pause(self) -> None:
-        """Between two layers, end this pass if nobody waits for it, or let another thread's decode step run."""
-        check_cancelled()
-        if not self.lock.is_wanted_first:
-            return
+    def _suspended(self) -> AbstractContextManager[None]:
+        """Return a context for other threads' passes between two layers."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # the step's kernels would wait for those of the layers so far in any case
-        with suspended(self.config), self.lock.released(at_front=True):
-            pass
+        return suspended(self.config)
 
     @functools.cached_property
     def _empty(self) -> Tensor:

@@ -556,7 +556,7 @@ def _attend(
     if not now.branches:
         if query.shape[2] < len(now.positions):  # layers that use other layers' KV may compute the last rows only
             last = slice(-query.shape[2], None)
-            now = replace(now, rows=now.rows[last], positions=now.positions[last], masks={}, masks_bytes=0)
+            now = replace(now, rows=now.rows[last], positions=now.positions[last], masks={}, masks_bytes=0, masked={})
         return _at_rows(module, query, key, value, now, **kwargs), None
     attended, start = [], now.positions[0]
     for rows, branch in now.branches:
@@ -615,9 +615,9 @@ def _at_rows(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, now: 
         softcap = kwargs.get("softcap")
         observer.observe(layer, attention_received(query, key, now, layer, observer.num_queries, scaling, softcap))
     blocks = []
-    for block in now.blocks(layer, CPU_ROWS if on_cpu else ROWS):
-        low = block.low if on_cpu else 0
-        mask = now.mask(layer, block, low, query.dtype, query.device)
+    window = now.windows[layer]
+    masked = now.masked.get((type(window), window, query.device))
+    for low, mask, block in masked or now.masked_blocks(layer, CPU_ROWS if on_cpu else ROWS, on_cpu, query):
         queries = query[:, :, block.start : block.end]
         keys, values = (part[:, :, low : block.stop] for part in (key, value))
         if on_cpu:
@@ -650,7 +650,7 @@ def _in_rows(module: nn.Module, query: Tensor, now: Step, source: int, **kwargs:
         return cast(Tensor, attend(module, query, key, value, mask, **kwargs)[0])
     attended = []
     for row, (key, value) in zip(query.unbind(), states, strict=True):
-        if (low := first_key(window, key.shape[2] - 1)) > 0:
+        if window is not None and (low := first_key(window, key.shape[2] - 1)) > 0:
             key, value = key[:, :, low:], value[:, :, low:]
         if expand is not None:
             key, value = expand(key, value)

@@ -19,9 +19,9 @@ from kvrag import BlendConfig, BlendEngine, FileStore, Model, SettingError
 from kvrag.config import DEFAULT_POLICY
 from kvrag.control.cost import CostModel, Speed, Workload, blend_seconds, fit, full_seconds
 from kvrag.control.plan import decide
+from kvrag.reuse.blend import selecting
 from kvrag.reuse.load import Trace
 from kvrag.reuse.policy import Passes
-from kvrag.reuse.select import selecting
 from kvrag.words import human_bytes
 
 PROMPT = messages(*CHUNKS)

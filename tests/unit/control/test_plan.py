@@ -97,7 +97,7 @@ def test_true_alarms_stay(engine: BlendEngine) -> None:
     assert plan.margin >= 0.5
     chosen = [
         one
-        for one in settings(planner.evidence[""], "query", False)
+        for one in settings(planner.evidence[""], planner.evidence[""].answers, "query", False)
         if (one.start, one.margin) == (plan.start, plan.margin)
     ]
     assert chosen[0].lost <= LOSS
@@ -150,7 +150,8 @@ def test_expected_doubts_count_in_the_decision(monkeypatch: Any) -> None:
 
 
 def test_every_margin_is_offered(engine: BlendEngine) -> None:
-    found = settings(Evidence(engine._planner.evidence._lock), "query", False)
+    nothing = Evidence(engine._planner.evidence._lock)
+    found = settings(nothing, nothing.answers, "query", False)
     assert {one.margin for one in found} == {*MARGINS}
     assert all(one.doubts == 0 for one in found if not one.margin)
     assert all(one.lost > LOSS for one in found if not one.margin), "nothing is known of these"

@@ -218,15 +218,15 @@ def test_closing_the_engine_ends_an_encoding_between_two_layers(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _ask(engine, messages(PAGE))
-    layers, pause, idle = [], engine.model._pause, engine._answering.idle
+    layers, pause, idle = [], engine.model.lock.pause, engine._answering.idle
 
-    def closing() -> None:
+    def closing(suspended: Any) -> None:
         if threading.current_thread().name.startswith("kvrag-idle"):
             layers.append(1)
             idle.close()
-        pause()
+        pause(suspended)
 
-    monkeypatch.setattr(engine.model, "_pause", closing)
+    monkeypatch.setattr(engine.model.lock, "pause", closing)
     engine.generate(messages(PAGE), max_new_tokens=1)
     idle._pool.shutdown()
     assert layers == [1]

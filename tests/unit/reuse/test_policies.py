@@ -36,7 +36,7 @@ from kvrag import POLICIES, BlendConfig, BlendEngine, FileStore, Model
 from kvrag.cli.main import main
 from kvrag.control.cost import Speed, Workload, blend_seconds
 from kvrag.reuse.policy import Passes
-from kvrag.reuse.select import selecting
+from kvrag.reuse.blend import selecting
 
 assert "last_k" in POLICIES
 assert BlendConfig(policy="last_k").policy == "last_k"

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvrag import POLICIES, BlendConfig, BlendEngine, FileStore, Model, SettingError
 from kvrag.backend.transformers.rows import as_argument
+from kvrag.reuse.blend import select
 from kvrag.reuse.request_state import RequestState
-from kvrag.reuse.select import select
 
 INFORMED = tuple(policy for policy in POLICIES if policy not in ("none", "full"))
 

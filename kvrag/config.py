@@ -146,60 +146,6 @@ def renamed(options: Mapping[str, Any], warn: Callable[[str], None] = _warn) -> 
 check_bytes = partial(check_number, whole=True)
 
 
-def _check_band(name: str, band: Any) -> tuple[float, float]:
-    _require(isinstance(band, tuple) and len(band) == 2, _BAND.format(name), band)
-    _require(0.0 <= band[0] < band[1] <= 1.0, _BAND.format(name), band)
-    return band
-
-
-_BAND = "{} must be two rising fractions in [0, 1], as in 0.5:0.8"
-_POLICY_SETTINGS: dict[str, dict[str, Any]] = {
-    "hkvd": {"check_layer": number(1, least=1, whole=True)},  # layer 0 cannot deviate
-    "query": {"first_tokens": number(2, whole=True), "band": option((0.5, 0.8), check=_check_band)},
-    "random": {"seed": number(0, whole=True)},
-}
-"""Settings of the policies that have some, described there."""
-
-
-class PolicyChoice(str):
-    """A policy and its settings, checked; equal to the text that it was made from.
-
-    Attributes:
-        name: One of `POLICIES`.
-        settings: All of its settings, with the defaults of those that are not given.
-    """
-
-    name: str
-    settings: dict[str, Any]
-
-    def __new__(cls, text: str) -> PolicyChoice:
-        """Check a policy's name, which settings can follow: `hkvd:check_layer=3`, `query:first_tokens=4,band=0:0.5`."""
-        if isinstance(text, cls):
-            return text
-        name, _, assignments = text.partition(":") if isinstance(text, str) else (text, "", "")
-        check_choice("policy", name, POLICIES)
-        declared = _POLICY_SETTINGS.get(name, {})
-        settings = {setting: row.default for setting, row in declared.items()}
-        for assignment in filter(None, assignments.split(",")):
-            setting, equals, value = assignment.partition("=")
-            if not equals or setting not in declared:
-                known = f"write NAME=VALUE with one of {', '.join(declared)}" if declared else "it has none"
-                raise SettingError(f"policy {name}: {assignment!r:.80} is not a setting: {known}")
-            try:
-                numbers = tuple(int(part) if part.isdecimal() else float(part) for part in value.split(":"))
-            except ValueError:
-                raise SettingError(f"policy {name}: {assignment!r:.80} is not a number, or two with a colon") from None
-            check = declared[setting].metadata["check"]
-            settings[setting] = check(setting, numbers[0] if len(numbers) == 1 else numbers)
-        self = super().__new__(cls, text if assignments else name)
-        self.name, self.settings = name, settings
-        return self
-
-
-def _check_policy(_: str, policy: str) -> PolicyChoice:
-    return PolicyChoice(policy)
-
-
 def _check_temperature(name: str, value: Any) -> float:
     return float(check_number(name, value, most=_EXTREME) and check_number(name, value, **_FACTOR))
 
@@ -280,8 +226,7 @@ class BlendConfig:
     """Recompute settings: how much of the stitched KV, and which tokens.
 
     Attributes:
-        policy: One of `POLICIES`, with its own settings if need be: `"query:first_tokens=4,band=0.4:0.7"`; see
-            `kvrag.reuse.policies`.
+        policy: One of `POLICIES`, see `kvrag.reuse.policies`.
         ratio: Share of the reused, inexact tokens to recompute; 0 = plain reuse, 1 = full prefill's logits.
             None = by the model's size and its answers so far: 0.3 to begin with from about a billion parameters on,
             and more once the model is unsure, see `margin` and `kvrag.control.plan`.
@@ -301,7 +246,7 @@ class BlendConfig:
             encoded alone: its KV, and every chunk that prompts reuse, depends on its own text only.
     """
 
-    policy: str = option(DEFAULT_POLICY, "which tokens to recompute; 'full' = ordinary prefill", _check_policy)
+    policy: str = choice(DEFAULT_POLICY, POLICIES, "which tokens to recompute; 'full' = ordinary prefill")
     ratio: float | None = number(None, "share of reused tokens to recompute, 0 to 1; default: by the model", most=1)
     margin: float | None = number(None, "nats by which a token must lead, else more is recomputed", most=_EXTREME)
     controller: str = choice("auto", CONTROLLERS, "'off' = always blend, at the given or default ratio")

@@ -14,7 +14,7 @@ from benchmarks.quality import answers, results
 from benchmarks.quality.answers import comma_separated
 from benchmarks.quality.grid import make_cells
 from benchmarks.quality.rows import QuestionRow
-from benchmarks.quality.variants import code_digest, leave_out, make_configs, rechunk, split_policies
+from benchmarks.quality.variants import code_digest, leave_out, make_configs, rechunk
 from benchmarks.quality.worlds import WORLD, world_rows
 from kvrag.backend.transformers import Model
 from kvrag.cli.common import at_least, checked
@@ -28,14 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     answers.add_arguments(parser)
     study = parser.add_argument_group("the study of blending", conflict_handler="resolve")  # some take more values here
-    study.add_argument(
-        "--policies",
-        nargs="+",
-        type=checked(split_policies, make_configs),
-        metavar="POLICY",
-        help="policies, optionally with settings: hkvd hkvd:check_layer=3 query:band=0.2:0.6 (default: "
-        "as `python -m benchmarks answers`; full and none are always included, without --docs also random)",
-    )
     study.add_argument(
         "--codec",
         nargs="+",

@@ -26,16 +26,8 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-# -------------------------------------------------------------------- policies with settings
-
-
-def split_policies(text: str) -> list[str]:
-    """Split `hkvd,query:band=0.2:0.6,first_tokens=9,first_k` into three policies, the second with two settings."""
-    return [label for label in re.split(r",(?=[a-z_]+(?:[:,]|$))", text) if label]
-
-
 def make_configs(labels: Iterable[str]) -> dict[str, BlendConfig]:
-    """Return settings by policy, see `BlendConfig.policy`; raises SettingError for one that does not exist."""
+    """Return settings by policy; raises SettingError for one that does not exist."""
     return {label: BlendConfig(policy=label) for label in labels}
 
 

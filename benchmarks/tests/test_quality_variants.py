@@ -13,8 +13,8 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.quality.metrics import Bootstrap, rouge_l, token_f1
 from benchmarks.quality.rows import QuestionRow
-from benchmarks.quality.variants import leave_out, make_configs, rechunk, split_policies
-from kvrag import Model, SettingError
+from benchmarks.quality.variants import leave_out, rechunk
+from kvrag import Model
 
 # -------------------------------------------------------------------- metrics and rows
 
@@ -88,14 +88,6 @@ def test_passages_are_cut_and_joined() -> None:
     assert chunks[:3] == ("One two three.", "Four five six seven eight. Nine!", "Ten.\n\n" + " ".join(["eleven"] * 5))
     assert len(chunks) == 5
     assert rechunk(["a b.", "c d.", "e f."], 100, _words) == ("a b.\n\nc d.\n\ne f.",)
-
-
-def test_policies_may_have_settings() -> None:
-    labels = split_policies("hkvd,hkvd:check_layer=3,query:band=0.2:0.6,first_tokens=4,first_k")
-    assert labels == ["hkvd", "hkvd:check_layer=3", "query:band=0.2:0.6,first_tokens=4", "first_k"]
-    assert [config.policy for config in make_configs(labels).values()] == labels
-    with pytest.raises(SettingError, match="'layer=3' is not a setting"):
-        make_configs(["hkvd:layer=3"])
 
 
 # -------------------------------------------------------------------- the command

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend, last_stretch, prefill_blocks
-from kvrag.config import DEFAULT_RATIO, BlendConfig, PolicyChoice
+from kvrag.config import DEFAULT_RATIO, BlendConfig
 from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.policy import NO_PASSES, Context, Passes, Policy
 from kvrag.reuse.request_state import RequestState
@@ -132,7 +132,7 @@ def select(backend: Backend, request: RequestState, config: BlendConfig) -> tupl
     budget = round((DEFAULT_RATIO if config.ratio is None else config.ratio) * len(inexact))
     if budget == 0 or config.policy == "none":
         return nothing, nothing
-    policy = _policy_of(config)
+    policy = _policy_of(config.policy)
     budget = policy.budget(request, budget)
     if budget == len(inexact):
         return inexact, nothing  # regardless of scores
@@ -149,13 +149,12 @@ def selecting(config: BlendConfig, num_layers: int) -> Passes:
     """Return the layers that the policy of these settings runs to select."""
     if config.policy in ("none", "full"):
         return NO_PASSES
-    return _policy_of(config).passes(num_layers)
+    return _policy_of(config.policy).passes(num_layers)
 
 
-def _policy_of(config: BlendConfig) -> Policy:
-    chosen = PolicyChoice(config.policy)
-    module = import_module(f"kvrag.reuse.policies.{chosen.name}")
-    policy: Policy = getattr(module, chosen.name.title().replace("_", ""))(**chosen.settings)
+def _policy_of(name: str) -> Policy:
+    module = import_module(f"kvrag.reuse.policies.{name}")
+    policy: Policy = getattr(module, name.title().replace("_", ""))()
     return policy
 
 

@@ -114,13 +114,13 @@ def test_the_connectors_settings(tmp_path: Path) -> None:
     extra = {
         "store": str(tmp_path),
         "ratio": 0.2,
-        "policy": "query:band=0.2:0.9",
+        "policy": "first_k",
         "codec": "int8",
         "ram_bytes": 9,
     }
     each = ConnectorSettings.of({**extra, "ram_bytes": 9})
     assert (each.store, each.codec, each.ram_bytes) == (tmp_path, "int8", 9)
-    assert (each.config.ratio, each.config.policy) == (0.2, "query:band=0.2:0.9")
+    assert (each.config.ratio, each.config.policy) == (0.2, "first_k")
 
 
 def test_a_url_is_not_a_folder(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_url_is_not_a_folder(tmp_path: Path) -> None:
         ({"store": "kv", "store_cache": "x"}, "store_cache is the folder of local copies of a shared store"),
         ({"store": "s3://b/x", "store_cache": 1}, "store_cache must be a folder"),
         ({"store": "s3:/b/x"}, "is not a URL"),
-        ({"store": "kv", "policy": "query:band=3"}, "band"),
+        ({"store": "kv", "policy": "query:band=3"}, "unknown policy"),
         ({"store": "kv", "band": [0.2, 0.9]}, "unknown setting 'band'"),
     ],
 )

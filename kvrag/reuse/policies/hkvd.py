@@ -15,7 +15,7 @@ from kvrag.reuse.policy import Context, Passes, Policy
 class Hkvd(Policy):
     """The tokens with the highest KV deviation at the check layer. Measuring it costs that many full layers."""
 
-    check_layer: int
+    check_layer: int = 1  # layer 0 cannot deviate
 
     def score(self, context: Context) -> Tensor:
         """Score by the deviation at the check layer.

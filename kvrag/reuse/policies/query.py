@@ -25,8 +25,8 @@ class Query(Policy):
         band: Layers whose attention is used, as fractions of the depth.
     """
 
-    first_tokens: int
-    band: tuple[float, float]
+    first_tokens: int = 2
+    band: tuple[float, float] = (0.5, 0.8)
 
     def score(self, context: Context) -> Tensor:
         """Score the first tokens above all others, and these by their attention.

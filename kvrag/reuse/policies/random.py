@@ -14,7 +14,7 @@ from kvrag.reuse.policy import Context, Policy
 class Random(Policy):
     """Random tokens, the same for the same seed."""
 
-    seed: int
+    seed: int = 0
 
     def score(self, context: Context) -> Tensor:
         """Score every position at random."""

@@ -431,25 +431,9 @@ def test_blend_settings_out_of_range_are_refused(settings: dict[str, Any]) -> No
         BlendConfig(**settings)
 
 
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        ("hkvd:check_layer=0", "check_layer must be an integer of at least 1, got 0"),
-        ("query:first_tokens=2.5", "first_tokens must be an integer"),
-        ("query:band=0.5:0.5", "band must be two rising fractions"),
-        ("query:band=0.5:1.5", "band must be two rising fractions"),
-        ("query:band=0.5", "band must be two rising fractions"),
-        ("query:band=a:b", "'band=a:b' is not a number, or two with a colon"),
-        ("query:first_tokens=2,seed=1", "policy query: 'seed=1' is not a setting: .* first_tokens, band"),
-        ("query:band", "'band' is not a setting"),
-        ("first_k:k=3", "policy first_k: 'k=3' is not a setting: it has none"),
-        ("full:seed=1", "policy full: 'seed=1' is not a setting: it has none"),
-        ("best:seed=1", "unknown policy 'best'"),
-        (["query"], "unknown policy"),
-    ],
-)
-def test_settings_of_policies_that_do_not_fit_are_refused(policy: Any, message: str) -> None:
-    with pytest.raises(SettingError, match=message):
+@pytest.mark.parametrize("policy", ["best", "query:band=0:1", ["query"]])
+def test_unknown_policies_are_refused(policy: Any) -> None:
+    with pytest.raises(SettingError, match=r"unknown policy .*; choose one of none, full, first_k"):
         BlendConfig(policy=policy)
 
 

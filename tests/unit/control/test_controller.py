@@ -86,8 +86,8 @@ def test_nothing_measured_is_blended() -> None:
 
 
 def test_selecting_costs_what_the_policy_looks_at() -> None:
-    assert selecting(BlendConfig(policy="query:band=0.34:0.52"), 28) == (15 / 28, 0.0)
-    assert selecting(BlendConfig(policy="hkvd:check_layer=3"), 6) == (0.0, 0.5)
+    assert selecting(BlendConfig(policy="query"), 28) == (23 / 28, 0.0)
+    assert selecting(BlendConfig(policy="hkvd"), 6) == (0.0, 1 / 6)
     assert selecting(BlendConfig(policy="first_k"), 6) == (0.0, 0.0)
     request = _request(4_000, bytes=0)
 

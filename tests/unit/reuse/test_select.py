@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from kvrag import POLICIES, BlendConfig, BlendEngine, FileStore, Model, SettingError
 from kvrag.backend.transformers.rows import as_argument
-from kvrag.reuse.blend import select
+from kvrag.reuse.blend import _policy_of, select
 from kvrag.reuse.request_state import RequestState
 
 INFORMED = tuple(policy for policy in POLICIES if policy not in ("none", "full"))
@@ -23,12 +24,10 @@ INFORMED = tuple(policy for policy in POLICIES if policy not in ("none", "full")
 def _pick(model: Model, stitched: RequestState, policy: str, ratio: float, **changes: Any) -> list[int]:
     if policy == "query":
         changes = {"first_tokens": 0, "band": (0.5, 1.0), **changes}
-    values = {
-        name: ":".join(map(str, value if isinstance(value, tuple) else [value])) for name, value in changes.items()
-    }
-    settings = ",".join(f"{name}={value}" for name, value in values.items())
-    config = BlendConfig(policy=f"{policy}:{settings}" if settings else policy, ratio=ratio)
-    return select(model, stitched, config)[0].tolist()
+    chosen = replace(_policy_of(policy), **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvrag.reuse.blend._policy_of", lambda _: chosen)
+        return select(model, stitched, BlendConfig(policy=policy, ratio=ratio))[0].tolist()
 
 
 def test_where_choosing_costs_more_than_computing_all_is_recomputed(model: Model, lay_out: LayOut) -> None:

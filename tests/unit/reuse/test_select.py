@@ -24,9 +24,8 @@ INFORMED = tuple(policy for policy in POLICIES if policy not in ("none", "full")
 def _pick(model: Model, stitched: RequestState, policy: str, ratio: float, **changes: Any) -> list[int]:
     if policy == "query":
         changes = {"first_tokens": 0, "band": (0.5, 1.0), **changes}
-    chosen = replace(_policy_of(policy), **changes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvrag.reuse.blend._policy_of", lambda _: chosen)
+        patch.setattr("kvrag.reuse.blend._policy_of", lambda name: replace(_policy_of(name), **changes))
         return select(model, stitched, BlendConfig(policy=policy, ratio=ratio))[0].tolist()
 
 

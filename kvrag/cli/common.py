@@ -17,7 +17,6 @@ from kvrag.backend.hub import READER, check_model
 from kvrag.config import (
     DEFAULT_CONTEXT,
     DEFAULT_POLICY,
-    POLICIES,
     BlendConfig,
     EngineOptions,
     choices_of,
@@ -157,8 +156,7 @@ def add_blend_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of blending."""
     add_setting(parser, "ratio", metavar="R")
     add_setting(parser, "margin", metavar="NATS")
-    policy = f"{SETTINGS['policy'].metadata['about']} (default: {DEFAULT_POLICY}): {', '.join(POLICIES)}"
-    add_setting(parser, "policy", policy, metavar="NAME[:SETTING=VALUE,...]")
+    add_setting(parser, "policy", f"{SETTINGS['policy'].metadata['about']} (default: {DEFAULT_POLICY})")
     add_setting(parser, "controller")
 
 

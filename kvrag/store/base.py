@@ -99,7 +99,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Write pending data and release files. Open readers stay valid."""
+        """Write pending data and release files. Open chunks stay readable."""
 
     @abstractmethod
     def owner(self) -> dict[str, str]:

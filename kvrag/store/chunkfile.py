@@ -10,15 +10,10 @@ the ids are covered by the chunk's key, which is recomputed when the file is ope
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
-import resource
 import struct
-import threading
-import time
-import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -191,79 +186,31 @@ class PackedChunk:
 
 
 class ChunkFile(PackedChunk):
-    """An open chunk file.
-
-    It stays readable after the file is deleted, unless this process has too many chunk files open: then the file is
-    reopened for each layer.
-    """
+    """A chunk's file. It is open only while it is read: a prompt may have more chunks than files may be open."""
 
     tier = "disk"
 
     def __init__(self, path: Path, key: str, fingerprint: str) -> None:
-        """Open the file and read everything except the layers; raises as PackedChunk, or FileNotFoundError."""
+        """Read everything except the layers; raises as PackedChunk."""
         self.key, self._path = key, path
-        self._file: _OpenFile | None = self._open()
-        keeps = False
-        try:
-            with self._noticing_faults():
-                size = os.fstat(self._file.descriptor).st_size
-                beginning = self._range(0, min(size, _FIRST_READ)).numpy().tobytes()
-            super().__init__(key, fingerprint, size, beginning)
-            keeps = _may_stay_open(self._file)
-        finally:
-            if not keeps:
-                self._file = None
-
-    def _open(self) -> _OpenFile:
-        for wait in (0.0, 0.01, 0.05, 0.2, 0.0):  # other readers may be about to close theirs
-            if wait:  # even a sleep of 0 seconds yields the processor
-                time.sleep(wait)
-            try:
-                return _OpenFile(os.open(self._path, os.O_RDONLY | os.O_CLOEXEC))
-            except FileNotFoundError:
-                raise
-            except OSError as error:
-                failed = error
-                if error.errno not in (errno.EMFILE, errno.ENFILE):
-                    break
-        raise ChunkUnreadableError(self.key, failed.strerror) from failed
+        with self._noticing_faults():
+            size = path.stat().st_size
+            beginning = self._range(0, min(size, _FIRST_READ)).numpy().tobytes()
+        super().__init__(key, fingerprint, size, beginning)
 
     def _range(self, start: int, stop: int) -> Tensor:
-        file = self._file or self._open()
         content = torch.empty(stop - start, dtype=torch.uint8)
         view, position = content.numpy().data, start
-        while view:
-            count = os.preadv(file.descriptor, [view], position)
-            if count == 0:
-                raise DamagedChunkError(self.key, "the file is truncated")
-            view, position = view[count:], position + count
+        descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while view:
+                count = os.preadv(descriptor, [view], position)
+                if count == 0:
+                    raise DamagedChunkError(self.key, "the file is truncated")
+                view, position = view[count:], position + count
+        finally:
+            os.close(descriptor)
         return content
-
-    def close(self) -> None:
-        """Close the file once no read is under way."""
-        self._file = None
-
-
-class _OpenFile:
-    """A file descriptor, closed with the last reference to it: until a read ends, no other file gets its number."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor)
-
-
-_kept: weakref.WeakSet[_OpenFile] = weakref.WeakSet()
-_keeping = threading.Lock()
-
-
-def _may_stay_open(file: _OpenFile) -> bool:
-    """Return whether a reader may keep its file open: readers get a quarter of the limit, sockets need some too."""
-    with _keeping:
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        has_room = len(_kept) < min(soft if soft > 0 else 1024, 4096) // 4
-        if has_room:
-            _kept.add(file)
-        return has_room
 
 
 def _bytes(tensor: Tensor) -> memoryview:

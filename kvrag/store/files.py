@@ -23,7 +23,14 @@ from functools import partial
 from pathlib import Path
 
 from kvrag.config import check_budget, check_number, check_type
-from kvrag.errors import DamagedChunkError, SettingError, StoreError, StoreFullError, StoreReadOnlyError
+from kvrag.errors import (
+    ChunkUnreadableError,
+    DamagedChunkError,
+    SettingError,
+    StoreError,
+    StoreFullError,
+    StoreReadOnlyError,
+)
 from kvrag.fingerprint import Fingerprint
 from kvrag.store.base import MANIFEST, KVStore
 from kvrag.store.chunkfile import SUFFIX, ChunkFile, PackedChunk, key_of
@@ -155,17 +162,19 @@ class FileStore(KVStore):
         while name is not None:
             try:
                 return self._open_file(name, key)
-            except DamagedChunkError as error:
+            except DamagedChunkError:
                 seen, name = name, self._manifest.file(key)
-                if name == seen or not isinstance(error.__cause__, FileNotFoundError):
-                    raise  # otherwise removed meanwhile, and possibly stored again
+                if name == seen:  # otherwise removed meanwhile, and possibly stored again
+                    raise
         return None
 
     def _open_file(self, name: str, key: str) -> PackedChunk:
         try:
             return ChunkFile(self._file(name), key, self._fingerprint)
-        except FileNotFoundError as error:
-            raise DamagedChunkError(key, "its file is missing") from error
+        except ChunkUnreadableError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise DamagedChunkError(key, "its file is missing") from error
+            raise
 
     def _delete(self, names: Iterable[str]) -> None:
         for name in names:

@@ -147,7 +147,7 @@ class StoreStats:
 
 
 class ChunkReader(Protocol):
-    """An open chunk, readable from any thread, also after it is deleted, unless too many files are open.
+    """An open chunk, readable from any thread until it is deleted.
 
     Attributes:
         key: The requested key, verified against the file's content.

@@ -286,23 +286,6 @@ def test_without_memory_the_chunk_stays_where_it_is(
     assert same(store, record(1))
 
 
-def test_opening_waits_for_others_to_close_their_files(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.put([record(1)])
-    real, left = os.open, [2]
-
-    def busy(path: Any, *given: Any) -> int:
-        if left[0] and str(path).endswith(".safetensors"):
-            left[0] -= 1
-            raise OSError(errno.EMFILE, "Too many open files")
-        return real(path, *given)
-
-    monkeypatch.setattr(os, "open", busy)
-    assert same(store, record(1))
-    left[0] = 1000
-    with pytest.raises(ChunkUnreadableError, match="Too many open files"):
-        store.open(record(1).key)
-
-
 MANY = """
 import os, resource, sys
 sys.path.insert(0, {helpers!r})
@@ -323,8 +306,6 @@ try:
     readers[-1].layer(0)
 except ChunkUnreadableError as error:
     print(error)
-store.remove([records[0].key])
-assert torch.equal(readers[0].layer(0)[1], records[0].layers[0][1])
 for reader in readers:
     reader.close()
 print(len(os.listdir("/proc/self/fd")))
@@ -337,31 +318,9 @@ def test_more_chunks_are_read_at_once_than_files_may_be_open(tmp_path: Path) -> 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     most, deleted, left = done.stdout.splitlines()
-    assert int(most) < 400
+    assert int(most) < 50
     assert "its file has been deleted" in deleted
     assert int(left) < 50
-
-
-def test_a_reader_that_is_closed_while_it_is_read_keeps_its_file(
-    store: FileStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise its descriptor might belong to another file by then."""
-    store.put([record(1)])
-    reader, real = store.open(record(1).key), os.preadv
-    assert isinstance(reader, ChunkFile)
-    used = []
-
-    def closing(descriptor: int, buffers: Any, position: int) -> int:
-        used.append(descriptor)
-        reader.close()
-        os.fstat(descriptor)
-        return real(descriptor, buffers, position)
-
-    monkeypatch.setattr(os, "preadv", closing)
-    assert torch.equal(reader.layer(0)[0], record(1).layers[0][0])
-    monkeypatch.undo()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(used[0])
 
 
 def test_another_chunk_under_this_name_is_detected(store: FileStore) -> None:

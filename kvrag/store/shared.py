@@ -39,7 +39,7 @@ from kvrag.errors import (
 )
 from kvrag.fingerprint import Fingerprint
 from kvrag.process import Background
-from kvrag.store.base import MANIFEST, KVStore, Progress, StoreCheck, no_progress, row_of
+from kvrag.store.base import MANIFEST, KVStore, Progress, StoreCheck, no_progress
 from kvrag.store.chunkfile import PackedChunk
 from kvrag.store.durable import write_file
 from kvrag.store.files import FileStore
@@ -319,22 +319,12 @@ class SharedStore(KVStore):
             logger.warning("chunks without a row are left until `kvrag store gc`: %s", error)
 
     def discard(self, key: str) -> None:
-        """See KVStore.discard. If only the local copy is damaged, the next prompt reads the shared chunk."""
+        """See KVStore.discard. A local copy is deleted first: the next prompt reads the shared chunk."""
         self._check_open()
-        if not self._local.missing([key]) and self._is_damaged(key):
-            self._local.discard(key)
-        else:
+        if self._local.missing([key]):
             super().discard(key)
-
-    def _is_damaged(self, key: str) -> bool:
-        """Return whether the local copy of a chunk is damaged."""
-        try:
-            if reader := self._local.open(key):
-                with contextlib.closing(reader):
-                    row_of(reader, "")
-        except (DamagedChunkError, ChunkUnreadableError) as error:
-            return isinstance(error, DamagedChunkError)
-        return False
+        else:
+            self._local.discard(key)
 
     # ---------------------------------------------------------------- texts and their uses
 

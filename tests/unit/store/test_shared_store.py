@@ -180,6 +180,7 @@ def test_a_new_machine_starts_from_the_base(machine: Machine) -> None:
     behind.sync()
     one.put([B])
     one.set_document("doc", held("doc", B), replace=False)
+    drop_copies(one)
     one.discard(B.key)
     current.sync()
     behind._follower.close()

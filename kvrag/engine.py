@@ -347,7 +347,6 @@ class BlendEngine:
         self,
         prompt: str | Messages | BlendReport | dict[str, Any] | None = None,
         *,
-        retrieved: Sequence[str] | None = None,
         namespace: str = "",
         ratio: float | None = None,
         margin: float | None = None,
@@ -361,7 +360,6 @@ class BlendEngine:
         Args:
             prompt: A prompt as in `stream`, which is prefilled now; or the report of one of the last 32 answers (a
                 BlendReport or the dict that framework classes return); None = the namespace's last prompt.
-            retrieved: Texts that a retriever returned for it; None = explain the chunks recognised in the prompt.
             ratio, margin, policy, controller, tools, template: As in `stream`, for a new prompt.
 
         Raises:
@@ -377,7 +375,7 @@ class BlendEngine:
             options: AnswerOptions = {"tools": tools, "template": template, "namespace": namespace}
             answered = self._answering.try_out(Question.of(self.model.tokenizer, prompt, config, options))
         find = partial(self._lookup.find_chunks, namespace=namespace)
-        return explain(self.model.tokenizer, self.store, find, answered, config.min_run, retrieved)
+        return explain(self.model.tokenizer, self.store, find, answered, config.min_run)
 
     @releasing_threads()
     def verify(self) -> list[Check]:

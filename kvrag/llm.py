@@ -444,16 +444,15 @@ class LLMBase(EngineSettings, AnswerSettings):
         self,
         prompt: str | Messages | BlendReport | dict[str, Any] | None = None,
         *,
-        retrieved: Sequence[Any] | None = None,
         namespace: str | None = None,
     ) -> Explanation:
         """Explain what was reused of a prompt, and why not more; see `BlendEngine.explain`.
 
         `prompt` is a text, messages as dicts, or the report of an earlier answer; None = the namespace's last prompt,
-        which may be another caller's. `retrieved` are the documents, nodes or texts that the retriever returned for it.
+        which may be another caller's.
         """
         engine = self._open()
         if isinstance(prompt, str):
             prompt = engine.as_prompt(prompt)
         settings: dict[str, Any] = {name: getattr(self, name) for name in ("ratio", "margin", "policy", "controller")}
-        return engine.explain(prompt, retrieved=self._texts(retrieved), namespace=self._in(namespace), **settings)
+        return engine.explain(prompt, namespace=self._in(namespace), **settings)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrag.cli.common import add_blend_arguments, add_engine_arguments, blend_settings, open_engine, read_text, say
-from kvrag.errors import KvragError, PromptError
+from kvrag.errors import PromptError
 
 _FILES = (".txt", ".md", ".json")
 
@@ -19,8 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag explain`."""
     prompt = "the final prompt as the chain sends it: a text, a file, or '-' for stdin; JSON = messages or the body of "
     parser.add_argument("prompt", metavar="PROMPT", help=f"{prompt}a request to OpenAI's API")
-    retrieved = "retrieved chunks: files with one chunk each, or .json files with a list of chunks"
-    parser.add_argument("--retrieved", nargs="+", default=[], metavar="FILE", help=retrieved)
     parser.add_argument("--html", metavar="FILE", help="write an HTML page with the highlighted prompt")
     add_engine_arguments(parser)
     add_blend_arguments(parser)
@@ -29,11 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prefill the prompt as for an answer, and print what was reused."""
     request = _request(args.prompt)
-    retrieved = [text for path in args.retrieved for text in _chunks(Path(path))] if args.retrieved else None
     with open_engine(args) as engine:
         explanation = engine.explain(
             engine.as_prompt(request["text"]) if "text" in request else request.get("messages", request.get("prompt")),
-            retrieved=retrieved,
             namespace=args.namespace,
             tools=request.get("tools"),
             template=request.get("chat_template_kwargs"),
@@ -66,16 +62,3 @@ def _request(prompt: str) -> dict[str, Any]:
     if not isinstance(parsed.get("messages", []), list) or not isinstance(parsed.get("prompt", ""), str):
         raise PromptError("`messages` must be a list, `prompt` one string")
     return parsed
-
-
-def _chunks(path: Path) -> list[str]:
-    text = read_text(path)
-    if path.suffix.lower() != ".json":
-        return [text]
-    try:
-        chunks = json.loads(text)
-    except ValueError:
-        chunks = None
-    if not isinstance(chunks, list) or not all(isinstance(chunk, str) for chunk in chunks):
-        raise KvragError(f"{path} must contain a JSON list of strings")
-    return chunks

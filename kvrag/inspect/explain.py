@@ -1,7 +1,6 @@
 """Explain what was reused of a prompt, and why not more.
 
-Every text in question gets one of three verdicts: a retrieved text, a stored chunk that the prompt has token runs of,
-or a long stretch of the prompt that is in no stored chunk.
+Each stored chunk that the prompt has token runs of gets a verdict, and each long stretch of the prompt that is in none.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrag.backend.transformers import Tokenizer
-from kvrag.config import check_list
-from kvrag.errors import SettingError
 from kvrag.index.match import match
 from kvrag.index.segment import GRAM, Segment
 from kvrag.inspect.explanation import Explanation, Finding, Kind, Stretch, summary_of
@@ -32,7 +29,6 @@ Find = Callable[[Sequence[int], int], list[tuple[Run, Ids]]]
 _STRETCH = 64  # tokens of a stretch that may be a chunk
 _EDGES = 4  # tokens at a chunk's ends merge with neighbouring text
 _RECOGNISED = 0.3  # share of a chunk's tokens
-_STORED = 0.95  # share of a text's tokens that are in stored chunks
 _BEGINNING = (
     "the beginning of the prompt: KV of a system message and tools is kept without warming; "
     "warm what it has of a document, as it is pasted"
@@ -44,29 +40,14 @@ _CHARACTERS = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
 _AS_PASTED = "warm it as it is pasted, with its metadata if the prompt has them"
 
 
-def explain(
-    tokenizer: Tokenizer,
-    store: KVStore,
-    find: Find,
-    answered: RequestState,
-    min_run: int,
-    retrieved: Sequence[str] | None = None,
-) -> Explanation:
+def explain(tokenizer: Tokenizer, store: KVStore, find: Find, answered: RequestState, min_run: int) -> Explanation:
     """Explain what was reused and why not more. Writes nothing.
 
     Args:
         find: See `Find`; must search the prompt's namespace.
-        retrieved: Texts that a retriever returned for this prompt. None = explain the stored chunks recognised in the
-            prompt, and the stretches that are in no stored chunk.
-
-    Raises:
-        SettingError: `retrieved` is not a list of strings.
     """
-    texts = () if retrieved is None else check_list("retrieved", retrieved)
-    if not all(isinstance(text, str) for text in texts):
-        raise SettingError("retrieved must be a list of strings: the texts of the chunks")
     prompt = _Prompt(tokenizer, find, answered, min_run)
-    findings = list(prompt.recognised() if retrieved is None else map(prompt.judge, texts))
+    findings = list(prompt.findings())
     documents = _documents(store, prompt.chunks, answered.namespace)
     findings = [replace(finding, documents=documents.get(finding.key, ())) for finding in findings]
     findings.sort(key=lambda finding: finding.reason == "stored")
@@ -164,18 +145,18 @@ class _Prompt:
             self.chunks[run.key] = chunk
             self.runs.setdefault(run.key, []).append(run)
 
-    def recognised(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[Finding]:
         """Yield findings about the stored chunks in the prompt, and then about its long stretches that are in none.
 
         A chunk is recognised by a run of at least `min_run` tokens, or by a large share of its tokens.
         """
         known = self._stored.copy()
         for key, runs in self.runs.items():
-            ids: list[int] = self.chunks[key].tolist()
-            if max(map(len, runs)) >= self._min_run or sum(map(len, runs)) >= _RECOGNISED * len(ids):
+            size = len(self.chunks[key])
+            if max(map(len, runs)) >= self._min_run or sum(map(len, runs)) >= _RECOGNISED * size:
                 for run in runs:
                     known[run.start : run.stop] = True
-                yield self.judge(self._tokenizer.decode(ids), ids, key)
+                yield self._judge(key)
         borders = np.flatnonzero(np.diff(np.concatenate([[True], known, [True]]))).tolist()
         for start, stop in zip(borders[::2], borders[1::2], strict=True):
             if stop - start >= _STRETCH:
@@ -185,19 +166,11 @@ class _Prompt:
                 found = sum(len(run) for run, _ in self._find(plain, self._min_run)) if "\\" in text else 0
                 yield Finding(text, stop - start, 0, "never warmed", _ESCAPED if 2 * found > len(plain) else detail)
 
-    def judge(self, text: str, ids: list[int] | None = None, key: str = "") -> Finding:
-        """Return the finding about a text.
-
-        Args:
-            ids: Its token ids, if they are known.
-            key: Its key, if it is a stored chunk of the prompt.
-        """
-        ids = self._tokenizer.encode(text) if ids is None else ids
-        same = [] if key else self._find(ids, self._min_run)
-        for run, chunk in same:
-            if len(run) == len(chunk) == len(ids):
-                key, self.chunks[run.key] = run.key, chunk
-        size, runs = len(ids), match([Segment.of([Entry(1, "", "", np.asarray(ids, np.uint32))])], self._ids, GRAM)
+    def _judge(self, key: str) -> Finding:
+        """Return the finding about a stored chunk, of which the prompt has some tokens."""
+        ids = self.chunks[key]
+        size, text = len(ids), self._tokenizer.decode(ids.tolist())
+        runs = match([Segment.of([Entry(1, "", "", ids)])], self._ids, GRAM)
         found, stored, reused, long = np.zeros((4, size), bool)  # by its tokens: a prompt may contain a text twice
         for run in runs:
             place = slice(run.offset, run.offset + len(run))
@@ -211,16 +184,10 @@ class _Prompt:
             detail = f"chunks under {self._min_run} tokens are computed with the rest of the prompt"
         elif size - num_stored <= _EDGES:
             return replace(finding, reason="stored")
-        # a splitter may have divided it into several chunks
-        elif not key and sum(len(run) for run, _ in same) < _STORED * size:
-            part = f"{num_stored} of its tokens are in stored chunks" if num_stored else "in no stored chunk"
-            detail = f"{part}: {_AS_PASTED}"
         elif size - found.sum() > _EDGES or missed <= _EDGES:
-            prompt, longest = self._tokenizer.decode(self._ids), max(map(len, runs), default=0)
+            prompt, longest = self._tokenizer.decode(self._ids), max(map(len, runs))
             few = f", at most {longest} in a row, and {self._min_run} are needed" if longest < self._min_run else ""
             detail = f"{found.sum()} of its tokens are in the prompt{few}"
-            if not runs:
-                detail = f"no {GRAM} of its tokens in a row are in the prompt: the chain left it out or rewrote it"
             if text not in prompt and text in _unescaped(prompt):
                 detail = f"{_ESCAPED}; {detail}"
             return replace(finding, reason="changed", detail=detail)

@@ -85,7 +85,7 @@ class Explanation:
     Attributes:
         summary: Sentences, most important first.
         stretches: The whole prompt in order.
-        chunks: Chunks in the prompt, or the retrieved ones; problems first.
+        chunks: Chunks in the prompt, and stretches that are in none; problems first.
         report: Report of the answer, or of the prefill made for the explanation.
     """
 

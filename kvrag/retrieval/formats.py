@@ -27,7 +27,7 @@ from urllib.parse import unquote
 
 from kvrag.errors import needing
 from kvrag.retrieval.content import Content, UnreadableError
-from kvrag.retrieval.markup import HTML, OFFICE, OPEN, PICTURES, Markup, Reader
+from kvrag.retrieval.markup import HTML, OFFICE, PICTURES, Markup, Reader
 
 EXTRA = "kvrag[cli]"
 _SAMPLE = 200  # lines to guess an encoding or the header of a table from
@@ -124,6 +124,8 @@ def _kind_of(content: bytes) -> str:
         return _OLD
     if content.startswith(_ZIP):
         known = [suffix for suffix, (part, _) in _ZIPPED.items() if part in content]  # names are not compressed
+        if b"application/vnd.oasis.opendocument" in content[:128]:
+            return "it is an OpenDocument file: save it as .docx, .xlsx or .pptx"
         if len(known) == 1:
             return f"it is an Office document or a book: give its name the suffix {known[0]}"
         return f"it is an archive: extract its files ({' '.join(READERS)} and text are read)"
@@ -239,23 +241,6 @@ def _pptx(content: bytes, parsed: Content) -> str:
     for number, id in enumerate(dict.fromkeys(named), 1):
         texts += archive.office(slides.get(id, (id, ""))[0], "slide", f"slide {number}")
     return "\n\n".join(filter(None, texts))
-
-
-def _odt(content: bytes, parsed: Content) -> str:
-    archive, texts = _Archive(content, parsed), []
-
-    def refer(name: str) -> str:
-        part = posixpath.normpath(f"{name}/content.xml")
-        if part in archive:
-            with parsed.part(part):
-                return archive.lines(part, OPEN)
-        return ""
-
-    texts.append(archive.lines("content.xml", OPEN, refer=refer))
-    if "styles.xml" in archive:  # headers and footers
-        with parsed.part("styles.xml"):
-            texts.append(archive.lines("styles.xml", OPEN))
-    return "\n".join(filter(None, texts))
 
 
 def _epub(content: bytes, parsed: Content) -> str:
@@ -579,7 +564,6 @@ _ZIPPED: dict[str, tuple[bytes, Callable[[bytes, Content], str]]] = {
     ".docx": (b"word/document.xml", _docx),
     ".xlsx": (b"xl/workbook.xml", _xlsx),
     ".pptx": (b"ppt/presentation.xml", _pptx),
-    ".odt": (b"application/vnd.oasis.opendocument.text", _odt),
     ".epub": (b"META-INF/container.xml", _epub),
 }
 """Archives: what the names or the first file of each contain, and its reader."""

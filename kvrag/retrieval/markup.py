@@ -1,4 +1,4 @@
-"""Texts of HTML, and of the XML in Office documents and OpenDocument files.
+"""Texts of HTML, and of the XML in Office documents.
 
 Elements that are not named here are read through; only what an application is known not to show is left out.
 """
@@ -18,7 +18,6 @@ and what is lost; "": elements in which white space is text, None for all."""
 
 _BLOCK, _PRE, _TABLE, _ROW, _CELL, _HIDDEN = "block", "pre", "table", "row", "cell", "hidden"
 _PARAGRAPH = "paragraph"  # a block in it, such as a text box, is shown elsewhere
-_ASIDE = "aside"  # behind the paragraph that it is in
 _NOTE = "note"  # where an element refers to it
 _MAX_DEPTH = 150  # of elements in each other; what is deeper is read without their roles
 _ALL_ROWS = 1 << 20  # that are left of a table
@@ -73,22 +72,6 @@ OFFICE = _markup(
     note="footnote endnote comment threadedComment",
     hidden="authors del moveFrom delText delInstrText instrText fldData sdtPr tabs tabLst rPh Fallback timing f "
     "separator tableStyleId formatCode posOffset align pctWidth pctHeight pctPosHOffset pctPosVOffset from to",
-)
-_DUBLIN, _MATH = "{http://purl.org/dc/elements/1.1/}", "{http://www.w3.org/1998/Math/MathML}"
-OPEN = _markup(
-    spaced="p h span a meta meta-field ruby-base ruby-text",
-    around={"tab": ("\t", ""), "line-break": ("\n", ""), "number": (" ", " "), _MATH + "annotation": _HIDDEN}
-    | {_DUBLIN + "creator": _BLOCK, _DUBLIN + "date": _BLOCK, "object-ole": "!embedded documents"}
-    | dict.fromkeys(("text", "textarea", "formatted-text", "combobox"), "@current-value")
-    | dict.fromkeys(("button", "checkbox", "radio", "fixed-text"), "@label"),
-    paragraph="p h",
-    aside="annotation title desc",
-    table="table",
-    row="table-row",
-    cell="table-cell",
-    hidden="covered-table-cell tracked-changes automatic-styles styles font-face-decls script scripts note-citation "
-    "event-listeners creator-initials table-of-content-source illustration-index-source table-index-source "
-    "object-index-source user-index-source alphabetical-index-source bibliography-source",
 )
 
 
@@ -148,12 +131,10 @@ class Reader:
         role, name, get = self._role(element), _local(element.tag), _attributes(element).get
         if role == _HIDDEN or (name == "sp" and self.is_layout and element.find(".//{*}ph") is not None):
             return
-        if name == "s" and self.markup is OPEN:
-            self._line.append(" " * _number(get("c")))
         if (key := name.removesuffix("Reference") + get("id", "")) in self.notes:
             self._asides.append(self.notes.pop(key))
         for key, value in element.items():
-            if "/relationships}" in key or (name == "object" and key.endswith("}href")):
+            if "/relationships}" in key:
                 self._add([self.refer(value)])
         if role == _TABLE:
             self._add(self._table(element))
@@ -161,7 +142,7 @@ class Reader:
             label = "".join(f"{each}: " for each in (get("ref"), get("author")) if each)
             if text := "\n".join(self.blocks(element)):
                 self.notes[name + (get("id") or get("ref") or str(len(self.notes)))] = label + text
-        elif role == _ASIDE or (self._is_open and role in (_BLOCK, _PARAGRAPH, _ROW, _CELL)):
+        elif self._is_open and role in (_BLOCK, _PARAGRAPH, _ROW, _CELL):
             self._add(self.blocks(element, role == _PARAGRAPH))
         elif isinstance(role, tuple):
             self._line.append(role[0])
@@ -242,14 +223,13 @@ class Reader:
                 if get("hMerge") in _MERGED and row:  # the first of these cells has their number, too
                     continue
                 column = max(column, _number(get("idx"), 0))
-                columns = _number(get("colspan") or get("gridSpan") or get("number-columns-spanned"))
-                columns *= _number(get("number-columns-repeated"))
+                columns = _number(get("colspan") or get("gridSpan"))
                 tables = self._num_tables
                 found = self.blocks(cell), self._num_tables > tables
                 if get("vMerge") in _MERGED and rows and column in rows[-1]:
                     found = rows[-1][column][1:]
                 row[column] = column + max(1, columns), *found
-                extends = _number(get("rowspan") or get("number-rows-spanned")) or _ALL_ROWS
+                extends = _number(get("rowspan")) or _ALL_ROWS
                 if extends > 1:
                     below[column] = row[column], extends - 1
                 column = row[column][0]
@@ -259,8 +239,7 @@ class Reader:
                     if left > 1:
                         below.setdefault(column, (found, left - 1))
                 above = below
-                has_text = any(blocks for _, blocks, _ in row.values())
-                rows += [row] * (_number(of_row("number-rows-repeated")) if has_text else 1)
+                rows.append(row)
         return others + list(self._lines(rows))
 
     def _lines(self, rows: list[dict[int, Any]]) -> Iterator[str]:

@@ -102,14 +102,6 @@ def pptx(slide: str, repeated: int = 1) -> bytes:
     return _package("ppt/presentation.xml", "presentationml.presentation", main, others)
 
 
-def odt(body: str, before: str = "") -> bytes:
-    names = " ".join(
-        f'xmlns:{name}="urn:oasis:names:tc:opendocument:xmlns:{name}:1.0"' for name in ("text", "table", "draw")
-    )
-    content = f"{before}<document {names}>{body}</document>"
-    return zipped({"mimetype": "application/vnd.oasis.opendocument.text", "content.xml": content})
-
-
 def epub(chapter: str, spine: int = 1) -> bytes:
     return zipped(
         {
@@ -221,15 +213,6 @@ _SLIDES: dict[str, Callable[[], bytes]] = {
     "a slide 200,000 times": lambda: pptx("<a:p><a:r><a:t>x</a:t></a:r></a:p>" * 100, 200_000),
     "10,000 tables in each other": lambda: pptx("<a:tbl><a:tr><a:tc>" * 10_000 + "</a:tc></a:tr></a:tbl>" * 10_000),
 }
-_REPEATED = 'table:number-rows-repeated="1000000000"', 'table:number-columns-repeated="1000000000"'
-_OPEN_FILES: dict[str, Callable[[], bytes]] = {
-    "a repeated cell": lambda: odt(
-        f"<table:table><table:table-row {_REPEATED[0]}><table:table-cell {_REPEATED[1]}><text:p>x</text:p>"
-        "</table:table-cell></table:table-row></table:table>"
-    ),
-    "2,000,000,000 spaces": lambda: odt('<text:p>x<text:s text:c="2000000000"/></text:p>'),
-    "entities of entities": lambda: odt("<text:p>&a29;</text:p>", _BOMB),
-}
 _BOOKS: dict[str, Callable[[], bytes]] = {
     "a chapter 200,000 times": lambda: epub("<p>x</p>" * 100, 200_000),
     "200 MiB of a chapter": lambda: _huge("o/c.xhtml"),
@@ -270,7 +253,6 @@ FILES: dict[tuple[str, str], Callable[[], bytes]] = {
         ".docx": _WORD_FILES,
         ".xlsx": _SHEETS,
         ".pptx": _SLIDES,
-        ".odt": _OPEN_FILES,
         ".epub": _BOOKS,
         ".html": _WEB_PAGES,
         ".csv": _CSV_FILES,

@@ -272,91 +272,6 @@ def pptx(mark: Mark) -> bytes:
     )
 
 
-_OPEN = {
-    name: f"urn:oasis:names:tc:opendocument:xmlns:{name}:1.0"
-    for name in ("office", "text", "table", "style", "form", "chart", "number")
-} | {
-    "draw": "urn:oasis:names:tc:opendocument:xmlns:drawing:1.0",
-    "svg": "urn:oasis:names:tc:opendocument:xmlns:svg-compatible:1.0",
-    "dc": "http://purl.org/dc/elements/1.1/",
-    "xlink": "http://www.w3.org/1999/xlink",
-}
-_OPEN_XMLNS = " ".join(f'xmlns:{name}="{uri}"' for name, uri in _OPEN.items())
-
-
-def odt(mark: Mark) -> bytes:
-    def cell(content: str) -> str:
-        return f"<table:table-cell>{content}</table:table-cell>"
-
-    def paragraph(text: str) -> str:
-        return f"<text:p>{text}</text:p>"
-
-    inner = (
-        f"<table:table><table:table-row>{cell(paragraph(mark('table in a table')))}{cell('')}"
-        f"</table:table-row></table:table>"
-    )
-    note = (
-        f"<text:note><text:note-citation>{HIDDEN}</text:note-citation>\n <text:note-body>{paragraph(mark('footnote'))}"
-        "</text:note-body></text:note>"
-    )
-    comment = (
-        f"<office:annotation><dc:creator>{mark('author of a comment')}</dc:creator><dc:date>2024-01-02"
-        f"</dc:date>{paragraph(mark('comment'))}</office:annotation>"
-    )
-    frame = (
-        f"<draw:frame>\n <draw:text-box>\n  {paragraph(mark('text box'))}</draw:text-box>"
-        f"<svg:title>{mark('title of a picture')}"
-        f"</svg:title><svg:desc>{mark('description of a picture')}</svg:desc></draw:frame>"
-    )
-    body = [
-        f"<office:forms><form:form><form:text form:current-value='{mark('value in a form')}'/>"
-        f"<form:checkbox form:label='{mark('label in a form')}'/></form:form></office:forms>",
-        f"<text:tracked-changes><text:deletion>{paragraph(HIDDEN)}</text:deletion></text:tracked-changes>",
-        f"<text:h>{mark('heading')}</text:h>",
-        paragraph(f"<text:change-start/>{mark('tracked insertion')}<text:change-end/>"),
-        paragraph(f"The rent{note} is{comment} 900{frame} euros."),
-        paragraph(f"On <text:date>{mark('field')}</text:date>"),
-        paragraph(f"<text:a>{mark('link')}</text:a><text:unknown>{mark('element of the future')}</text:unknown>"),
-        f"<text:list><text:list-item>{paragraph(mark('list'))}</text:list-item></text:list>",
-        f"<text:section>{paragraph(mark('section'))}</text:section>",
-        f"<text:table-of-content><text:table-of-content-source><text:index-title-template>{HIDDEN}"
-        f"</text:index-title-template>"
-        f"</text:table-of-content-source><text:index-body>{paragraph(mark('index'))}</text:index-body>"
-        f"</text:table-of-content>",
-        f"<table:table><table:table-header-rows>"
-        f"<table:table-row>{cell(paragraph(mark('header of a table')))}{cell('')}</table:table-row>"
-        f"</table:table-header-rows><table:table-row>{cell(paragraph(mark('cell')))}{cell(inner)}"
-        f"</table:table-row></table:table>",
-        paragraph(f"<draw:custom-shape>{paragraph(mark('shape'))}</draw:custom-shape>"),
-        paragraph('<draw:frame><draw:object xlink:href="./Object 1"/></draw:frame>'),
-        paragraph('<draw:frame><draw:object xlink:href="./Object 2"/></draw:frame>'),
-    ]
-    styles = (
-        f"<office:automatic-styles><number:date-style><number:text>{HIDDEN}</number:text>"
-        f"</number:date-style></office:automatic-styles>"
-    )
-    master = (
-        f"<style:master-page><style:header>{paragraph(mark('header'))}</style:header>"
-        f"<style:footer>{paragraph(mark('footer'))}</style:footer></style:master-page>"
-    )
-
-    def document(content: str) -> str:
-        return f"<office:document-content {_OPEN_XMLNS}>{styles}{content}</office:document-content>"
-
-    return zipped(
-        {
-            "mimetype": "application/vnd.oasis.opendocument.text",
-            "content.xml": document(f"<office:body><office:text>{''.join(body)}</office:text></office:body>"),
-            "styles.xml": document(f"<office:master-styles>{master}</office:master-styles>"),
-            "Object 1/content.xml": f"<math xmlns='http://www.w3.org/1998/Math/MathML'><mi>{mark('equation')}"
-            f"</mi></math>",
-            "Object 2/content.xml": document(
-                f"<chart:chart><chart:title>{paragraph(mark('title of a chart'))}</chart:title></chart:chart>"
-            ),
-        }
-    )
-
-
 def html(mark: Mark) -> bytes:
     return (
         f"<title>{mark('title')}</title><style>{HIDDEN}</style><script>{HIDDEN}</script><body>{mark('body')}"
@@ -434,7 +349,6 @@ BUILDERS: Mapping[str, Callable[[Mark], bytes]] = {
     ".docx": docx,
     ".xlsx": xlsx,
     ".pptx": pptx,
-    ".odt": odt,
     ".html": html,
     ".epub": epub,
     ".pdf": pdf_,

@@ -127,7 +127,7 @@ def _forget(engine: BlendEngine, rng: random.Random) -> None:
 def _look(engine: BlendEngine, rng: random.Random) -> None:
     engine.documents()
     engine.store.stats()
-    engine.explain(tiny.prompt([1, 4]), retrieved=[tiny.text(1)])
+    engine.explain(tiny.prompt([1, 4]))
 
 
 def _maintain(engine: BlendEngine, rng: random.Random) -> None:

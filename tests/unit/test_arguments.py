@@ -125,7 +125,6 @@ def test_of_the_other_methods(odd_engine: BlendEngine) -> None:
         lambda value: engine.forget("no", namespace=value),
         lambda value: engine.documents(value),
         lambda value: engine.explain(value),
-        lambda value: engine.explain(PROMPT, retrieved=value),
         lambda value: engine.encode(value),
         lambda value: engine.count_tokens(value),
     ]

@@ -356,7 +356,6 @@ def test_citations_of_a_pdf_have_pages(served: Served) -> None:
         ("a.html", b"<style>p {}</style><p>Zel owns a snake.</p><script>run()</script>"),
         ("a.pdf", PDF),
         ("a.epub", hostile.epub("<p>Zel owns a <b>snake</b>.</p>")),
-        ("a.odt", hostile.odt("<text:p>Zel owns a snake.</text:p>")),
         ("a.jsonl", b'{"text": "Zel owns a snake."}\nbroken'),
         ("a", "Zel owns a snake.".encode("utf-16")),
         ("a b/c%2Fd.txt", "Zel owns a snake.".encode("utf-8-sig")),

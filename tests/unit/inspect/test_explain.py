@@ -15,7 +15,7 @@ import pytest
 from blending import CHUNKS, QUESTION, messages, prepare
 from bs4 import BeautifulSoup
 
-from kvrag import BlendEngine, Explanation, Model, PromptError, SettingError
+from kvrag import BlendEngine, Explanation, Model, PromptError
 from kvrag.cli.main import main
 from kvrag.inspect.explain import _texts
 from kvrag.inspect.explanation import summary_of
@@ -116,10 +116,9 @@ def test_another_namespaces_answers_are_not_explained(engine: BlendEngine) -> No
 
 def test_another_namespaces_chunks_are_not_named(engine: BlendEngine) -> None:
     engine.warm([OTHER], document="secret.txt")
-    for retrieved in (None, [OTHER]):
-        explanation = told(engine, OTHER, namespace="bob", retrieved=retrieved)
-        assert {chunk.reason for chunk in explanation.chunks} == {"never warmed"}
-        assert "secret.txt" not in explanation.html()
+    explanation = told(engine, OTHER, namespace="bob")
+    assert {chunk.reason for chunk in explanation.chunks} == {"never warmed"}
+    assert "secret.txt" not in explanation.html()
 
 
 def test_an_abandoned_stream_is_explained_too(engine: BlendEngine) -> None:
@@ -164,7 +163,7 @@ def test_the_framework_classes_explain_their_last_call_or_a_prompt(name: str, en
     assert last.report.ttft_s > 0
     assert last.stretches == again.stretches
     assert sum(stretch.recomputed for stretch in last.stretches) > 0
-    (told,) = llm.explain(retrieved=[CHUNKS[1]]).chunks
+    (told,) = [chunk for chunk in last.chunks if chunk.text == CHUNKS[1]]
     assert (told.reason, told.documents) == ("stored", ("people.txt",))
 
 
@@ -184,7 +183,6 @@ WAYS: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_changed_chunk_is_recognised(engine: BlendEngine, way: str) -> None:
-    """From the prompt alone, and the same for retrieved texts."""
     engine.warm([TEXT, OTHER], document="museum.txt")
     changed = WAYS[way](TEXT)
     explanation = told(engine, OTHER, changed)
@@ -195,8 +193,6 @@ def test_a_changed_chunk_is_recognised(engine: BlendEngine, way: str) -> None:
     assert found.reused <= in_prompt < found.tokens
     assert found.documents == ("museum.txt",)
     assert 0 <= found.reused < found.tokens - 4
-    (judged,) = told(engine, OTHER, changed, retrieved=[TEXT]).chunks
-    assert judged == found
 
 
 def test_a_chunk_that_a_prompt_contains_twice_is_not_counted_twice(engine: BlendEngine) -> None:
@@ -207,73 +203,28 @@ def test_a_chunk_that_a_prompt_contains_twice_is_not_counted_twice(engine: Blend
     assert found.tokens - 4 <= found.reused <= found.tokens
 
 
-def test_retrieved_texts_that_are_not_in_the_prompt_or_not_in_the_store(engine: BlendEngine) -> None:
-    engine.warm([OTHER, *CHUNKS])
-    with_metadata = f"source: a.txt\n\n{CHUNKS[1]}"
-    retrieved = [OTHER, TEXT, "A cat.", with_metadata, CHUNKS[0]]
-    found = told(engine, CHUNKS[0], with_metadata, TEXT, "A cat.", retrieved=retrieved).chunks
-    reasons = {chunk.text: chunk.reason for chunk in found}
-    assert reasons == {
-        OTHER: "changed",
-        TEXT: "never warmed",
-        "A cat.": "never warmed",
-        with_metadata: "never warmed",
-        CHUNKS[0]: "stored",
-    }
-    assert found[-1].text == CHUNKS[0], "chunks that were not reused come first"
-    assert "the chain left it out" in next(chunk.detail for chunk in found if chunk.text == OTHER)
-    assert "chunks under 16 tokens" in next(chunk.detail for chunk in found if chunk.text == "A cat.")
-    part = next(chunk for chunk in found if chunk.text == with_metadata)
-    num_stored, words = part.detail.split(" ", 1)
-    assert words.startswith("of its tokens are in stored chunks")
-    assert int(num_stored) >= len(engine.model.tokenizer.encode(CHUNKS[1])) - 2
-    for wrong in ("a text", [OTHER, 3]):
-        with pytest.raises(SettingError, match="retrieved must be a list"):
-            told(engine, OTHER, retrieved=wrong)
-
-
-def test_a_retrieved_text_that_was_warmed_in_pieces_is_recognised(engine: BlendEngine) -> None:
-    whole = f"{OTHER}\n\n{CHUNKS[0]}\n\n{CHUNKS[1]}"
-    engine.warm([OTHER, *CHUNKS])
-    (cut,) = told(engine, OTHER, retrieved=[whole]).chunks
-    assert (cut.reason, cut.key) == ("changed", "")
-    assert " of its tokens are in the prompt" in cut.detail
-    (reused,) = told(engine, whole, retrieved=[whole]).chunks
-    assert (reused.reason, reused.detail) == ("stored", "")
-
-
-@pytest.mark.parametrize("is_retrieved", [True, False])
-def test_a_changed_chunk_has_too_few_tokens_in_a_row_to_be_reused(engine: BlendEngine, is_retrieved: bool) -> None:
+def test_a_changed_chunk_has_too_few_tokens_in_a_row_to_be_reused(engine: BlendEngine) -> None:
     text = " The harp in the hall was built in Stelburg by the elder Vorlan"
     ids = engine.model.tokenizer.encode(text)[:16]
     text = engine.model.tokenizer.decode(ids)
     assert engine.model.tokenizer.encode(text) == ids
     engine.warm([text])
     prompt = engine.model.tokenizer.encode(f"Read:{text}s. Go.")  # the chunk's last token merges with the "s"
-    explanation = engine.explain(prompt, retrieved=[text] if is_retrieved else None)
+    explanation = engine.explain(prompt)
     assert explanation.report.reused_tokens == 0
     (finding,) = explanation.chunks
     assert finding.reason == "changed"
     assert "15 of its tokens are in the prompt, at most 15 in a row, and 16 are needed" in finding.detail
 
 
-def test_a_stored_chunk_of_which_the_prompt_has_a_few_words_was_not_warmed_too_late(engine: BlendEngine) -> None:
-    engine.warm([OTHER])
-    (finding,) = engine.explain(f"Summary: {OTHER[:40]} is all that was left.", retrieved=[OTHER]).chunks
-    assert finding.reused == 0
-    assert finding.reason == "changed"
-    assert "in a row, and 16 are needed" in finding.detail
-
-
 @pytest.mark.parametrize("write", [repr, json.dumps, lambda text: str([{"page_content": text}]), str])
 def test_a_chunk_that_the_prompt_has_escaped_is_said_to_be(engine: BlendEngine, write: Callable[[str], str]) -> None:
     text = "\n".join([f'The museum\'s "{room}" room has {number} old clocks.' for number, room in enumerate("abcdef")])
     engine.warm([text])
-    for retrieved in (None, [text]):
-        (finding, *_) = engine.explain(f"Read this: {write(text)} Who?", retrieved=retrieved).chunks
-        is_escaped = write is not str
-        assert (finding.reason == "changed") == is_escaped
-        assert ("the prompt has it escaped, as str() or JSON writes it" in finding.detail) == is_escaped
+    (finding, *_) = engine.explain(f"Read this: {write(text)} Who?").chunks
+    is_escaped = write is not str
+    assert (finding.reason == "changed") == is_escaped
+    assert ("the prompt has it escaped, as str() or JSON writes it" in finding.detail) == is_escaped
 
 
 def test_a_chunk_of_which_every_character_is_escaped_is_not_called_unknown(engine: BlendEngine) -> None:
@@ -288,14 +239,13 @@ def test_a_text_with_a_few_tokens_in_the_prompt_is_not_called_absent(engine: Ble
     engine.warm([OTHER])
     for num in (12, 17):
         prompt = [5, 6, 7, *ids[20 : 20 + num], 8, 9]
-        explanation = engine.explain(prompt, retrieved=[OTHER])
-        (finding,) = explanation.chunks
-        assert (finding.reason, finding.reused) == ("changed", explanation.report.reused_tokens)
-        assert f"{num} of its tokens are in the prompt" in finding.detail
-        assert [chunk.reason for chunk in engine.explain(prompt).chunks] == ["changed"] * (num > 16)
+        explanation = engine.explain(prompt)
+        assert [chunk.reason for chunk in explanation.chunks] == ["changed"] * (num > 16)
         if num < 16:
-            assert "at most 12 in a row, and 16 are needed" in finding.detail
-            assert "at most 12 of its tokens in a row are in a warmed chunk" in engine.explain(prompt).summary[-1]
+            assert "at most 12 of its tokens in a row are in a warmed chunk" in explanation.summary[-1]
+        else:
+            assert explanation.chunks[0].reused == explanation.report.reused_tokens
+            assert f"{num} of its tokens are in the prompt" in explanation.chunks[0].detail
 
 
 def test_a_prompt_in_which_no_chunk_is_recognised_is_explained_in_the_summary(engine: BlendEngine) -> None:
@@ -323,18 +273,16 @@ def test_nobody_is_advised_to_warm_a_system_message(engine: BlendEngine) -> None
 
 def test_full_prefill_and_chunks_that_came_later_are_distinguished(engine: BlendEngine) -> None:
     engine.warm([OTHER], document="grelville.txt")
-    for retrieved in (None, [OTHER]):
-        explanation = told(engine, OTHER, policy="full", retrieved=retrieved)
-        assert any(line.startswith("full prefill was used") for line in explanation.summary)
-        (finding,) = explanation.chunks
-        assert (finding.reason, finding.documents) == ("never warmed", ("grelville.txt",))
-        assert "it is stored, but full prefill" in finding.detail
+    explanation = told(engine, OTHER, policy="full")
+    assert any(line.startswith("full prefill was used") for line in explanation.summary)
+    (finding,) = explanation.chunks
+    assert (finding.reason, finding.documents) == ("never warmed", ("grelville.txt",))
+    assert "it is stored, but full prefill" in finding.detail
     answered(engine, OTHER, TEXT)
     engine.warm([TEXT])
     later, other = engine.explain().chunks
     assert (later.text, later.reason, other.text, other.reason) == (TEXT, "never warmed", OTHER, "stored")
     assert "warmed after this prompt" in later.detail
-    assert engine.explain(retrieved=[OTHER, TEXT]).chunks == (later, other)
 
 
 # -------------------------------------------------------------------- how it looks
@@ -508,18 +456,10 @@ def test_a_prompt_may_be_a_text_a_file_messages_a_request_or_stdin(
         assert result["stretches"] == results[0]["stretches"]
 
 
-def test_the_settings_and_the_retrieved_texts_are_used(explained: Callable[..., Any], tmp_path: Path) -> None:
-    chunks, single = tmp_path / "chunks.json", tmp_path / "single.txt"
-    chunks.write_text(json.dumps([OTHER, TEXT]))
-    single.write_text(CHUNKS[0])
-    result = explained(f"Hello.\n\n{OTHER}\n\nWho?", "--retrieved", chunks, single, "--ratio", 0.5, "--policy", "hkvd")
+def test_the_settings_are_used(explained: Callable[..., Any]) -> None:
+    result = explained(f"Hello.\n\n{OTHER}\n\nWho?", "--ratio", 0.5, "--policy", "hkvd")
     assert result["report"]["policy"] == "hkvd"
     assert result["report"]["recomputed_tokens"] == pytest.approx(result["report"]["reused_tokens"], abs=1)
-    assert {chunk["text"]: chunk["reason"] for chunk in result["chunks"]} == {
-        OTHER: "stored",
-        TEXT: "never warmed",
-        CHUNKS[0]: "changed",
-    }
 
 
 def test_text_and_a_page(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -538,9 +478,6 @@ def test_text_and_a_page(store: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     [
         (["  "], "the prompt is empty"),
         (["[]"], "at least one message"),
-        (["text", "--retrieved", "missing.json"], "missing.json"),
-        (["text", "--retrieved", "object.json"], "list of strings"),
-        (["text", "--retrieved", "broken.json"], "list of strings"),
         (["nothing.txt"], "nothing.txt does not exist"),
         (["documents.json"], "documents"),
         (["prompts.json"], "one string"),
@@ -558,8 +495,6 @@ def test_mistakes_are_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "object.json").write_text('{"chunks": []}')
-    (tmp_path / "broken.json").write_text("[")
     (tmp_path / "documents.json").write_text('{"messages": [{"role": "user", "content": "Who?"}], "documents": ["A."]}')
     (tmp_path / "message.json").write_text('{"messages": {"role": "user", "content": "Who?"}}')
     (tmp_path / "prompts.json").write_text('{"prompt": ["Who?", "What?"]}')

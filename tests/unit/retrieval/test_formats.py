@@ -83,27 +83,11 @@ def pptx_table() -> bytes:
     )
 
 
-def odt_table() -> bytes:
-    def cell(text: str, how: str = "") -> str:
-        return f"<table:table-cell {how}><text:p>{text}</text:p></table:table-cell>"
-
-    both = 'table:number-columns-spanned="2" table:number-rows-spanned="2"'
-    covered = "<table:covered-table-cell/>"
-    rows = [
-        cell(WIDE[0], both) + covered + cell(WIDE[1]),
-        '<table:covered-table-cell table:number-columns-repeated="2"/>' + cell(WIDE[2]),
-        "".join(map(cell, WIDE[3:])),
-    ]
-    lines = "".join(f"<table:table-row>{row}</table:table-row>" for row in rows)
-    return hostile.odt(f"<table:table>{lines}</table:table>")
-
-
 TABLES: dict[str, Callable[[], bytes]] = {
     ".docx": docx_table,
     ".html": lambda: html_table().encode(),
     ".epub": lambda: hostile.epub(html_table()),
     ".pptx": pptx_table,
-    ".odt": odt_table,
 }
 
 
@@ -159,26 +143,6 @@ def test_elements_in_each_other_are_read_or_noted(depth: int, is_all: bool) -> N
     assert [problem.message for problem in found.problems] == (
         [] if is_all else ["skipped: what follows 2,048 elements in each other"]
     )
-
-
-REPEATED = 'table:number-columns-repeated="2"'
-
-
-def test_repeated_cells_and_rows_of_an_odt_stay_in_their_columns() -> None:
-    def row(*cells: str, how: str = "") -> str:
-        return f"<table:table-row {how}>{''.join(cells)}</table:table-row>"
-
-    def cell(text: str, how: str = "") -> str:
-        return f"<table:table-cell {how}><text:p>{text}</text:p></table:table-cell>"
-
-    made = hostile.odt(
-        "<table:table>"
-        + row(*map(cell, "abc"))
-        + row(cell("", REPEATED), cell("x"))
-        + row(cell("y", REPEATED), cell("z"), how='table:number-rows-repeated="2"')
-        + "</table:table>"
-    )
-    assert parse("a.odt", ".odt", made).texts == ["a | b | c\n |  | x\ny | y | z\ny | y | z"]
 
 
 HEADER, ROWS = ["City", "Units", "Revenue"], [["Oslo", 7, 410], ["Rome", 9, 380]]
@@ -282,23 +246,6 @@ def test_objects_in_a_sheet_are_noted() -> None:
 @pytest.mark.parametrize(
     ("markup", "text"),
     [
-        ('a<text:s/>b<text:s text:c="3"/>c', "a b   c"),
-        ("a<text:tab/>b<text:line-break/>c", "a\tb\nc"),
-        ("on <text:date>Monday</text:date>, p. <text:page-number>7</text:page-number>", "on Monday, p. 7"),
-        ("un<text:soft-page-break/>believ<text:bookmark/><text:span>able</text:span>", "unbelievable"),
-        ("one\n   two <text:span> three</text:span>", "one two three"),
-        ("<draw:frame>\n  <draw:image/>\n</draw:frame>un<text:note>\n <text:note-citation>1</text:note-citation>\n"
-         "<text:note-body>\n<text:p>note</text:p>\n</text:note-body>\n</text:note>believable", "unbelievable\nnote"),
-    ],
-)  # fmt: skip
-def test_words_of_an_odt_are_neither_glued_nor_torn(markup: str, text: str) -> None:
-    made = hostile.odt(f"<text:p>{markup}</text:p>")
-    assert parse("a.odt", ".odt", made).texts == [text]
-
-
-@pytest.mark.parametrize(
-    ("markup", "text"),
-    [
         ("<a:r><a:t>one</a:t></a:r><a:br/><a:r><a:t>two</a:t></a:r>", "one\ntwo"),
         ("<a:r><a:t>un</a:t></a:r>\n    <a:r>\n      <a:t>believable</a:t>\n    </a:r>", "unbelievable"),
         (
@@ -370,7 +317,6 @@ WORD = marked.BUILDERS[".docx"](lambda place: "The rest.")
         (".pptx", SLIDES, "ppt/notes.xml", "ppt/notes.xml"),
         (".docx", WORD, "word/footnotes.xml", "word/footnotes.xml"),
         (".docx", WORD, "word/header1.xml", "word/header1.xml"),
-        (".odt", marked.BUILDERS[".odt"](lambda place: "The rest."), "styles.xml", "styles.xml"),
         (".epub", two_chapters("cover.xhtml"), "o/cover.xhtml", "o/cover.xhtml"),
     ],
 )
@@ -379,10 +325,7 @@ def test_a_part_that_cannot_be_read_is_noted_and_the_rest_is_read(
 ) -> None:
     found = parse("a", suffix, changed(made, **{part: BAD[how]}))
     assert "The rest." in found.texts[0]
-    optional = (part, how) == ("styles.xml", "missing") or (suffix, how) in (
-        (".epub", "cut off"),
-        (".epub", "empty"),
-    )  # as in a browser
+    optional = (suffix, how) in ((".epub", "cut off"), (".epub", "empty"))  # as in a browser
     assert optional or [each for each in found.problems if each.message.startswith(f"{named}: skipped: ")]
 
 

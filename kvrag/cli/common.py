@@ -281,7 +281,7 @@ def read_files(args: argparse.Namespace, title: str, problems: list[Problem]) ->
     num_read = 0
     with progress(title, args.json) as report, closing(Sandbox()) as sandbox:
         for number, path in enumerate(paths, 1):
-            content = documents.read(path, args.text_field, sandbox.parse)
+            content = documents.read(path, sandbox.parse)
             problems += content.problems
             if content.texts:
                 num_read += 1

@@ -68,16 +68,7 @@ def _stats(store: KVStore, args: argparse.Namespace) -> Result:
 
     stats = store.stats()
     result = asdict(stats)
-    lines = [
-        f"{'shared' if isinstance(store, SharedStore) else 'folder'}     {stats.path}",
-        f"model      {stats.model or '-'}",
-        f"codec      {stats.codec}",
-        f"chunks     {stats.chunks}",
-        f"tokens     {stats.tokens}",
-        f"bytes      {stats.bytes} ({human_bytes(stats.bytes)})",
-        f"documents  {stats.documents}",
-        f"damaged    {stats.damaged} since it was created",
-    ]
+    lines = [f"{name:10} {value}" for name, value in result.items() if name != "namespaces"]
     if isinstance(store, SharedStore):
         copies = store.local_stats()
         result["local"] = {"path": copies.path, "chunks": copies.chunks, "bytes": copies.bytes}

@@ -61,8 +61,6 @@ def add_local_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="+", metavar="PATH", help=paths)
     add_engine_arguments(parser)
     add_corpus_arguments(parser)
-    text_field = "text field of the objects in .jsonl files"
-    parser.add_argument("--text-field", default="text", metavar="NAME", help=text_field)
     prune = "drop documents whose files no longer exist in the folders in PATH; what cannot be read is kept"
     parser.add_argument("--prune", action="store_true", help=prune)
 

@@ -77,13 +77,12 @@ def _unreadable(error: OSError) -> Problem:
     return Problem(os.path.abspath(error.filename), f"skipped: {error.strerror or error}", is_unreadable=True)
 
 
-def parse(name: str, kind: str, content: bytes, text_field: str = "text") -> Content:
+def parse(name: str, kind: str, content: bytes) -> Content:
     """Read the content of a file. Its problems are listed, not raised.
 
     Args:
         name: Its name in the list of problems.
         kind: Its suffix, such as ".pdf". Unknown kinds are read as text.
-        text_field: Field with the text, in the objects of .jsonl files.
 
     Raises:
         KvragError: A package for its kind is not installed.
@@ -93,7 +92,7 @@ def parse(name: str, kind: str, content: bytes, text_field: str = "text") -> Con
     kind = kind.lower()
     with parsed.part("", f"it is a broken or protected {kind[1:].upper()} file"):
         if kind == ".jsonl":
-            texts = formats.jsonl(content, parsed, text_field)
+            texts = formats.jsonl(content, parsed)
         else:
             texts = [READERS.get(kind, formats.as_text)(content, parsed)]
         if sum(map(len, texts)) > _MAX_TEXT + 8 * len(content):
@@ -109,7 +108,7 @@ def parse(name: str, kind: str, content: bytes, text_field: str = "text") -> Con
     return parsed
 
 
-def read(path: Path, text_field: str = "text", parse: Callable[[str, str, bytes, str], Content] = parse) -> Content:
+def read(path: Path, parse: Callable[[str, str, bytes], Content] = parse) -> Content:
     """Read a file; see `parse`.
 
     Args:
@@ -124,7 +123,7 @@ def read(path: Path, text_field: str = "text", parse: Callable[[str, str, bytes,
         elif path.stat().st_size > _MAX_BYTES:
             content.note("skipped: the file is larger than 1 GiB: split it")
         else:
-            return parse(str(path), path.suffix, path.read_bytes(), text_field)
+            return parse(str(path), path.suffix, path.read_bytes())
     except OSError as error:
         content.problems.append(_unreadable(error))
     return content

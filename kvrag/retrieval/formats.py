@@ -282,7 +282,7 @@ def _pdf(content: bytes, parsed: Content) -> str:
     with needing(EXTRA):
         from pypdf import PdfReader
     logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns about many valid PDFs
-    reader, drawn = PdfReader(BytesIO(content)), list[int]()
+    reader, blank = PdfReader(BytesIO(content)), list[int]()
 
     def texts() -> Iterator[str]:
         for number, page in enumerate(reader.pages, 1):
@@ -290,34 +290,22 @@ def _pdf(content: bytes, parsed: Content) -> str:
             with parsed.part(f"page {number}"):
                 text = page.extract_text()
                 text = "\n".join(filter(None, [text, *dict.fromkeys(_entries(page))]))
-                if not text.strip() and _is_drawn(page):
-                    drawn.append(number)
+                if not text.strip():
+                    blank.append(number)
             yield without_surrogates(text) + "\n\n"
 
     root: Any = reader.root_object
     pages = list(texts())
-    if drawn and not any(page.strip() for page in pages):
+    if blank and not any(page.strip() for page in pages):
         raise UnreadableError("the PDF has no text, only images: run OCR first, for example with ocrmypdf")
-    if drawn:
-        parsed.note(f"skipped: {_listed('page', drawn)} without readable text: of images, run OCR first (ocrmypdf)")
+    if blank:
+        parsed.note(f"skipped: {_listed('page', blank)} without readable text: of images, run OCR first (ocrmypdf)")
     if (missing := int(root["/Pages"].get("/Count", 0)) - len(pages)) > 0:
         parsed.note(f"skipped: {missing} pages that are missing from the file")
     if "/EmbeddedFiles" in root.get("/Names", {}):
         parsed.note("skipped: the files attached to it")
     parsed.pages = list(accumulate(map(len, pages[:-1]), initial=0))
     return "".join(pages).removesuffix("\n\n")
-
-
-def _is_drawn(page: Any) -> bool:
-    """Return whether a page has graphics, or contents that cannot be unpacked."""
-    contents, streams = page.get_contents(), page.get("/Contents", [])
-    if contents is not None and (drawn := contents.get_data()):
-        return bool(_PAINTS.search(drawn))
-    return any(len(each.get_object()._data) > _EMPTY for each in (streams if isinstance(streams, list) else [streams]))
-
-
-_EMPTY = 16  # bytes of a packed stream without content
-_PAINTS = re.compile(rb"(?:^|\s)(?:Do|EI|[fFBb]\*?|[Ss]|sh)(?=\s|$)")
 
 
 def _entries(page: Any) -> Iterator[str]:
@@ -543,20 +531,20 @@ def _is_grouped(names: dict[int, str], row: dict[int, str]) -> bool:
     return is_wide and are_names and len(set(row.values())) >= 2
 
 
-def jsonl(content: bytes, parsed: Content, text_field: str) -> list[str]:
-    """Return the text of each line."""
+def jsonl(content: bytes, parsed: Content) -> list[str]:
+    """Return the text in the field `text` of each line."""
     texts = []
     for number, line in enumerate(as_text(content, parsed).split("\n"), 1):
         try:
-            value = json.loads(line) if line.strip() else {text_field: ""}
+            value = json.loads(line) if line.strip() else {"text": ""}
         except (ValueError, RecursionError) as error:
             parsed.note(f"skipped: it is not JSON ({error})", number)
             continue
-        text = value.get(text_field) if isinstance(value, dict) else None
+        text = value.get("text") if isinstance(value, dict) else None
         if isinstance(text, str):
             texts.append(text)
         else:
-            parsed.note(f"skipped: it is not a JSON object with a text in the field {text_field!r}", number)
+            parsed.note("skipped: it is not a JSON object with a text in the field 'text'", number)
     return texts
 
 

@@ -51,7 +51,7 @@ class Sandbox:
                 env={**os.environ, **_ONE_THREAD, "PYTHONPATH": paths},
             )
 
-    def parse(self, name: str, kind: str, content: bytes, text_field: str = "text") -> Content:
+    def parse(self, name: str, kind: str, content: bytes) -> Content:
         """Do what `documents.parse` does; a file that exceeds the limits is a problem.
 
         Raises:
@@ -61,7 +61,7 @@ class Sandbox:
         seconds, memory = _SECONDS + _SECONDS_PER_MIB * mib, _BYTES + _BYTES_PER_BYTE * len(content)
         self._process = process = self._process or self._start()
         try:
-            self._pipe.send((seconds, memory, name, kind, text_field))
+            self._pipe.send((seconds, memory, name, kind))
             self._pipe.send_bytes(content)
             answer: Content | KvragError = self._pipe.recv()
         except (EOFError, OSError):  # it has ended
@@ -102,10 +102,10 @@ def main() -> None:
     pipe = Connection(int(sys.argv[1]))
     with suppress(EOFError):
         while True:
-            seconds, memory, name, kind, text_field = pipe.recv()
+            seconds, memory, name, kind = pipe.recv()
             _limit(seconds, memory)
             try:
-                pipe.send(parse(name, kind, pipe.recv_bytes(), text_field))
+                pipe.send(parse(name, kind, pipe.recv_bytes()))
             except KvragError as error:
                 pipe.send(error)
             except MemoryError:

@@ -131,7 +131,7 @@ WRONG = [
     ["warm", __file__, "--chunk-overlap", "256"],
     ["ask", "--store", "missing"],
     ["store", "stats", "--store", "missing"],
-    ["estimate", "missing"],
+    ["estimate", "--dtype", "int4"],
     ["explain", "missing.txt"],
     ["verify", "--chunk-tokens", "0"],
 ]
@@ -496,12 +496,12 @@ def test_every_kind_of_file_is_read(tmp_path: Path, as_json: Json) -> None:
     docs = tmp_path / "docs"
     (docs / "deep").mkdir(parents=True)
     (docs / "a.html").write_text("<style>p {}</style><p>Mira plays the harp.</p><script>run()</script>")
-    (docs / "b.jsonl").write_text('{"body": "Kan owns a goat."}\n\n{"body": "Kan likes soup."}\n')
+    (docs / "b.jsonl").write_text('{"text": "Kan owns a goat."}\n\n{"text": "Kan likes soup."}\n')
     (docs / "deep" / "c.md").write_text("Tran was born in Florton.")
     (docs / "d.pdf").write_bytes(PDF)
     (docs / ".hidden.txt").write_text("nobody reads this")
     (docs / "e.bin").write_bytes(b"\0\1")
-    warmed = as_json("warm", docs, "--store", tmp_path / "kv", "--text-field", "body")
+    warmed = as_json("warm", docs, "--store", tmp_path / "kv")
     assert warmed["files"] == 4
     [others] = warmed["problems"]
     assert others == {"file": str(docs), "line": None, "message": others["message"]}
@@ -559,7 +559,7 @@ def test_files_that_are_not_text_are_named_and_skipped(
     assert "huge.txt: skipped: the file is larger than 1 GiB: split it" in capsys.readouterr().err
     only = fails("warm", folder / "bin.txt", folder / "bad.pdf", "--store", tmp_path / "kv")
     assert "none of 2 files could be read" in only
-    assert fails("estimate", tmp_path / "kv" / "chunks").rstrip().endswith(".jsonl)"), "the reason once"
+    assert fails("warm", tmp_path / "kv" / "chunks").rstrip().endswith(".jsonl)"), "the reason once"
 
 
 def test_warm_refuses_what_the_disk_cannot_hold(
@@ -748,24 +748,12 @@ def test_a_long_chat_drops_its_oldest_turns_and_reports_it(
 # -------------------------------------------------------------------- estimate and store
 
 
-def test_estimate_is_the_models_own_number(reader: Model, as_json: Json) -> None:
-    result = as_json("estimate", "--tokens", 1000, "--chunk-tokens", 100)
-    assert result["bytes_per_token"] == reader.bytes_per_token == 2 * 8 * 4 * 64 * 2
-    assert result["bytes"] == 1000 * reader.bytes_per_token
-    assert result["chunk_bytes"] == 100 * reader.bytes_per_token
-
-
-def test_estimate_needs_no_weights_and_counts_a_corpus(tmp_path: Path, folder: Path, as_json: Json) -> None:
-    source = Path(kvrag.__file__).parent / "reader"
-    for file in source.iterdir():
-        if file.suffix == ".json":
-            shutil.copy(file, tmp_path)
-    (folder / "bin.txt").write_bytes(b"\0")
-    model = Model.from_pretrained("reader")
-    tokens = sum(len(model.tokenizer.encode(file.read_text())) for file in folder.iterdir() if file.name != "bin.txt")
-    result = as_json("estimate", folder, "--model", tmp_path, "--dtype", "float32")
-    assert result["tokens"] == tokens
-    assert result["bytes_per_token"] == 2 * model.bytes_per_token
+def test_estimate_is_the_models_own_number_and_needs_no_weights(tmp_path: Path, reader: Model, as_json: Json) -> None:
+    assert as_json("estimate")["bytes_per_token"]["native"] == reader.bytes_per_token == 2 * 8 * 4 * 64 * 2
+    for file in (Path(kvrag.__file__).parent / "reader").glob("*.json"):
+        shutil.copy(file, tmp_path)
+    found = as_json("estimate", "--model", tmp_path, "--dtype", "float32")["bytes_per_token"]
+    assert found["native"] == 2 * reader.bytes_per_token
 
 
 def test_store_stats_and_gc(warmed: Path, as_json: Json) -> None:

@@ -32,13 +32,13 @@ def is_next_read(child: Sandbox) -> bool:
 def test_the_child_reads_what_this_process_does(child: Sandbox, tmp_path: Path) -> None:
     files = [
         ("a.html", "<p>ä <b>b</b></p>".encode()),
-        ("a.jsonl", b'{"body": "x"}\n{"body": 1}\n'),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 1}\n'),
         ("a.docx", b"no zip"),
         ("a.csv", "naïve,b\n1,2".encode("cp1252")),
     ]
     for name, content in files:
         kind = Path(name).suffix
-        found, wanted = child.parse(name, kind, content, "body"), documents.parse(name, kind, content, "body")
+        found, wanted = child.parse(name, kind, content), documents.parse(name, kind, content)
         assert (found.texts, found.pages, found.problems) == (wanted.texts, wanted.pages, wanted.problems)
         assert found.texts or found.problems
     (tmp_path / "a.txt").write_text("text")

@@ -7,7 +7,7 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from textwrap import shorten
 from typing import Any
@@ -48,18 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the answers to two sets of questions, and the times and counts of the second one."""
     require_extra()
-
-    def show(*lines: str) -> None:
-        if not args.json:
-            print("\n".join(lines), flush=True)
-
     with tempfile.TemporaryDirectory(prefix="kvrag-demo-") as folder:
         _, alone = _ask_all(ENCODED_ALONE, WAYS_ALONE, f"{folder}/alone", args.json)
-        show(*_alone_lines(alone), "")
+        if not args.json:
+            print(*_alone_lines(alone), "", sep="\n", flush=True)
         warmed, answers = _ask_all(ARTICLES, WAYS, args.store or f"{folder}/articles", args.json)
-    show(*_article_lines(answers, warmed))
     if args.json:
-        print(json.dumps({"warm": warmed, "questions": [*map(asdict, answers)], "alone": [*map(asdict, alone)]}))
+        print(json.dumps({"warm": warmed, "questions": answers, "alone": alone}, default=asdict))
+    else:
+        print(*_article_lines(answers, warmed), sep="\n")
     return 0
 
 
@@ -102,8 +99,7 @@ def _alone_lines(answers: Sequence[DemoAnswer]) -> list[str]:
         'Most say "he" or "the town"; the name is in another chunk. Plain reuse cannot',
         f"connect the two. Blending recomputed {recomputed} of {stored} tokens.",
         "",
-        *_rows(answers, WAYS_ALONE),
-        _right(answers, WAYS_ALONE),
+        *_table(answers, WAYS_ALONE),
         "",
         "These questions were picked because plain reuse answers them wrong. Of 500 that",
         "were not picked, full prefill answers 442 right, plain reuse 279, blending 434",
@@ -119,8 +115,7 @@ def _article_lines(answers: Sequence[DemoAnswer], warmed: dict[str, Any]) -> lis
         f"The articles whole: {warmed['chunks']} chunks ({warmed['new']} new), "
         f"{warmed['tokens']} tokens, {human_bytes(warmed['bytes'])} of KV",
         "",
-        *_rows(answers, WAYS),
-        _right(answers, WAYS),
+        *_table(answers, WAYS),
         _row("first token, median", [f"{seconds:.3f} s" for seconds in times]),
         "",
         "All were chosen so that full prefill answers them right: the counts show",
@@ -130,21 +125,16 @@ def _article_lines(answers: Sequence[DemoAnswer], warmed: dict[str, Any]) -> lis
     ]
 
 
-def _rows(answers: Sequence[DemoAnswer], ways: Ways) -> list[str]:
-    """Return a line for each question with its answers, the wrong ones marked."""
-    lines = [_row("", list(ways))]
+def _table(answers: Sequence[DemoAnswer], ways: Ways) -> Iterator[str]:
+    """Yield a line for each question with its answers, the wrong ones marked, and one that counts the right ones."""
+    yield _row("", list(ways))
     for start in range(0, len(answers), len(ways)):
         same = answers[start : start + len(ways)]
-        cells = ["" if answer.correct else "x " for answer in same]
-        texts = [mark + shorten(answer.answer, 13, placeholder="...") for mark, answer in zip(cells, same, strict=True)]
-        lines.append(_row(same[0].question, texts))
-    return lines
-
-
-def _right(answers: Sequence[DemoAnswer], ways: Ways) -> str:
-    """Return a line with the number of right answers and of all, for each way."""
+        marks = ["" if answer.correct else "x " for answer in same]
+        cells = [mark + shorten(answer.answer, 13, placeholder="...") for mark, answer in zip(marks, same, strict=True)]
+        yield _row(same[0].question, cells)
     by_way = [[answer.correct for answer in answers if answer.way == way] for way in ways]
-    return _row("right", [f"{sum(correct)} of {len(correct)}" for correct in by_way])
+    yield _row("right", [f"{sum(correct)} of {len(correct)}" for correct in by_way])
 
 
 def _row(question: str, cells: Sequence[str]) -> str:

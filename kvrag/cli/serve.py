@@ -30,7 +30,6 @@ from kvrag.cli.common import (
 )
 from kvrag.config import DECLARED, BlendConfig
 from kvrag.errors import SettingError
-from kvrag.reader import samples
 from kvrag.retrieval import documents
 from kvrag.server.settings import ApiKey, ServerSettings
 from kvrag.words import counted
@@ -64,8 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     corpus.add_argument("--no-corpus", action="store_true", help="disable retrieval and /v1/corpus")
     corpus.add_argument("--prompt-template", metavar="FILE", help="prompt template with {context} and {question}")
     add_corpus_arguments(corpus)
-    sample = "add sample documents to an empty corpus: articles of the bundled model's world, or a handbook for others"
-    corpus.add_argument("--samples", action="store_true", help=sample)
     budget = "evict the chunks that save least beyond this size; see also kvrag store budget"
     corpus.add_argument("--store-gib", type=_size(30), dest="store_bytes", metavar="N", help=budget)
     add_setting(parser, "edited_history")
@@ -107,10 +104,6 @@ def _size(bits: int, may_be_zero: bool = False) -> Callable[[str], int]:
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
     require_extra("server")
-    if args.samples:
-        for name in ("chunk_tokens", "top_k"):
-            if getattr(args, name) == args.parser.get_default(name):
-                setattr(args, name, getattr(samples.of(args.model), name))
     settings, config = read_settings(args), read_config(args)  # report mistakes before the slow imports
     from kvrag.server.run import bind, make_server, share_arenas, url
 
@@ -195,11 +188,6 @@ def read_config(args: argparse.Namespace) -> BlendConfig:
 
 def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, state: State) -> None:
     corpora = state.corpora
-    for corpus in corpora if args.samples else ():
-        if not corpus.statuses():
-            say("encoding the sample documents")
-            for name, text in samples.of(args.model).documents().items():
-                corpus.add(name, [text])
     chunks = sum(len(corpus.index) for corpus in corpora)
     if args.json:
         print(json.dumps({"url": url, "model": settings.name, "pid": os.getpid(), "chunks": chunks}), flush=True)

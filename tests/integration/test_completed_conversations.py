@@ -31,7 +31,7 @@ def engine(tmp_path: Path) -> Iterator[BlendEngine]:
 
 
 def _chunks() -> list[str]:
-    texts = samples.ARTICLES.documents().values()
+    texts = [path.read_text() for path in sorted(samples.ARTICLES.path.iterdir())]
     return [part for text in texts for part in text.split("\n\n") if len(part) > 80][:5]
 
 

@@ -13,13 +13,12 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from families import build
 from pdf import pdf
 from run_script import start
-
-from kvrag.reader import samples
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'kvrag[dev]'")
 
@@ -27,6 +26,7 @@ BROWSER = next(filter(None, map(which, ("chromium", "chromium-browser", "google-
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt-get install chromium, as .ci/run does")
 
 KVRAG = Path(sys.executable).with_name("kvrag")
+HANDBOOK = sorted((Path(__file__).parents[3] / "examples" / "handbook").iterdir())
 FLAGS = [
     "--no-sandbox",  # CI is root
     "--disable-gpu",
@@ -61,14 +61,17 @@ def model_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @contextmanager
 def running(model_folder: Path, folder: Path, *options: str) -> Iterator[Any]:
-    """A process of `kvrag serve --samples`, with its `url`."""
+    """A process of `kvrag serve` with documents, and its `url`."""
     arguments = ["--model", str(model_folder), "--store", "kv", "--top-k", "5", "--max-tokens", "12", "--json"]
-    process = start(KVRAG, "serve", "--samples", "--port", "0", *arguments, *options, folder=folder)
+    process = start(KVRAG, "serve", "--port", "0", *arguments, *options, folder=folder)
     try:
         while not (said := folder / "stdout").exists() or "\n" not in said.read_text():
             assert process.is_alive(), (folder / "stderr").read_text()
             time.sleep(0.1)
         process.url = json.loads(said.read_text())["url"]
+        for path in HANDBOOK:
+            place = f"{process.url}/v1/corpus/handbook/{path.name}"
+            httpx.put(place, content=path.read_bytes(), timeout=60).raise_for_status()
         yield process
     finally:
         process.terminate()
@@ -266,21 +269,21 @@ def _chat(page: Any, server: Any, tmp_path: Path) -> None:
     page.goto(server.url)
     page.evaluate(WATCH)
 
-    # the sample documents are there
+    # the documents are there
     page.locator("#summary", has_text=re.compile("^16$")).wait_for()
     ask(page, "Who is the cook?", 1)
     heard = page.evaluate("window.heard")
     assert len(heard) > 2  # not all at once
     assert all(later.startswith(earlier) for earlier, later in pairwise(heard))
     assert not page.locator(".thought").first.is_visible()
-    assert page.locator("#documents li").count() == len(samples.HANDBOOK.documents())
+    assert page.locator("#documents li").count() == len(HANDBOOK)
     assert re.search(r"[1-9]\d* reused \(\d+ %\), [1-9]\d* stored but recomputed", page.inner_text(".detail"))
     page.click(".sources > summary")
     page.click(".sources li:first-child summary")
     assert page.locator(".sources li").count() == 5
     assert re.fullmatch(r"5 chunks from \d documents", page.inner_text(".sources > summary"))
     assert page.is_hidden("#tiny")  # the note about the bundled model
-    assert page.inner_text(".sources li:first-child p") in "".join(samples.HANDBOOK.documents().values())
+    assert page.inner_text(".sources li:first-child p") in "".join(path.read_text() for path in HANDBOOK)
 
     # a second turn has the first in its prompt
     said = page.locator(".answer").first.inner_text()

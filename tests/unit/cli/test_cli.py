@@ -866,13 +866,8 @@ def test_warm_can_calibrate_as_well(tmp_path: Path, as_json: Json, fails: Callab
     assert "--tune is for a local store" in fails("warm", tmp_path, "--server", "http://localhost:1", "--tune")
 
 
-def test_the_controller_can_be_switched_off(own: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.control.plan.CPU_SHARE", 0.0)  # a busy machine's times count, too
-    for _ in range(2):  # everything is measured by now
-        as_json("ask", QUESTION, "--store", own)
-    monkeypatch.setattr("kvrag.control.plan.NOTICEABLE_S", float("-inf"))
-    report = as_json("ask", QUESTION, "--store", own)["report"]
-    assert (report["policy"], report["decision"].split(":")[0]) == ("full", "full prefill")
+def test_the_controller_can_be_switched_off(own: Path, as_json: Json) -> None:
+    assert as_json("ask", QUESTION, "--store", own)["report"]["decision"]
     report = as_json("ask", QUESTION, "--store", own, "--controller", "off")["report"]
     assert (report["policy"], report["decision"]) == (DEFAULT_POLICY, "")
 

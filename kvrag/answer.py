@@ -14,7 +14,6 @@ import numpy as np
 
 from kvrag.backend.transformers import Model, Tokenizer
 from kvrag.config import (
-    DEFAULT_POLICY,
     AnswerOptions,
     BlendConfig,
     EngineOptions,
@@ -27,7 +26,6 @@ from kvrag.generate.decode import Reply
 from kvrag.generate.prompt import Prepared, prepare
 from kvrag.ingest.ingest import Ingestion
 from kvrag.listen.check import Checker
-from kvrag.listen.exact import ExactWhenIdle
 from kvrag.listen.learn import Learner
 from kvrag.listen.listener import Answered, Listener
 from kvrag.listen.recent import RecentRequests
@@ -91,8 +89,6 @@ class Answering:
         self.idle = idle = Idle(self._admission.is_busy, notice)
         checker = Checker(model, pipeline.planner, options["check"], idle)
         self.listeners: list[Listener] = [self.recent, Watch(), checker]
-        if options["exact_when_idle"]:
-            self.listeners.append(ExactWhenIdle(model, idle, options["conversation_bytes"]))
         if options["learn"]:
             self.listeners.append(Learner(ingestion, pipeline.lookup, idle, notice))
         self.forgetting.then += [idle.drop_forgotten, *(listener.forgotten for listener in self.listeners)]
@@ -119,11 +115,9 @@ class Answering:
                 raise
             self._keep(request, reply.tokens, reply.generation_prompt)
             # not for abandoned streams: garbage collection may end them in a thread that holds the locks taken here
-            ids = [*request.token_ids, *reply.tokens]
-            keep_exact = partial(self._keep_exact, ids, request.config, request.namespace)
             how = question.sampling, reply.tokens, reply.is_ended, question.prepared.grammar is not None
             for listener in self.listeners:
-                listener.answered(Answered(request, *how, self.prefill, keep_exact))
+                listener.answered(Answered(request, *how, self.prefill))
 
     def _render(self, question: Question) -> RequestState:
         """Return the request that a question makes."""
@@ -137,14 +131,6 @@ class Answering:
         self.prefill(request)
         if created and request.is_forgotten:
             self.forgetting.free(self._ingestion.forget_requests({*created.values()}, question.namespace))
-
-    def _keep_exact(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> None:
-        """Keep full prefill's KV of these tokens, from the first that is not kept so on."""
-        request = RequestState(ids, replace(config, ratio=1.0, policy=DEFAULT_POLICY), namespace)
-        with request.kv_freed_at_end():
-            self.begin(request)
-            self.prefill(request)
-            self._keep(request)
 
     def try_out(self, question: Question) -> RequestState:
         """Prefill a prompt without answering it, and without conversations."""

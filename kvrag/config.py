@@ -125,7 +125,7 @@ def check_fields(settings: Any) -> None:
             object.__setattr__(settings, declared.name, declared.metadata["check"](declared.name, value))
 
 
-_FORMER = {"history": "edited_history", "complete": "exact_when_idle"}
+_FORMER = {"history": "edited_history"}
 """Former names of options, with the present ones: they work for one release."""
 
 
@@ -137,9 +137,8 @@ def renamed(options: Mapping[str, Any], warn: Callable[[str], None] = _warn) -> 
     """Return options by their present names; `warn` of former ones."""
     present = dict(options)
     for former in _FORMER.keys() & present.keys():
-        name, value = _FORMER[former], present.pop(former)
-        warn(f"the option {former} is now {name}: the former name works in this release only")
-        present[name] = {"idle": True, "off": False}.get(value, value) if isinstance(value, str) else value
+        present[_FORMER[former]] = present.pop(former)
+        warn(f"the option {former} is now {_FORMER[former]}: the former name works in this release only")
     return present
 
 
@@ -333,8 +332,6 @@ class EngineOptions(TypedDict, total=False):
             messages of tools, of at least 64 tokens. See `BlendEngine.forget_learned`.
         check: Share of the greedy answers, after a namespace's first ones, that are compared with full prefill while no
             answer is in progress; 0 = none.
-        exact_when_idle: Prefill conversations whose KV is not exact in full while no answer is in progress, so that
-            the next turn begins with full prefill's KV.
     """
 
     ram_bytes: Annotated[int, number(2 << 30, "stored KV kept in RAM", whole=True)]
@@ -347,7 +344,6 @@ class EngineOptions(TypedDict, total=False):
     device_bytes: Annotated[int, number(0, "stored KV kept on the GPU", whole=True)]
     learn: Annotated[bool, switch("when idle, encode texts that two prompts of a namespace contain")]
     check: Annotated[float, number(0.05, "share of answers to compare with full prefill when idle; 0 = none", most=1)]
-    exact_when_idle: Annotated[bool, switch("prefill conversations in full when idle, for their next turns")]
 
 
 class ModelOptions(TypedDict, total=False):

@@ -91,8 +91,6 @@ class BlendEngine:
         check_type("config", config, BlendConfig | None, "a BlendConfig")
         chosen = checked("BlendEngine", EngineOptions, options)
         codec = chosen["codec"]
-        if config and config.deterministic and chosen["exact_when_idle"]:
-            raise SettingError("deterministic=True lets no answer depend on earlier ones: leave out exact_when_idle")
         self.model, self.config, self.codec = model, config or BlendConfig(), codec
         self.fingerprint = model.fingerprint.stored_as(codec)
         self.store: KVStore = open_store(default_store(model, codec) if store is None else store, chosen["store_cache"])

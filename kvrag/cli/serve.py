@@ -69,10 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "deterministic")
     add_setting(parser, "learn")
     add_setting(parser, "check", metavar="SHARE")
-    about = DECLARED["exact_when_idle"].metadata["about"]
-    parser.add_argument("--exact-when-idle", action="store_true", help=about)
-    for former in ("history", "complete"):
-        parser.add_argument(f"--{former}", action=FormerName, help=argparse.SUPPRESS, default=argparse.SUPPRESS)
+    parser.add_argument("--history", action=FormerName, help=argparse.SUPPRESS, default=argparse.SUPPRESS)
     limits = parser.add_argument_group("limits")
     for tier in ("ram", "device", "conversation", "batch"):
         name, kind = f"{tier}_bytes", _size(30, may_be_zero=tier != "batch")

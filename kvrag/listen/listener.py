@@ -23,7 +23,6 @@ class Answered:
         is_ended: An end token came after them.
         has_grammar: The tokens were chosen with a grammar.
         prefill: For other requests.
-        keep_exact: Computes and keeps full prefill's KV of the prompt and the answer. It can be called later.
     """
 
     request: RequestState
@@ -32,7 +31,6 @@ class Answered:
     is_ended: bool
     has_grammar: bool
     prefill: Prefill
-    keep_exact: Callable[[], None]
 
 
 class Listener:

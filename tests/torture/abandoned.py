@@ -103,7 +103,7 @@ def _forget_in_flight(folder: Path, rng: random.Random) -> None:
     """Forget documents, in this engine or in another one, while threads answer prompts with their texts."""
     numbers = list(range(rng.randint(2, 5)))
     learns = rng.random() < 0.5
-    idle: Any = {"check": rng.choice([0.0, 1.0]), "exact_when_idle": rng.choice([False, True])}
+    idle: Any = {"check": rng.choice([0.0, 1.0])}
     with tiny.engine(folder, learn=learns, **idle) as engine, tiny.engine(folder) as other:
         if rng.random() < 0.5:
             engine.warm(map(tiny.text, numbers), document="a")

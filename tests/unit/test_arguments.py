@@ -85,7 +85,6 @@ def test_of_a_config(name: str) -> None:
             "codec",
             "learn",
             "check",
-            "exact_when_idle",
         ),
         *("config", "store"),
     ],

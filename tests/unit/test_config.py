@@ -135,23 +135,18 @@ def test_former_names_work_with_a_warning(door: str) -> None:
         assert FORMER[door]().edited_history == "blend"
 
 
-def test_former_names_of_options_of_engines_calls_and_flags_work(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(FutureWarning, match="the option complete is now exact_when_idle"):
-        assert checked("f", EngineOptions, {"complete": "idle"})["exact_when_idle"] is True
+def test_former_names_of_options_of_calls_and_flags_work(capsys: pytest.CaptureFixture[str]) -> None:
     for take in (DOORS["client"], DOORS["a call of an LLM"]):
         with pytest.warns(FutureWarning, match="history"):
             assert take(history="blend")["edited_history"] == "blend"
-    args = _parse(serve, "--history", "blend", "--complete=idle")
-    assert (args.edited_history, args.exact_when_idle) == ("blend", True)
-    assert len(capsys.readouterr().err.splitlines()) == 2
-    args = _parse(serve, "--complete", "off")
-    assert args.exact_when_idle is False
+    assert _parse(serve, "--history=blend").edited_history == "blend"
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_sizes_that_serve_offers_are_the_engines() -> None:
     args = _parse(serve)
     sizes = "ram_bytes", "device_bytes", "conversation_bytes", "batch_bytes"
-    for name in (*sizes, "learn", "codec", "store_cache", "exact_when_idle"):
+    for name in (*sizes, "learn", "codec", "store_cache"):
         assert getattr(args, name) == DECLARED[name].default, name
 
 

@@ -152,7 +152,7 @@ def test_a_failing_check_is_counted_and_disturbs_nobody(engine: BlendEngine, mon
 
 def test_an_engine_is_freed_without_garbage_collection(model: Model, tmp_path: Path) -> None:
     """Else its model stays in memory."""
-    with BlendEngine(model, tmp_path, learn=True, exact_when_idle=True) as engine:
+    with BlendEngine(model, tmp_path, learn=True) as engine:
         engine.generate("Hi", max_new_tokens=1)
         engine.wait_until_idle()
         parts = [*map(weakref.ref, (engine._answering, *engine._answering.listeners))]

@@ -374,7 +374,7 @@ def report(
         "environment": {
             **run_settings(evaluation.model),
             "kvrag": version("kvrag"),
-            "command": f"{args.program} {shlex.join(sys.argv[1:])}",
+            "command": f"python -m benchmarks {shlex.join(sys.argv[1:])}",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": time.perf_counter() - started,
         },

@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         "environment": {
             **run_settings(model),
             "kvrag": version("kvrag"),
-            "command": f"{args.program} {shlex.join(sys.argv[1:])}",
+            "command": f"python -m benchmarks {shlex.join(sys.argv[1:])}",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "load": [round(load, 1), round(os.getloadavg()[0], 1)],
             "busy": busy_note(busy, cpu()),

@@ -6,7 +6,6 @@ of an answer have the names of both values too, because type checkers read a Typ
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import sys
@@ -17,7 +16,6 @@ from functools import cache, partial
 from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, cast, get_type_hints
 from urllib.parse import urlsplit
 
@@ -40,7 +38,6 @@ ANSWER_SETTINGS = ("ratio", "margin", "policy", "controller", "edited_history", 
 """Names of the settings that every answer can override."""
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 
 _MAX_DEPTH = 100  # levels of JSON; llguidance reads 128
 _TOO_DEEP = f"{{}} is nested deeper than {_MAX_DEPTH} levels: use a flatter one"
@@ -528,24 +525,6 @@ def checked_answer(
 def blend_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return those options of an answer that are a BlendConfig's, and are given."""
     return {name: options[name] for name in ANSWER_SETTINGS if options.get(name) is not None}
-
-
-def show_options(table: type, defaults: Mapping[str, Any] = MappingProxyType({})) -> Callable[[F], F]:
-    """Show the names of `**options: Unpack[table]` in a function's signature, with these or the declared defaults.
-
-    Type checkers and editors read the TypedDict; `help`, notebooks and Sphinx only read the signature.
-    """
-
-    def decorate(function: F) -> F:
-        signature, keyword = inspect.signature(function), inspect.Parameter.KEYWORD_ONLY
-        parameters = [named for named in signature.parameters.values() if named.kind is not named.VAR_KEYWORD]
-        for name, kind in get_type_hints(table).items():
-            default = defaults[name] if defaults else DECLARED[name].default
-            parameters.append(inspect.Parameter(name, keyword, default=default, annotation=kind))
-        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return function
-
-    return decorate
 
 
 def _filled(function: str, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

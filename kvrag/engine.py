@@ -14,7 +14,6 @@ from typing import Any, Unpack, cast
 from kvrag.answer import Answering, Question
 from kvrag.backend.transformers import Model
 from kvrag.config import (
-    ANSWER_DEFAULTS,
     AnswerOptions,
     BlendConfig,
     EngineOptions,
@@ -27,7 +26,6 @@ from kvrag.config import (
     check_type,
     checked,
     declared,
-    show_options,
 )
 from kvrag.control.agreement import TOKENS
 from kvrag.control.evidence import STARTS
@@ -56,8 +54,6 @@ from kvrag.types import Answer, BlendReport, CheckStats, Delta, Messages, TokenI
 
 _shared: Shared[BlendEngine] = Shared()
 
-_show = show_options(AnswerOptions, ANSWER_DEFAULTS)
-
 
 def default_store(model: Model, codec: str) -> Path:
     """Return the folder of a model's store if none is given."""
@@ -70,7 +66,6 @@ class BlendEngine:
     `config` has the defaults of every answer; `ratio` and `policy` can be given per call.
     """
 
-    @show_options(EngineOptions)
     @releasing_threads()
     def __init__(
         self,
@@ -104,7 +99,6 @@ class BlendEngine:
         self._check, self._closed, self._process = chosen["check"], False, os.getpid()
 
     @classmethod
-    @show_options(LoadingOptions)
     def from_pretrained(
         cls,
         name_or_path: str | Path,
@@ -220,7 +214,6 @@ class BlendEngine:
 
     # ---------------------------------------------------------------- answers
 
-    @_show
     def stream(
         self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]
     ) -> Generator[Delta, None, None]:
@@ -259,12 +252,10 @@ class BlendEngine:
         operation = "text_completion" if question.prepared.is_plain else "chat"
         return traced(_within(self._answering.stream(question), timeout), operation, self.model.name)
 
-    @_show
     def generate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
         """Return the complete answer; arguments as in `stream`."""
         return join(self.stream(prompt, **options))
 
-    @_show
     def stream_batch(
         self,
         prompts: Sequence[str | Messages | TokenIds],
@@ -292,7 +283,6 @@ class BlendEngine:
         merged = [cast(AnswerOptions, {**options, **overrides}) for overrides in each or [{}] * len(prompts)]
         return together([self.stream(prompt, **settings) for prompt, settings in zip(prompts, merged, strict=True)])
 
-    @_show
     def generate_batch(
         self,
         prompts: Sequence[str | Messages | TokenIds],
@@ -306,14 +296,12 @@ class BlendEngine:
             deltas[number].append(delta)
         return [join(answer) for answer in deltas]
 
-    @_show
     def astream(
         self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]
     ) -> AsyncGenerator[Delta, None]:
         """Like `stream`, off the event loop."""
         return off_loop(self.stream(prompt, **options))
 
-    @_show
     async def agenerate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
         """Like `generate`, off the event loop; cancelling it stops the work, also between two layers of the prefill."""
         async with aclosing(self.astream(prompt, **options)) as deltas:

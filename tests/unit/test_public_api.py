@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -107,45 +104,6 @@ def test_the_methods_people_call() -> None:
     for name, methods in METHODS.items():
         for method in methods:
             assert callable(getattr(getattr(kvrag, name), method)), f"{name}.{method}"
-
-
-@pytest.mark.parametrize("method", ["stream", "generate", "astream", "agenerate"])
-def test_signatures_show_the_options_of_an_answer(method: str) -> None:
-    shown = inspect.signature(getattr(kvrag.BlendEngine, method)).parameters
-    sampling = {field.name: field.default for field in dataclasses.fields(kvrag.Sampling) if field.name != "stop"}
-    expected = {
-        **dict.fromkeys(
-            (
-                "documents",
-                "ratio",
-                "margin",
-                "policy",
-                "controller",
-                "edited_history",
-                "deterministic",
-                "tools",
-                "tool_choice",
-                "parallel_tool_calls",
-                "grammar",
-                "template",
-            )
-        ),
-        **{"reasoning": None, "timeout": None},
-        **{"namespace": "", "stop": (), **sampling},
-    }
-    assert {name: one.default for name, one in shown.items() if one.kind is one.KEYWORD_ONLY} == expected
-    assert list(shown)[:2] == ["self", "prompt"]
-    assert shown["tools"].annotation == Sequence[dict[str, Any]] | None
-
-
-def test_the_signature_of_a_model_shows_its_options() -> None:
-    shown = inspect.signature(kvrag.Model.from_pretrained).parameters
-    assert list(shown) == [
-        *("name_or_path", "dtype", "device", "device_map", "revision", "attn_implementation"),
-        *("trust_remote_code", "allow_unverified", "preamble"),
-        *("quantization", "store_states"),
-    ]
-    assert (shown["dtype"].default, shown["device"].default, shown["preamble"].default) == ("auto", None, True)
 
 
 def test_all_errors_have_one_base() -> None:

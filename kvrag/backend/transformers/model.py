@@ -33,7 +33,7 @@ from kvrag.backend.transformers.rows import (
     suspended,
 )
 from kvrag.backend.transformers.tokenizer import Tokenizer
-from kvrag.config import ModelOptions, Sampling, checked, show_options
+from kvrag.config import ModelOptions, Sampling, checked
 from kvrag.errors import ContextWindowError, SettingError, UnsupportedModelError
 from kvrag.fingerprint import Fingerprint, hash_weights
 from kvrag.process import Shared, reporting_memory
@@ -118,7 +118,6 @@ class Model(Backend):
         self.fingerprint = replace(fingerprint(self.name, hf, self.tokenizer), states=store_states)
 
     @classmethod
-    @show_options(ModelOptions)
     def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[ModelOptions]) -> Model:
         """Load a model by hub name or path. Equal settings share one model while it is in use.
 

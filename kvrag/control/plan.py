@@ -315,16 +315,6 @@ class Planner:
             kept=request.kept,
         )
 
-    def observe_encoding(self, tokens: int, pairs: float, passes: int, seconds: float, cpu: float) -> None:
-        """Observe the encoding of chunks in `passes` forward passes.
-
-        Args:
-            pairs: Number of pairs of a token and a key that it attends to.
-            cpu: Processor time of the thread in these seconds.
-        """
-        if not self._waited(seconds, cpu):
-            self._costs.observe_pass("encode", tokens, pairs, seconds, passes)
-
     def _waited(self, seconds: float, cpu: float) -> bool:
         """Return whether a thread that computes waited for processors; one that uses a GPU waits for the GPU."""
         return self._backend.device.type == "cpu" and cpu < CPU_SHARE * seconds

@@ -48,12 +48,6 @@ class Tree:
         """Number of tokens to compute."""
         return len(self.ids) + sum(len(branch.ids) for branch in self.branches)
 
-    @property
-    def num_pairs(self) -> float:
-        """Number of pairs of a token and a key that it attends to."""
-        rows = [(0, self.ids), *((branch.at, branch.ids) for branch in self.branches)]
-        return sum(len(ids) * (start + len(ids) / 2) for start, ids in rows)
-
 
 def encode(
     model: Backend, chunks: Sequence[Sequence[int]], contexts: Sequence[Sequence[int]] | None = None

@@ -10,7 +10,6 @@ A document's texts that are too short to be matched are stored as well, so that 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,10 +20,9 @@ import numpy as np
 
 from kvrag.backend.protocol import Backend, Outline
 from kvrag.config import BlendConfig, NamedText, check_names, named_texts
-from kvrag.control.plan import Planner
 from kvrag.errors import ContextWindowError, PromptError, SettingError
 from kvrag.fingerprint import Fingerprint
-from kvrag.ingest.encode import batch_tokens, encode, trees
+from kvrag.ingest.encode import encode
 from kvrag.process import reporting_memory
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore
 from kvrag.store.base import Progress, no_progress
@@ -213,10 +211,9 @@ class Ingestion(Choosing):
         config: BlendConfig,
         codec: str,
         fingerprint: Fingerprint,
-        planner: Planner,
     ) -> None:
         super().__init__(model, store, config, fingerprint)
-        self._model, self._codec, self._planner = model, codec, planner
+        self._model, self._codec = model, codec
 
     def warm(
         self,
@@ -321,14 +318,10 @@ class Ingestion(Choosing):
     def _encode(self, choices: Sequence[_Piece], namespace: str, tally: _Tally) -> None:
         """Encode and store chunks; when this is interrupted, those that are encoded are stored first."""
         chunks, contexts = [choice.ids for choice in choices], [choice.context for choice in choices]
-        encoded, seconds, cpu, waits = encode(self._model, chunks, contexts), 0.0, 0.0, self._model.waits
         is_alone = self._model.num_processes == 1  # several store together, so that all do at the same chunk
         tally.stored = time.perf_counter()
         try:
-            for _ in choices:
-                started, cpu_started = time.perf_counter(), time.thread_time()
-                number, layers = next(encoded)
-                seconds, cpu = seconds + time.perf_counter() - started, cpu + time.thread_time() - cpu_started
+            for number, layers in encode(self._model, chunks, contexts):
                 ids, context = (np.asarray(tokens[number], np.uint32) for tokens in (chunks, contexts))
                 packed = pack(layers, self._codec, f"{self._model.tokenizer.decode(chunks[number][:12])}...")
                 record = ChunkRecord(choices[number].chunk_key, namespace, ids, context, packed)
@@ -342,10 +335,6 @@ class Ingestion(Choosing):
                 tally.put()
             raise
         tally.put()
-        if choices and self._model.waits == waits:  # otherwise the duration would include other threads' work
-            forest = trees(self._model, chunks, contexts)
-            tokens, pairs = sum(tree.num_tokens for tree in forest), sum(tree.num_pairs for tree in forest)
-            self._planner.observe_encoding(tokens, pairs, math.ceil(tokens / batch_tokens(self._model)), seconds, cpu)
 
 
 def _warnings(skipped: int, min_run: int, missing: int) -> Iterator[str]:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from kvrag import BlendConfig, FileStore, Model
-from kvrag.control.plan import Planner
 from kvrag.ingest.encode import encode
 from kvrag.ingest.ingest import Ingestion
 from kvrag.store import visible_variant
@@ -64,9 +63,7 @@ def warmer_on(model: Model, folder: Path, max_bytes: int | None = None, **config
     store = FileStore(folder, max_bytes=max_bytes, min_free_bytes=0)
     store.bind(model.fingerprint)
     settings = BlendConfig(**config)
-    return Warmer(
-        model, store, Ingestion(model, store, settings, "native", model.fingerprint, Planner(model, store, "native"))
-    )
+    return Warmer(model, store, Ingestion(model, store, settings, "native", model.fingerprint))
 
 
 def encoded_alone(model: Model, text: str) -> torch.Tensor:

@@ -265,16 +265,7 @@ def test_a_disk_that_became_fast_is_detected(engine: BlendEngine, monkeypatch: p
     assert engine.generate(PROMPT, max_new_tokens=1).report.policy == DEFAULT_POLICY
 
 
-def test_a_decision_needs_no_request_before_it(model: Model, tmp_path: Path) -> None:
-    """Ingestion has measured the passes; one read from the disk measures the rest."""
-    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
-        engine.warm(CHUNKS[:2])
-        engine.warm(CHUNKS[2:])
-        assert engine.generate(PROMPT, max_new_tokens=1).report.decision.count("predicted") == 1
-
-
 def test_chunks_in_memory_need_no_measured_disk(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine._planner, "observe_encoding", lambda *_: None)
     monkeypatch.setattr(engine._planner, "observe", lambda *_: None)  # the machine was busy
     engine.warm(CHUNKS)
     assert "no measurements" in engine.generate(PROMPT, max_new_tokens=1).report.decision
@@ -297,10 +288,7 @@ def test_timings_of_a_process_that_waited_for_processors_are_not_used(
 
     fake = SimpleNamespace(**vars(time) | {"perf_counter": clock, "thread_time": lambda: share * own.now})
     monkeypatch.setattr("kvrag.reuse.load.time", fake)
-    monkeypatch.setattr("kvrag.ingest.ingest.time", fake)
     engine.warm(CHUNKS)
-    engine.warm(["another text of more than sixteen tokens about a harp, a drum and the hall of Stelburg"])
-    assert (engine._planner._costs.speed() is not None) == (share > 2 / 3)
     for _ in range(2):
         engine.generate(PROMPT, max_new_tokens=1, controller="off")
     assert (engine._planner._costs.speed() is not None) == (share > 2 / 3)

@@ -1,4 +1,4 @@
-"""The chat page in a real browser: sample documents, a second turn, upload and deletion; without a server."""
+"""The chat page in a real browser: documents, a second turn, upload and deletion; without a server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from shutil import which
@@ -59,11 +58,12 @@ def model_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-@contextmanager
-def running(model_folder: Path, folder: Path, *options: str) -> Iterator[Any]:
-    """A process of `kvrag serve` with documents, and its `url`."""
-    arguments = ["--model", str(model_folder), "--store", "kv", "--top-k", "5", "--max-tokens", "12", "--json"]
-    process = start(KVRAG, "serve", "--port", "0", *arguments, *options, folder=folder)
+@pytest.fixture(scope="module")
+def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A process of `kvrag serve` with documents, and its `url`; most tests script its answers. The last one ends it."""
+    folder = tmp_path_factory.mktemp("server")
+    options = ["--model", str(model_folder), "--store", "kv", "--top-k", "5", "--max-tokens", "12", "--ratio", "0.15"]
+    process = start(KVRAG, "serve", "--port", "0", "--json", *options, folder=folder)
     try:
         while not (said := folder / "stdout").exists() or "\n" not in said.read_text():
             assert process.is_alive(), (folder / "stderr").read_text()
@@ -79,10 +79,8 @@ def running(model_folder: Path, folder: Path, *options: str) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a server for tests that script its answers."""
-    with running(model_folder, tmp_path_factory.mktemp("server"), "--ratio", "0.15") as process:
-        yield process.url
+def url(server: Any) -> str:
+    return str(server.url)
 
 
 @pytest.fixture(scope="module")
@@ -254,12 +252,7 @@ def test_the_page_asks_for_the_key(page: Any, url: str) -> None:
     assert said == ["This server requires an API key.", "The server does not know this key. Try another one."]
 
 
-def test_a_chat(page: Any, model_folder: Path, tmp_path: Path) -> None:
-    with running(model_folder, tmp_path, "--ratio", "0.15") as server:
-        _chat(page, server, tmp_path)
-
-
-def _chat(page: Any, server: Any, tmp_path: Path) -> None:
+def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     addresses: list[str] = []
     asked: list[dict[str, Any]] = []
     failed: list[Any] = []

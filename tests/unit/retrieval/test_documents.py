@@ -289,7 +289,7 @@ def test_unreadable_files_are_reported_with_a_remedy(name: str, content: bytes, 
 @pytest.fixture(scope="module")
 def child() -> Iterator[Sandbox]:
     with pytest.MonkeyPatch.context() as patch, closing(Sandbox()) as child:
-        patch.setattr(sandbox, "_SECONDS", 3)
+        patch.setattr(sandbox, "_SECONDS", 1)
         patch.setattr(sandbox, "_SECONDS_PER_MIB", 0)
         patch.setattr(sandbox, "_BYTES", 500 << 20)
         yield child

@@ -268,11 +268,12 @@ class ChatChunkBuilder:
         contents = ((one.text, one.reasoning, one.tool_calls, one.invalid_calls, one.report) for one in self._deltas)
         if not any(map(any, contents)):
             return None
-        calls = [(call, json.dumps(call.arguments, ensure_ascii=False)) for call in delta.tool_calls]
-        invalid = [(call, call.arguments + _unparsable_end(call.arguments)) for call in delta.invalid_calls]
+        calls = [(call.name, json.dumps(call.arguments, ensure_ascii=False), call.id) for call in delta.tool_calls]
+        for cut in delta.invalid_calls:
+            calls.append((cut.name, cut.arguments + _unparsable_end(cut.arguments), cut.id))
         parts = [
-            tool_call_chunk(name=call.name or None, args=arguments, id=call.id, index=index)
-            for index, (call, arguments) in enumerate([*calls, *invalid], self._num_calls)
+            tool_call_chunk(name=name or None, args=arguments, id=call_id, index=index)
+            for index, (name, arguments, call_id) in enumerate(calls, self._num_calls)
         ]
         self._num_calls += len(parts)
         message = AIMessageChunk(content=self._content(delta), tool_call_chunks=parts)

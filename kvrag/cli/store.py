@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from math import inf
@@ -74,20 +74,8 @@ def _stats(store: KVStore, args: argparse.Namespace) -> Result:
         result["local"] = {"path": copies.path, "chunks": copies.chunks, "bytes": copies.bytes}
         lines.append(f"copies     {counted(copies.chunks, 'chunk')} ({human_bytes(copies.bytes)}) in {copies.path}")
     if any(part.namespace or part.max_bytes for part in stats.namespaces):
-        rows: list[tuple[str, ...]] = [("namespace", "texts", "chunks", "tokens", "bytes", "budget", "documents")]
-        for part in stats.namespaces:
-            budget = "-" if part.max_bytes is None else human_bytes(part.max_bytes)
-            counts = part.texts, part.chunks, part.tokens, human_bytes(part.bytes), budget, part.documents
-            rows.append((part.namespace or "(default)", *map(str, counts)))
-        lines += ["", *_table(rows)]
+        lines += [", ".join(f"{name} {value}" for name, value in part.items()) for part in result["namespaces"]]
     return result, "\n".join(lines), True
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table, all columns but the first aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = ([f"{value:>{width}}" for value, width in zip(row, widths, strict=True)] for row in rows)
-    return ["  ".join([row[0].ljust(widths[0]), *cells[1:]]) for row, cells in zip(rows, padded, strict=True)]
 
 
 def _check(store: KVStore, args: argparse.Namespace) -> Result:

@@ -1,7 +1,7 @@
-"""GGUF files as transformers models: configuration, tokenizer, and dequantised weights.
+"""What transformers does for a GGUF file: its header, its tokenizer, and what `generate` does with logits.
 
-transformers' own loader leaves out settings that change the result: Llama 3's RoPE, windows, the RoPE base of some
-architectures, how vocabularies split and merge texts. Here, a file with a setting that would be lost is refused.
+transformers' own tokenizers of such files leave out how vocabularies split and merge texts. Here, a file with a setting
+that would be lost is refused.
 """
 
 from __future__ import annotations
@@ -9,70 +9,22 @@ from __future__ import annotations
 import json
 import logging
 import re
-from math import prod
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
-from transformers import AutoConfig, TokenizersBackend
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import AutoModelForCausalLM, LlamaConfig, TokenizersBackend
 
-from kvrag.backend.gguf import Header, Tensor, modelfile
+from kvrag.backend.gguf import find, modelfile
 from kvrag.errors import ModelLoadError, UnsupportedModelError, reason_of
 
 logger = logging.getLogger("kvrag")
 
-MODEL_TYPES = {
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-    "lfm2": "lfm2",
-    "llama": "llama",
-    "nemotron": "nemotron",
-    "phi3": "phi3",
-    "qwen2": "qwen2",
-    "qwen2moe": "qwen2_moe",
-    "qwen3": "qwen3",
-    "qwen3moe": "qwen3_moe",
-    "stablelm": "stablelm",
-    "starcoder2": "starcoder2",
-}
-"""Architectures of GGUF files (tests/integration/test_gguf.py), and transformers' model type of each."""
-
-_FIELDS: dict[str, tuple[str, ...]] = {
-    "context_length": ("max_position_embeddings",),
-    "block_count": ("num_hidden_layers",),
-    "embedding_length": ("hidden_size",),
-    "feed_forward_length": ("intermediate_size",),
-    "attention.head_count": ("num_attention_heads",),
-    "attention.head_count_kv": ("num_key_value_heads",),
-    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
-    "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon", "norm_eps"),
-    "attention.sliding_window": ("sliding_window",),
-    "attn_logit_softcapping": ("attn_logit_softcapping",),
-    "final_logit_softcapping": ("final_logit_softcapping",),
-    "shortconv.l_cache": ("conv_L_cache",),
-    "expert_count": ("num_experts",),
-    "expert_used_count": ("num_experts_per_tok",),
-    "expert_feed_forward_length": ("moe_intermediate_size",),
-    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
-}
-"""Metadata, and the field of the configuration for each: the first that this type of model has."""
-
-_READ_ELSEWHERE = {
-    *("rope.freq_base", "rope.freq_base_swa", "rope.dimension_count", "attention.key_length", "attention.value_length"),
-    *(f"rope.scaling.{part}" for part in ("type", "factor", "original_context_length", "attn_factor", "finetuned")),
-    *("vocab_size", "tensor_data_layout", "use_parallel_residual"),
-}
-_BIASES = {"attention_bias": "attn_q", "use_bias": "attn_q", "use_qkv_bias": "attn_q", "mlp_bias": "ffn_up"}
-_SCALING = "rope.scaling."
-_FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_SCALES_BY_WIDTH = {"gemma2": 46, "gemma3": 62}  # layers of the only size that does
-
+_FREQS = "rope_freqs.weight"
 _GGML, _NORMAL, _UNKNOWN, _CONTROL, _ADDED, _BYTE = "tokenizer.ggml.", 1, 2, 3, 4, 6
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _KEYS = re.compile(
@@ -103,117 +55,97 @@ _OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")  # Ollam
 _ORIGINAL = "use the model's original files"
 
 
-def _refuse(header: Header, hint: str) -> NoReturn:
-    raise UnsupportedModelError(f"cannot load model {header.name!r}: {hint}")
+@dataclass(frozen=True)
+class Header:
+    """Header of a GGUF file, or of its first shard. Of an array of texts, `metadata` has the length."""
+
+    name: str  # of the model, as it was given
+    path: Path
+    metadata: dict[str, Any]
+    tensors: tuple[str, ...]
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The settings of its architecture."""
+        start = f"{self.metadata['general.architecture']}."
+        return {key.removeprefix(start): value for key, value in self.metadata.items() if key.startswith(start)}
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Dimensions of a head's keys and values."""
+        own = self.own
+        usual = own["embedding_length"] // own["attention.head_count"]
+        return own.get("attention.key_length", usual), own.get("attention.value_length", usual)
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Numbers of KV per token, all layers."""
+        own = self.own
+        heads = own.get("attention.head_count_kv", own["attention.head_count"])
+        return (sum(heads) if isinstance(heads, list) else heads * own["block_count"]) * sum(self.dims)
 
 
-def _check_kinds(header: Header) -> None:
-    """Refuse a file with a quantisation that the package gguf knows, but cannot undo."""
-    from gguf import GGML_QUANT_SIZES, dequantize
-
-    for kind in {tensor.kind for tensor in header.tensors}:
-        try:
-            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-        except NotImplementedError:
-            _refuse(header, f"its quantisation {kind.name} cannot be undone: use a Q4_K_M or Q8_0 file of the model")
-
-
-def config_of(header: Header) -> Any:
-    """Return the configuration of a GGUF file; its `dtype` is the one to compute in.
+def read_header(name: str) -> Header | None:
+    """Read the header of the GGUF file that a model's name stands for; None if it stands for none.
 
     Raises:
-        UnsupportedModelError: The architecture is not in MODEL_TYPES, or has a setting that would be lost.
+        ModelLoadError: As `find` does, or the header is damaged, or not that of a language model.
     """
-    architecture, metadata = header.architecture, header.metadata
-    if architecture not in MODEL_TYPES:
-        _refuse(header, f"the architecture {architecture!r} is not read from GGUF files; {', '.join(MODEL_TYPES)} are")
-    _check_kinds(header)
-    start, tensors = f"{architecture}.", {tensor.name: tensor for tensor in header.tensors}
-    own = {key.removeprefix(start): value for key, value in metadata.items() if key.startswith(start)}
-    if len({name.split(".")[1] for name in tensors if name.startswith("blk.")}) != own["block_count"]:
-        _refuse(header, "it does not have the layers that it names: get it again")  # a damaged number can be huge
-    default = AutoConfig.for_model(MODEL_TYPES[architecture])
-    fields: dict[str, Any] = {name: any(f"{part}.bias" in key for key in tensors) for name, part in _BIASES.items()}
-    fields = {name: value for name, value in fields.items() if hasattr(default, name)}
-    for key in own.keys() - _READ_ELSEWHERE:
-        name = next((name for name in _FIELDS.get(key, ()) if hasattr(default, name)), "")
-        if not name:
-            _refuse(header, f"its setting {start}{key} would be lost: {_ORIGINAL}")
-        fields[name] = own[key]
-    width, heads = own["embedding_length"], own["attention.head_count"]
-    fields["head_dim"] = head_dim = own.get("attention.key_length", width // heads)
-    if own.get("attention.value_length", head_dim) != head_dim:
-        _refuse(header, f"its keys and values have different sizes: {_ORIGINAL}")
-    if architecture == "lfm2":  # one number per layer
-        fields["num_key_value_heads"] = max(own["attention.head_count_kv"])
-        fields["layer_types"] = ["full_attention" if row else "conv" for row in own["attention.head_count_kv"]]
-        fields["block_auto_adjust_ff_dim"] = False
-    if architecture == "phi3":
-        fields["original_max_position_embeddings"] = own.get(
-            f"{_SCALING}original_context_length", own["context_length"]
-        )
-    if architecture == "qwen3moe":
-        fields["norm_topk_prob"] = True  # as llama.cpp does
-    if hasattr(default, "query_pre_attn_scalar"):
-        by_width = own["block_count"] == _SCALES_BY_WIDTH[architecture]
-        fields["query_pre_attn_scalar"] = width // heads if by_width else head_dim
-    if hasattr(default, "use_parallel_residual"):
-        fields["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
+    if (path := find(name)) is None:
+        return None
+    try:
+        from transformers.integrations.gguf.reader import read_gguf_metadata
+
+        header = Header(name, path, *read_gguf_metadata(str(path)))
+        own, size = header.own, header.numbers_per_token
+        is_model = own["context_length"] > 0 and 0 < size < 1 << 30
+    except ImportError:
+        _fail(name, "GGUF files need transformers 5.24: pip install transformers==5.24.0")
+    except OSError as error:
+        _fail(name, f"{path} cannot be read ({error.strerror})")
+    except Exception as error:  # any, of a damaged header
+        _fail(name, f"{path.name} is damaged, or no language model: get it again ({reason_of(error)})")
+    if not is_model:
+        _fail(name, f"{path.name} is damaged: get it again")
+    return header
+
+
+def rope_factors(header: Header) -> torch.Tensor | float:
+    """Return the divisors of the RoPE frequencies, such as Llama 3's, (R,) float32; 1.0 without any."""
+    from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict
+
+    if _FREQS not in header.tensors:
+        return 1.0
+    try:
+        return load_gguf_state_dict(GgufHeader.from_file(str(header.path)))[_FREQS][...].double()
+    except ValueError as error:  # a quantisation that transformers does not know
+        _refuse(header, f"its RoPE factors cannot be read ({reason_of(error)}): use a Q4_K_M or Q8_0 file")
+
+
+def stand_in(header: Header, tokenizer: Any, vocab_size: int) -> Any:
+    """Return a model without weights that has the file's generation config."""
     special = _special_ids(header)
-    config = AutoConfig.for_model(
-        MODEL_TYPES[architecture],
-        **fields,
-        rope_parameters=_rope(header, own, default.rope_parameters, head_dim),
-        vocab_size=tensors["token_embd.weight"].shape[0],
-        tie_word_embeddings="output.weight" not in tensors,
-        dtype=header.dtype,
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
         bos_token_id=special.get("bos"),
         pad_token_id=special.get("padding"),
         eos_token_id=sorted({special[name] for name in ("eos", "eot", "eom") if name in special}),
     )
-    if lost := [name for name, value in fields.items() if getattr(config, name) != value]:
-        _refuse(header, f"its {lost[0]} would be lost: {_ORIGINAL}")
-    _check_freqs(header, config)
-    return config
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config)
+    set_defaults(header, tokenizer, hf.generation_config)
+    return hf
 
 
-def _rope(header: Header, own: dict[str, Any], default: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """Return the RoPE settings; those of `full_attention` only, where the others are scaled in no way."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(own.get("rope.freq_base", 10000.0))}
-    rotated = own.get("rope.dimension_count", head_dim)
-    if "partial_rotary_factor" in default:
-        rope["partial_rotary_factor"] = rotated / head_dim
-    elif rotated != head_dim:
-        _refuse(header, f"RoPE of {rotated} of {head_dim} dimensions would be lost: {_ORIGINAL}")
-    tensors = {tensor.name: tensor for tensor in header.tensors}
-    scaling = {key.removeprefix(_SCALING): value for key, value in own.items() if key.startswith(_SCALING)}
-    kind, length = scaling.get("type", "none"), scaling.get("original_context_length")
-    if _LONG in tensors and _SHORT in tensors:
-        rope |= {"rope_type": "longrope", "original_max_position_embeddings": length}
-        rope |= {"long_factor": read(tensors[_LONG]).tolist(), "short_factor": read(tensors[_SHORT]).tolist()}
-    elif scaling.get("attn_factor", 1.0) != 1.0 or kind not in ("none", "linear", "yarn"):
-        _refuse(header, f"RoPE scaling {kind!r} would be lost: {_ORIGINAL}")
-    elif _FREQS in tensors:
-        rope |= _LLAMA3_ROPE | {"rope_type": "llama3", "factor": float(read(tensors[_FREQS]).max())}
-    elif kind != "none":
-        rope |= {"rope_type": kind, "factor": float(scaling["factor"])}
-        rope |= {"original_max_position_embeddings": length} if kind == "yarn" else {}
-    if "full_attention" in default:
-        near = {"rope_type": "default", "rope_theta": float(own.get("rope.freq_base_swa", 10000.0))}
-        return {"full_attention": rope, "sliding_attention": near}
-    return rope
+def _refuse(header: Header, hint: str) -> NoReturn:
+    raise UnsupportedModelError(f"cannot load model {header.name!r}: {hint}")
 
 
-def _check_freqs(header: Header, config: Any) -> None:
-    """Refuse a file whose RoPE factors are not Llama 3's: it names neither their rule nor its settings."""
-    if config.rope_parameters.get("rope_type") != "llama3":
-        return
-    stored = next(read(tensor) for tensor in header.tensors if tensor.name == _FREQS)
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    exponents = torch.arange(0, config.head_dim, 2) / config.head_dim
-    factors = config.rope_parameters["rope_theta"] ** -exponents / scaled
-    if not np.allclose(factors.numpy(), stored, rtol=1e-3):
-        _refuse(header, f"the factors in {_FREQS} are not Llama 3's: {_ORIGINAL}")
+def _fail(name: str, hint: str) -> NoReturn:
+    raise ModelLoadError(f"cannot load model {name!r}: {hint}") from None
 
 
 def tokenizer_of(header: Header) -> Any:
@@ -223,13 +155,13 @@ def tokenizer_of(header: Header) -> Any:
         UnsupportedModelError: It would give other ids than llama.cpp's, or has a setting that would be lost.
         ModelLoadError: The chat template is broken.
     """
-    from transformers.integrations.gguf.reader import read_gguf_metadata
-
     metadata, arrays = header.metadata, [f"{_GGML}tokens", f"{_GGML}merges"]
     part = {key.removeprefix(_GGML): value for key, value in metadata.items() if key.startswith("tokenizer.")}
     for key, value in metadata.items():
         if key.startswith("tokenizer.") and not _KEYS.fullmatch(key.removeprefix(_GGML)) and value is not False:
             _refuse(header, f"its setting {key} would be lost: {_ORIGINAL}")
+    from transformers.integrations.gguf.reader import read_gguf_metadata
+
     texts, _ = read_gguf_metadata(str(header.path), arrays)
     part |= {key.removeprefix(_GGML): texts[key] for key in arrays if key in texts}
     part["tokens"] = tokens = [text or f"[EMPTY_{number}]" for number, text in enumerate(part["tokens"])]
@@ -240,7 +172,7 @@ def tokenizer_of(header: Header) -> Any:
         _refuse(header, f"its tokenizer of the kind {part['model']!r} is not read: {_ORIGINAL}")
     backend = _sentencepiece(header, part, special.get("unknown")) if is_spm else _byte_level(header, part)
     # no metadata say so; llama.cpp goes by the name, of which converters write several
-    strips = re.search("phi-?3", f"{metadata.get('general.name')} {is_spm and header.architecture}".lower()) is not None
+    strips = re.search("phi-?3", f"{metadata.get('general.name')} {is_spm and metadata['general.architecture']}".lower()) is not None
     own = {special.get("bos"), special.get("eos"), *_ENDS}  # some files call them normal
     added: dict[str | None, AddedToken] = {
         text: AddedToken(
@@ -254,7 +186,7 @@ def tokenizer_of(header: Header) -> Any:
     named = {key[24:]: text for key, text in part.items() if key.startswith("tokenizer.chat_template.")}
     hf = TokenizersBackend(
         tokenizer_object=backend,
-        model_max_length=metadata[f"{header.architecture}.context_length"],
+        model_max_length=header.own["context_length"],
         chat_template={"default": template, **named} if template and named else template,
         add_bos_token=part.get("add_bos_token", is_spm or part.get("pre") in _LLAMA3),
         **{role: added.get(special.get(name)) for role, name in _ROLES.items()},
@@ -351,45 +283,3 @@ def _check_template(header: Header, hf: Any) -> None:
         raise ModelLoadError(f"cannot load model {header.name!r}: {reason}: {repair}") from error
     if "kvrag" not in text:
         raise ModelLoadError(f"cannot load model {header.name!r}: its chat template leaves out the question: {repair}")
-
-
-def weights_of(header: Header, hf: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the weights of a GGUF file, dequantised, by their names in the model `hf`, which may have none."""
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
-
-    architecture = next(number for number, name in MODEL_ARCH_NAMES.items() if name == header.architecture)
-    names = get_tensor_name_map(architecture, hf.config.num_hidden_layers)
-    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=hf.config.to_dict())
-    places: dict[str, str] = {}
-    for name in hf.state_dict():
-        base, dot, last = processor.preprocess_name(name).rpartition(".")
-        base, suffix = (base, dot + last) if last in ("weight", "bias") else (base + dot + last, "")
-        if stored := names.get_name(base):
-            places[stored + suffix] = name
-        else:
-            processor.perform_fallback_tensor_mapping(places, suffix, "", base)
-    found: dict[str, torch.Tensor] = {}
-    for tensor in header.tensors:
-        if tensor.name in (_FREQS, _LONG, _SHORT):
-            continue
-        done = processor.process(
-            read(tensor), tensor.name, tensor_key_mapping=places, parsed_parameters={"tensors": found}
-        )
-        name = places.get(tensor.name) or places.get(tensor.name.removesuffix(".weight"))
-        if name is None:
-            _refuse(header, f"its {tensor.name} would be lost: {_ORIGINAL}")
-        if done.name is not None:
-            found[name] = torch.from_numpy(np.require(done.weights, requirements=["C", "W"]))
-        found[name] = found[name].to(dtype)
-    return found
-
-
-def read(tensor: Tensor) -> NDArray[np.float32]:
-    """Return the numbers of a tensor."""
-    from gguf import dequantize
-
-    *rows, _ = tensor.shape
-    shape = (*rows, tensor.num_bytes // max(1, prod(rows)))
-    raw = np.asarray(np.memmap(tensor.path, np.uint8, "r", tensor.start, shape))
-    return np.asarray(dequantize(raw, tensor.kind))

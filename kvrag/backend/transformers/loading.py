@@ -21,7 +21,6 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
-from kvrag.backend.gguf import Header, check_memory, read_header
 from kvrag.backend.hub import READER, check_model, is_offline
 from kvrag.backend.positions import Chunked
 from kvrag.backend.transformers import gguf
@@ -98,31 +97,18 @@ def load(
     tokenizer = load_tokenizer(name, **where)
     if attn_implementation is not None:
         where["attn_implementation"] = attn_implementation
-    with _explaining(name) as (path, header):
-        kind = auto_class(config)
-        if header is not None:
-            path, (kind, weights) = None, _dequantised(header, config, dtype)
-            where |= {"config": config, "state_dict": weights}
-        model, info = kind.from_pretrained(path, dtype=dtype, device_map=device_map, output_loading_info=True, **where)
+    with _explaining(name) as path:
+        model, info = auto_class(config).from_pretrained(
+            path, dtype=dtype, device_map=device_map, output_loading_info=True, **where
+        )
         if missing := sorted(info["missing_keys"]):  # transformers would use random numbers
             raise ModelLoadError(f"cannot load model {name!r}: its files have no weights for {missing[0]}")
         if unused := _left_out(model, info["unexpected_keys"]):
             raise ModelLoadError(f"cannot load model {name!r}: {unused}: it is another model's config.json")
-        if header is not None:
-            gguf.set_defaults(header, tokenizer, model.generation_config)
         if device_map is None:
             model = model.to(device or default_device())
         model = quantize(model, quantization)
     return model, tokenizer
-
-
-def _dequantised(header: Header, config: Any, dtype: str | torch.dtype) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the class of a GGUF file's model, and the weights; raise ModelLoadError at once if memory is too small."""
-    target = config.dtype if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    check_memory(header.name, header.num_weights * target.itemsize)
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config)
-    return type(model), gguf.weights_of(header, model, target)
 
 
 def auto_class(config: Any) -> Any:
@@ -163,16 +149,18 @@ def load_config(
     """Load a model's configuration without its weights; raises like `load`."""
     check_model(name)
     where = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
-    with _explaining(name) as (path, header):
-        config = gguf.config_of(header) if header else AutoConfig.from_pretrained(path, **where)
+    with _explaining(name) as path:
+        config = AutoConfig.from_pretrained(path, **where)
     refuse_unsupported(config, allow_unverified)
     return config
 
 
 def load_tokenizer(name: str, **where: Any) -> Any:
     """Load a model's tokenizer only; takes `where` and raises like `load`."""
-    with _explaining(name) as (path, header):
-        return gguf.tokenizer_of(header) if header else AutoTokenizer.from_pretrained(path, **where)
+    if header := gguf.read_header(name):
+        return gguf.tokenizer_of(header)
+    with _explaining(name) as path:
+        return AutoTokenizer.from_pretrained(path, **where)
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype | None = None) -> int:
@@ -235,29 +223,22 @@ def _check_settings(dtype: str | torch.dtype, device: str | None) -> None:
 
 
 @contextmanager
-def _explaining(name: str) -> Iterator[tuple[str | None, Header | None]]:
-    """Provide the folder of a model or its name on the hub, or the header of its GGUF file.
-
-    If loading fails, raise ModelLoadError with a hint.
-    """
-    path, header = reader_path() if name == READER else name, read_header(name)
+def _explaining(name: str) -> Iterator[str]:
+    """Provide the folder of a model or its name on the hub; if loading fails, raise ModelLoadError with a hint."""
+    path = reader_path() if name == READER else name
     try:
-        yield path, header
+        yield path
     except KvragError:
         raise
     except Exception as error:  # transformers, huggingface_hub, safetensors and torch raise different types
-        raise ModelLoadError(_explain(name, path, header, error)) from error
+        raise ModelLoadError(_explain(name, path, error)) from error
 
 
-def _explain(name: str, path: str, header: Header | None, error: Exception) -> str:
+def _explain(name: str, path: str, error: Exception) -> str:
     if out_of_memory(error):
         hint = "it does not fit into memory: use a smaller model, or another dtype or device"
-    elif header is not None and isinstance(error, ImportError):
-        hint = "GGUF files need transformers 5.24: pip install transformers==5.24.0"
-    elif header is not None and "ignore_mismatched_sizes" not in str(error):
-        hint = f"{header.path.name} is damaged or unusual: get it again, or use the model's original files"
     elif "ignore_mismatched_sizes" in str(error):
-        hint = f"{header.path.name if header else 'config.json'} gives other sizes than the weights have"
+        hint = "config.json gives other sizes than the weights have"
     elif "accelerate" in str(error):
         hint = "device_map needs accelerate: pip install accelerate"
     elif "gated repo" in str(error):

@@ -1,0 +1,1 @@
+"""The llama.cpp backend: GGUF files in their own bits, through the public functions of llama.h."""

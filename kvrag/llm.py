@@ -121,6 +121,7 @@ class EngineSettings:
     trust_remote_code: bool = _of("trust_remote_code")
     quantization: str | None = _of("quantization")
     store_states: bool = _of("store_states")
+    n_ctx: int | None = _of("n_ctx")
     learn: bool = _of("learn")
     check: float = _of("check")
     base_url: str | None = _row(None, "URL of `kvrag serve`, or of vLLM with kvrag's KV connector, instead of a store")
@@ -305,12 +306,11 @@ def _digest(api_key: str, base_url: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _loaded_facts(name: str, revision: str | None, trust_remote_code: bool, local_files_only: bool) -> Facts:
-    from kvrag.backend.transformers.loading import context_window, load_config, load_tokenizer
+    from kvrag.backend.transformers.loading import load_tokenizer, load_window
     from kvrag.backend.transformers.tokenizer import Tokenizer
 
     where: Any = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
-    window = context_window(load_config(name, **where).get_text_config())
-    return _facts_of(window, Tokenizer(load_tokenizer(name, **where), name, preamble=False))
+    return _facts_of(load_window(name, **where), Tokenizer(load_tokenizer(name, **where), name, preamble=False))
 
 
 def _facts_of(window: int, tokenizer: Tokenizer) -> Facts:

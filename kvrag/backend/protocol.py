@@ -114,6 +114,7 @@ class Backend(Outline, Protocol):
         rope_follows_length: RoPE frequencies depend on the prompt length (dynamic NTK, longrope).
         rows_per_pass: Maximum number of rows per forward pass; None = the backend has no limit of its own.
         passes_may_wait: A pass may wait for a disk, see `waiting`. False: all KV is loaded before the first pass.
+        policies: Those that it can follow besides none and full, the default one first; () = all.
         keeps_states: Some layers keep a state of the tokens so far in place of KV. They see the rows of a pass only,
             and those of the pass before if this one begins where it ended.
         stores_states: The states at a chunk's end are stored with it, as one more layer.
@@ -135,6 +136,7 @@ class Backend(Outline, Protocol):
     rope_follows_length: bool
     rows_per_pass: int | None = None
     passes_may_wait: bool = True
+    policies: tuple[str, ...] = ()
     keeps_states: bool = False
     stores_states: bool = False
     leaves_tail: bool = False

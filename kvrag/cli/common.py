@@ -140,6 +140,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "device")
     add_setting(parser, "quantization")
     add_setting(parser, "store_states")
+    add_setting(parser, "n_ctx", metavar="N")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -195,7 +196,7 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
     from kvrag.engine import BlendEngine, default_store
 
     say_if_reader(args)
-    settings = {name: getattr(args, name) for name in ("dtype", "device", "quantization", "store_states")}
+    settings = {name: getattr(args, name) for name in ("dtype", "device", "quantization", "store_states", "n_ctx")}
     model = Model.from_pretrained(args.model, **settings)
     store = default_store(model, args.codec) if args.store is None else args.store
     if is_warmed and args.store is None and not (store / "chunks").is_dir():

@@ -25,13 +25,18 @@ def run(args: argparse.Namespace) -> int:
     say_if_reader(args)
     import torch
 
+    from kvrag.backend.transformers.gguf import read_header
     from kvrag.backend.transformers.loading import bytes_per_token, head_dim, kv_dtype, load_config
     from kvrag.store.values import share
 
-    config = load_config(args.model)
-    dtype = getattr(torch, args.dtype) if args.dtype else kv_dtype(config)
-    native = bytes_per_token(config, dtype)
-    codecs = {codec: native * share(codec, args.chunk_tokens, head_dim(config), dtype) for codec in CODECS}
+    if header := read_header(args.model):
+        dtype, dim = torch.float16, header.dims[0]
+        native = header.numbers_per_token * dtype.itemsize
+    else:
+        config = load_config(args.model)
+        dtype, dim = getattr(torch, args.dtype) if args.dtype else kv_dtype(config), head_dim(config)
+        native = bytes_per_token(config, dtype)
+    codecs = {codec: native * share(codec, args.chunk_tokens, dim, dtype) for codec in CODECS}
     if args.json:
         print(json.dumps({"model": args.model, "chunk_tokens": args.chunk_tokens, "bytes_per_token": codecs}))
         return 0

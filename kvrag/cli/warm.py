@@ -264,9 +264,8 @@ def drop(index: ChunkIndex, names: Sequence[str], forget: Callable[[str], int]) 
 
 def bytes_per_token(engine: BlendEngine, chunk_tokens: int) -> float:
     """Return the bytes that a stored token takes under the engine's codec."""
-    from kvrag.backend.transformers.loading import head_dim
     from kvrag.store.values import share
 
     model = engine.model
-    kv = model.bytes_per_token * share(engine.codec, chunk_tokens, head_dim(model.config), model.dtype)
+    kv = model.bytes_per_token * share(engine.codec, chunk_tokens, model.head_dim, model.dtype)
     return kv + model.bytes_per_chunk / chunk_tokens

@@ -238,14 +238,15 @@ class Planner:
 
     def _suited(self, config: BlendConfig) -> BlendConfig:
         """Return the settings with a policy that the model can follow; raise SettingError if it is another one."""
-        if not self._backend.keeps_states or config.policy in (*_FIXED, "tail"):
+        known = self._backend.policies
+        if not known or config.policy.partition(":")[0] in (*_FIXED, *known):
             return config
         if config.policy != DEFAULT_POLICY:
-            raise SettingError(
-                f"policy {config.policy} recomputes scattered tokens, which layers that keep a state cannot: "
-                "leave policy out, or use 'tail'"
-            )
-        return replace(config, policy="tail")
+            reason = "recomputes scattered tokens, which layers that keep a state cannot"
+            if not self._backend.keeps_states:
+                reason = "needs the layers one by one, which llama.cpp does not give"
+            raise SettingError(f"policy {config.policy} {reason}: leave policy out, or use {' or '.join(known)}")
+        return replace(config, policy=known[0])
 
     def _choose(
         self, config: BlendConfig, namespace: str, is_alone: bool, speed: Speed, work: Callable[[float], Workload]
@@ -277,7 +278,7 @@ class Planner:
 
     def verdict(self, namespace: str) -> str:
         """Return in a sentence what is done on this model, and what it keeps; "" = too little is known."""
-        evidence, policy = self.evidence[namespace], "tail" if self._backend.keeps_states else DEFAULT_POLICY
+        evidence, policy = self.evidence[namespace], (*self._backend.policies, DEFAULT_POLICY)[0]
         answers = evidence.answers
         if answers.answers < FEW:
             return ""

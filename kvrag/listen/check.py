@@ -75,7 +75,7 @@ def measure(
 
 
 def _policy(model: Model) -> str:
-    return "tail" if model.keeps_states else DEFAULT_POLICY
+    return (*model.policies, DEFAULT_POLICY)[0]
 
 
 def _refer(model: Model, prefill: Prefill, ids: Sequence[int], namespace: str, answer: Sequence[int] = ()) -> Reference:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, cast
@@ -28,6 +28,7 @@ from kvrag.backend.protocol import Branch, CachedKV, KVCache, LayerSource, Obser
 from kvrag.backend.transformers.gguf import Header, rope_factors, stand_in, tokenizer_of
 from kvrag.backend.transformers.model import Model
 from kvrag.backend.transformers.tokenizer import Tokenizer
+from kvrag.config import DECLARED
 from kvrag.errors import ModelLoadError, SettingError, UnsupportedModelError
 from kvrag.fingerprint import Fingerprint
 from kvrag.process import check_process
@@ -40,6 +41,7 @@ _BATCH = 512  # rows per pass, at most
 _CELLS_BYTES = 2 << 30  # of KV in the context, by default
 _TRIAL, _SHIFT, _TOLERANCE = 16, 37, 0.02  # tokens of the trial, their second position, and the error allowed
 _PAIRS: dict[int, Pairs] = {0: "interleaved", 2: "half_split"}  # by rope type
+_ORIGINAL = "use the model's original files, which torch runs"
 _LONG = "rope_factors_long.weight"
 _SAMPLES, _SAMPLE = 4096, 256  # of a file: fine-tuning changes nearly every weight
 
@@ -116,6 +118,17 @@ class LlamaModel(Model):
             rope=json.dumps(rope, sort_keys=True),
             preamble=self.preamble,
         )
+
+    @classmethod
+    def from_header(cls, header: Header, settings: Mapping[str, Any]) -> LlamaModel:
+        """Load the file of a header with the options of `Model.from_pretrained`."""
+        own = {name: settings[name] for name in ("n_ctx", "device", "preamble")}
+        for name, value in settings.items():
+            if name not in own and value != DECLARED[name].default and name != "allow_unverified":
+                raise SettingError(f"{name}: a GGUF file runs in llama.cpp as it is: leave it out, or {_ORIGINAL}")
+        if own["device"] not in (None, "cpu"):
+            raise SettingError("device: llama.cpp takes its own GPU, or 'cpu' for none")
+        return cls(header, **own)
 
     def _refuse_unsupported(self, header: Header) -> None:
         """Raise UnsupportedModelError for a model whose KV is not one cache of rotated keys."""
@@ -307,6 +320,22 @@ class LlamaModel(Model):
         """Not possible: a policy that needs it is refused."""
         raise SettingError("llama.cpp reports no attention: use policy='tail' or 'first_k', or backend='torch'")
 
+    def own_logits(self, ids: list[int], is_other: bool = False) -> Tensor:
+        """See `Model.own_logits`; the other way divides the prompt into other passes."""
+        cache = self.new_cache(len(ids))
+        for part in torch.tensor([ids]).tensor_split([len(ids) // 3] if is_other else [], dim=1):
+            logits = self.forward(part, cache)
+        return logits
+
+    def own_tokens(self, ids: list[int], number: int) -> list[int]:
+        """See `Model.own_tokens`."""
+        cache, tokens = self.new_cache(len(ids)), list[int]()
+        logits = self.forward(torch.tensor([ids]), cache)
+        while (token := int(logits.argmax())) not in self.eos_ids and len(tokens) < number:
+            tokens.append(token)
+            logits = self.forward_each([token], [cache])
+        return tokens
+
     def _compute(
         self,
         tokens: list[int],
@@ -380,7 +409,7 @@ def _copy(to: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
 
 def _unsupported(header: Header, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"cannot load model {header.name!r}: {reason}: use the model's original files, which torch runs"
+        f"cannot load model {header.name!r}: {reason}: {_ORIGINAL}"
     )
 
 

@@ -155,6 +155,13 @@ def load_config(
     return config
 
 
+def load_window(name: str, **where: Any) -> int:
+    """Return the context window of a model without loading it; takes `where` and raises like `load`."""
+    if header := gguf.read_header(name):
+        return int(header.own["context_length"])
+    return context_window(load_config(name, **where).get_text_config())
+
+
 def load_tokenizer(name: str, **where: Any) -> Any:
     """Load a model's tokenizer only; takes `where` and raises like `load`."""
     if header := gguf.read_header(name):

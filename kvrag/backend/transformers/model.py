@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from kvrag.backend.positions import rotate, unrotate
 from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer, Tables
 from kvrag.backend.transformers import loading
+from kvrag.backend.transformers.gguf import read_header
 from kvrag.backend.transformers.rotary import probe
 from kvrag.backend.transformers.rows import (
     AttentionObserver,
@@ -30,6 +31,7 @@ from kvrag.backend.transformers.rows import (
     as_argument,
     attention_at,
     attention_of,
+    implementation,
     suspended,
 )
 from kvrag.backend.transformers.tokenizer import Tokenizer
@@ -96,6 +98,7 @@ class Model(Backend):
         self.rope_follows_length = any(part.get("rope_type") in ("dynamic", "longrope") for part in rope)
         self.windows = loading.layer_windows(self.config)
         self.keeps_states, self.stores_states = loading.keeps_states(self.config), store_states
+        self.policies = ("tail",) if self.keeps_states else ()
         if store_states and not self.keeps_states:
             raise SettingError(f"store_states: {self.name} has no layers that keep a state; leave it out")
         loading.refuse_attention(self.config._attn_implementation)
@@ -114,6 +117,7 @@ class Model(Backend):
         numbers = sum(state.numel() for state in self._states.values())
         self.bytes_per_chunk = numbers * self.dtype.itemsize if store_states else 0
         self.hidden_size: int = self.config.hidden_size
+        self.head_dim = loading.head_dim(hf.config)
         self.num_parameters: int = hf.num_parameters()
         self.fingerprint = replace(fingerprint(self.name, hf, self.tokenizer), states=store_states)
 
@@ -132,6 +136,8 @@ class Model(Backend):
             preamble: False = encode chunks without a preamble, for comparison.
             quantization: `"int8"` rounds the weights of the linear layers to 8 bits: on CPUs, an answer's tokens come
                 about twice as fast. It is another model with other stored KV.
+            n_ctx: Of GGUF files, which run in llama.cpp (`kvrag[llama]`) as they are: tokens of a prompt and its answer,
+                at most. None = the model's window, or what fits into 2 GiB of KV.
             store_states: Store the states at each chunk's end too, for models that keep some: a recomputed tail begins
                 with those of the chunk before it. Costs `bytes_per_chunk`, and chunks are encoded up to the last layer.
 
@@ -141,9 +147,15 @@ class Model(Backend):
             SettingError: A setting is unknown, or there are no states to store.
         """
         settings: dict[str, Any] = {**checked("from_pretrained()", ModelOptions, options)}
-        key = json.dumps([str(name_or_path), settings], default=str)
-        own = {option: settings.pop(option) for option in ("preamble", "store_states")}
         name = str(name_or_path)
+        key = json.dumps([name, settings], default=str)
+        if header := read_header(name):
+            from kvrag.backend.llama.model import LlamaModel
+
+            return _shared.get(key, lambda: LlamaModel.from_header(header, settings))
+        if settings.pop("n_ctx") is not None:
+            raise SettingError("n_ctx is for GGUF files: leave it out")
+        own = {option: settings.pop(option) for option in ("preamble", "store_states")}
         allow = settings["allow_unverified"]
         return _shared.get(key, lambda: cls(*loading.load(name, **settings), name, allow, **own))
 
@@ -412,6 +424,25 @@ class Model(Backend):
     @functools.cached_property
     def _last_logits_only(self) -> dict[str, int]:
         return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.hf.forward).parameters else {}
+
+    # ---------------------------------------------------------------- the library alone, for comparison
+
+    @torch.inference_mode()
+    def own_logits(self, ids: list[int], is_other: bool = False) -> Tensor:
+        """Return (1, V) logits after a prompt by the library alone; `is_other`: computed in another of its ways."""
+        kind = self.config._attn_implementation
+        if is_other and self.hf._supports_sdpa:
+            kind = "eager" if kind == "sdpa" else "sdpa"
+        with self.lock, implementation(self.config, kind):
+            return self.hf(torch.tensor([ids], device=self.device)).logits[:, -1].float()
+
+    def own_tokens(self, ids: list[int], number: int) -> list[int]:
+        """Return the tokens of the greedy answer by the library alone, at most so many."""
+        prompt = torch.tensor([ids], device=self.device)
+        options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": number, "do_sample": False}
+        with self.lock:
+            output = self.hf.generate(prompt, **options)
+        return [token for token in output[0, len(ids) :].tolist() if token not in self.eos_ids]
 
     # ---------------------------------------------------------------- processors of generate
 

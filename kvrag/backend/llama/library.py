@@ -140,17 +140,17 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, and then arguments
 
 
 class Library(NamedTuple):
-    """A loaded library: its functions, and the errors that it has logged last."""
+    """A loaded library: its functions, and the errors that it has logged."""
 
     functions: Any
     errors: deque[str]
     logger: Any  # the callback, which must live as long
 
     def reason(self) -> str:
-        """Return the last error that was logged, and drop all of them."""
-        last = self.errors[-1].rpartition(": ")[2] if self.errors else "no reason given"
+        """Return the first error that was logged since the last one was asked for."""
+        first = self.errors[0] if self.errors else "no reason given"
         self.errors.clear()
-        return last[:160]
+        return first.partition("error loading model: ")[2][:160] or first[:160]
 
 
 def find() -> Path | None:

@@ -359,9 +359,7 @@ class ModelOptions(TypedDict, total=False):
         option(None, "int8 = weights in 8 bits: faster on CPUs", check_choice, choices=("int8",)),
     ]
     store_states: Annotated[bool, switch("of models that keep states (hybrids), store those at each chunk's end")]
-    n_ctx: Annotated[
-        int | None, number(None, "window of a GGUF model in tokens; default: what 2 GiB of KV hold", least=64, whole=True)
-    ]
+    n_ctx: Annotated[int | None, number(None, "window of a GGUF model; default: 2 GiB of KV", least=64, whole=True)]
 
 
 @cache

@@ -100,14 +100,15 @@ def _settings(config: Any) -> dict[str, Any]:
 def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
-    tokens += [f"[UNUSED_{number}]" for number in range(len(tokens), size)]
+    known = len(tokens)
+    tokens += [f"[UNUSED_{number}]" for number in range(known, size)]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in state["model"]["merges"]]
     added = {int(number): 3 if token.special else 4 for number, token in tokenizer.added_tokens_decoder.items()}
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [added.get(number, 1 if number < len(tokenizer) else 5) for number in range(len(tokens))],
+        "tokenizer.ggml.token_type": [*(added.get(number, 1) for number in range(known)), *[5] * (size - known)],
         "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id,
         "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,

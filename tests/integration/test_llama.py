@@ -68,6 +68,315 @@ FILES: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
     "qwen3moe": ("qwen3moe", "qwen3_moe", {"norm_topk_prob": True, "moe_intermediate_size": 32}, "F16", {}),
     "phi3": ("phi3", "phi3", _rope(partial_rotary_factor=0.5) | {"sliding_window": None}, "F16", {}),
     "nemotron": ("nemotron", "nemotron", _rope(partial_rotary_factor=0.75), "F16", {}),
-    "stablelm": ("stablelm", "stablelm", _WIDE | {"use_qkv_bias": True}, "Q6_K", {}),
+    "stablelm": ("stablelm", "stablelm", _WIDE | {"use_qkv_bias": True}, "F16", {}),
     "starcoder2": ("starcoder2", "starcoder2", _WIDE | _rope(), "Q4_K", {}),
 }
+
+
+@pytest.mark.parametrize("flash", [0, 1])
+@pytest.mark.parametrize("name", FILES)
+def test_gate(name: str, flash: int, tokenizer: Any, tmp_path: Path) -> None:
+    architecture, model_type, changes, kind, metadata = FILES[name]
+    path = write_gguf(tmp_path / "tiny.gguf", architecture, build(model_type, **changes), tokenizer, kind, **metadata)
+    header = read_header(str(path))
+    assert header is not None
+    model = LlamaModel(header, flash=flash)
+    assert model._context.layout.is_transposed == (not flash)
+    checks = list(verify(partial(BlendEngine, model), 60))
+    assert all(check.passed for check in checks), checks
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A tiny qwen2 in 16 bits."""
+    hf = build("qwen2", **_rope())
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", "qwen2", hf, tokenizer, "F16")
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> LlamaModel:
+    """The tiny qwen2, with room for two prompts at a time."""
+    found = Model.from_pretrained(path, n_ctx=512)
+    assert isinstance(found, LlamaModel)
+    return found
+
+
+@pytest.fixture
+def endless(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> LlamaModel:
+    """The tiny qwen2 without an end token."""
+    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
+    return model
+
+
+@pytest.fixture
+def engine(endless: LlamaModel, tmp_path: Path) -> Iterator[BlendEngine]:
+    with BlendEngine(endless, tmp_path / "store", BlendConfig(context_tokens=0)) as engine:
+        engine.warm(CHUNKS, document="all")
+        yield engine
+
+
+FLOOR = 0.02
+"""Relative difference of logits by which two divisions of one prompt differ, and more."""
+
+
+def ids_of(engine: BlendEngine, *chunks: str) -> list[int]:
+    return engine.model.tokenizer.render(messages(*chunks))
+
+
+def kv(model: LlamaModel, cache: Any) -> torch.Tensor:
+    return torch.cat([side.flatten() for number in range(model.num_layers) for side in cache.layer(number)]).float()
+
+
+def test_restored_kv_is_the_own_prefill(model: LlamaModel) -> None:
+    ids = model.tokenizer.encode(" ".join(CHUNKS))
+    whole, positions = model.new_cache(len(ids)), torch.arange(len(ids))
+    expected, tables = model.forward(torch.tensor([ids]), whole), model.tables(positions)
+    layers = [whole.layer(number) for number in range(model.num_layers)]
+    free = [model.unrotate(number, keys, tables[number]) for number, (keys, _) in enumerate(layers)]
+
+    def source(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = free[number].clone()
+        model.rotate(number, keys, tables[number], slice(None))
+        return keys, layers[number][1]
+
+    last = len(ids) - 1
+    for rows in ([last], [0, 1, 2, last], [7, 20, 21, 22, last - 3, last], list(range(10, len(ids)))):
+        filled = torch.tensor([at for at in range(last) if at not in rows or at == 20])  # 20 is overwritten
+        cache = model.new_cache(len(ids), source, filled)
+        logits = model.forward(torch.tensor(ids)[rows][None], cache, torch.tensor(rows))
+        assert relative(logits, expected) <= FLOOR
+        assert relative(kv(model, cache), kv(model, whole)) <= FLOOR
+
+
+def test_branches_are_rows_of_their_own(model: LlamaModel) -> None:
+    ids, rows = model.tokenizer.encode(" ".join(CHUNKS))[:40], torch.arange(30)
+    found: dict[int, torch.Tensor] = {}
+    cache = model.new_cache(40)
+    branches = [(20, 4), (25, 6)]
+    own = [*ids[:30], *ids[30:34], *ids[34:40]]
+    model.forward_until(3, torch.tensor([own]), cache, rows, branches, lambda n, keys, _: found.update({n: keys}))
+    assert found.keys() == {0, 1, 2, 3}
+    assert found[3].shape[2] == cache.layer(3)[0].shape[2] == 40
+    for at, start, stop in ((20, 30, 34), (25, 34, 40)):
+        alone = model.new_cache(40)
+        model.forward(torch.tensor([[*ids[:at], *own[start:stop]]]), alone)
+        assert relative(cache.layer(2)[0][:, :, start:stop], alone.layer(2)[0][:, :, at:]) <= FLOOR
+
+
+@pytest.mark.parametrize("policy", ["tail", "first_k", "random"])
+def test_policies_recompute_stretches(policy: str, engine: BlendEngine) -> None:
+    ids = ids_of(engine, *reversed(CHUNKS))
+    expected = engine.model.own_logits(ids)
+    some, whole = (prepare(engine, ids, ratio, policy) for ratio in (0.2, 1.0))
+    assert 0 < some.report.recomputed_tokens < some.report.reused_tokens
+    assert relative(whole.logits, expected) <= FLOOR
+    full = prepare(engine, ids, policy="full")
+    assert relative(full.logits, expected) <= FLOOR
+
+
+def test_full_prefill_is_llama_cpps_own(engine: BlendEngine) -> None:
+    ids = ids_of(engine, *CHUNKS)
+    answer = engine.generate(ids, policy="full", max_new_tokens=12, temperature=0)
+    assert answer.token_ids == tuple(engine.model.own_tokens(ids, 12))
+
+
+def test_the_default_is_plain_reuse_and_full_prefill_on_doubt(engine: BlendEngine) -> None:
+    ids = ids_of(engine, *reversed(CHUNKS))
+    plain = engine.prefill(ids, BlendConfig(context_tokens=0, controller="off", margin=0.0, ratio=0))
+    assert plain.report.recomputed_tokens == 0
+    sure = engine.generate(ids, margin=1e6, controller="off", max_new_tokens=12, temperature=0)
+    assert sure.report.completed is not None
+    assert sure.report.policy in ("none", "tail")
+    assert sure.token_ids == tuple(engine.model.own_tokens(ids, 12))
+
+
+def test_an_answer_is_streamed_stopped_and_goes_on(engine: BlendEngine) -> None:
+    prompt = messages(*CHUNKS)
+    options: Any = {"max_new_tokens": 8, "temperature": 0, "policy": "full"}
+    whole = engine.generate(prompt, **options)
+    deltas = list(engine.stream(prompt, **options))
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert deltas[-1].finish_reason == "length"
+    stop = whole.text[2:5]
+    assert engine.generate(prompt, **options, stop=[stop]).text == whole.text[: whole.text.index(stop)]
+    seeded = [engine.generate(prompt, max_new_tokens=8, temperature=1.0, seed=seed).text for seed in (1, 1, 2)]
+    assert seeded[0] == seeded[1] != seeded[2]
+    abandoned = engine.stream(prompt, max_new_tokens=8, temperature=0)
+    next(abandoned)
+    abandoned.close()
+    history = [*prompt, {"role": "assistant", "content": whole.text}, {"role": "user", "content": "And then?"}]
+    again = engine.generate(history, max_new_tokens=4, temperature=0)
+    assert again.report.conversation_tokens > 0
+
+
+def test_parallel_answers_leave_the_context_to_each_other(engine: BlendEngine) -> None:
+    prompts = [ids_of(engine, *CHUNKS[start:], *CHUNKS[:start]) for start in range(4)] * 2
+    options: Any = {"policy": "full", "max_new_tokens": 16, "temperature": 0}
+    expected = [engine.generate(prompt, **options).token_ids for prompt in prompts]
+    found: list[Any] = [None] * len(prompts)
+
+    def answer(number: int) -> None:
+        found[number] = engine.generate(prompts[number], **options).token_ids
+
+    threads = [threading.Thread(target=answer, args=(number,)) for number in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(map(len, prompts)) > 2 * engine.model.context_window  # they do not fit at the same time
+    same = sum(ours == theirs for ours, theirs in zip(found, expected, strict=True))
+    assert same >= len(prompts) - 2, (found, expected)  # steps of several rows round otherwise, which near ties show
+
+
+def test_a_cancelled_prefill_leaves_the_model_usable(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = ids_of(engine, *CHUNKS)
+    with pytest.raises(TimeoutError):
+        engine.generate(ids * 2, timeout=1e-9, max_new_tokens=2)
+    decode, calls = engine.model._context.decode, list[int]()
+
+    def failing(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return decode(*args)
+
+    monkeypatch.setattr(engine.model._context, "decode", failing)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(engine, ids, 0.3, "first_k")
+    monkeypatch.undo()
+    answer = engine.generate(ids, policy="full", max_new_tokens=8, temperature=0)
+    assert answer.token_ids == tuple(engine.model.own_tokens(ids, 8))
+    assert not engine.model._context._helped
+
+
+def test_namespaces_forgetting_and_damage(engine: BlendEngine) -> None:
+    ids = ids_of(engine, *CHUNKS)
+    plain: Any = {"ratio": 0, "max_new_tokens": 1, "temperature": 0}
+    reused = engine.generate(ids, **plain).report.reused_tokens
+    assert reused > 60
+    assert engine.generate(ids, **plain, namespace="other").report.reused_tokens == 0
+    for file in (Path(engine.store.path) / "chunks").rglob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+        file.write_bytes(data)
+    engine._pipeline.memory.drop(engine._pipeline.memory.keys())
+    damaged = engine.prefill(ids, BlendConfig(ratio=0, context_tokens=0))
+    assert damaged.report.reused_tokens == 0
+    assert damaged.report.notes
+    engine.warm(CHUNKS, document="all")
+    assert engine.generate(ids, **plain).report.reused_tokens == reused
+    assert engine.forget("all") == len(CHUNKS)
+    assert engine.generate(ids, **plain).report.reused_tokens == 0
+    assert relative(damaged.logits, engine.model.own_logits(ids)) <= FLOOR
+
+
+@pytest.mark.parametrize("policy", ["query", "hkvd", "hkvd:check_layer=2", "query:first_tokens=4"])
+def test_policies_that_need_single_layers_are_refused(policy: str, engine: BlendEngine) -> None:
+    if policy == "query":  # the default, by which the model's own is meant
+        assert engine.generate(ids_of(engine, *CHUNKS), ratio=0.2, max_new_tokens=1).report.policy == "tail"
+        return
+    with pytest.raises(SettingError, match=r"llama\.cpp does not give: leave policy out, or use tail or first_k"):
+        engine.generate(ids_of(engine, *CHUNKS), policy=policy, max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "float32"}, {"quantization": "int8"}, {"store_states": True}, {"revision": "main"}]
+)
+def test_options_of_torch_are_refused(options: dict[str, Any], path: Path) -> None:
+    with pytest.raises(SettingError, match=f"{next(iter(options))}: a GGUF file runs in llama.cpp as it is"):
+        Model.from_pretrained(path, **options)
+
+
+def test_n_ctx_is_for_gguf_files() -> None:
+    with pytest.raises(SettingError, match="n_ctx is for GGUF files"):
+        Model.from_pretrained("reader", n_ctx=512)
+
+
+def test_fingerprints_are_the_files(path: Path, model: LlamaModel, tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "copy.gguf").write_bytes(path.read_bytes())
+    assert Model.from_pretrained(tmp_path / "copy.gguf").fingerprint.digest == model.fingerprint.digest
+    other = write_gguf(tmp_path / "other.gguf", "qwen2", build("qwen2", **_rope()), tokenizer, "Q8_0")
+    assert Model.from_pretrained(other).fingerprint.digest != model.fingerprint.digest
+
+
+# ---------------------------------------------------------------- what cannot be run
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, tokenizer: Any) -> Write:
+    """Write a tiny llama with other metadata."""
+    return lambda **more: write_gguf(tmp_path / "tiny.gguf", "llama", build("llama"), tokenizer, **more)
+
+
+def refusal(path: Path, kind: type[Exception] = UnsupportedModelError) -> str:
+    with pytest.raises(kind) as caught:
+        Model.from_pretrained(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"own__rope__scaling__type": "yarn", "own__rope__scaling__factor": 4.0}, "RoPE is scaled by YaRN"),
+        ({"tokenizer__ggml__pre": "unheard-of"}, "llama.cpp: error loading model vocabulary|how its tokenizer"),
+        ({"own__attention__value_length": 8}, "wrong shape"),
+        ({"general__architecture": "rwkv99"}, "no language model: get it again"),
+        ({"own__block_count": 9}, "blk.4.attn_norm.weight. not found"),
+    ],
+)
+def test_files_that_are_refused(more: dict[str, Any], said: str, write: Write) -> None:
+    import re
+
+    assert re.search(said, refusal(write(**more), Exception))
+
+
+def test_windows_and_states_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    changes = {"head_dim": 32, "query_pre_attn_scalar": 32}
+    gemma = write_gguf(tmp_path / "a.gguf", "gemma2", build("gemma2", **changes), tokenizer, "F16")
+    assert "its layers with a window have a cache of their own: use the model's original files" in refusal(gemma)
+    conv = {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
+    heads = {"own__attention__head_count_kv": [0, 2, 0, 2], "own__attention__layer_norm_rms_epsilon": 1e-5}
+    lfm = write_gguf(tmp_path / "b.gguf", "lfm2", build("lfm2", **conv), tokenizer, "F16", **heads)
+    assert "its layers keep a state, which this backend does not restore" in refusal(lfm)
+
+
+def test_a_wrong_rotation_is_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrag.backend.llama.model.rope_factors", lambda header: 1.5)
+    header = read_header(str(path))
+    assert header is not None
+    with pytest.raises(UnsupportedModelError, match="its keys are not rotated as its header says"):
+        LlamaModel(header)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.3, 0.5, 0.999])
+def test_a_truncated_file(share: float, path: Path, tmp_path: Path) -> None:
+    data, file = path.read_bytes(), tmp_path / "tiny.gguf"
+    file.write_bytes(data[: int(share * len(data))])
+    assert "tiny.gguf" in refusal(file, ModelLoadError)
+
+
+def test_without_the_library(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "find", lambda: None)
+    with pytest.raises(ModelLoadError, match=r"need llama.cpp's library: pip install 'kvrag\[llama\]'"):
+        Model.from_pretrained(path, n_ctx=128)
+
+
+def test_a_library_that_cannot_be_used(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "libllama.so").write_bytes(b"no library")
+    monkeypatch.setenv(library.VARIABLE, str(tmp_path / "libllama.so"))
+    with pytest.raises(ModelLoadError, match=r"libllama\.so cannot be used .*: pip install"):
+        Model.from_pretrained(path, n_ctx=128)
+    own = library.__dict__["_TRIAL"]
+    monkeypatch.setattr(library, "_TRIAL", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
+    with pytest.raises(ModelLoadError, match="it was built for other processors"):
+        library._load(tmp_path / "libllama.so")
+    monkeypatch.setattr(library, "_TRIAL", own)
+    monkeypatch.delenv(library.VARIABLE)
+    found = library.find()
+    assert found is not None
+    monkeypatch.setattr(library, "_DEFAULTS", (("llama_context_default_params", {"n_ctx": 513}),))
+    with pytest.raises(ModelLoadError, match="its n_ctx is not where b11549 has it"):
+        library._load.__wrapped__(found)

@@ -1,7 +1,7 @@
 """The state of a sequence as llama.cpp writes it: parsed, and built from KV.
 
-As in `llama_kv_cache::state_write_meta` and `state_write_data` of b11549, of one cache with one stream: magic, sequence,
-number of streams and of cells | position, number of sequences and sequence of each cell | whether values are
+As in `llama_kv_cache::state_write_meta` and `state_write_data` of b11549, of one cache with one stream: magic,
+sequence, number of streams and of cells | position, number of sequences and sequence of each cell | whether values are
 transposed, layers, rotations of quantised KV | each layer's keys | each layer's values. Nothing in it names a version,
 so each context tries out that it parses and builds the same bytes.
 """
@@ -45,26 +45,26 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, data: Bytes, key_dim: int, value_dim: int) -> Layout:
         """Read the layout from a state; raise ValueError for one of another form."""
-        _, _, _, cells = _START.unpack_from(data)
+        _, _, _, cells = _START.unpack_from(data.data)
         at = _START.size + 12 * cells
-        is_transposed, num_layers, *_ = _KIND.unpack_from(data, at)
+        is_transposed, num_layers, *_ = _KIND.unpack_from(data.data, at)
         at += _KIND.size
         keys, values = list[tuple[int, int]](), list[tuple[int, int]]()
         for _ in range(num_layers):
-            _, size = _ROWS.unpack_from(data, at)
+            _, size = _ROWS.unpack_from(data.data, at)
             keys.append((size // (2 * key_dim), key_dim))
             at += _ROWS.size + cells * size
         for _ in range(num_layers):
-            size = _COLUMNS.unpack_from(data, at)[2] * 2 if is_transposed else _ROWS.unpack_from(data, at)[1]
+            size = _COLUMNS.unpack_from(data.data, at)[2] * 2 if is_transposed else _ROWS.unpack_from(data.data, at)[1]
             values.append((size // (2 * value_dim), value_dim))
             at += _ROWS.size + cells * size
         return cls(bool(is_transposed), tuple(keys), tuple(values))
 
     def parse(self, data: Bytes) -> State:
         """Return the KV in a state; raise ValueError unless every byte is understood."""
-        _, _, streams, cells = _START.unpack_from(data)
+        _, _, streams, cells = _START.unpack_from(data.data)
         at = _START.size + 12 * cells
-        if (streams, *_KIND.unpack_from(data, at)) != (1, self.is_transposed, len(self.keys), 0, 0):
+        if (streams, *_KIND.unpack_from(data.data, at)) != (1, self.is_transposed, len(self.keys), 0, 0):
             raise ValueError("it has other streams, layers or rotations")
         found = np.frombuffer(data, "<i4", 3 * cells, _START.size).reshape(cells, 3)[:, 0]
         keys, values = self._parts(data, at + _KIND.size, cells, is_new=False)
@@ -102,7 +102,7 @@ class Layout(NamedTuple):
                 raise ValueError(f"part {number} is of another kind or size")
             numbers = torch.from_numpy(data[at + len(kind) : stop].view(np.float16))
             rows = numbers.view(width, cells).T if is_by_column else numbers.view(cells, width)
-            parts.append(rows.unflatten(1, (heads, dim)))
+            parts.append(rows.view(cells, heads, dim))
             at = stop
         if at != len(data):
             raise ValueError(f"{len(data) - at} bytes are left")

@@ -194,14 +194,14 @@ def _load(path: Path) -> Library:
             raise _refusal(path, f"its {other[0]} is not where b11549 has it")
     errors = deque[str](maxlen=8)
 
-    @ctypes.CFUNCTYPE(None, ctypes.c_int, c_char_p, c_void_p)
     def log(level: int, text: bytes, _: object) -> None:
         if level == _LEVEL_ERROR and (line := text.decode(errors="replace").strip()):
             errors.append(line)
 
-    functions.llama_log_set(log, None)
+    logger = ctypes.CFUNCTYPE(None, ctypes.c_int, c_char_p, c_void_p)(log)
+    functions.llama_log_set(logger, None)
     functions.llama_backend_init()
-    return Library(functions, errors, log)
+    return Library(functions, errors, logger)
 
 
 def _refusal(path: Path, reason: str) -> ModelLoadError:

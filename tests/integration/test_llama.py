@@ -17,7 +17,7 @@ pytest.importorskip("transformers", minversion="5.24")
 
 from blending import CHUNKS, messages, prepare, relative
 from families import build
-from gguf_files import write_gguf
+from gguf_files import needs_library, write_gguf
 
 from kvrag import BlendConfig, BlendEngine, Model, ModelLoadError, SettingError, UnsupportedModelError
 from kvrag.backend.llama import library
@@ -25,8 +25,7 @@ from kvrag.backend.llama.model import LlamaModel
 from kvrag.backend.transformers.gguf import read_header
 from kvrag.inspect.gate import verify
 
-if library.find() is None:
-    pytest.skip("llama.cpp's library is not installed: pip install xllamacpp", allow_module_level=True)
+pytestmark = needs_library
 
 
 def _rope(kind: str = "default", **more: Any) -> dict[str, Any]:

@@ -121,10 +121,12 @@ def test_the_extra_shared_opens_a_bucket() -> None:
 
 
 @pytest.mark.slow
-def test_the_extra_gguf_loads_a_file(tmp_path: Path, store: Path) -> None:
+def test_the_extra_llama_loads_a_file(tmp_path: Path, store: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(Path(kvrag.__file__).parent / "reader")
     file = write_gguf(tmp_path / "tiny.gguf", "llama", build("llama"), tokenizer, "Q8_0")
-    assert "llama" in _run("gguf", "from kvrag import Model\nprint(Model.from_pretrained(sys.argv[1]).config)", file)
+    assert "llama" in _run(
+        "llama", "from kvrag import Model\nprint(Model.from_pretrained(sys.argv[1]).fingerprint)", file
+    )
 
 
 @pytest.mark.slow

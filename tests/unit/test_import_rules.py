@@ -60,7 +60,7 @@ ONLY_IN: dict[str, set[str]] = {
     "transformers": {"backend/transformers"},
     "tokenizers": {"backend/transformers"},
     "huggingface_hub": {"backend/hub.py"},
-    "gguf": {"backend/gguf.py", "backend/transformers/gguf.py"},
+    "gguf": set(),
     "accelerate": set(),
     "faiss": {"retrieval"},
     "sentence_transformers": {"retrieval"},

@@ -24,7 +24,7 @@ _START, _KIND = struct.Struct("<IiII"), struct.Struct("<IIII")
 _ROWS, _COLUMNS = struct.Struct("<iQ"), struct.Struct("<iII")
 
 
-class State(NamedTuple):
+class SequenceState(NamedTuple):
     """KV of a sequence: of each layer (T, H, D) float16 keys and values, in order of the positions."""
 
     positions: NDArray[np.int32]
@@ -60,7 +60,7 @@ class Layout(NamedTuple):
             at += _ROWS.size + cells * size
         return cls(bool(is_transposed), tuple(keys), tuple(values))
 
-    def parse(self, data: Bytes) -> State:
+    def parse(self, data: Bytes) -> SequenceState:
         """Return the KV in a state; raise ValueError unless every byte is understood."""
         _, _, streams, cells = _START.unpack_from(data.data)
         at = _START.size + 12 * cells
@@ -71,7 +71,7 @@ class Layout(NamedTuple):
         if (np.diff(found) < 0).any():  # cells are in the order in which they were free
             order = torch.from_numpy(np.argsort(found))
             found, keys, values = np.sort(found), [part[order] for part in keys], [part[order] for part in values]
-        return State(found, list(zip(keys, values, strict=True)))
+        return SequenceState(found, list(zip(keys, values, strict=True)))
 
     def build(self, positions: NDArray[np.int32], fill: Callable[[int, Tensor, Tensor], Any]) -> Bytes:
         """Return the state of a sequence whose keys and values `fill(layer, keys, values)` writes, each (T, H, D)."""

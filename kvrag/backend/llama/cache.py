@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvrag.backend.llama.blob import Bytes, Layout, State
+from kvrag.backend.llama.blob import Bytes, Layout, SequenceState
 from kvrag.backend.llama.library import Library
 from kvrag.backend.protocol import CachedKV, KVCache, LayerSource
 from kvrag.errors import ModelError, OutOfMemoryError
@@ -37,7 +37,7 @@ class LlamaCache(KVCache):
     """
 
     def __init__(
-        self, context: Context, source: LayerSource | None, filled: Tensor | None, prefix: CachedKV | None
+        self, context: LlamaContext, source: LayerSource | None, filled: Tensor | None, prefix: CachedKV | None
     ) -> None:
         self._context, self._made_from = context, (source, filled, prefix)
         kept = prefix.length if prefix else 0
@@ -45,8 +45,8 @@ class LlamaCache(KVCache):
         self._positions = torch.cat([torch.arange(kept), rest])
         self.length, self.held = kept, int(self._positions[-1]) + 1 if len(self._positions) else 0
         self.outside: Bytes | None = None  # its state
-        self._read: State | None = None  # for `layer`
-        self.more: list[State] = []  # of branches
+        self._read: SequenceState | None = None  # for `layer`
+        self.more: list[SequenceState] = []  # of branches
         self.is_stale = False
 
     def state(self) -> Bytes | None:
@@ -69,7 +69,7 @@ class LlamaCache(KVCache):
         self._made_from, self._positions = (None, None, None), self._positions[:0]  # they would keep chunks in memory
         return self.outside
 
-    def keep_read(self, state: State | None, more: list[State]) -> None:
+    def keep_read(self, state: SequenceState | None, more: list[SequenceState]) -> None:
         """Keep what was read of it after a pass, for `layer`; before a pass, nothing."""
         self._read, self.more = state, more
 
@@ -112,7 +112,7 @@ class Loaded:
         self._free(self.pointer)
 
 
-class Context:
+class LlamaContext:
     """A llama.cpp context and the caches in it. Not thread-safe: its owner's lock is held by those that call it.
 
     Attributes:
@@ -183,7 +183,7 @@ class Context:
             self.remove(sequence, 0)
             self._free.append(sequence)
 
-    def read(self, cache: LlamaCache) -> State:
+    def read(self, cache: LlamaCache) -> SequenceState:
         """Return the KV of a cache; raise ModelError if positions of it were lost in a pass that failed."""
         sequence = self._sequences.get(weakref.ref(cache))
         data = cache.state() if sequence is None else self.get(sequence)
@@ -192,7 +192,7 @@ class Context:
         positions, layers = self.layout.parse(data)
         if not np.array_equal(positions[: cache.held], np.arange(cache.held)):
             raise ModelError("the KV of this prompt is incomplete: a pass failed")
-        return State(positions[: cache.held], [(keys[: cache.held], values[: cache.held]) for keys, values in layers])
+        return SequenceState(positions[: cache.held], [(keys[: cache.held], values[: cache.held]) for keys, values in layers])
 
     # ---------------------------------------------------------------- sequences
 

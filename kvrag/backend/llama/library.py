@@ -89,7 +89,7 @@ class ContextParams(Structure):
     """)
 
 
-class Batch(Structure):
+class LlamaBatch(Structure):
     """`llama_batch`."""
 
     _fields_ = (
@@ -127,9 +127,9 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, and then arguments
     "llama_init_from_model": (c_void_p, c_void_p, ContextParams),
     "llama_free": (None, c_void_p),
     "llama_get_memory": (c_void_p, c_void_p),
-    "llama_batch_init": (Batch, c_int32, c_int32, c_int32),
-    "llama_batch_free": (None, Batch),
-    "llama_decode": (c_int32, c_void_p, Batch),
+    "llama_batch_init": (LlamaBatch, c_int32, c_int32, c_int32),
+    "llama_batch_free": (None, LlamaBatch),
+    "llama_decode": (c_int32, c_void_p, LlamaBatch),
     "llama_get_logits": (POINTER(c_float), c_void_p),
     "llama_memory_seq_rm": (c_bool, c_void_p, c_int32, c_int32, c_int32),
     "llama_memory_seq_cp": (None, c_void_p, c_int32, c_int32, c_int32, c_int32),

@@ -21,8 +21,8 @@ import xxhash
 from torch import Tensor
 
 from kvrag.backend.llama import library
-from kvrag.backend.llama.blob import Layout, State
-from kvrag.backend.llama.cache import SEQUENCES, Context, LlamaCache, Loaded
+from kvrag.backend.llama.blob import Layout, SequenceState
+from kvrag.backend.llama.cache import SEQUENCES, LlamaContext, LlamaCache, Loaded
 from kvrag.backend.positions import Pairs, rotate, unrotate
 from kvrag.backend.protocol import Branch, CachedKV, KVCache, LayerSource, Observer, Tables
 from kvrag.backend.transformers.gguf import Header, rope_factors, stand_in, tokenizer_of
@@ -147,7 +147,7 @@ class LlamaModel(Model):
         if reason:
             raise _unsupported(header, reason)
 
-    def _new_context(self, flash: int) -> Context:
+    def _new_context(self, flash: int) -> LlamaContext:
         lib = self._library.functions
         params = lib.llama_context_default_params()
         cells = self.context_window
@@ -160,7 +160,7 @@ class LlamaModel(Model):
                 f"cannot load model {self.name!r}: llama.cpp makes no context of {cells} tokens, "
                 f"{cells * self.bytes_per_token / 2**30:.1f} GiB: pass a smaller n_ctx ({self._library.reason()})"
             )
-        return Context(self._library, self._model, context, cells, _BATCH, self.vocab_size, self.exclusive)
+        return LlamaContext(self._library, self._model, context, cells, _BATCH, self.vocab_size, self.exclusive)
 
     def _try_out(self, header: Header) -> None:
         """Raise UnsupportedModelError unless states are understood, and keys at other positions are what we make them.
@@ -170,7 +170,7 @@ class LlamaModel(Model):
         context, tokens = self._context, [7 * number % self.vocab_size for number in range(_TRIAL)]
         positions = torch.arange(_TRIAL)
 
-        def state_at(start: int) -> State:
+        def state_at(start: int) -> SequenceState:
             context.remove(0, 0)
             context.decode([(token, start + number, 0) for number, token in enumerate(tokens)], ())
             data = context.get(0)
@@ -296,7 +296,7 @@ class LlamaModel(Model):
         tokens = ids[0].tolist()
         first = cache.length if rows is None else int(rows[0])
         stop = len(tokens) - sum(length for _, length in branches)
-        more, fresh = dict[int, State](), slice(first, first + stop)
+        more, fresh = dict[int, SequenceState](), slice(first, first + stop)
         with self.exclusive(), torch.inference_mode():
             self._compute(tokens[:stop], cache, rows, no_logits=True)
             whole = self._context.read(cache)
@@ -308,7 +308,7 @@ class LlamaModel(Model):
                 self._compute(own, cache, None, no_logits=True)
                 positions, layers = self._context.read(cache)
                 own_layers = [(keys[at:].clone(), values[at:].clone()) for keys, values in layers]
-                more[number] = State(positions[at:], own_layers)
+                more[number] = SequenceState(positions[at:], own_layers)
         behind = [more[number] for number in range(len(branches))]
         cache.keep_read(whole, behind)
         for number in range(last + 1 if observe else 0):

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Unpack, cast
 
@@ -150,9 +151,9 @@ class Model(Backend):
         name = str(name_or_path)
         key = json.dumps([name, settings], default=str)
         if header := read_header(name):
-            from kvrag.backend.llama.model import LlamaModel
-
-            return _shared.get(key, lambda: LlamaModel.from_header(header, settings))
+            # by its name, because it is made from this class
+            llama = import_module("kvrag.backend.llama.model").LlamaModel
+            return _shared.get(key, lambda: llama.from_header(header, settings))
         if settings.pop("n_ctx") is not None:
             raise SettingError("n_ctx is for GGUF files: leave it out")
         own = {option: settings.pop(option) for option in ("preamble", "store_states")}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
 import subprocess
 import sys
 import tarfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,10 @@ import pytest
 pytest.importorskip("gguf")
 pytest.importorskip("transformers", minversion="5.24")
 
+from transformers.integrations.gguf.reader import read_gguf_metadata
+
 from kvrag import UnsupportedModelError
-from kvrag.backend.gguf import _read
-from kvrag.backend.transformers.gguf import tokenizer_of
+from kvrag.backend.transformers.gguf import Header, tokenizer_of
 
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
 SEPARATOR = "\n__ggml_vocab_test__\n"
@@ -53,9 +52,9 @@ def folder(pytestconfig: pytest.Config) -> Path:
 
 
 def _tokenizer(path: Path) -> Any:
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        header = _read(path.name, path, data)
-    return tokenizer_of(replace(header, metadata=header.metadata | {f"{header.architecture}.context_length": 4096}))
+    metadata, names = read_gguf_metadata(str(path))
+    metadata[f"{metadata['general.architecture']}.context_length"] = 4096
+    return tokenizer_of(Header(path.name, path, metadata, names))
 
 
 @pytest.mark.parametrize("name", READ)

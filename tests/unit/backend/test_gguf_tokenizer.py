@@ -16,12 +16,11 @@ pytest.importorskip("gguf")
 pytest.importorskip("transformers", minversion="5.24")
 
 from families import build
-from gguf_files import write_gguf
+from gguf_files import needs_library, write_gguf
 from transformers import AutoTokenizer
 
 from kvrag import BlendEngine, Model, UnsupportedModelError
-from kvrag.backend.gguf import read_header
-from kvrag.backend.transformers.gguf import tokenizer_of
+from kvrag.backend.transformers.gguf import read_header, tokenizer_of
 from kvrag.backend.transformers.loading import reader_path
 from kvrag.backend.transformers.tokenizer import Tokenizer
 
@@ -175,6 +174,7 @@ def test_special_tokens_outside_the_vocabulary_are_ignored(load: Load) -> None:
     assert (hf.bos_token, hf.eos_token, hf.pad_token) == ("<s>", "</s>", None)  # the defaults of these vocabularies
 
 
+@needs_library
 def test_a_model_whose_end_token_is_outside_the_vocabulary(tmp_path: Path, tokenizer: Any) -> None:
     wide = {"tokenizer__ggml__eos_token_id": 1 << 20}
     model = Model.from_pretrained(write_gguf(tmp_path / "tiny.gguf", "llama", build("llama"), tokenizer, **wide))
@@ -182,12 +182,13 @@ def test_a_model_whose_end_token_is_outside_the_vocabulary(tmp_path: Path, token
     assert model.eos_ids == set()
 
 
+@needs_library
 def test_a_model_with_special_tokens_outside_the_vocabulary(tmp_path: Path, tokenizer: Any) -> None:
     wide = {f"tokenizer__ggml__{name}_token_id": 1 << 20 for name in ("bos", "padding", "eot")}
     model = Model.from_pretrained(write_gguf(tmp_path / "tiny.gguf", "llama", build("llama"), tokenizer, **wide))
     assert model.eos_ids == {1}
-    assert model.config.bos_token_id is None
-    assert model.config.pad_token_id is None
+    assert model.hf.generation_config.bos_token_id is None
+    assert model.hf.generation_config.pad_token_id is None
 
 
 @pytest.mark.parametrize(
@@ -345,6 +346,7 @@ def pull(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Loa
     return model_with
 
 
+@needs_library
 def test_ollamas_system_message_is_the_default(pull: Load) -> None:
     tokenizer = Model.from_pretrained(pull({"system": "Answer like a pirate.", "license": "MIT"})).tokenizer
     own, user = ({"role": role, "content": "Hello"} for role in ("system", "user"))
@@ -354,6 +356,7 @@ def test_ollamas_system_message_is_the_default(pull: Load) -> None:
     assert "pirate" not in tokenizer.decode(tokenizer.render([{**own, "role": "developer"}, user]))
 
 
+@needs_library
 def test_ollamas_parameters_are_defaults(pull: Load, tmp_path: Path) -> None:
     params = {"temperature": 0.25, "top_k": 7, "top_p": 0.75, "min_p": 0.125, "repeat_penalty": 1.5}
     model = Model.from_pretrained(pull({"params": json.dumps(params | {"stop": ["<pad>", "e"]})}))
@@ -371,11 +374,13 @@ def test_ollamas_parameters_are_defaults(pull: Load, tmp_path: Path) -> None:
         assert "e" not in engine.generate("The", max_new_tokens=20).text
 
 
+@needs_library
 def test_a_temperature_of_zero_is_greedy(pull: Load) -> None:
     model = Model.from_pretrained(pull({"params": '{"temperature": 0}'}))
     assert not model.hf.generation_config.do_sample
 
 
+@needs_library
 def test_what_ollama_says_and_kvrag_leaves_out_is_one_line(pull: Load, caplog: pytest.LogCaptureFixture) -> None:
     layers = {"template": "{{ .Prompt }}", "messages": "[]", "params": '{"num_ctx": 4096, "temperature": 1}'}
     with caplog.at_level(logging.WARNING, "kvrag"):
@@ -387,6 +392,7 @@ def test_what_ollama_says_and_kvrag_leaves_out_is_one_line(pull: Load, caplog: p
     ]
 
 
+@needs_library
 def test_ollamas_system_message_is_left_out_without_a_chat_template(
     pull: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -396,6 +402,7 @@ def test_ollamas_system_message_is_left_out_without_a_chat_template(
     assert "brief" not in model.tokenizer.decode(model.tokenizer.render("Hello"))
 
 
+@needs_library
 def test_a_model_of_ollama_of_which_all_is_applied_says_nothing(pull: Load, caplog: pytest.LogCaptureFixture) -> None:
     template = "{{ messages[0].content }}"
     layers = {"system": "Be brief.", "template": template, "params": '{"temperature": 1}', "license": "MIT"}
@@ -404,8 +411,9 @@ def test_a_model_of_ollama_of_which_all_is_applied_says_nothing(pull: Load, capl
     assert not [record for record in caplog.records if record.name == "kvrag"]
 
 
+@needs_library
 def test_tokens_that_end_answers_are_found_by_their_text(tmp_path: Path, tokenizer: Any) -> None:
-    hf = build("llama")
+    hf = build("llama", vocab_size=len(SPM["tokens"]))
     given = {f"tokenizer__ggml__{key}": value for key, value in SPM.items()}
     path = write_gguf(tmp_path / "tiny.gguf", "llama", hf, tokenizer, tokenizer__chat_template=TEMPLATE, **given)
     model = Model.from_pretrained(path)

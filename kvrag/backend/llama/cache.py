@@ -192,7 +192,9 @@ class LlamaContext:
         positions, layers = self.layout.parse(data)
         if not np.array_equal(positions[: cache.held], np.arange(cache.held)):
             raise ModelError("the KV of this prompt is incomplete: a pass failed")
-        return SequenceState(positions[: cache.held], [(keys[: cache.held], values[: cache.held]) for keys, values in layers])
+        return SequenceState(
+            positions[: cache.held], [(keys[: cache.held], values[: cache.held]) for keys, values in layers]
+        )
 
     # ---------------------------------------------------------------- sequences
 

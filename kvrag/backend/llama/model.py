@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvrag.backend.llama import library
 from kvrag.backend.llama.blob import Layout, SequenceState
-from kvrag.backend.llama.cache import SEQUENCES, LlamaContext, LlamaCache, Loaded
+from kvrag.backend.llama.cache import SEQUENCES, LlamaCache, LlamaContext, Loaded
 from kvrag.backend.positions import Pairs, rotate, unrotate
 from kvrag.backend.protocol import Branch, CachedKV, KVCache, LayerSource, Observer, Tables
 from kvrag.backend.transformers.gguf import Header, rope_factors, stand_in, tokenizer_of
@@ -419,3 +419,6 @@ def _digest(header: Header) -> str:
             file.seek(start)
             digest.update(file.read(_SAMPLE))
     return f"{digest.hexdigest()} {size}"
+
+
+Model.of_file = LlamaModel.from_header

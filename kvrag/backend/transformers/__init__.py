@@ -6,6 +6,7 @@ applied and to how many dimensions, which layers have a window, which have no Ro
 
 import os
 
+import kvrag.backend.llama.model  # noqa: F401  for GGUF files
 from kvrag.backend.hub import READER
 from kvrag.backend.transformers.model import Model
 from kvrag.backend.transformers.rows import BlendCache

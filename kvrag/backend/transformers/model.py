@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, ClassVar, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from transformers.cache_utils import Cache
 from kvrag.backend.positions import rotate, unrotate
 from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer, Tables
 from kvrag.backend.transformers import loading
-from kvrag.backend.transformers.gguf import read_header
+from kvrag.backend.transformers.gguf import Header, read_header
 from kvrag.backend.transformers.rotary import probe
 from kvrag.backend.transformers.rows import (
     AttentionObserver,
@@ -71,7 +70,10 @@ class Model(Backend):
         lock: Held during a forward pass.
         joins_rows: The KV of a step's rows is in one tensor per layer. On a CPU, that costs more than it saves.
         is_latent: See `BlendCache`.
+        of_file: Loads the GGUF file of a header with these options; `kvrag.backend.llama` sets it.
     """
+
+    of_file: ClassVar[Callable[[Header, Mapping[str, Any]], Model]]
 
     def __init__(
         self,
@@ -151,9 +153,7 @@ class Model(Backend):
         name = str(name_or_path)
         key = json.dumps([name, settings], default=str)
         if header := read_header(name):
-            # by its name, because it is made from this class
-            llama = import_module("kvrag.backend.llama.model").LlamaModel
-            return _shared.get(key, lambda: llama.from_header(header, settings))
+            return _shared.get(key, lambda: cls.of_file(header, settings))
         if settings.pop("n_ctx") is not None:
             raise SettingError("n_ctx is for GGUF files: leave it out")
         own = {option: settings.pop(option) for option in ("preamble", "store_states")}

@@ -239,7 +239,7 @@ class Planner:
     def _suited(self, config: BlendConfig) -> BlendConfig:
         """Return the settings with a policy that the model can follow; raise SettingError if it is another one."""
         known = self._backend.policies
-        if not known or config.policy.partition(":")[0] in (*_FIXED, *known):
+        if not known or config.policy in (*_FIXED, *known):
             return config
         if config.policy != DEFAULT_POLICY:
             reason = "recomputes scattered tokens, which layers that keep a state cannot"

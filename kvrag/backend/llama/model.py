@@ -11,7 +11,8 @@ import ctypes
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -44,6 +45,14 @@ _PAIRS: dict[int, Pairs] = {0: "interleaved", 2: "half_split"}  # by rope type
 _ORIGINAL = "use the model's original files, which torch runs"
 _LONG = "rope_factors_long.weight"
 _SAMPLES, _SAMPLE = 4096, 256  # of a file: fine-tuning changes nearly every weight
+
+
+@contextmanager
+def _holding(lock: FairLock, process: int) -> Iterator[None]:
+    """Hold a model's lock, unless this thread does so already: garbage collection can read a cache anywhere."""
+    check_process(process, "this model")
+    with nullcontext() if lock.held else lock:
+        yield
 
 
 class LlamaModel(Model):
@@ -88,6 +97,7 @@ class LlamaModel(Model):
             raise ModelLoadError(f"cannot load model {header.name!r}: llama.cpp: {self._library.reason()}")
         self._model = Loaded(lib, pointer)
         self.name, self.lock = header.name, FairLock()
+        self._exclusive = partial(_holding, self.lock, self._process)
         self.num_layers: int = lib.llama_model_n_layer(pointer)
         self.windows = (None,) * self.num_layers
         self._refuse_unsupported(header)
@@ -160,7 +170,7 @@ class LlamaModel(Model):
                 f"cannot load model {self.name!r}: llama.cpp makes no context of {cells} tokens, "
                 f"{cells * self.bytes_per_token / 2**30:.1f} GiB: pass a smaller n_ctx ({self._library.reason()})"
             )
-        return LlamaContext(self._library, self._model, context, cells, _BATCH, self.vocab_size, self.exclusive)
+        return LlamaContext(self._library, self._model, context, cells, _BATCH, self.vocab_size, self._exclusive)
 
     def _try_out(self, header: Header) -> None:
         """Raise UnsupportedModelError unless states are understood, and keys at other positions are what we make them.
@@ -202,16 +212,6 @@ class LlamaModel(Model):
             off = (free.float() - other).norm(dim=-1) / other.norm(dim=-1).clamp_min(1e-6)
             if not off.median() < _TOLERANCE:
                 raise _unsupported(header, "its keys are not rotated as its header says")
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Hold the lock, unless this thread does so already: garbage collection can read a cache anywhere."""
-        check_process(self._process, "this model")
-        if self.lock.held:
-            yield
-            return
-        with self.lock:
-            yield
 
     # ---------------------------------------------------------------- rotary
 
@@ -297,7 +297,7 @@ class LlamaModel(Model):
         first = cache.length if rows is None else int(rows[0])
         stop = len(tokens) - sum(length for _, length in branches)
         more, fresh = dict[int, SequenceState](), slice(first, first + stop)
-        with self.exclusive(), torch.inference_mode():
+        with self._exclusive(), torch.inference_mode():
             self._compute(tokens[:stop], cache, rows, no_logits=True)
             whole = self._context.read(cache)
             starts = np.cumsum([stop, *(length for _, length in branches)])
@@ -349,7 +349,7 @@ class LlamaModel(Model):
         positions = list(range(cache.length, cache.length + len(tokens))) if rows is None else rows.tolist()
         gaps = [at for at, (one, other) in enumerate(pairwise(positions), 1) if other != one + 1]
         logits = [torch.empty(0, self.vocab_size)]
-        with self.exclusive(), torch.inference_mode():
+        with self._exclusive(), torch.inference_mode():
             for start, stop in pairwise([0, *gaps, len(tokens)]):
                 wanted = range(stop - start) if all_logits else [stop - start - 1] * (stop == len(tokens))
                 found = self._stretch(

@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "dtype", "dtype to compute in; float32 is the strictest test", choices=DTYPES)
     add_setting(parser, "quantization")
     add_setting(parser, "store_states")
+    add_setting(parser, "n_ctx", metavar="N")
     add_setting(parser, "codec", "codec of stored chunks, to see its error")
     parser.add_argument("--chunk-tokens", type=at_least(1), metavar="N", help="length of the four test chunks")
     parser.add_argument("--allow-unverified", action="store_true", help="allow an untested model family")
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from kvrag.engine import BlendEngine
     from kvrag.inspect.gate import Check, verify
 
-    names = ("allow_unverified", "quantization", "store_states")
+    names = ("allow_unverified", "quantization", "store_states", "n_ctx")
     options = {name: getattr(args, name) for name in names}
     model = Model.from_pretrained(args.model, dtype=args.dtype, **options)
     facts = f"{model.fingerprint.dtype}, {model.num_layers} layers, window {model.context_window}, codec {args.codec}"

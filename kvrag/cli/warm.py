@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 TOTALS = ("chunks", "new", "reused", "skipped", "tokens", "bytes")
 _NAMED = 3  # documents or files named in a message
-_LOADED = ("dtype", "device", "quantization", "store_states")
+_LOADED = ("dtype", "device", "quantization", "store_states", "n_ctx")
 _LOCAL = ("store", "codec", *_LOADED, "context_tokens", "embedder", "tune")
 _PROBE = "Déjà vu: 3.14 quick brown foxes (or 27) jumped, unbelievably; def f(x):\n\treturn x  # 漢字"
 

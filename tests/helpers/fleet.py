@@ -478,7 +478,7 @@ class Fleet(RuleBasedStateMachine):
                 possible.append(held)
         self.observer.sync()
         held = self._held(self.observer)
-        stored = set(self.observer._manifest.rows())
+        stored = {row.key for row in self.observer._manifest.rows()}
 
         def documents(held: Held) -> Held:
             return {row: key for row, key in held.items() if row[1] != ON_REQUEST}
@@ -535,7 +535,7 @@ class Fleet(RuleBasedStateMachine):
 
     def _check_collected(self) -> None:
         """After a `gc` that nothing disturbed, only what is held is there, and no id of another text."""
-        stored = self.observer._manifest.rows()
+        stored = {row.key: row for row in self.observer._manifest.rows()}
         assert stored.keys() <= {*self.held.values()}, "gc leaves chunks that nothing holds"
         self.loose.clear()
         remote = self.observer._remote._remote

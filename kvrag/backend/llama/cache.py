@@ -166,11 +166,9 @@ class LlamaContext:
             self._leave(other)
         for ref, cache in own.items():
             if ref not in self._sequences:
-                state = cache.state()
-                sequence = self._free.pop()
-                self._sequences[weakref.ref(cache, self._dropped.append)] = sequence
-                if state is not None:
-                    self.set(sequence, state)
+                if (state := cache.state()) is not None:
+                    self.set(self._free[-1], state)
+                self._sequences[weakref.ref(cache, self._dropped.append)] = self._free.pop()
                 cache.outside = None
             self._sequences.move_to_end(ref)
         return [self._sequences[ref] for ref in own]

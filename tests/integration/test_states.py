@@ -269,7 +269,7 @@ def test_prompts_are_prefilled_in_full_until_a_calibration(hybrid_engine: BlendE
 
 def test_what_hybrids_cannot_do_is_refused_in_one_line(hybrid_engine: BlendEngine) -> None:
     model = hybrid_engine.model
-    for policy in ("hkvd", "first_k", "random", "query"):
+    for policy in ("hkvd", "first_k", "random"):
         with pytest.raises(SettingError, match=r"^policy \S+ recomputes scattered tokens, .*leave policy out"):
             hybrid_engine.generate(PROMPT, policy=policy, ratio=0.3)
         hybrid_engine.generate(PROMPT, policy="none", max_new_tokens=1)

@@ -28,7 +28,7 @@ from kvrag.cli.main import main
 from kvrag.config import CODECS
 from kvrag.inspect.gate import verify
 from kvrag.store import ChunkRecord, StoreCheck
-from kvrag.store.values import chunk_key, pack, share, unpack
+from kvrag.store.values import pack, share, unpack
 
 LOSSY = {"int8": 255, "int4": 15}
 CPU = torch.device("cpu")
@@ -245,16 +245,6 @@ def test_disk_and_ram_hold_the_packed_form_and_give_the_same(packing: BlendEngin
         assert {tensor.dtype for layer in chunk.layers.values() for tensor in layer} == {torch.uint8}
 
 
-def test_the_controller_reads_packed_chunks(packing: BlendEngine) -> None:
-    key = chunk_key(packing.fingerprint.digest, packing.model.tokenizer.encode(CHUNKS[0]))
-    reader = packing.store.open(key)
-    assert reader is not None
-    packing._planner._probe(reader)
-    reader.close()
-    per_token = packing._planner._costs.bytes_per_token(0.0)
-    assert 0.1 < per_token / packing.model.bytes_per_token < 0.4
-
-
 def test_it_is_found_again_after_a_restart(packing: BlendEngine, model: Model) -> None:
     ids = _prompt(packing)
     before = prepare(packing, ids, 0.0, "none").logits
@@ -354,18 +344,6 @@ def test_a_damaged_packed_chunk_is_detected_and_deleted(packing: BlendEngine, hf
     assert relative(prepare(packing, ids, 1.0, "random").logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
     assert packing.warm(CHUNKS).new == 1
     assert store.check() == StoreCheck(sound=4, damaged=0, unreadable=0)
-
-
-def test_a_lost_manifest_is_rebuilt_from_packed_chunks(packing: BlendEngine, model: Model) -> None:
-    ids = _prompt(packing)
-    before = prepare(packing, ids, 0.0, "none").logits
-    folder: Path = packing.store.path  # type: ignore[attr-defined]
-    packing.close()
-    (folder / "manifest.sqlite").write_bytes(b"this is not a database" * 500)
-    with BlendEngine(model, folder, codec=packing.codec) as later:
-        assert later.store.stats().chunks == 4
-        assert later.store.stats().codec == packing.codec
-        assert torch.equal(prepare(later, ids, 0.0, "none").logits, before)
 
 
 # ---------------------------------------------------------------- command line

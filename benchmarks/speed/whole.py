@@ -2,7 +2,8 @@
 
 Answers of a fixed length about the documents of `kept`, for every question once with each arm, in turn. `transformers`
 is `model.generate` with the same model; `int8` is kvrag with `quantization="int8"`; `llama.cpp` runs in another Python
-with the package xllamacpp, on two threads too, and keeps the common prefix with its last prompt.
+with the package xllamacpp, on two threads too, and keeps the common prefix with its last prompt. If the model is a GGUF
+file, kvrag runs it in llama.cpp, and ratios are to its own full prefill.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from benchmarks.settings import run_settings
 from kvrag import BlendEngine, Model
 
 _THREADS = 2
-_SETTINGS: dict[str, dict[str, Any]] = {"full": {"policy": "full"}, "default": {}, "0.15": {"ratio": 0.15}}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "full": {"policy": "full"},
+    "default": {},
+    "0.15": {"ratio": 0.15},
+    "plain": {"ratio": 0.0},
+}
 _LLAMA = """
 import json, sys, time
 import xllamacpp
@@ -62,20 +68,24 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="the model's weights for llama.cpp")
     args = parser.parse_args()
     torch.set_num_threads(_THREADS)
-    models = {name: Model.from_pretrained(args.model, dtype="bfloat16", quantization=name) for name in (None, "int8")}
-    model = models[None]
+    models: dict[str, Model] = {}
+    if is_gguf := args.model.endswith(".gguf"):
+        model = models["GGUF"] = Model.from_pretrained(args.model)
+    else:
+        for name, quantization in (("int8", "int8"), ("bf16", None)):
+            model = models[name] = Model.from_pretrained(args.model, dtype="bfloat16", quantization=quantization)
     corpus = read_corpus(CORPUS, lambda text: len(model.tokenizer.encode(text)), 128)
     rows = {k: retrieve(chosen(read_questions(QUESTIONS), 0, args.n + 1), corpus, k) for k in args.k}
     print(run_settings(model), flush=True)
     with ExitStack() as stack:
-        arms: dict[str, Answer] = {"transformers": partial(_transformers, model, args.tokens)}
+        arms: dict[str, Answer] = {} if is_gguf else {"transformers": partial(_transformers, model, args.tokens)}
         for name, one in models.items():
-            folder = args.store / str(name) if args.store else stack.enter_context(TemporaryDirectory())
+            folder = args.store / name if args.store else stack.enter_context(TemporaryDirectory())
             engine = stack.enter_context(BlendEngine(one, folder, conversation_bytes=0))
             for document in sorted({name for some in rows.values() for row in some for name in row.documents}):
                 engine.warm(corpus[document], document=document)
             for title, settings in _SETTINGS.items():
-                arms[f"{name or 'bf16'} {title}"] = partial(_kvrag, engine, args.tokens, settings)
+                arms[f"{name} {title}"] = partial(_kvrag, engine, args.tokens, settings)
         if args.llama:
             arms["llama.cpp"] = stack.enter_context(_llama(args.llama, args.gguf, model.context_window, args.tokens))
         for k in args.k:
@@ -91,9 +101,10 @@ def main() -> None:
 
 
 def _lines(times: dict[str, list[tuple[float, float]]]) -> Iterator[str]:
-    """Yield medians, and the median of the ratios to transformers for the same prompt."""
+    """Yield medians, and the median of the ratios to the first arm for the same prompt."""
+    reference = next(iter(times.values()))
     for name, some in times.items():
-        ratios = [theirs / total for (_, theirs), (_, total) in zip(times["transformers"], some, strict=True)]
+        ratios = [theirs / total for (_, theirs), (_, total) in zip(reference, some, strict=True)]
         first, total = (median(column) for column in zip(*some, strict=True))
         numbers = f"first token {first:6.2f} s, whole answer {total:6.2f} s"
         yield f"{name:14}{numbers}, {median(ratios):.2f}x (worst {min(ratios):.2f}x)"

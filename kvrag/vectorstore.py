@@ -6,6 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from inspect import isawaitable
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote
 
 from kvrag.blocking import run
+from kvrag.errors import PromptError
 from kvrag.llm import LLMBase
+from kvrag.store.values import text_key
 
 if TYPE_CHECKING:
     from kvrag.llm import Engine
@@ -179,20 +182,29 @@ class VectorStoreKV:
         return report
 
     def _stored(self, named: Mapping[str, Existing], before: set[str]) -> set[str]:
-        """Return the names of the texts with KV, and of those without a token.
+        """Return the names of the texts with KV for their sources, and of those without a token.
 
         Of a server, only the names of the documents are known.
         """
-        stored = {name for name, text in named.items() if name in before or not text.text}
         engine: Any = self._llm
         namespace = self._namespace or ""
         if isinstance(engine, LLMBase):
             engine, namespace = engine._open(), engine._in(self._namespace)
         if not hasattr(engine, "store"):
-            return stored
-        held = engine.store.documents(self._prefix, namespace)
-        evicted = {*engine.store.missing([key for name in stored for key in held.get(name, ())])}
-        return {name for name in stored if evicted.isdisjoint(held.get(name, ()))}
+            return before & named.keys()
+        ids: dict[str, list[int]] = {}
+        for name, text in named.items():
+            with suppress(PromptError):  # warming skips it
+                ids[name] = engine.encode(text.text)
+        keys = {name: text_key(namespace, ids[name]) for name in ids}
+        states = engine.store.look_up(list(dict.fromkeys(keys.values())))
+
+        def has_kv(name: str) -> bool:
+            state = states[keys[name]]
+            held = {state.sources.get(source) for source in (named[name].source, "")}  # "": encoded alone
+            return name in before and not held.isdisjoint(state.variants)
+
+        return {name for name in ids if not ids[name] or has_kv(name)}
 
     def drop(self, ids: Iterable[Id], left: Present) -> None:
         """Drop the KV of the ids that the vector store no longer has; of none if these are unknown."""

@@ -74,7 +74,12 @@ def _stats(store: KVStore, args: argparse.Namespace) -> Result:
         result["local"] = {"path": copies.path, "chunks": copies.chunks, "bytes": copies.bytes}
         lines.append(f"copies     {counted(copies.chunks, 'chunk')} ({human_bytes(copies.bytes)}) in {copies.path}")
     if any(part.namespace or part.max_bytes for part in stats.namespaces):
-        lines += [", ".join(f"{name} {value}" for name, value in part.items()) for part in result["namespaces"]]
+        for part in stats.namespaces:
+            used = (
+                f"{counted(part.chunks, 'chunk')} of {counted(part.documents, 'document')}, {human_bytes(part.bytes)}"
+            )
+            budget = human_bytes(part.max_bytes) if part.max_bytes else "no budget"
+            lines.append(f"{part.namespace or '(default)'}: {used}, {budget}")
     return result, "\n".join(lines), True
 
 

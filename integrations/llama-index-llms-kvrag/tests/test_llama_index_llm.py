@@ -115,7 +115,6 @@ def test_documents_of_a_call_may_be_a_retrievers_results(llm: BlendLLM) -> None:
     llm.complete("Who?", documents=[nodes[0], found, texts[2]])
     assert llm.warm([*nodes[:2], texts[2]]).new == 0
     assert llm.warm(texts).new == 2
-    assert any(chunk.text == "file_path: here.txt\n\n" + texts[1] for chunk in llm.explain().chunks)
 
 
 async def test_unknown_settings_of_a_call_are_refused(llm: BlendLLM) -> None:

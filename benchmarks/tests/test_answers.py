@@ -461,7 +461,6 @@ def test_a_folder_that_cannot_be_inspected(
         (["--ratios", "1.5"], "ratio must be a number in [0, 1], got 1.5"),
         (["--ratios", "x"], "--ratios: invalid float value: 'x'"),
         (["--ratios", ","], "pass at least one"),
-        (["--policies", "hkvd:layer=3"], "'layer=3' is not a setting"),
         (["--chunk-tokens", "64"], "--data has its own passages: leave out --chunk-tokens"),
         (["--codec", "zip"], "--codec: invalid choice: 'zip'"),
         (["--data", "{long}", "--context-tokens", "8"], "--context-tokens needs rows with `documents`"),

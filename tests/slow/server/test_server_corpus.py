@@ -153,14 +153,13 @@ def test_a_document_that_fails_is_not_retrieved_and_can_be_added_again(
 def test_an_upload_whose_client_leaves_ends_and_is_continued_by_the_next(
     corpus: Corpus, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, passes = Model.forward, list[int]()
+    encode = Model.forward_until
 
     def slow(self: Model, *args: Any, **settings: Any) -> Any:
-        passes.append(1)
-        time.sleep(0.2)
-        return forward(self, *args, **settings)
+        time.sleep(1)
+        return encode(self, *args, **settings)
 
-    monkeypatch.setattr(Model, "forward", slow)
+    monkeypatch.setattr(Model, "forward_until", slow)
     with serving(engine, corpus) as served:
         text = "\n\n".join(CHUNKS).encode()
         with pytest.raises(httpx.ReadTimeout):

@@ -99,12 +99,12 @@ class Answering:
         request = self._render(question)
         reply = Reply(self._model, question.prepared, question.sampling, request)
         request.question_end = len(request.ids) - reply.generation_prompt
-        with self._admission.admit(reply.most_bytes), request.kv_freed_at_end():
+        with self._admission.admit(reply.most_bytes) as admitted, request.kv_freed_at_end():
             self.begin(request)
             self._prefill_with_documents(request, question)
             for listener in self.listeners:
                 listener.prefilled(request, question.prepared.prompt)
-            deltas = reply.decode(started)
+            deltas = admitted.pausing(reply.decode(started))
             try:
                 yield next(deltas)
                 self._keep(request)  # for prompts that arrive meanwhile; now, to delay no first token

@@ -10,13 +10,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from typing import TypeVar
 
 from kvrag.errors import AbandonedError
 from kvrag.process import check_process, release_team
+
+T = TypeVar("T")
 
 is_cancelled: ContextVar[Callable[[], bool]] = ContextVar("is_cancelled", default=lambda: False)
 """Function that returns whether the consumer of this context has left: work on its answer ends then."""
@@ -134,22 +136,41 @@ class FairLock:
                 self._held = 0
 
 
-@dataclass(eq=False)
-class Admitted:
-    """An admitted answer."""
-
-    num_bytes: int
-    is_over: bool = False
-
-
 held: ContextVar[frozenset[Admitted]] = ContextVar("held", default=frozenset())
-"""Answers that this context, or the one that it is a copy of, is reading."""
+"""Answers of which this context, or the one that it is a copy of, has taken a delta."""
+
+
+class Admitted:
+    """An admitted answer.
+
+    Attributes:
+        is_working: Whether it goes on without its consumer, at least to its next delta.
+    """
+
+    def __init__(self, num_bytes: int, changed: threading.Condition) -> None:
+        self.num_bytes, self._changed = num_bytes, changed
+        self.is_working, self.is_over = True, False
+
+    def pausing(self, deltas: Iterable[T]) -> Iterator[T]:
+        """Yield its deltas; it pauses while its consumer has one."""
+        for delta in deltas:
+            self.pause()
+            yield delta
+            self.is_working = True
+
+    def pause(self) -> None:
+        """Note that it waits for its consumer, in whose context this is called."""
+        self.is_working = False
+        held.set(frozenset(other for other in held.get() if not other.is_over) | {self})
+        with self._changed:
+            self._changed.notify_all()
 
 
 class Admission:
     """Admits answers in order of arrival while their KV fits into `max_bytes`, and always one. Thread-safe.
 
-    A consumer that asks for an answer while it reads another one would wait for itself: it does not wait.
+    A consumer that asks for an answer while it reads another one would wait for itself. For such a consumer, only the
+    answers that are working count, and it does not wait in line.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -163,9 +184,9 @@ class Admission:
         return bool(self._admitted or self._waiting)
 
     @contextmanager
-    def admit(self, num_bytes: int) -> Iterator[None]:
+    def admit(self, num_bytes: int) -> Iterator[Admitted]:
         """Hold a place for an answer with KV of this size at full length. Raises AbandonedError if it is cancelled."""
-        answer = Admitted(num_bytes)
+        answer = Admitted(num_bytes, self._changed)
         with self._changed:
             self._waiting.append(answer)
             try:
@@ -177,8 +198,7 @@ class Admission:
                 self._waiting.remove(answer)
                 self._changed.notify_all()
         try:
-            held.set(frozenset({answer, *(other for other in held.get() if not other.is_over)}))
-            yield
+            yield answer
         finally:
             answer.is_over = True
             if not sys.is_finalizing():  # a thread that has ended may hold the lock
@@ -187,8 +207,9 @@ class Admission:
                     self._changed.notify_all()
 
     def _may_begin(self, answer: Admitted) -> bool:
-        if not all(other.is_over for other in held.get()):
-            return True
         others = tuple(self._admitted)
-        fits = not others or sum(other.num_bytes for other in others) + answer.num_bytes <= self._max_bytes
-        return self._waiting[0] is answer and fits
+        if any(not (other.is_working or other.is_over) for other in held.get()):
+            others = tuple(other for other in others if other.is_working)
+        elif self._waiting[0] is not answer:
+            return False
+        return not others or sum(other.num_bytes for other in others) + answer.num_bytes <= self._max_bytes

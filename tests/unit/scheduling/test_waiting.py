@@ -70,20 +70,64 @@ def test_answers_begin_while_they_fit_and_one_always_does() -> None:
     assert not admission.is_busy()
 
 
-def test_a_consumer_that_reads_an_answer_does_not_wait_for_another_one(never_polling: None) -> None:
-    admission, other, have_one = Admission(10), Admission(10), threading.Barrier(2, timeout=60)
-
-    def consume() -> None:
-        with admission.admit(5):
-            have_one.wait()
-            with admission.admit(10), other.admit(10):
-                assert has_to_wait(other, 10, Context())
-                have_one.wait()
-
-    finish(consume, consume)
-    with admission.admit(10):
+def test_only_the_consumer_of_a_paused_answer_need_not_wait_for_its_kv() -> None:
+    admission = Admission(10)
+    with admission.admit(10) as answer:
+        assert has_to_wait(admission, 10, copy_context()), "it goes on by itself"
+        answer.pause()
         assert not has_to_wait(admission, 10, copy_context())
         assert has_to_wait(admission, 10, Context())
+        answer.is_working = True
+        assert has_to_wait(admission, 10, copy_context())
+        answer.pause()
+    with admission.admit(10):
+        assert has_to_wait(admission, 10, copy_context()), "its answer has ended"
+
+
+def test_a_consumer_may_hold_an_answer_of_another_engine() -> None:
+    one, other = Admission(10), Admission(10)
+    with one.admit(10) as answer:
+        answer.pause()
+        with other.admit(10) as foreign:
+            Context().run(foreign.pause)
+            assert has_to_wait(other, 10, Context())
+            assert not has_to_wait(other, 10, copy_context())
+
+
+def test_consumers_that_each_hold_an_answer_get_another_one_after_the_other(never_polling: None) -> None:
+    admission, have_one = Admission(2), threading.Barrier(2, timeout=60)
+    together: list[int] = []
+
+    def consume() -> None:
+        with admission.admit(1) as first:
+            first.pause()
+            have_one.wait()
+            with admission.admit(2):
+                together.append(sum(answer.is_working for answer in admission._admitted))
+
+    finish(consume, consume)
+    assert together == [1, 1]
+
+
+def test_an_answer_that_pauses_lets_the_consumer_of_a_paused_one_go_on(never_polling: None) -> None:
+    admission, have_one, is_done = Admission(2), threading.Barrier(2, timeout=60), threading.Event()
+
+    def hold() -> None:
+        with admission.admit(1) as answer:
+            have_one.wait()
+            while not admission._waiting:
+                pass
+            answer.pause()
+            assert is_done.wait(60)
+
+    def ask() -> None:
+        with admission.admit(1) as answer:
+            answer.pause()
+            have_one.wait()
+            with admission.admit(2):
+                is_done.set()
+
+    finish(hold, ask)
 
 
 # ---------------------------------------------------------------- consumers
@@ -104,7 +148,7 @@ ASKING: dict[str, Callable[[BlendEngine], object]] = {
 
 
 @pytest.mark.parametrize("ask", ASKING)
-@pytest.mark.parametrize("reading", ["plain", "with a timeout", "in a span"])
+@pytest.mark.parametrize("reading", ["plain", "with a timeout", "in a span", "in another thread"])
 def test_a_consumer_may_ask_while_it_reads(
     narrow: BlendEngine, reading: str, ask: str, monkeypatch: pytest.MonkeyPatch, never_polling: None
 ) -> None:
@@ -113,6 +157,8 @@ def test_a_consumer_may_ask_while_it_reads(
 
     def consume() -> int:
         deltas = narrow.stream(PROMPT, **SHORT, timeout=600 if reading == "with a timeout" else None)
+        if reading == "in another thread":
+            finish(lambda: next(deltas))
         next(deltas)
         ASKING[ask](narrow)
         return len(list(deltas))

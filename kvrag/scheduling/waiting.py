@@ -1,4 +1,4 @@
-"""Who waits for the model: a fair lock, and the byte budget of answers in progress.
+"""Waiting for the model: a fair lock, and the byte budget of answers in progress.
 
 An answer begins when its KV fits into the budget (`Admission`). Prefills and decode steps take turns (`FairLock`).
 """

@@ -229,6 +229,8 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        for corpus in corpora:
+            await asyncio.to_thread(engine.calibrate_when_idle, corpus.namespace)
         yield
         await asyncio.gather(*(queue.stop() for queue in state.queues))
 

@@ -32,7 +32,7 @@ class SequenceState(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a context writes besides the numbers: heads and dimensions of each layer's keys and values.
+    """Form of a context's states: heads and dimensions of each layer's keys and values.
 
     Attributes:
         is_transposed: Values are written by dimension, as without flash attention.

@@ -33,7 +33,7 @@ from kvrag.config import DECLARED
 from kvrag.errors import ModelLoadError, SettingError, UnsupportedModelError
 from kvrag.fingerprint import Fingerprint
 from kvrag.process import check_process
-from kvrag.scheduling.waiting import FairLock, check_cancelled
+from kvrag.scheduling.waiting import FairLock
 
 _BLOCK = 128
 """Rows per pass on a CPU, between which other answers' steps run. Larger passes are not faster per row there."""
@@ -370,7 +370,7 @@ class LlamaModel(Model):
         try:
             for at in range(0, len(tokens), _BLOCK):
                 if at:
-                    self._pause()
+                    self.lock.pause(nullcontext)
                 part = tokens[at : at + _BLOCK]
                 (sequence,) = context.bring_in([cache], len(part))
                 if at == 0:
@@ -393,13 +393,6 @@ class LlamaModel(Model):
         cache.held = stop + behind
         cache.length = max(cache.length, stop) if not is_last else stop
         return [part for part in logits if len(part)]
-
-    def _pause(self) -> None:
-        """Between two passes, end the work if nobody waits for it, or let another thread's decode step run."""
-        check_cancelled()
-        if self.lock.is_wanted_first:
-            with self.lock.released(at_front=True):
-                pass
 
 
 def _copy(to: Sequence[Tensor], parts: Sequence[Tensor]) -> None:

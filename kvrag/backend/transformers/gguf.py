@@ -1,4 +1,4 @@
-"""What transformers does for a GGUF file: its header, its tokenizer, and what `generate` does with logits.
+"""GGUF files in transformers: the header, the tokenizer, and how `generate` processes logits.
 
 transformers' own tokenizers of such files leave out how vocabularies split and merge texts. Here, a file with a setting
 that would be lost is refused.

@@ -1,4 +1,5 @@
-// The chat page of `kvrag serve`. It calls the server's public API only: /v1/models, /v1/corpus, /v1/chat/completions.
+// The chat page of `kvrag serve`. It calls the server's public API only: /v1/models, /v1/corpus, /v1/checks,
+// /v1/chat/completions.
 
 const $ = (id) => document.getElementById(id);
 const MAX_TURNS = 4; // earlier turns that are sent with a question
@@ -138,6 +139,7 @@ async function ask(question) {
     $("question").value ||= error.name === "AbortError" ? "" : question;
   } finally {
     setBusy(null);
+    await showChecks();
   }
 }
 
@@ -161,6 +163,12 @@ async function answer(turn, messages) {
   part("detail").textContent = [`${tokens("prompt")} prompt tokens: ${used}`, ...report.notes].join("; ");
   if (!text) part("answer").textContent = "(The model gave an empty answer.)";
   return text.trim();
+}
+
+/** Show in a sentence how many answers full prefill confirms. */
+async function showChecks() {
+  const checks = await call("v1/checks").then((response) => response.json()).catch(() => ({}));
+  $("checks").textContent = checks.text ?? "";
 }
 
 /** Show the retrieved chunks of an answer, best first. */

@@ -276,6 +276,7 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     assert page.locator(".sources li").count() == 5
     assert re.fullmatch(r"5 chunks from \d documents", page.inner_text(".sources > summary"))
     assert page.is_hidden("#tiny")  # the note about the bundled model
+    page.locator("#checks", has_text=re.compile("nothing is known yet|answers? were kept|On this model")).wait_for()
     assert page.inner_text(".sources li:first-child p") in "".join(path.read_text() for path in HANDBOOK)
 
     # a second turn has the first in its prompt

@@ -4,7 +4,8 @@
 to recompute: a policy scores every position, and the best inexact ones fill the budget. Fresh positions are computed
 anyway and never compete; exact ones are never selected; the same are used for keys and values and on every layer.
 `blend` is CacheBlend's selective recompute (arXiv:2405.16444, section 4.2): the model's own forward pass on fresh and
-selected positions. All other positions keep the stitched KV. Recomputed tokens attend to it under a mask by true positions.
+selected positions. All other positions keep the stitched KV. Recomputed tokens attend to it under a mask by true
+positions.
 
 `LateRecompute` recomputes more when the model is unsure of its next token. The margin between the two likeliest tokens
 is a sign of doubt. The first token with a smaller margin than asked for is not emitted: the next share of the chunks is

@@ -93,6 +93,12 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
         self.values.index_copy_(2, rows, value_states)
         return self.keys[:, :, :stop], self.values[:, :, :stop]
 
+    def leave(self) -> None:
+        """Copy keys and values out of a shared tensor."""
+        capacity = self.keys.shape[2]
+        self.keys, self.values = (_resized(tensor, self.length, capacity) for tensor in (self.keys, self.values))
+        self.place = None
+
     def get_seq_length(self) -> int:
         """Return the number of positions before the next token."""
         return self.length
@@ -297,7 +303,7 @@ class BlendCache(StatefulCache):
 class JoinedRows:
     """KV of a step's rows in one tensor per layer: one operation appends to all of them, and one attends for all.
 
-    The rows' caches hold views of it. They go on with these when they leave the step, until they need more room.
+    The rows' caches hold views of it, until they are in a step of other rows or alone.
     """
 
     def __init__(self, caches: Sequence[BlendCache], capacity: int) -> None:
@@ -317,10 +323,12 @@ class JoinedRows:
 
     @classmethod
     def of(cls, caches: Sequence[BlendCache]) -> JoinedRows | None:
-        """Return these rows as joined; None if they are empty, or would be padded to more than twice their lengths."""
+        """Return these rows as joined; None for one, if they are empty, or if padding would be more than they have."""
         lengths = [cache.get_seq_length() for cache in caches]
         longest = max(lengths)
-        if not longest or len(caches) * longest > 2 * sum(lengths):
+        if len(caches) == 1 or not longest or len(caches) * longest > 2 * sum(lengths):
+            for layer in (layer for cache in caches for layer in cache.own_layers if layer.place):
+                layer.leave()  # one row would keep the tensors of all
             return None
         places = [cache.own_layers[0].place for cache in caches]
         rows = places[0][0] if places[0] else None
@@ -358,7 +366,7 @@ class StepCache(StatefulCache):
         self._rows, self.positions = torch.tensor([range(len(caches)), self.lengths]).to(device)
         self.fresh: dict[int, Tensor] = {}
         self.states: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self.joined = JoinedRows.of(caches) if joins and len(caches) > 1 else None
+        self.joined = JoinedRows.of(caches) if joins else None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any

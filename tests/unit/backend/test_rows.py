@@ -157,4 +157,7 @@ def test_joined_rows_leave_the_step_go_on_alone_and_join_again(model: Model, mon
             got = model.forward_each(tokens, [caches[1][row] for row in rows])
         joined.add(len({cache.layer(0)[0].untyped_storage().data_ptr() for cache in caches[1]}))
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+        if len(rows) == 1:
+            keys = caches[1][rows[0]].layer(0)[0]
+            assert keys.untyped_storage().nbytes() == keys.nbytes, "the other rows are not kept in memory with it"
     assert joined == {1, 2}

@@ -179,7 +179,8 @@ class KVStore(ABC):
 
     @property
     def _current(self) -> Manifest:
-        """Return the manifest; brought up to date first if that is quick."""
+        """Return the manifest; raise as `_check_open`."""
+        self._check_open()
         return self._manifest
 
     # ---------------------------------------------------------------- chunks
@@ -287,13 +288,11 @@ class KVStore(ABC):
 
         The numbers differ between machines, and all are new when a manifest is replaced.
         """
-        self._check_open()
-        return self._manifest.entries(after)
+        return self._current.entries(after)
 
     def numbers(self) -> NDArray[np.int64]:
         """Return the numbers of all texts."""
-        self._check_open()
-        return self._manifest.numbers()
+        return self._current.numbers()
 
     def removals(self) -> int:
         """Return a counter that changes when any process removes chunks."""
@@ -319,8 +318,7 @@ class KVStore(ABC):
         self, namespace: str = "", choose: Callable[[Sequence[str]], Collection[str]] = lambda text_keys: text_keys
     ) -> list[str]:
         """Delete the chunks that only prompts brought, of the texts that `choose` returns; return their keys."""
-        self._check_open()
-        texts = [text for space, text in self._manifest.unused_requests(math.inf) if space == namespace]
+        texts = [text for space, text in self._current.unused_requests(math.inf) if space == namespace]
         chosen = sorted(choose(texts)) if texts else []
         if not chosen:
             return []

@@ -2,7 +2,7 @@
 
 The local folder has a copy of the manifest, kept up to date by the log (`kvrag.store.log`), and a `FileStore` with the
 chunks that this machine has used, within a byte budget. Lookups of a prompt are answered from the copy; a thread
-follows the log while there are prompts. Chunks are written to the remote before `put` returns. Chunks that a prompt has
+follows the log. Chunks are written to the remote before `put` returns. Chunks that a prompt has
 read from the remote are copied into the local folder afterwards.
 
 KV that was encoded with preceding context is only served while the copy is known to be current. While the remote cannot
@@ -80,7 +80,6 @@ class SharedStore(KVStore):
         cache: str | Path | None = None,
         cache_bytes: int = CACHE_BYTES,
         min_free_bytes: int = 1 << 30,
-        always_follow: bool = False,
     ) -> None:
         """Connect to the remote.
 
@@ -89,8 +88,6 @@ class SharedStore(KVStore):
             cache: Folder of local copies, a subfolder for each remote; None = `~/.cache/kvrag/shared`.
             cache_bytes: Byte budget of the local copies of chunks; those that save least are evicted first.
             min_free_bytes: No copies are made if less than this would stay free on the local disk.
-            always_follow: Follow the log also while there are no prompts, for callers that must never wait for the
-                network.
         """
         cache_bytes = check_budget("cache_bytes", cache_bytes)
         check_type("cache", cache, str | Path | None, "a folder")
@@ -99,7 +96,6 @@ class SharedStore(KVStore):
         self.name = self.url = self._remote.url
         folder = blake2b(f"{without_password(url)}?{url.partition('?')[2]}".encode(), digest_size=8).hexdigest()
         self._cache = Path(cache or "~/.cache/kvrag/shared").expanduser().resolve() / folder
-        self._always_follow = always_follow
         self._settings = {"max_bytes": cache_bytes, "min_free_bytes": min_free_bytes}
         self._is_open = self._is_closed = False
         self._owner = self._read_owner()
@@ -156,7 +152,7 @@ class SharedStore(KVStore):
         self._opening: TTLCache[str, Future[RemoteChunk | None]] = TTLCache(1 << 20, 2 * TIMEOUT_S)  # under _lock
         self._recorded = time.monotonic()
         self._is_open = True
-        self._follower = Follower(self._pull, self._always_follow)
+        self._follower = Follower(self._pull)
         try:
             if self._remote.look(HEAD)[0] is None and self._remote.names("log/"):
                 raise old_format(self.url)
@@ -184,12 +180,6 @@ class SharedStore(KVStore):
             raise StoreError(f"the store {self.url} is closed")
         if not self._is_open:
             raise StoreError(f"{self.url} has no store: create one with `kvrag warm PATH --store {self.url}`")
-
-    @property
-    def _current(self) -> Manifest:
-        self._check_open()
-        self._follower.glance()
-        return self._manifest
 
     def _pull(self) -> None:
         self._log.pull()

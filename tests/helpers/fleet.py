@@ -30,6 +30,7 @@ from records import FINGERPRINT, has, record, text
 
 from kvrag import ChunkUnreadableError, SharedStore, StoreError
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, chunkfile, log, shared
+from kvrag.store.follower import Follower
 from kvrag.store.manifest import Manifest
 from kvrag.store.objects import ObjectStore
 from kvrag.store.urls import connect
@@ -366,14 +367,15 @@ class Fleet(RuleBasedStateMachine):
     def _open(self, name: str) -> Any:
         if name not in self.stores:
             self.opening = self.calls.setdefault(name, Calls())
-            store: Any = SharedStore(self.place, self.folder / NAMES.get(name, name), min_free_bytes=0)
-            try:
-                store.bind(FINGERPRINT)
-            except BaseException:
-                store.close()
-                raise
+            # machines follow the log when they are told to
+            with patch.object(Follower, "_work", lambda self: None):
+                store: Any = SharedStore(self.place, self.folder / NAMES.get(name, name), min_free_bytes=0)
+                try:
+                    store.bind(FINGERPRINT)
+                except BaseException:
+                    store.close()
+                    raise
             store._writers = ThreadPoolExecutor(1)  # so that faults hit the same call each time
-            store._follower.glance = lambda: None  # machines follow the log when they are told to
             store._local.put = partial(self.calls[name].call, "copy", store._local.put)
             self.stores[name] = store
         return self.stores[name]

@@ -137,7 +137,6 @@ def calls_on_main_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> lis
         monkeypatch.setattr(owner, name, watched)
 
     for store in (store_of(engine), engine.connector._store):
-        watch(store._follower._changed, "wait_for")
         for name in ("read", "look", "swap", "write", "names", "delete", "open", "read_range"):
             watch(store._remote, name)
     return seen

@@ -307,4 +307,4 @@ def open_store(settings: ConnectorSettings) -> KVStore:
     if not is_shared(settings.store):
         return FileStore(settings.store, max_bytes=settings.max_bytes)
     budget: dict[str, Any] = {} if settings.max_bytes is None else {"cache_bytes": settings.max_bytes}
-    return SharedStore(str(settings.store), settings.store_cache, always_follow=True, **budget)
+    return SharedStore(str(settings.store), settings.store_cache, **budget)

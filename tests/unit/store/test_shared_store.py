@@ -848,25 +848,9 @@ def test_a_copy_is_as_old_as_the_request_that_shows_it_is_current(
         return real(*args)
 
     monkeypatch.setattr(one._remote, "swap", swap)
-    monkeypatch.setattr(one._follower, "glance", lambda: None)
+    one._follower.close()
     one.put([A])
     assert one._follower.age() >= 1000.0
-
-
-def test_a_prompt_waits_briefly_for_the_log_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = machine("one")
-    waits: list[float] = []
-    follower = one._follower
-    monkeypatch.setattr(follower._changed, "wait_for", lambda holds, most: waits.append(most))
-    one.removals()
-    assert waits == [], "it is fresh"
-    monkeypatch.setattr(follower, "_pull", lambda: time.sleep(0.01))
-    follower._current -= 100
-    monkeypatch.setattr(follower, "confirm", lambda since: None)
-    for _ in range(5):
-        one.removals()
-        one.look_up([text(A)])
-    assert waits == [following._WAIT_S]
 
 
 @contextlib.contextmanager

@@ -49,7 +49,6 @@ from kvrag.scheduling.bridge import off_loop, once, together
 from kvrag.scheduling.waiting import is_cancelled
 from kvrag.store import KVStore, open_store
 from kvrag.store.base import no_progress
-from kvrag.tracing import traced
 from kvrag.types import Answer, BlendReport, CheckStats, Delta, Messages, TokenIds, WarmReport, join
 
 _shared: Shared[BlendEngine] = Shared()
@@ -249,8 +248,7 @@ class BlendEngine:
         self._check_open()
         timeout = check_timeout(options.get("timeout"))
         question = Question.of(self.model.tokenizer, prompt, self.config, options)
-        operation = "text_completion" if question.prepared.is_plain else "chat"
-        return traced(_within(self._answering.stream(question), timeout), operation, self.model.name)
+        return _within(self._answering.stream(question), timeout)
 
     def generate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
         """Return the complete answer; arguments as in `stream`."""

@@ -23,7 +23,6 @@ from kvrag.errors import (
     StoreFullError,
     needing,
 )
-from kvrag.tracing import trace_headers
 
 KEY_VARIABLE = "KVRAG_API_KEY"
 
@@ -130,7 +129,6 @@ class Connection:
 
     async def _send(self, method: str, path: str, **arguments: Any) -> Any:
         call = getattr(self._client(), method)
-        arguments["options"] = {**arguments.get("options", {}), "headers": trace_headers()}
         if "body" in arguments:  # lone surrogates are escaped, as in JSON: the server says where they are
             arguments["body"] = json.dumps(arguments["body"], ensure_ascii=False).encode(errors="backslashreplace")
         with self._as_our_errors():

@@ -15,7 +15,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvrag.server.api_errors import ApiError, error_response
 from kvrag.server.page import FILES
 from kvrag.server.settings import ServerSettings
-from kvrag.tracing import continued
 
 # for load balancers, and for browsers, which send no key with a page; the chat page asks for the key itself
 _OPEN = ("/health", "/openapi.json", *FILES)
@@ -60,8 +59,7 @@ class Guard:
         scope.setdefault("state", {})["namespace"] = namespace
         self._inside[namespace, is_upload] += 1
         try:
-            with continued(headers):
-                await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
         finally:
             self._inside[namespace, is_upload] -= 1
 

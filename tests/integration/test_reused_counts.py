@@ -16,10 +16,6 @@ from langchain_kvrag import ChatBlend
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.kvrag import BlendLLM
 from openai import OpenAI
-from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from serving import NAME, Served, serving
 
 from kvrag import Answer, BlendConfig, BlendEngine, BlendReport, Model, RemoteEngine
@@ -62,12 +58,6 @@ def _metric(engine: BlendEngine, served: Served, source: str) -> int:
     return int(served.metric(f'kvrag_prompt_tokens_total{{source="{source}"}}'))
 
 
-def _span(engine: BlendEngine, spans: InMemorySpanExporter) -> object:
-    engine.generate(PROMPT, **OPTIONS)
-    [chat] = [span for span in spans.get_finished_spans() if span.name.startswith("chat")]
-    return (chat.attributes or {})["gen_ai.usage.cache_read.input_tokens"]
-
-
 def _langchain(engine: BlendEngine, is_stream: bool) -> object:
     llm = ChatBlend(engine=engine, temperature=0, max_tokens=4)
     said: Any = sum(llm.stream(TEXT), start=AIMessageChunk("")) if is_stream else llm.invoke(TEXT)
@@ -100,7 +90,6 @@ PLACES: dict[str, Place] = {
     "stream": lambda engine, served, test: join(engine.stream(PROMPT, **OPTIONS)).report.reused_tokens,
     "an abandoned stream": lambda engine, served, test: _abandoned(engine),
     "the command line": lambda engine, served, test: _line(engine, test.capture),
-    "a span": lambda engine, served, test: _span(engine, test.spans),
     "LangChain": lambda engine, served, test: _langchain(engine, False),
     "LangChain, streamed": lambda engine, served, test: _langchain(engine, True),
     "LlamaIndex": lambda engine, served, test: _llama_index(engine, False),
@@ -132,11 +121,8 @@ def answering(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def test(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    spans, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(spans))
-    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
-    return argparse.Namespace(capture=capsys, spans=spans)
+def test(capsys: Any) -> argparse.Namespace:
+    return argparse.Namespace(capture=capsys)
 
 
 @pytest.mark.parametrize("unsure_at", [None, 0, 2])

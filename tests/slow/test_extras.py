@@ -178,15 +178,6 @@ except KvragError as error:
 
 
 @pytest.mark.slow
-def test_the_extra_otel_traces_an_answer(store: Path) -> None:
-    code = ENGINE + (
-        "from opentelemetry import trace\n"
-        "print(engine.generate('Who?', max_new_tokens=1).text, trace.get_tracer_provider() is not None)"
-    )
-    assert "True" in _run("otel", code, store)
-
-
-@pytest.mark.slow
 def test_what_an_extra_does_not_install_is_refused() -> None:
     """The tests above mean something."""
     assert "lxml" not in _required("client")

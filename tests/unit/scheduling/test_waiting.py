@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 from blending import CHUNKS, messages
-from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
 
 from kvrag import BlendEngine, Model
 from kvrag.errors import AbandonedError
@@ -148,13 +146,8 @@ ASKING: dict[str, Callable[[BlendEngine], object]] = {
 
 
 @pytest.mark.parametrize("ask", ASKING)
-@pytest.mark.parametrize("reading", ["plain", "with a timeout", "in a span", "in another thread"])
-def test_a_consumer_may_ask_while_it_reads(
-    narrow: BlendEngine, reading: str, ask: str, monkeypatch: pytest.MonkeyPatch, never_polling: None
-) -> None:
-    if reading == "in a span":
-        monkeypatch.setattr(trace, "get_tracer", TracerProvider().get_tracer)
-
+@pytest.mark.parametrize("reading", ["plain", "with a timeout", "in another thread"])
+def test_a_consumer_may_ask_while_it_reads(narrow: BlendEngine, reading: str, ask: str, never_polling: None) -> None:
     def consume() -> int:
         deltas = narrow.stream(PROMPT, **SHORT, timeout=600 if reading == "with a timeout" else None)
         if reading == "in another thread":

@@ -31,7 +31,6 @@ from kvrag.store.values import ChunkRecord, chunk_key
 
 SUFFIX = ".safetensors"
 _MAX_HEADER = 16 << 20
-_FIRST_READ = 64 << 10  # header, ids and context of most chunks
 _DTYPES = {
     "U8": torch.uint8,
     "I64": torch.int64,
@@ -85,32 +84,31 @@ class PackedChunk:
     """A chunk as written by `serialise`, read by byte ranges. Its content is verified against the requested key."""
 
     tier = ""
+    _is_open = False
 
-    def __init__(self, key: str, fingerprint: str, size: int, beginning: bytes) -> None:
+    def __init__(self, key: str, fingerprint: str, size: int) -> None:
         """Read everything except the layers; raises DamagedChunkError or ChunkUnreadableError.
 
         Args:
             fingerprint: Digest of the fingerprint that the chunk must have.
             size: Number of bytes of the chunk.
-            beginning: Its first bytes, any number of them.
         """
         self.key, self.size, self.bytes_read = key, size, 0
         with self._noticing_faults():
-            self._read_header(size, beginning)
+            self._read_header(size)
             self._read_tokens(fingerprint)
+        self._is_open = True
 
     def _range(self, start: int, stop: int) -> Tensor:
         """Read a range of bytes: (stop - start,) uint8, not shared with anything."""
         raise NotImplementedError
 
-    def _read_header(self, size: int, beginning: bytes) -> None:
-        (length,) = struct.unpack("<Q", beginning[:8])
+    def _read_header(self, size: int) -> None:
+        (length,) = struct.unpack("<Q", self._range(0, min(8, size)).numpy())
         if length > min(_MAX_HEADER, size):
             raise ValueError("the header is longer than the file")
         self._start = 8 + length
-        if self._start > len(beginning):
-            beginning += self._range(len(beginning), self._start).numpy().tobytes()
-        header = beginning[: self._start]
+        header = self._range(0, self._start).numpy().tobytes()
         match = _DIGEST.search(header)
         if not match or _digest(header[: match.start(1)], _BLANK, header[match.end(1) :]) != match[1].decode():
             raise ValueError("it does not match its digest")
@@ -122,12 +120,10 @@ class PackedChunk:
         end = self._start + max(tensor["data_offsets"][1] for tensor in tensors.values())
         if size != end:
             raise DamagedChunkError(self.key, f"the file has {size} bytes instead of {end}")
-        self._beginning = beginning
 
     def _read_tokens(self, fingerprint: str) -> None:
         self.context, self.ids = (self._tokens(name) for name in ("context", "ids"))
         self.context_tokens = len(self.context)
-        del self._beginning
         if self._metadata["fingerprint"] != fingerprint:
             raise DamagedChunkError(self.key, "it was written for another model")
         actual = chunk_key(fingerprint, self.ids.tolist(), self.context.tolist(), self.namespace)
@@ -136,10 +132,7 @@ class PackedChunk:
 
     def _tokens(self, name: str) -> NDArray[np.uint32]:
         start, stop = (self._start + offset for offset in self._tensors[name]["data_offsets"])
-        content = self._beginning[start:stop]
-        if stop > len(self._beginning):
-            content = self._range(start, stop).numpy().tobytes()
-        wide = np.frombuffer(content, "<i8")
+        wide = np.frombuffer(self._range(start, stop).numpy(), "<i8")
         ids = wide.astype(np.uint32)
         if not np.array_equal(ids, wide):  # the key covers only 32 bits of each id
             raise DamagedChunkError(self.key, f"its {name} are not token ids")
@@ -175,8 +168,10 @@ class PackedChunk:
         """Raise DamagedChunkError for a damaged chunk and ChunkUnreadableError for a temporary error."""
         try:
             yield
-        except FileNotFoundError as error:  # deleted in the meantime
-            raise ChunkUnreadableError(self.key, "its file has been deleted") from error
+        except FileNotFoundError as error:
+            if self._is_open:
+                raise ChunkUnreadableError(self.key, "its file has been deleted") from error
+            raise DamagedChunkError(self.key, "its file is missing") from error
         except (OSError, MemoryError) as error:
             raise ChunkUnreadableError(self.key, getattr(error, "strerror", None) or "out of memory") from error
         except (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError, struct.error) as error:
@@ -195,8 +190,7 @@ class ChunkFile(PackedChunk):
         self.key, self._path = key, path
         with self._noticing_faults():
             size = path.stat().st_size
-            beginning = self._range(0, min(size, _FIRST_READ)).numpy().tobytes()
-        super().__init__(key, fingerprint, size, beginning)
+        super().__init__(key, fingerprint, size)
 
     def _range(self, start: int, stop: int) -> Tensor:
         content = torch.empty(stop - start, dtype=torch.uint8)

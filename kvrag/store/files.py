@@ -24,7 +24,6 @@ from pathlib import Path
 
 from kvrag.config import check_budget, check_number, check_type
 from kvrag.errors import (
-    ChunkUnreadableError,
     DamagedChunkError,
     SettingError,
     StoreError,
@@ -169,12 +168,7 @@ class FileStore(KVStore):
         return None
 
     def _open_file(self, name: str, key: str) -> PackedChunk:
-        try:
-            return ChunkFile(self._file(name), key, self._fingerprint)
-        except ChunkUnreadableError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                raise DamagedChunkError(key, "its file is missing") from error
-            raise
+        return ChunkFile(self._file(name), key, self._fingerprint)
 
     def _delete(self, names: Iterable[str]) -> None:
         for name in names:

@@ -22,9 +22,9 @@ from obstore.exceptions import (
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvrag.errors import SettingError, StoreError, StoreReadOnlyError
-from kvrag.store.remote import TIMEOUT_S, DeletedError
+from kvrag.store.remote import TIMEOUT_S
 
-_BEGINNING = 1 << 20  # header, ids and the first layers
+_PIECE = 1 << 20  # bytes of a large object that are passed on at once
 _LARGE_S = 300.0  # seconds for one large object
 _CONNECT_S = 5.0
 _RETRIES, _RETRY_S = 2, 10.0
@@ -152,26 +152,15 @@ class ObjectStore:
                     with self._translated(writing=True), suppress(FileNotFoundError):
                         obstore.delete(self._quick, name)
 
-    def open(self, name: str) -> tuple[int, bytes] | None:
-        """Return the size of an object and its first bytes; None if there is none."""
-        try:
-            with self._translated():
-                answer = obstore.get(self._quick, name, options={"range": (0, _BEGINNING)})
-                return answer.meta["size"], bytes(answer.bytes())
-        except FileNotFoundError:
-            return None
-        except StoreError as error:
-            if re.search("InvalidRange|status code: 416", str(error.__cause__)):  # it is empty
-                return 0, b""
-            raise
+    def open(self, name: str) -> tuple[int, Iterator[memoryview]]:
+        """Return the size of an object, and its content in pieces, as they arrive; raises FileNotFoundError."""
+        with self._translated():
+            answer = obstore.get(self._patient, name)
+            return answer.meta["size"], self._pieces(answer)
 
-    def read_range(self, name: str, start: int, stop: int) -> memoryview:
-        """Return a range of bytes; raises DeletedError if there is no such object."""
-        try:
-            with self._translated():
-                return memoryview(obstore.get_range(self._quick, name, start=start, end=stop))
-        except FileNotFoundError as error:
-            raise DeletedError("it has been deleted") from error
+    def _pieces(self, answer: obstore.GetResult) -> Iterator[memoryview]:
+        with self._translated():
+            yield from map(memoryview, answer.stream(min_chunk_size=_PIECE))
 
     def listed(self, *prefixes: str) -> Iterator[tuple[str, float]]:
         """Yield name and age in seconds, by the bucket's clock, of the objects under these prefixes."""

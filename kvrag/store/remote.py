@@ -1,13 +1,9 @@
-"""A chunk that is read from a bucket."""
+"""Chunks in a bucket, each read in one request, so that its first layers can be used while the others arrive."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as WaitTimeoutError
-from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,19 +13,56 @@ from torch import Tensor
 from kvrag.errors import ChunkUnreadableError, StoreError
 from kvrag.store.chunkfile import PackedChunk
 
-_GROUP = 4 << 20  # bytes of adjacent layers per request ...
-_IN_FLIGHT = 3  # ... and requests per chunk at a time, so that several chunks arrive layer by layer
-
 TIMEOUT_S = 10.0
 """Seconds after which a read counts as failed."""
 
 
-class DeletedError(StoreError):
-    """A chunk has been deleted while it was read."""
+class Download:
+    """An object of a bucket, which arrives in a thread. `name` is the object's, `size` its number of bytes."""
+
+    def __init__(self, remote: Any, name: str) -> None:
+        """Request the object from an ObjectStore, which imports this module."""
+        self.name, self.size = name, 0
+        self._remote, self._content, self._changed = remote, bytearray(), threading.Condition()
+        self._error: BaseException | None = None
+        self._is_over = False
+        try:
+            threading.Thread(target=self._receive, name="kvrag-fetch", daemon=True).start()
+        except RuntimeError as error:  # there are too many threads
+            self._end(StoreError(str(error)))
+
+    def _receive(self) -> None:
+        try:
+            self.size, pieces = self._remote.open(self.name)
+            for piece in pieces:
+                with self._changed:
+                    self._content += piece
+                    self._changed.notify_all()
+        except BaseException as error:  # raised where it is read
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._changed:
+            self._error, self._is_over = error, True
+            self._changed.notify_all()
+
+    def read(self, start: int, stop: int) -> bytearray:
+        """Return a range of bytes, fewer where the object ends; wait until they are here.
+
+        Raises StoreError, and FileNotFoundError if there is no such object.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._content) >= stop or self._is_over, TIMEOUT_S):
+                raise StoreError(f"no answer for {TIMEOUT_S:g} s")
+            if self._error and len(self._content) < stop:
+                raise self._error
+            return self._content[start:stop]
 
 
 class RemoteChunk(PackedChunk):
-    """A chunk in a bucket. Its layers are fetched in groups, in the background, some ahead of the one that is read."""
+    """A chunk in a bucket."""
 
     tier = "shared"
 
@@ -37,76 +70,29 @@ class RemoteChunk(PackedChunk):
         self,
         key: str,
         fingerprint: str,
-        remote: Any,
-        name: str,
-        size: int,
-        beginning: bytes,
-        pool: ThreadPoolExecutor,
-        failed: Callable[[StoreError], None] = lambda error: None,
-        used: Callable[[RemoteChunk], None] = lambda chunk: None,
+        download: Download,
+        failed: Callable[[StoreError], None],
+        used: Callable[[RemoteChunk], None],
     ) -> None:
-        """Read the header and start to fetch the layers; raises as PackedChunk.
+        """Read everything except the layers; raises as PackedChunk.
 
         Args:
-            remote: The ObjectStore, which imports this module.
-            name: Of the object.
-            size: Number of its bytes.
-            beginning: The first of them, including the header.
-            failed: Called if layers cannot be read because the bucket does not answer.
+            failed: Called if the bucket does not answer.
             used: Called when the reader is closed.
         """
-        self._pool, self._failed, self._used = pool, failed, used
-        self._fetch, self._first = partial(remote.read_range, name), beginning
-        self._groups: list[tuple[int, int]] = []
-        self._fetches: list[Future[bytes | memoryview]] = []
-        self._lock = threading.Lock()
+        self.key, self._download, self._failed, self._used = key, download, failed, used
         self._is_closed = False
-        super().__init__(key, fingerprint, size, beginning)
         with self._noticing_faults():
-            self._groups = self._grouped()
-        self._fetch_ahead(0)
-
-    def _grouped(self) -> list[tuple[int, int]]:
-        """Return the byte ranges to fetch: of the layers that are not in the beginning."""
-        groups: list[tuple[int, int]] = []
-        for start, stop in map(self._span, range(self.num_layers)):
-            if stop <= len(self._first):
-                continue
-            if groups and stop - groups[-1][0] <= _GROUP:
-                groups[-1] = groups[-1][0], stop
-            else:
-                groups.append((start, stop))
-        return groups
-
-    def _fetch_ahead(self, number: int) -> None:
-        """Fetch the groups from this one on that are not being fetched."""
-        # the store has been closed, or no thread can be started: its readers stay valid
-        with self._lock, suppress(RuntimeError):
-            for start, stop in self._groups[len(self._fetches) : number + _IN_FLIGHT]:
-                self._fetches.append(self._pool.submit(self._fetch, start, stop))
+            self._range(0, 1)  # its size is known from then on
+        super().__init__(key, fingerprint, download.size)
 
     def _range(self, start: int, stop: int) -> Tensor:
-        content = torch.empty(stop - start, dtype=torch.uint8)
-        content.numpy()[:] = np.frombuffer(self._read(start, stop), np.uint8)
-        return content
-
-    def _read(self, start: int, stop: int) -> bytes | memoryview:
-        if stop <= len(self._first):
-            return memoryview(self._first)[start:stop]
-        # none for a part of the header, before there are groups
-        number = next((n for n, (first, last) in enumerate(self._groups) if first <= start and stop <= last), 0)
-        self._fetch_ahead(number)
         try:
-            if number >= len(self._fetches):
-                return self._fetch(start, stop)
-            fetched = memoryview(self._fetches[number].result(TIMEOUT_S))
-        except (WaitTimeoutError, StoreError) as error:
-            reason = f"no answer for {TIMEOUT_S:g} s" if isinstance(error, WaitTimeoutError) else str(error)
-            if not isinstance(error, DeletedError):  # of a deleted chunk, the bucket does answer
-                self._failed(StoreError(reason))
-            raise ChunkUnreadableError(self.key, reason) from error
-        offset = self._groups[number][0]
-        return fetched[start - offset : stop - offset]
+            content = self._download.read(start, stop)
+        except StoreError as error:
+            self._failed(error)
+            raise ChunkUnreadableError(self.key, error) from error
+        return torch.from_numpy(np.frombuffer(content, np.uint8))
 
     def close(self) -> None:
         """See ChunkReader.close."""

@@ -18,13 +18,11 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as WaitTimeoutError
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 from cachetools import TTLCache
 
@@ -47,7 +45,7 @@ from kvrag.store.follower import Follower
 from kvrag.store.log import HEAD, Log
 from kvrag.store.manifest import Manifest
 from kvrag.store.owner import OWNER, check_owner, old_format, owner_file, parse_owner
-from kvrag.store.remote import TIMEOUT_S, RemoteChunk
+from kvrag.store.remote import TIMEOUT_S, Download, RemoteChunk
 from kvrag.store.urls import connect, is_shared
 from kvrag.store.values import ON_REQUEST, ChunkRecord, StoreStats, TextState
 
@@ -146,10 +144,9 @@ class SharedStore(KVStore):
         self._log = self._changes = Log(
             self._remote, self._manifest, self._drop_removed, self._recheck_owner, self._appended
         )
-        self._fetchers = ThreadPoolExecutor(32, "kvrag-fetch")
         self._writers = ThreadPoolExecutor(4, "kvrag-shared")
         self._promoter = Background("kvrag-promote", _PROMOTIONS)
-        self._opening: TTLCache[str, Future[RemoteChunk | None]] = TTLCache(1 << 20, 2 * TIMEOUT_S)  # under _lock
+        self._opening: TTLCache[str, Download] = TTLCache(1 << 20, 2 * TIMEOUT_S)  # under _lock
         self._recorded = time.monotonic()
         self._is_open = True
         self._follower = Follower(self._pull)
@@ -240,8 +237,9 @@ class SharedStore(KVStore):
         with self._lock:
             absent = [key for key in keys if key not in self._opening]
         for key in self._local.missing(absent):
-            with self._lock:
-                self._opening[key] = self._fetchers.submit(self._open_remote, key)
+            if name := self._manifest.file(key):
+                with self._lock:
+                    self._opening[key] = Download(self._remote, _object(name))
 
     def open(self, key: str) -> PackedChunk | None:
         self._check_open()
@@ -254,18 +252,6 @@ class SharedStore(KVStore):
             self._local.discard(key)
         except ChunkUnreadableError as error:
             logger.info("%s; it is read from %s", error, self.url)
-        with self._lock:
-            opening = self._opening.pop(key, None)
-        if opening is None:
-            return self._open_remote(key)
-        try:  # None if the chunk was not stored at that time
-            return opening.result(0.0 if self._follower.is_failing else TIMEOUT_S) or self._open_remote(key)
-        except WaitTimeoutError as error:
-            timeout = StoreError(f"{self.url} does not answer")
-            self._follower.fail(timeout)
-            raise ChunkUnreadableError(key, timeout) from error
-
-    def _open_remote(self, key: str) -> RemoteChunk | None:
         seen = None
         while (name := self._manifest.file(key)) is not None:
             if name == seen:  # the bucket lost it
@@ -274,27 +260,24 @@ class SharedStore(KVStore):
             if self._follower.is_failing:
                 raise ChunkUnreadableError(key, f"{self.url} cannot be reached")
             try:
-                if chunk := self._open_object(name, key, self._follower.fail, self._promote):
-                    return chunk
+                return self._open_file(name, key)
+            except DamagedChunkError as error:
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    raise
+            try:
                 self._log.pull()  # removed meanwhile, and maybe stored again
             except StoreError as error:
-                if isinstance(error, (DamagedChunkError, ChunkUnreadableError)):
-                    raise
                 self._follower.fail(error)
                 raise ChunkUnreadableError(key, error) from error
             seen = name
         return None
 
     def _open_file(self, name: str, key: str) -> RemoteChunk:
-        if chunk := self._open_object(name, key):
-            return chunk
-        raise DamagedChunkError(key, "its object is missing")
-
-    def _open_object(self, name: str, key: str, *callbacks: Callable[[Any], None]) -> RemoteChunk | None:
-        name = _object(name)
-        if (found := self._remote.open(name)) is None:
-            return None
-        return RemoteChunk(key, self._fingerprint, self._remote, name, *found, self._fetchers, *callbacks)
+        with self._lock:
+            download = self._opening.pop(key, None)
+        if download is None or download.name != _object(name):
+            download = Download(self._remote, _object(name))
+        return RemoteChunk(key, self._fingerprint, download, self._follower.fail, self._promote)
 
     def _promote(self, chunk: RemoteChunk) -> None:
         """Copy a chunk into the local folder, unless too many are waiting."""
@@ -433,7 +416,6 @@ class SharedStore(KVStore):
         self._record_uses()
         self._writers.shutdown()
         self._promoter.close(finish=True)
-        self._fetchers.shutdown(wait=False, cancel_futures=True)
         for part in (self._local, self._manifest):
             part.close()
 

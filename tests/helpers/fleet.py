@@ -244,8 +244,9 @@ class Operation:
                 store.sync()
             case "ask":
                 store.read_ahead(self.keys)
-                for opening in list(store._opening.values()):
-                    opening.exception()
+                for download in list(store._opening.values()):
+                    with suppress(StoreError, FileNotFoundError, Killed):
+                        download.read(0, 1)
                 for key in self.keys:
                     ask(store, key)
 

@@ -37,7 +37,7 @@ from kvrag import (
     StoreError,
 )
 from kvrag.cli.main import main
-from kvrag.store import ON_REQUEST, log, open_store, shared, visible_variant
+from kvrag.store import ON_REQUEST, chunkfile, log, open_store, remote, shared, visible_variant
 from kvrag.store import follower as following
 from kvrag.store.chunkfile import key_of
 from kvrag.store.urls import connect
@@ -325,7 +325,6 @@ def test_chunks_that_are_read_ahead_are_loaded_once(machine: Machine, monkeypatc
 def test_a_chunk_that_is_stored_after_it_was_read_ahead_is_found(machine: Machine) -> None:
     one, two = machine("one"), machine("two")
     two.read_ahead([A.key])
-    assert two._opening[A.key].result() is None
     one.put([A])
     two.sync()
     assert has(two, A)
@@ -336,7 +335,7 @@ def test_a_chunk_that_is_read_ahead_and_removed_is_not_held(machine: Machine) ->
     one.put([A])
     two.sync()
     two.read_ahead([A.key])
-    assert two._opening[A.key].result() is not None
+    assert two._opening[A.key].read(0, 1)
     one.remove([A.key])
     two.sync()
     assert not two._opening
@@ -552,20 +551,36 @@ def test_a_missing_object_is_a_miss_for_all(machine: Machine) -> None:
     assert has(one, A)
 
 
+def stop_at(length: int, store: Any, patch: pytest.MonkeyPatch, stop: Callable[[], None]) -> None:
+    """Call this when so many bytes of a chunk have arrived."""
+    opened = store._remote.open
+
+    def cut(name: str) -> Any:
+        size, pieces = opened(name)
+        content = b"".join(pieces)
+
+        def parts() -> Iterator[bytes]:
+            yield content[:length]
+            stop()
+            yield content[length:]
+
+        return size, parts()
+
+    patch.setattr(store._remote, "open", cut)
+
+
 def test_a_chunk_that_is_deleted_while_it_is_read_is_no_outage(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = machine("one"), machine("two", cache_bytes=1)
     one.put([A])
     assert soon(lambda: not two.missing([A.key]))
-    opened, outages = two._remote.open, list[StoreError]()
+    outages = list[StoreError]()
 
-    def deleted(name: str) -> Any:
-        size, beginning = opened(name) or (0, b"")
-        two._remote.delete([name])
-        return size, beginning[:1000]  # the chunk is small: otherwise nothing would remain to read
+    def deleted() -> None:
+        raise FileNotFoundError
 
-    monkeypatch.setattr(two._remote, "open", deleted)
+    stop_at(1500, two, monkeypatch, deleted)
     monkeypatch.setattr(two._follower, "fail", outages.append)
     with pytest.raises(ChunkUnreadableError, match="deleted"):
         two.open(A.key).layer(2)  # type: ignore[union-attr]
@@ -576,20 +591,19 @@ def test_a_chunk_that_is_deleted_while_it_is_read_is_no_outage(
 def test_an_outage_while_a_chunk_is_read_leaves_it_in_place(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, says: str
 ) -> None:
-    monkeypatch.setattr("kvrag.store.objects._BEGINNING", 1000)
     one, two = machine("one"), machine("two", cache_bytes=1)
     one.put([A])
     two.sync()
     two._follower.close()
     over = threading.Event()
 
-    def read_range(*_: object) -> memoryview:
+    def stop() -> None:
         if "no answer" in says:
             over.wait(60)
         raise StoreError("the network is down")
 
     with monkeypatch.context() as patch:
-        patch.setattr(two._remote, "read_range", read_range)
+        stop_at(1500, two, patch, stop)
         patch.setattr("kvrag.store.remote.TIMEOUT_S", 0.1)
         reader = two.open(A.key)
         assert reader is not None
@@ -1159,49 +1173,32 @@ def test_another_machine_warms_the_same_documents_without_encoding(
     assert answer["report"]["reused_tokens"] > 16
 
 
-@pytest.mark.parametrize("header", [100, 2000])
-def test_layers_are_fetched_in_groups_ahead_of_the_one_that_is_read(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, header: int
-) -> None:
-    long = record(1, layers=12)
-    (size,) = {sum(part.nbytes for part in layer) for layer in long.layers}
-    monkeypatch.setattr("kvrag.store.objects._BEGINNING", header)
-    monkeypatch.setattr("kvrag.store.remote._GROUP", 2 * size)
+def test_a_layer_is_read_while_the_others_arrive(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    long, arrives = record(1, layers=12), threading.Event()
     machine("one").put([long])
     two = machine("two", cache_bytes=1)
-    ranges: list[int] = []
-    real = two._remote.read_range
-
-    def read_range(name: str, start: int, stop: int) -> memoryview:
-        ranges.append(stop - start)
-        return real(name, start, stop)
-
-    monkeypatch.setattr(two._remote, "read_range", read_range)
+    size, layer = chunkfile.estimate(long), sum(part.nbytes for part in long.layers[0])
+    stop_at(size - 6 * layer, two, monkeypatch, lambda: arrives.wait(60) or None)
     reader = two.open(long.key)
     assert reader is not None
-    assert soon(lambda: ranges.count(2 * size) == 3)
-    for number, layer in enumerate(long.layers):
-        assert all(map(torch.equal, reader.layer(number), layer))
-    assert ranges.count(2 * size) == 6
     assert all(map(torch.equal, reader.layer(0), long.layers[0]))
-    assert ranges.count(2 * size) == 6, "what was fetched is kept for the local copy"
-    assert reader.bytes_read == 13 * size
+    arrives.set()
+    for number, each in enumerate(long.layers):
+        assert all(map(torch.equal, reader.layer(number), each))
+    assert reader.bytes_read == 13 * layer
     reader.close()
 
 
-def test_a_chunk_is_read_where_no_thread_can_be_started(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.store.objects._BEGINNING", 1000)
-    one, two = machine("one"), machine("two")
+def test_a_chunk_is_left_out_where_no_thread_can_be_started(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = machine("one", cache_bytes=1)
     one.put([A])
-    one.set_document("doc", held("doc", A))
-    assert soon(lambda: bool(two.documents()))
 
-    def refuse(*_: Any) -> None:
+    def refuse(**_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(two._fetchers, "submit", refuse)
-    reader = two.open(A.key)
-    assert reader is not None
-    for number, layer in enumerate(A.layers):
-        assert torch.equal(reader.layer(number)[1], layer[1])
-    reader.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(remote, "threading", SimpleNamespace(Condition=threading.Condition, Thread=refuse))
+        with pytest.raises(ChunkUnreadableError, match="can't start new thread"):
+            one.open(A.key)
+    one.sync()
+    assert has(one, A)

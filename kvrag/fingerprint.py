@@ -15,8 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-FORMAT = 3  # of the stored record, raised by a change of layout or meaning
-_LATER = ("states",)  # fields that older stores lack: false there, and not part of the digest while they are false
+FORMAT = 4  # of the stored record, raised by a change of layout or meaning
 _SAMPLES = 256  # per tensor: fine-tuning or merging an adapter changes nearly every weight, so samples detect it
 
 
@@ -42,8 +41,7 @@ class Fingerprint:
     @classmethod
     def of(cls, parts: Mapping[str, str]) -> Fingerprint:
         """Return the fingerprint with these `parts`; unknown ones are ignored."""
-        names = (field.name for field in fields(cls) if field.name in parts or field.name not in _LATER)
-        read = {name: json.loads(parts[name]) for name in names}
+        read = {field.name: json.loads(parts[field.name]) for field in fields(cls)}
         return cls(**{**read, "preamble": tuple(read["preamble"])})
 
     def stored_as(self, codec: str) -> Fingerprint:
@@ -52,13 +50,12 @@ class Fingerprint:
 
     def parts(self) -> dict[str, str]:
         """Return the fields as strings, for the store and for error messages."""
-        return {"adapter": '""', **{name: json.dumps(value) for name, value in asdict(self).items()}}  # had one once
+        return {name: json.dumps(value) for name, value in asdict(self).items()}
 
     @cached_property
     def digest(self) -> str:
         """Digest of 32 hexadecimal digits."""
         parts = {name: value for name, value in self.parts().items() if name != "model"}
-        parts = {name: value for name, value in parts.items() if name not in _LATER or value != "false"}
         return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import threading
 import time
 import uuid
@@ -427,14 +426,8 @@ class KVStore(ABC):
             return len(unheld), leftovers
 
     def purge(self) -> None:
-        """Delete what may contain deleted texts: the manifest's log, and damaged files."""
-        for folder in ("catalog", "quarantine"):  # of earlier versions
-            shutil.rmtree(self.path / folder, ignore_errors=True)
-        if not self._manifest.purge():
-            return
-        for pattern in (f"{MANIFEST}.damaged-*", "*/*.damaged", "namespaces/**/*.damaged"):
-            for path in self.path.glob(pattern):
-                path.unlink(missing_ok=True)
+        """Delete what may contain deleted texts: the manifest's log."""
+        self._manifest.purge()
 
     def discard(self, key: str) -> None:
         """Delete a damaged chunk."""

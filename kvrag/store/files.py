@@ -218,7 +218,7 @@ class FileStore(KVStore):
 
     def clean(self) -> int:
         """See KVStore.clean: deletes temporary files."""
-        return self._delete_unknown(TEMPORARY, f"*/{TEMPORARY}", f"namespaces/**/{TEMPORARY}")
+        return self._delete_unknown(TEMPORARY, f"*/{TEMPORARY}")
 
     def delete_leftovers(self) -> int:
         return self._delete_unknown("chunks/*/*") + self.clean()

@@ -195,21 +195,20 @@ class Manifest(Database):
         with self.transaction() as connection:
             connection.executemany("INSERT OR REPLACE INTO counters VALUES (?, ?)", list(counters.items()))
 
-    def purge(self) -> bool:
-        """Rewrite the file and empty SQLite's write-ahead log, if chunks were removed since; return whether they were.
+    def purge(self) -> None:
+        """Rewrite the file and empty SQLite's write-ahead log, if chunks were removed since.
 
         SQLite overwrites deleted rows, but not the copies that it left when it moved rows to other pages.
         """
         removals = self.counter("removals")
         if removals == self.counter("purged"):
-            return False
+            return
         with self._lock, translated(self._folder):
             self._writer.execute("VACUUM")
             ((is_busy, *_),) = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         if is_busy:
             raise StoreError(f"{self._path} is being read: repeat `kvrag store gc`, which could not empty its log")
         self.set_counters({"purged": removals})
-        return True
 
     # ---------------------------------------------------------------- scores and budgets
 

@@ -48,12 +48,10 @@ def check_owner(theirs: dict[str, str], fingerprint: Fingerprint, store: str) ->
     if theirs["digest"] == fingerprint.digest:
         return
     mine = fingerprint.parts()
-    different = [name for name in mine if name != "model" and mine[name] != theirs.get(name, "false")]
+    different = [name for name in mine if name != "model" and mine[name] != theirs[name]]
     way_out = "load the model with the same settings, use another store folder or prefix, or delete this one"
     if different == ["codec"]:
         way_out = f"use codec {codec_of(theirs)} instead of {fingerprint.codec}, or {way_out}"
-    if different == ["adapter"]:
-        way_out = "adapters are no longer read, use another store folder or prefix and warm again"
     if different == ["states"]:
         way_out = f"{'leave out' if fingerprint.states else 'pass'} store_states, or use another store folder or prefix"
     raise FingerprintMismatchError(

@@ -39,10 +39,6 @@ _HALF_LIFE = 4.0  # of a use, on the clock
 
 # A text row lives as long as one of its chunks. A trigger guarantees it on every code path.
 _SCHEMA = """
--- of earlier versions
-DROP TRIGGER IF EXISTS text_added; DROP TRIGGER IF EXISTS text_removed;
-DROP TRIGGER IF EXISTS chunk_added; DROP TRIGGER IF EXISTS chunk_removed;
-DROP TABLE IF EXISTS removed; DROP TABLE IF EXISTS totals;
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS texts (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -350,14 +346,12 @@ def _counted(connection: sqlite3.Connection) -> list[int]:
 
 
 def _has_tables(connection: sqlite3.Connection, folder: Path) -> bool:
-    """Return whether there are tables. Raise StoreError for an older version's, DatabaseError for unknown ones."""
+    """Return whether there are tables; raise StoreError for those of another version."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    columns = {name for (name,) in connection.execute("SELECT name FROM pragma_table_info('chunks')")}
-    if columns and "score" not in columns:
+    (number,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if number and version != FORMAT:
         raise old_format(str(folder))
-    if columns and version != FORMAT:
-        raise sqlite3.DatabaseError(f"unknown format {version}")
-    return bool(columns)
+    return bool(number)
 
 
 _DAMAGED = (sqlite3.DatabaseError, UnicodeDecodeError)  # SQLite's messages repeat file content

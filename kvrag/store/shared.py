@@ -42,9 +42,9 @@ from kvrag.store.chunkfile import PackedChunk
 from kvrag.store.durable import write_file
 from kvrag.store.files import FileStore
 from kvrag.store.follower import Follower
-from kvrag.store.log import HEAD, Log
+from kvrag.store.log import Log
 from kvrag.store.manifest import Manifest
-from kvrag.store.owner import OWNER, check_owner, old_format, owner_file, parse_owner
+from kvrag.store.owner import OWNER, check_owner, owner_file, parse_owner
 from kvrag.store.remote import TIMEOUT_S, Download, RemoteChunk
 from kvrag.store.urls import connect, is_shared
 from kvrag.store.values import ON_REQUEST, ChunkRecord, StoreStats, TextState
@@ -151,8 +151,6 @@ class SharedStore(KVStore):
         self._is_open = True
         self._follower = Follower(self._pull)
         try:
-            if self._remote.look(HEAD)[0] is None and self._remote.names("log/"):
-                raise old_format(self.url)
             self._follower.pull_now()
             self._drop_unknown(self._local.keys())  # of a process that was killed before it dropped them
         except BaseException:
@@ -381,7 +379,7 @@ class SharedStore(KVStore):
 
     def delete_leftovers(self) -> int:
         """See KVStore.delete_leftovers. Also compacts the log, and deletes local copies of removed chunks."""
-        listed = list(self._remote.listed("chunks/", "quarantine/"))  # the latter is of earlier versions
+        listed = list(self._remote.listed("chunks/"))
         self._log.pull()  # the rows of all listed chunks
         known = set(map(_object, self._manifest.files()))
         leftovers = [name for name, age in listed if name not in known and age > _STALE_S]

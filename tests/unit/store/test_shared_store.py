@@ -257,8 +257,8 @@ def test_the_log_is_compacted_now_and_then(machine: Machine, monkeypatch: pytest
 
 
 def test_a_store_of_an_earlier_version_is_refused(machine: Machine, url: str, tmp_path: Path) -> None:
-    one = machine("one")
-    one._remote.write("log/000000000001", b"")
+    owner = json.loads(machine("one")._remote.look("fingerprint.json")[0] or b"")
+    machine("one")._remote.write("fingerprint.json", json.dumps({**owner, "format": "3"}).encode())
     with pytest.raises(StoreError, match="another version's format, which this version cannot read"):
         SharedStore(url, tmp_path / "two", min_free_bytes=0)
 

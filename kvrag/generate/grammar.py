@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvrag.backend.transformers import Model, Tokenizer
+from kvrag.backend.transformers.gguf import FileTokenizer
 from kvrag.config import Grammar
 from kvrag.errors import ModelError, SettingError, UnsupportedModelError, first_line
 from kvrag.generate.schema import enforceable
@@ -166,12 +167,16 @@ def _tokenizer(model: Model) -> LLTokenizer:
     import llguidance.hf
 
     hf = model.tokenizer.hf
+    ends = sorted(model.eos_ids) or None
     with _creating:
         if model not in _tokenizers:
             try:
-                _tokenizers[model] = llguidance.hf.from_tokenizer(
-                    hf, n_vocab=max(model.vocab_size, len(hf)), eos_token=sorted(model.eos_ids) or None
-                )
+                if isinstance(hf, FileTokenizer):
+                    kind: Any = llguidance.LLTokenizer  # its stub lacks the method
+                    _tokenizers[model] = kind.from_llamacpp(**hf.parts(), eos_token=ends)
+                else:
+                    most = max(model.vocab_size, len(hf))
+                    _tokenizers[model] = llguidance.hf.from_tokenizer(hf, n_vocab=most, eos_token=ends)
             except ValueError as error:
                 raise UnsupportedModelError(
                     f"grammars are not supported for {model.name}: {first_line(error)}"

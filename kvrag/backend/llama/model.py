@@ -103,7 +103,7 @@ class LlamaModel(Model):
         self._refuse_unsupported(header)
         self.vocab_size: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(pointer))
         tokenizer = tokenizer_of(header)
-        self.hf = stand_in(header, tokenizer, self.vocab_size)
+        self.hf = stand_in(tokenizer, self.vocab_size)
         self.tokenizer = Tokenizer(tokenizer, self.name, preamble)
         self.preamble = self.tokenizer.preamble
         self.hidden_size: int = own["embedding_length"]

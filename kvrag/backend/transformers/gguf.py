@@ -1,58 +1,39 @@
-"""GGUF files in transformers: the header, the tokenizer, and how `generate` processes logits.
-
-transformers' own tokenizers of such files leave out how vocabularies split and merge texts. Here, a file with a setting
-that would be lost is refused.
-"""
+"""GGUF files in transformers: the header, and llama.cpp's tokenizer with a chat template."""
 
 from __future__ import annotations
 
-import json
-import logging
-import re
+import ctypes
+import os
+import weakref
+from ctypes import c_bool, c_char_p, c_int32, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
-from tokenizers import Tokenizer as Backend
-from tokenizers.models import BPE
-from transformers import AutoModelForCausalLM, LlamaConfig, TokenizersBackend
+from tokenizers import AddedToken
+from transformers import AutoModelForCausalLM, LlamaConfig, PythonBackend
 
-from kvrag.backend.gguf import find, modelfile
+from kvrag.backend.gguf import find
+from kvrag.backend.llama import library
 from kvrag.errors import ModelLoadError, UnsupportedModelError, reason_of
 
-logger = logging.getLogger("kvrag")
-
 _FREQS = "rope_freqs.weight"
-_GGML, _NORMAL, _UNKNOWN, _CONTROL, _ADDED, _BYTE = "tokenizer.ggml.", 1, 2, 3, 4, 6
-_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-_KEYS = re.compile(
-    r"model|pre|tokens|token_type|scores|merges|add_bos_token|add_space_prefix|(bos|eos|eot|eom|unknown|padding)_token_id"
-    r"|eos_token_ids|tokenizer\.chat_template(\.\w+)?"
-    # harmless: EOS behind texts to train on; tokens in tasks of code and of BERT; a copy of the tokenizer; names
-    r"|add_eos_token|(fim_\w+|prefix|suffix|middle|seperator|cls|mask)_token_id|token_type_count"
-    r"|tokenizer\.(huggingface\.json|chat_templates)"
-)
-"""Keys that a file may have for its tokenizer; any other must be False, or is refused."""
+_UNKNOWN, _CONTROL, _ADDED = 1, 8, 16  # attributes of tokens
+_SENTENCEPIECE = 1  # a type of vocabulary
 
-# how a byte-level vocabulary splits texts, one way after the other, besides those that transformers knows
-_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_SPLITS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt"), (_WORDS,)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _WORDS)),
-    "default": (r"[\p{P}$+<=>^~|]+", _WORDS, r"\p{N}+", "[0-9]{3}"),
-    "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}"),
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, and then arguments
+    "llama_vocab_type": (c_int32, c_void_p),
+    "llama_vocab_get_text": (c_char_p, c_void_p, c_int32),
+    "llama_vocab_get_attr": (c_int32, c_void_p, c_int32),
+    "llama_vocab_is_eog": (c_bool, c_void_p, c_int32),
+    "llama_vocab_bos": (c_int32, c_void_p),
+    "llama_vocab_eos": (c_int32, c_void_p),
+    "llama_vocab_pad": (c_int32, c_void_p),
+    "llama_vocab_get_add_bos": (c_bool, c_void_p),
+    "llama_tokenize": (c_int32, c_void_p, c_char_p, c_int32, c_void_p, c_int32, c_bool, c_bool),
+    "llama_token_to_piece": (c_int32, c_void_p, c_int32, c_char_p, c_int32, c_int32, c_bool),
 }
-_PLAIN = ("<unk>", "<s>", "<|endoftext|>")  # tokens of Phi-3 that leave the white space behind them
-_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
-"""Names with which a word that is a token needs no merges, and BOS is added by default."""
-
-_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
-"""Tokens that end an answer, whatever the metadata says, as in llama.cpp."""
-
-_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")  # Ollama's, that transformers has, too
-_ORIGINAL = "use the model's original files"
 
 
 @dataclass(frozen=True)
@@ -122,22 +103,19 @@ def rope_factors(header: Header) -> torch.Tensor | float:
         _refuse(header, f"its RoPE factors cannot be read ({reason_of(error)}): use a Q4_K_M or Q8_0 file")
 
 
-def stand_in(header: Header, tokenizer: Any, vocab_size: int) -> Any:
+def stand_in(tokenizer: FileTokenizer, vocab_size: int) -> Any:
     """Return a model without weights that has the file's generation config."""
-    special = _special_ids(header)
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=8,
         num_hidden_layers=1,
         num_attention_heads=1,
-        bos_token_id=special.get("bos"),
-        pad_token_id=special.get("padding"),
-        eos_token_id=sorted({special[name] for name in ("eos", "eot", "eom") if name in special}),
+        bos_token_id=tokenizer.bos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.ends,
     )
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(config)
-    set_defaults(header, tokenizer, hf.generation_config)
-    return hf
+        return AutoModelForCausalLM.from_config(config)
 
 
 def _refuse(header: Header, hint: str) -> NoReturn:
@@ -148,131 +126,112 @@ def _fail(name: str, hint: str) -> NoReturn:
     raise ModelLoadError(f"cannot load model {name!r}: {hint}") from None
 
 
-def tokenizer_of(header: Header) -> Any:
+def tokenizer_of(header: Header) -> FileTokenizer:
     """Return the tokenizer of a GGUF file, with its chat template.
 
     Raises:
-        UnsupportedModelError: It would give other ids than llama.cpp's, or has a setting that would be lost.
-        ModelLoadError: The chat template is broken.
+        ModelLoadError: The vocabulary cannot be read, or the chat template is broken.
     """
-    metadata, arrays = header.metadata, [f"{_GGML}tokens", f"{_GGML}merges"]
-    part = {key.removeprefix(_GGML): value for key, value in metadata.items() if key.startswith("tokenizer.")}
-    for key, value in metadata.items():
-        if key.startswith("tokenizer.") and not _KEYS.fullmatch(key.removeprefix(_GGML)) and value is not False:
-            _refuse(header, f"its setting {key} would be lost: {_ORIGINAL}")
-    from transformers.integrations.gguf.reader import read_gguf_metadata
-
-    texts, _ = read_gguf_metadata(str(header.path), arrays)
-    part |= {key.removeprefix(_GGML): texts[key] for key in arrays if key in texts}
-    part["tokens"] = tokens = [text or f"[EMPTY_{number}]" for number, text in enumerate(part["tokens"])]
-    part["vocab"] = {text: number for number, text in enumerate(tokens)}
-    part["token_type"] = kinds = part.get("token_type") or [_NORMAL] * len(tokens)
-    special, is_spm = {name: tokens[number] for name, number in _special_ids(header).items()}, part["model"] == "llama"
-    if part["model"] not in ("llama", "gpt2") or len(part["vocab"]) != len(tokens):
-        _refuse(header, f"its tokenizer of the kind {part['model']!r} is not read: {_ORIGINAL}")
-    backend = _sentencepiece(header, part, special.get("unknown")) if is_spm else _byte_level(header, part)
-    # no metadata say so; llama.cpp goes by the name, of which converters write several
-    kind = metadata["general.architecture"] if is_spm else ""
-    strips = re.search("phi-?3", f"{metadata.get('general.name')} {kind}".lower()) is not None
-    own = {special.get("bos"), special.get("eos"), *_ENDS}  # some files call them normal
-    added: dict[str | None, AddedToken] = {
-        text: AddedToken(
-            text, rstrip=strips and text not in _PLAIN, normalized=False, special=kind != _ADDED or text in own
-        )
-        for text, kind in zip(tokens, kinds, strict=True)
-        if kind in (_UNKNOWN, _CONTROL, _ADDED) or text in own
-    }
-    backend.add_tokens([*added.values()])
-    template = part.get("tokenizer.chat_template")
-    named = {key[24:]: text for key, text in part.items() if key.startswith("tokenizer.chat_template.")}
-    hf = TokenizersBackend(
-        tokenizer_object=backend,
-        model_max_length=header.own["context_length"],
-        chat_template={"default": template, **named} if template and named else template,
-        add_bos_token=part.get("add_bos_token", is_spm or part.get("pre") in _LLAMA3),
-        **{role: added.get(special.get(name)) for role, name in _ROLES.items()},
-    )
+    hf = FileTokenizer(header)
     if hf.chat_template is not None:
         _check_template(header, hf)
     return hf
 
 
-def _special_ids(header: Header) -> dict[str, int]:
-    """Return the ids of special tokens by name. One outside the vocabulary is ignored, as by llama.cpp."""
-    ids = {"bos": 1, "eos": 2, "unknown": 0} if header.metadata.get(f"{_GGML}model") == "llama" else {}
-    size = header.metadata.get(f"{_GGML}tokens", 0)
-    for key, number in header.metadata.items():
-        if key.startswith(_GGML) and key.endswith("_token_id") and 0 <= number < size:
-            ids[key.removeprefix(_GGML).removesuffix("_token_id")] = number
-    return {name: number for name, number in ids.items() if number < size}
+class FileTokenizer(PythonBackend):  # type: ignore[misc]
+    """llama.cpp's tokenizer of a file.
 
+    Attributes:
+        ends: Ids of the tokens that end an answer.
+        vocabulary: Pointer to llama.cpp's.
+    """
 
-def _sentencepiece(header: Header, part: dict[str, Any], unknown: str | None) -> Backend:
-    """Return a tokenizer that joins neighbours to the token with the best score."""
-    tokens, kinds, vocab = part["tokens"], part["token_type"], part["vocab"]
-    scores = part.get("scores") or [0.0] * len(tokens)
-    found = [
-        (number, text[:cut], text[cut:])
-        for text, number in vocab.items()
-        if kinds[number] not in (_UNKNOWN, _CONTROL, _BYTE)
-        for cut in range(1, len(text))
-        if text[:cut] in vocab and text[cut:] in vocab
-    ]
-    found.sort(key=lambda merge: (-scores[merge[0]], -len(merge[1])))
-    merges = [(left, right) for _, left, right in found]
-    if "merges" in part and len({scores[number] for number, *_ in found if kinds[number] == _NORMAL}) == 1:
-        merges, found = _pairs(part["merges"]), []  # the scores are placeholders
-    first: dict[tuple[float, str], int] = {}
-    for rank, (number, left, _) in enumerate(found):
-        first.setdefault((scores[number], left), rank)
-    for rank, (number, _, right) in enumerate(found):
-        other, _, _ = found[min(rank, first.get((scores[number], right), rank))]
-        # of equal neighbours, the first in a text goes first, as no ranks can say; runs of one character come out right
-        if other != number and len({*tokens[number], *tokens[other]}) > 1:
-            both = f"{tokens[number]!r} and {tokens[other]!r}"
-            _refuse(header, f"{both} of its tokenizer overlap and have the same score: {_ORIGINAL}")
-    backend = Backend(BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    before: list[Any] = [normalizers.Replace(" ", "\u2581")]
-    after: list[Any] = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if part.get("add_space_prefix", True):
-        before, after = [normalizers.Prepend("\u2581"), *before], [*after, decoders.Strip(" ", 1, 0)]
-    backend.normalizer, backend.decoder = normalizers.Sequence(before), decoders.Sequence(after)
-    return backend
+    def __init__(self, header: Header) -> None:
+        """Load the vocabulary, without the weights."""
+        loaded = library.load()
+        self._lib = lib = loaded.functions
+        for name, (result, *arguments) in _FUNCTIONS.items():
+            function = getattr(lib, name)
+            function.restype, function.argtypes = result, arguments
+        params = lib.llama_model_default_params()
+        params.vocab_only = True
+        model = lib.llama_model_load_from_file(os.fsencode(header.path), params)
+        if not model:
+            _fail(header.name, f"llama.cpp: {loaded.reason()}")
+        weakref.finalize(self, lib.llama_model_free, model)
+        self.vocabulary = vocabulary = lib.llama_model_get_vocab(model)
+        numbers = range(lib.llama_vocab_n_tokens(vocabulary))
+        self._texts = [
+            lib.llama_vocab_get_text(vocabulary, number).decode(errors="backslashreplace") for number in numbers
+        ]
+        self._numbers = dict(zip(self._texts, numbers, strict=True))
+        kinds = [lib.llama_vocab_get_attr(vocabulary, number) for number in numbers]
+        self.ends = [number for number in numbers if lib.llama_vocab_is_eog(vocabulary, number)]
+        self._added_tokens_decoder = added = {
+            number: AddedToken(text, normalized=False, special=not kind & _ADDED)
+            for number, text, kind in zip(numbers, self._texts, kinds, strict=True)
+            if kind & (_UNKNOWN | _CONTROL | _ADDED)
+        }
+        is_spm = lib.llama_vocab_type(vocabulary) == _SENTENCEPIECE
+        if is_spm and not {f"<0x{byte:02X}>" for byte in range(256)} <= self._numbers.keys():
+            _fail(header.name, "its vocabulary has no tokens for bytes, without which llama.cpp aborts on some texts")
+        self._begins_with_space = is_spm and header.metadata.get("tokenizer.ggml.add_space_prefix", True)
+        template = header.metadata.get("tokenizer.chat_template")
+        named = {key[24:]: text for key, text in header.metadata.items() if key.startswith("tokenizer.chat_template.")}
+        roles = {role: added.get(getattr(lib, f"llama_vocab_{role}")(vocabulary)) for role in ("bos", "eos", "pad")}
+        super().__init__(
+            model_max_length=header.own["context_length"],
+            chat_template={"default": template, **named} if template and named else template,
+            special_tokens_pattern="bos" if roles["bos"] and lib.llama_vocab_get_add_bos(vocabulary) else "none",
+            **{f"{role}_token": token for role, token in roles.items()},
+        )
 
+    def parts(self) -> dict[str, Any]:
+        """Return what llguidance needs of it; tokens that are no text begin with 0xff."""
+        added = self._added_tokens_decoder.items()
+        marks = {n for n, token in added if token.special or token.content[0] + token.content[-1] == "<>"}
+        return {
+            "tokens": [b"\xff" * (number in marks) + self._piece(number) for number in range(self.vocab_size)],
+            "vocab_ptr": self.vocabulary,
+            "tokenize_fptr": ctypes.cast(self._lib.llama_tokenize, c_void_p).value,
+        }
 
-def _byte_level(header: Header, part: dict[str, Any]) -> Backend:
-    """Return a tokenizer that joins the bytes of words in the order of the merges."""
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    def _piece(self, number: int) -> bytes:
+        """Return the bytes of a token."""
+        room = ctypes.create_string_buffer(4 * len(self._texts[number].encode()) + 16)
+        size = self._lib.llama_token_to_piece(self.vocabulary, number, room, len(room), 0, True)
+        return room.raw[:size]
 
-    way = part.get("pre", "default")
-    split = GGUF_PRE_TOKENIZER_SPLITS.get("qwen2" if way == "stablelm2" else way)
-    if split is None and way not in _SPLITS:
-        _refuse(header, f"how its tokenizer {way!r} splits texts is unknown: {_ORIGINAL}")
-    backend = Backend(BPE(part["vocab"], _pairs(part["merges"]), ignore_merges=way in _LLAMA3))
-    words = [pre_tokenizers.Split(Regex(split), "isolated") for split in _SPLITS.get(way, (split,))]
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*words, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    backend.decoder = decoders.ByteLevel()
-    return backend
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        return len(self._texts)
 
+    def get_vocab(self) -> dict[str, int]:
+        """Return the ids of the tokens."""
+        return self._numbers
 
-def _pairs(merges: list[str]) -> list[tuple[str, str]]:
-    return [(merge[:at], merge[at + 1 :]) for merge in merges for at in (merge.index(" ", 1),)]
+    def tokenize(self, text: str, split_special_tokens: bool = False, **_: Any) -> list[str]:
+        """Return the tokens of a text."""
+        data = text.encode()
+        found = (c_int32 * (len(data) + 8))()
+        options = (False, not split_special_tokens)
+        while (size := self._lib.llama_tokenize(self.vocabulary, data, len(data), found, len(found), *options)) < 0:
+            found = (c_int32 * -size)()
+        return [self._texts[number] for number in found[:size]]
 
+    def _convert_token_to_id(self, token: str) -> int | None:
+        return self._numbers.get(token)
 
-def set_defaults(header: Header, hf: Any, generation: Any) -> None:
-    """Set on tokenizer and generation config what ends answers, and what Ollama's model adds; log the rest of it."""
-    layers, listed = modelfile(header.name), header.metadata.get(f"{_GGML}eos_token_ids", ())
-    options = json.loads(layers.pop("params", "{}"))
-    hf.default_system, hf.default_stop = hf.chat_template and layers.pop("system", ""), tuple(options.pop("stop", ()))
-    ends = {hf.backend_tokenizer.token_to_id(text) for text in (*_ENDS, *hf.default_stop)} - {None}
-    generation.eos_token_id = sorted({*ends, *(generation.eos_token_id or ()), *listed})
-    given = {key.replace("repeat", "repetition"): options.pop(key) for key in _OPTIONS if key in options}
-    if "temperature" in given:
-        given |= {"do_sample": given["temperature"] > 0, "temperature": given["temperature"] or None}
-    generation.update(**given)
-    if left := [*(kind.upper() for kind, text in layers.items() if text != hf.chat_template), *options]:
-        said = "%s: of its Modelfile, not applied: %s; a chat template is read from its GGUF file only"
-        logger.warning(said, header.name, ", ".join(left))
+    def _convert_id_to_token(self, index: int) -> str:
+        return self._texts[index]
+
+    def _decode(self, token_ids: int | list[int], skip_special_tokens: bool = False, **_: Any) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        added = self._added_tokens_decoder
+        shown = [n for n in ids if not (skip_special_tokens and n in added and added[n].special)]
+        text = b"".join(map(self._piece, shown)).decode(errors="replace")
+        return text.removeprefix(" ") if self._begins_with_space else text
 
 
 def _check_template(header: Header, hf: Any) -> None:

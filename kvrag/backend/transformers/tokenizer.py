@@ -53,7 +53,6 @@ class Tokenizer:
 
     def __init__(self, hf: Any, model_name: str, preamble: bool = True) -> None:
         self.hf, self._name = hf, model_name
-        self._system, self.stop = getattr(hf, "default_system", ""), tuple(getattr(hf, "default_stop", ()))
         self._lock = _locks.setdefault(hf, threading.Lock())
         self._renders_tools: dict[str, bool] = {}
         self._generation_prompts: LRUCache[str, int] = LRUCache(_TEMPLATES)
@@ -97,8 +96,6 @@ class Tokenizer:
             raise PromptError("the prompt is empty: pass at least one message")
         if not any(message.get("content") or message.get("tool_calls") for message in messages):
             raise PromptError("the prompt is empty: no message has content")
-        if self._system and messages[0]["role"] not in ("system", "developer"):
-            messages.insert(0, {"role": "system", "content": self._system})
         refusals = []
         for variant in _variants(messages):
             try:

@@ -1,13 +1,11 @@
-"""Tokenizers of GGUF files: the ids are llama.cpp's, and what the file says of its tokenizer is honoured or refused."""
+"""Tokenizers of GGUF files: llama.cpp's, with the methods of transformers."""
 
 from __future__ import annotations
 
 import json
-import logging
+import re
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -15,11 +13,12 @@ import pytest
 pytest.importorskip("gguf")
 pytest.importorskip("transformers", minversion="5.24")
 
+from blending import messages
 from families import build
 from gguf_files import needs_library, write_gguf
 from transformers import AutoTokenizer
 
-from kvrag import BlendEngine, Model, UnsupportedModelError
+from kvrag import BlendEngine, Grammar, Model, ModelLoadError
 from kvrag.backend.transformers.gguf import read_header, tokenizer_of
 from kvrag.backend.transformers.loading import reader_path
 from kvrag.backend.transformers.tokenizer import Tokenizer
@@ -44,6 +43,8 @@ TEMPLATE = "{{ bos_token }}{% for row in messages %}<|user|>\n{{ row.content }}<
 
 Load = Callable[..., Any]
 
+pytestmark = needs_library
+
 
 @pytest.fixture
 def load(tmp_path: Path, tokenizer: Any) -> Load:
@@ -61,15 +62,6 @@ def load(tmp_path: Path, tokenizer: Any) -> Load:
 
 def tokens(hf: Any, text: str, **settings: Any) -> list[str]:
     return list(hf.convert_ids_to_tokens(hf.encode(text, add_special_tokens=False, **settings)))
-
-
-def spm(text: str) -> list[str]:
-    """Tokens as llama.cpp finds them: join the neighbours whose token has the best score, the first of equal ones."""
-    parts = list(f" {text}".replace(" ", S)) if text else []
-    while pairs := [(-WORDS[a + b], n) for n, (a, b) in enumerate(pairwise(parts)) if a + b in WORDS]:
-        at = min(pairs)[1]
-        parts[at : at + 2] = ["".join(parts[at : at + 2])]
-    return [token for part in parts for token in ([part] if part in WORDS else [BYTES[b] for b in part.encode()])]
 
 
 @pytest.mark.parametrize(
@@ -97,14 +89,6 @@ def test_a_sentencepiece_text(text: str, expected: list[str], load: Load) -> Non
     )
 
 
-def test_random_texts_have_the_tokens_of_the_reference(load: Load) -> None:
-    hf, random = load(), Random(0)
-    for _ in range(300):
-        text = "".join(random.choices(["a", "b", "c", "=", " ", "  ", "é", "\n", "ü"], k=random.randrange(1, 30)))
-        if "   " not in text:
-            assert tokens(hf, text) == spm(text), text
-
-
 def test_a_text_behind_a_control_token_begins_with_a_space(load: Load) -> None:
     assert tokens(load(), "<s>a</s>a<unk> a") == ["<s>", S + "a", "</s>", S + "a", "<unk>", S + S, "a"]
 
@@ -116,56 +100,16 @@ def test_without_space_prefix_texts_begin_as_they_are(load: Load) -> None:
     assert hf.decode(hf.encode(" a", add_special_tokens=False)) == " a"
 
 
-@pytest.mark.parametrize(
-    ("architecture", "name", "strips"),
-    [("phi3", "Phi 3 Mini 4k Instruct", True), ("llama", "Phi-3 mini", True), ("llama", "tiny", False)],
-)
-def test_control_tokens_of_phi3_take_the_white_space_behind_them(
-    architecture: str, name: str, strips: bool, load: Load
-) -> None:
-    hf = load(architecture, general__name=name)
-    said = hf.apply_chat_template([{"role": "user", "content": " a"}], tokenize=False)
-    if strips:
-        assert tokens(hf, said) == ["<s>", "<|user|>", S + "a", "<|end|>"]
-        assert tokens(hf, "<s> a") == ["<s>", S + S, "a"]
-    else:
-        assert tokens(hf, said).count("<0x0A>") == 2
+def test_a_vocabulary_without_tokens_for_bytes_is_refused(load: Load) -> None:
+    texts = [f"word{number}" if text in BYTES else text for number, text in enumerate(SPM["tokens"])]
+    with pytest.raises(ModelLoadError, match="no tokens for bytes"):
+        load(tokenizer__ggml__tokens=texts)
 
 
-def test_unknown_characters_without_bytes_are_one_unknown_token(load: Load) -> None:
-    plain = {"tokens": [f"word{n}" if text in BYTES else text for n, text in enumerate(SPM["tokens"])]}
-    kinds = [1 if kind == 6 else kind for kind in SPM["token_type"]]
-    hf = load(tokenizer__ggml__tokens=plain["tokens"], tokenizer__ggml__token_type=kinds)
-    assert tokens(hf, "aüöa") == [S + "a", "<unk>", "a"]
-
-
-def test_control_tokens_are_made_of_no_text(load: Load) -> None:
-    words = ["<|", "end", "|>", "<|end", "e", "n", "d", "en", "<", "|", ">"]
-    hf = load(
-        tokenizer__ggml__tokens=[*SPM["tokens"], *words],
-        tokenizer__ggml__token_type=[*SPM["token_type"], *[1] * len(words)],
-        tokenizer__ggml__scores=[*SPM["scores"], *map(float, range(-100, -100 - len(words), -1))],
-    )
-    assert tokens(hf, "<|end|>", split_special_tokens=True) == [S, "<|end", "|>"]
-
-
-def test_a_file_with_placeholders_for_scores_has_the_order_in_its_merges(load: Load) -> None:
-    merges = ["a b", f"{S} ab", f"{S} a", "b c"]
-    hf = load(tokenizer__ggml__scores=[0.0] * len(SPM["tokens"]), tokenizer__ggml__merges=merges)
-    assert tokens(hf, "abc") == [S + "ab", "c"]
-
-
-def test_scores_come_before_merges(load: Load) -> None:
-    assert tokens(load(tokenizer__ggml__merges=["a b"]), "abc") == [S + "a", "bc"]
-
-
-def test_tokens_that_overlap_with_the_same_score_are_refused(load: Load) -> None:
-    scores = [-1.0 if text in ("ab", "bc") else score for text, score in zip(SPM["tokens"], SPM["scores"], strict=True)]
-    assert tokens(load(tokenizer__ggml__scores=scores), "abc") == [S + "ab", "c"]  # in this order in the file
-    swap = {"ab": "bc", "bc": "ab"}
-    other = [swap.get(text, text) for text in SPM["tokens"]]
-    with pytest.raises(UnsupportedModelError, match="'ab' and 'bc' of its tokenizer overlap and have the same score"):
-        load(tokenizer__ggml__scores=scores, tokenizer__ggml__tokens=other)
+def test_a_token_has_its_bytes(load: Load) -> None:
+    tokenizer = Tokenizer(hf := load(), "tiny")
+    found = [tokenizer.token_text(hf.convert_tokens_to_ids(text)) for text in (S + "a", "<0xC3>", "é", "<|end|>")]
+    assert found == [(" a", b" a"), ("\ufffd", b"\xc3"), ("é", "é".encode()), ("<|end|>", b"<|end|>")]
 
 
 def test_special_tokens_outside_the_vocabulary_are_ignored(load: Load) -> None:
@@ -174,63 +118,12 @@ def test_special_tokens_outside_the_vocabulary_are_ignored(load: Load) -> None:
     assert (hf.bos_token, hf.eos_token, hf.pad_token) == ("<s>", "</s>", None)  # the defaults of these vocabularies
 
 
-@needs_library
-def test_a_model_whose_end_token_is_outside_the_vocabulary(tmp_path: Path, tokenizer: Any) -> None:
-    wide = {"tokenizer__ggml__eos_token_id": 1 << 20}
-    model = Model.from_pretrained(write_gguf(tmp_path / "tiny.gguf", "llama", build("llama"), tokenizer, **wide))
-    assert model.tokenizer.hf.eos_token is None
-    assert model.eos_ids == set()
-
-
-@needs_library
 def test_a_model_with_special_tokens_outside_the_vocabulary(tmp_path: Path, tokenizer: Any) -> None:
     wide = {f"tokenizer__ggml__{name}_token_id": 1 << 20 for name in ("bos", "padding", "eot")}
     model = Model.from_pretrained(write_gguf(tmp_path / "tiny.gguf", "llama", build("llama"), tokenizer, **wide))
     assert model.eos_ids == {1}
     assert model.hf.generation_config.bos_token_id is None
     assert model.hf.generation_config.pad_token_id is None
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("ggml__unheard_of", 7),
-        ("ggml__normalizer__lowercase", True),
-        ("ggml__remove_extra_whitespaces", True),
-        ("ggml__precompiled_charsmap", [0, 1]),
-        ("ggml__added_tokens", ["a"]),
-        ("ggml__suppress_tokens", [7]),
-        ("ggml__add_sep_token", True),
-        ("rwkv__world", "a"),
-    ],
-)
-def test_an_unknown_setting_is_refused_by_name(key: str, value: Any, load: Load) -> None:
-    name = key.replace("__", ".")
-    with pytest.raises(UnsupportedModelError, match=f"its setting tokenizer.{name} would be lost"):
-        load(**{f"tokenizer__{key}": value})
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("ggml__fim_pre_token_id", 7),
-        ("ggml__mask_token_id", 7),
-        ("ggml__seperator_token_id", 7),
-        ("ggml__token_type_count", 2),
-        ("ggml__remove_extra_whitespaces", False),
-        ("ggml__add_unknown_token", False),
-        ("huggingface__json", "{}"),
-    ],
-)
-def test_a_setting_that_changes_no_prompt_is_accepted(key: str, value: Any, load: Load) -> None:
-    hf = load(**{f"tokenizer__{key}": value})
-    assert tokens(hf, "abc") == [S + "a", "bc"]
-
-
-@pytest.mark.parametrize("change", [{"model": "t5"}, {"tokens": ["a"] * len(SPM["tokens"])}])
-def test_another_kind_of_vocabulary_is_refused(change: dict[str, Any], load: Load) -> None:
-    with pytest.raises(UnsupportedModelError, match="is not read"):
-        load(**{f"tokenizer__ggml__{key}": value for key, value in change.items()})
 
 
 @pytest.fixture
@@ -263,28 +156,8 @@ def byte_level(tmp_path: Path, tokenizer: Any) -> Load:
 def test_control_tokens_of_any_characters_are_found(byte_level: Load) -> None:
     hf = byte_level({"<\uff5cUser\uff5c>": 3, "<think>": 4, "   ": 4})
     assert tokens(hf, "<\uff5cUser\uff5c><think>   <think>") == ["<\uff5cUser\uff5c>", "<think>", "   ", "<think>"]
-    assert len(hf) == len(hf.backend_tokenizer.get_vocab())
     assert "<\uff5cUser\uff5c>" not in tokens(hf, "<\uff5cUser\uff5c>", split_special_tokens=True)
     assert hf.decode(hf.encode("<\uff5cUser\uff5c> é", add_special_tokens=False)) == "<\uff5cUser\uff5c> é"
-
-
-@pytest.mark.parametrize(
-    ("pre", "words"),
-    [
-        ("gpt-2", ["It", "'s", "Ġ1234", "ĠABC", "!!"]),
-        ("smollm", ["It", "'s", "Ġ", "1", "2", "3", "4", "ĠABC", "!!"]),
-        ("qwen2", ["It", "'s", "Ġ", "1", "2", "3", "4", "ĠABC", "!!"]),
-        ("stablelm2", ["It", "'s", "Ġ", "1", "2", "3", "4", "ĠABC", "!!"]),
-        ("llama-bpe", ["It", "'s", "Ġ", "123", "4", "ĠABC", "!!"]),
-        (None, ["It", "'", "s", "Ġ", "123", "4", "ĠABC", "!!"]),
-        ("default", ["It", "'", "s", "Ġ", "123", "4", "ĠABC", "!!"]),
-        ("deepseek-coder", ["It", "'", "s", "Ġ", "1", "2", "3", "4", "ĠABC", "!!"]),
-    ],
-)
-def test_texts_are_split_as_the_file_says(pre: str | None, words: list[str], byte_level: Load) -> None:
-    hf = byte_level({}, tokenizer__ggml__pre=pre)
-    found = hf.backend_tokenizer.pre_tokenizer.pre_tokenize_str("It's 1234 ABC!!")
-    assert [word for word, _ in found] == words
 
 
 def test_bos_is_added_as_the_file_or_its_kind_says(byte_level: Load) -> None:
@@ -320,104 +193,33 @@ def test_a_prompt_from_a_file_with_add_eos_does_not_end_with_eos(load: Load) -> 
     assert hf.convert_ids_to_tokens(Tokenizer(hf, "tiny").render("a</s>")) == ["<s>", S + "a", "</s>"]
 
 
-# ---------------------------------------------------------------- what Ollama adds to a file
-
-MODEL = "a" * 64
-
-
 @pytest.fixture
-def pull(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """Make a model of Ollama with these layers, and return its name."""
-
-    def model_with(layers: dict[str, str], **more: Any) -> str:
-        monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
-        manifest = tmp_path / "manifests/registry.ollama.ai/library/tiny/latest"
-        (tmp_path / "blobs").mkdir()
-        manifest.parent.mkdir(parents=True)
-        write_gguf(tmp_path / "blobs" / f"sha256-{MODEL}", "llama", build("llama"), tokenizer, **more)
-        rows = [("model", MODEL)]
-        for number, (kind, text) in enumerate(layers.items()):
-            rows.append((kind, f"{number:064}"))
-            (tmp_path / "blobs" / f"sha256-{number:064}").write_text(text)
-        made = [{"mediaType": f"application/vnd.ollama.image.{kind}", "digest": f"sha256:{d}"} for kind, d in rows]
-        manifest.write_text(json.dumps({"layers": made}))
-        return "ollama:tiny"
-
-    return model_with
-
-
-@needs_library
-def test_ollamas_system_message_is_the_default(pull: Load) -> None:
-    tokenizer = Model.from_pretrained(pull({"system": "Answer like a pirate.", "license": "MIT"})).tokenizer
-    own, user = ({"role": role, "content": "Hello"} for role in ("system", "user"))
-    system = {"role": "system", "content": "Answer like a pirate."}
-    assert tokenizer.render([user]) == tokenizer.render([system, user])
-    assert "pirate" not in tokenizer.decode(tokenizer.render([own, user]))
-    assert "pirate" not in tokenizer.decode(tokenizer.render([{**own, "role": "developer"}, user]))
-
-
-@needs_library
-def test_ollamas_parameters_are_defaults(pull: Load, tmp_path: Path) -> None:
-    params = {"temperature": 0.25, "top_k": 7, "top_p": 0.75, "min_p": 0.125, "repeat_penalty": 1.5}
-    model = Model.from_pretrained(pull({"params": json.dumps(params | {"stop": ["<pad>", "e"]})}))
-    config = model.hf.generation_config
-    assert (
-        config.temperature,
-        config.do_sample,
-        config.top_k,
-        config.top_p,
-        config.min_p,
-        config.repetition_penalty,
-    ) == (*(0.25, True, 7, 0.75, 0.125, 1.5),)
-    assert model.tokenizer.hf.convert_tokens_to_ids("<pad>") in model.eos_ids
-    with BlendEngine(model, tmp_path / "kv") as engine:
-        assert "e" not in engine.generate("The", max_new_tokens=20).text
-
-
-@needs_library
-def test_a_temperature_of_zero_is_greedy(pull: Load) -> None:
-    model = Model.from_pretrained(pull({"params": '{"temperature": 0}'}))
-    assert not model.hf.generation_config.do_sample
-
-
-@needs_library
-def test_what_ollama_says_and_kvrag_leaves_out_is_one_line(pull: Load, caplog: pytest.LogCaptureFixture) -> None:
-    layers = {"template": "{{ .Prompt }}", "messages": "[]", "params": '{"num_ctx": 4096, "temperature": 1}'}
-    with caplog.at_level(logging.WARNING, "kvrag"):
-        Model.from_pretrained(pull(layers))
-    said = [record.getMessage() for record in caplog.records if record.name == "kvrag"]
-    assert said == [
-        "ollama:tiny: of its Modelfile, not applied: TEMPLATE, MESSAGES, num_ctx; "
-        "a chat template is read from its GGUF file only"
-    ]
-
-
-@needs_library
-def test_ollamas_system_message_is_left_out_without_a_chat_template(
-    pull: Load, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "kvrag"):
-        model = Model.from_pretrained(pull({"system": "Be brief."}, tokenizer__chat_template=None))
-    assert "not applied: SYSTEM;" in caplog.text
-    assert "brief" not in model.tokenizer.decode(model.tokenizer.render("Hello"))
-
-
-@needs_library
-def test_a_model_of_ollama_of_which_all_is_applied_says_nothing(pull: Load, caplog: pytest.LogCaptureFixture) -> None:
-    template = "{{ messages[0].content }}"
-    layers = {"system": "Be brief.", "template": template, "params": '{"temperature": 1}', "license": "MIT"}
-    with caplog.at_level(logging.WARNING, "kvrag"):
-        Model.from_pretrained(pull(layers, tokenizer__chat_template=template))
-    assert not [record for record in caplog.records if record.name == "kvrag"]
-
-
-@needs_library
-def test_tokens_that_end_answers_are_found_by_their_text(tmp_path: Path, tokenizer: Any) -> None:
+def model(tmp_path: Path, tokenizer: Any) -> Model:
     hf = build("llama", vocab_size=len(SPM["tokens"]))
     given = {f"tokenizer__ggml__{key}": value for key, value in SPM.items()}
     path = write_gguf(tmp_path / "tiny.gguf", "llama", hf, tokenizer, tokenizer__chat_template=TEMPLATE, **given)
-    model = Model.from_pretrained(path)
+    return Model.from_pretrained(path)
+
+
+def test_tokens_that_end_answers_are_found_by_their_text(model: Model) -> None:
     assert model.eos_ids == {2, SPM["tokens"].index("<|end|>")}
+
+
+@pytest.mark.parametrize("form", [{"regex": "(ab+ c|b)é!"}, {"json_schema": {"enum": ["abc", "ü"]}}])
+def test_an_answer_keeps_to_a_grammar(form: dict[str, Any], model: Model, tmp_path: Path) -> None:
+    with BlendEngine(model, tmp_path / "kv") as engine:
+        answers = [engine.generate("ab", grammar=Grammar(**form), max_new_tokens=40, seed=n).text for n in range(4)]
+    assert all(re.fullmatch('(ab+ c|b)é!|"(abc|ü)"', text) for text in answers), answers
+
+
+def test_a_forced_call_has_its_marks(model: Model, tmp_path: Path) -> None:
+    tool = {
+        "type": "function",
+        "function": {"name": "a", "parameters": {"type": "object", "properties": {"b": {"enum": [1]}}}},
+    }
+    with BlendEngine(model, tmp_path / "kv") as engine:
+        [call] = engine.generate(messages("ab"), tools=[tool], tool_choice="a", max_new_tokens=200).tool_calls
+    assert (call.name, call.arguments) in [("a", {}), ("a", {"b": 1})]
 
 
 def test_normal_tokens_stay_text_though_a_role_has_them(load: Load) -> None:

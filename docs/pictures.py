@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.speed.first_token import FULL, PREFIX, TtftSetup, measure
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO
-from kvrag.reuse.request_state import RequestState
+from kvrag.request import Request
 
 IMAGES = Path(__file__).parent / "images"
 CORPUS = Path(__file__).parents[1] / "examples" / "corpus"
@@ -68,7 +68,7 @@ def selected(engine: BlendEngine, ids: list[int], policy: str) -> Tensor:
     return engine.prefill(ids, BlendConfig(policy=policy, ratio=DEFAULT_RATIO)).selected
 
 
-def deviation(engine: BlendEngine, ids: list[int]) -> tuple[RequestState, Tensor]:
+def deviation(engine: BlendEngine, ids: list[int]) -> tuple[Request, Tensor]:
     """Return the (L, T) relative distance of stitched keys and values to full prefill's; NaN at fresh positions."""
     stitched = engine.prefill(ids, BlendConfig(policy="none"))
     full = engine.prefill(ids, BlendConfig(policy="full"))
@@ -82,7 +82,7 @@ def deviation(engine: BlendEngine, ids: list[int]) -> tuple[RequestState, Tensor
     return stitched, torch.stack(rows)[:, : len(ids)].masked_fill(~stitched.reused, torch.nan)
 
 
-def draw_deviation(stitched: RequestState, deviations: Tensor, chosen: dict[str, Tensor], path: Path) -> None:
+def draw_deviation(stitched: Request, deviations: Tensor, chosen: dict[str, Tensor], path: Path) -> None:
     """Draw the deviation by token and layer, and beneath it what the policies recompute."""
     figure = Figure(figsize=(11, 5), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -102,7 +102,7 @@ def draw_deviation(stitched: RequestState, deviations: Tensor, chosen: dict[str,
     figure.savefig(path, dpi=110)
 
 
-def draw_text(model: Model, stitched: RequestState, recomputed: Tensor, path: Path) -> None:
+def draw_text(model: Model, stitched: Request, recomputed: Tensor, path: Path) -> None:
     """Draw the prompt's text, tokens coloured by what is done to them."""
     pieces, line, column = [], 0, 0
     for position, token in enumerate(stitched.ids.tolist()):

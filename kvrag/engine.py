@@ -1,4 +1,4 @@
-"""BlendEngine: the public methods and their async versions. The steps are in `kvrag.request` and `kvrag.answer`."""
+"""BlendEngine: the public methods and their async versions. The steps are in `kvrag.prefill` and `kvrag.answer`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-from kvrag.answer import Answering, Question
+from kvrag.answer import Answering
 from kvrag.backend.transformers import Model
 from kvrag.config import (
     AnswerOptions,
@@ -40,11 +40,11 @@ from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.gate import Check, verify
 from kvrag.listen.check import FEW, self_test, self_test_when_idle
 from kvrag.memory.tier import MemoryTier
+from kvrag.prefill import Pipeline
 from kvrag.process import Shared, check_process, releasing_threads
 from kvrag.progress import watched
-from kvrag.request import Pipeline
+from kvrag.request import Question, Request
 from kvrag.reuse.load import device_tier
-from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.bridge import off_loop, once, together
 from kvrag.scheduling.waiting import is_cancelled
 from kvrag.store import KVStore, open_store
@@ -430,10 +430,10 @@ class BlendEngine:
         self._planner.evidence.forget()
 
     @releasing_threads()
-    def prefill(self, ids: list[int], config: BlendConfig | None = None) -> RequestState:
-        """Prefill prompt ids from stored chunks; see `kvrag.request`."""
+    def prefill(self, ids: list[int], config: BlendConfig | None = None) -> Request:
+        """Prefill prompt ids from stored chunks; see `kvrag.prefill`."""
         self._check_process()
-        request = RequestState(ids, config or self.config)
+        request = Request(ids, config or self.config)
         self._answering.prefill(request)
         return request
 

@@ -18,9 +18,9 @@ from kvrag.backend.transformers import Model, Tokenizer
 from kvrag.config import BlendConfig, Sampling
 from kvrag.control.agreement import END, likeliest, own_answer, without_nan
 from kvrag.control.prompts import WORD
-from kvrag.reuse.request_state import RequestState
+from kvrag.request import Request
 
-Prefill = Callable[[list[int], BlendConfig], RequestState]
+Prefill = Callable[[list[int], BlendConfig], Request]
 """From prompt ids to a complete cache, like `BlendEngine.prefill`."""
 
 

@@ -46,7 +46,7 @@ from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.cli.common import say
 from kvrag.config import DEFAULT_CONTEXT, Sampling
 from kvrag.control.agreement import END, likeliest, own_answer, wilson
-from kvrag.reuse.request_state import RequestState
+from kvrag.request import Request
 from kvrag.types import Messages
 
 ARMS = ("none", "first_k", "0.15", "0.3", "adaptive")
@@ -207,7 +207,7 @@ def _answer(arm: Arm, row: QuestionRow) -> tuple[Answered, Tensor | None]:
     return _answered(row, tokens, answer.text), None
 
 
-def _fixed(engine: BlendEngine, row: QuestionRow, setting: str) -> tuple[Answered, Tensor, RequestState]:
+def _fixed(engine: BlendEngine, row: QuestionRow, setting: str) -> tuple[Answered, Tensor, Request]:
     config = engine.config.overridden(settings_of_arm(setting, engine, row))
     prefilled = engine.prefill(engine.tokenize(_prompt(engine, row)), config)
     logits = prefilled.logits.clone()

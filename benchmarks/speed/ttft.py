@@ -21,8 +21,8 @@ from kvrag.backend.transformers import Model
 from kvrag.cli.common import add_number, checked
 from kvrag.config import BlendConfig, check_option
 from kvrag.engine import BlendEngine
+from kvrag.request import Request
 from kvrag.reuse.load import LayerLoader, Trace
-from kvrag.reuse.request_state import RequestState
 from kvrag.store import ChunkReader
 from kvrag.types import BlendReport
 
@@ -103,7 +103,7 @@ def _load_alone(engine: BlendEngine, ids: list[int]) -> None:
     """Load a prompt's chunks as a request does, without computing anything meanwhile."""
     memory, readers = engine._pipeline.memory, dict[str, ChunkReader]()
     matches = engine._lookup.find(ids, engine.config.min_run)
-    with closing(RequestState(ids, readers=readers)) as request:
+    with closing(Request(ids, readers=readers)) as request:
         request.match(matches)
         for run in request.runs:
             reader = memory.open(run.key) or engine.store.open(run.key)

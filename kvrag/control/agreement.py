@@ -16,7 +16,7 @@ from kvrag.backend.transformers import Model
 from kvrag.config import Sampling
 from kvrag.errors import ModelError
 from kvrag.generate.decode import Row, decode
-from kvrag.reuse.request_state import RequestState
+from kvrag.request import Request
 
 TARGET = 0.98
 """Share of the answers that must be kept by default."""
@@ -34,7 +34,7 @@ def is_kept(agrees: Iterable[bool], margins: Iterable[float]) -> bool:
     return all(same or margin < DECIDED for same, margin in zip(agrees, margins, strict=True))
 
 
-def own_answer(model: Model, prefilled: RequestState, sampling: Sampling) -> tuple[list[int], str]:
+def own_answer(model: Model, prefilled: Request, sampling: Sampling) -> tuple[list[int], str]:
     """Return the tokens of the greedy answer, with `END` for an end token, and its text."""
     deltas = list(decode(Row(model, prefilled.ids, prefilled.cache, prefilled.logits, sampling)))
     tokens = [token for delta in deltas for token in delta.token_ids]
@@ -44,7 +44,7 @@ def own_answer(model: Model, prefilled: RequestState, sampling: Sampling) -> tup
 
 
 def likeliest(
-    model: Model, prefilled: RequestState, answer: Sequence[int], sampling: Sampling, ends_are_sure: bool = False
+    model: Model, prefilled: Request, answer: Sequence[int], sampling: Sampling, ends_are_sure: bool = False
 ) -> tuple[list[int], list[float]]:
     """Return the likeliest token at each position of the answer, with the answer as input, and its margin.
 

@@ -38,9 +38,9 @@ from kvrag.control.cost import (
 )
 from kvrag.control.evidence import START, STARTS, EvidenceStore, Setting, nearest, rung, settings
 from kvrag.errors import SettingError
+from kvrag.request import Request
 from kvrag.reuse.blend import begins_exactly, selecting
 from kvrag.reuse.load import Trace
-from kvrag.reuse.request_state import RequestState
 from kvrag.store import KVStore
 from kvrag.words import human_bytes
 
@@ -167,7 +167,7 @@ class Planner:
         self._is_large = backend.num_parameters >= PARAMETERS
         self._kept_at, self._planned = time.monotonic(), Counter[str]()
 
-    def plan(self, config: BlendConfig, namespace: str = "", request: RequestState | None = None) -> Plan:
+    def plan(self, config: BlendConfig, namespace: str = "", request: Request | None = None) -> Plan:
         """Return what settings mean for a prompt.
 
         Args:
@@ -196,13 +196,13 @@ class Planner:
         return self._with_chunks(plan, config, request, chosen, speed) if request and is_auto else plan
 
     def _with_chunks(
-        self, plan: Plan, config: BlendConfig, request: RequestState, chosen: Setting | None, speed: Speed | None
+        self, plan: Plan, config: BlendConfig, request: Request, chosen: Setting | None, speed: Speed | None
     ) -> Plan:
         """Return the plan for a prompt with these chunks, or full prefill where it is predicted to be better."""
         if plan.margin and (not plan.ratio or self._backend.keeps_states):  # a doubt is answered by full prefill
             most = self._workload(plan.config, request).most_to_begin_with
             if most < min(plan.ratio, LEAST):
-                stored = (request.kept + sum(map(len, request.runs))) / len(request.ids)
+                stored = (request.kept + request.num_matched) / len(request.ids)
                 cause = f"{stored:.0%} is stored, and a recompute on doubt would cost more than that saves"
                 return _in_full(config, f"full prefill: {cause}")
             plan = replace(plan, config=_beginning(config, min(plan.ratio, most)))
@@ -304,8 +304,8 @@ class Planner:
             speed = replace(speed, load=math.inf)
         return speed
 
-    def _workload(self, config: BlendConfig, request: RequestState) -> Workload:
-        reused = sum(map(len, request.runs))
+    def _workload(self, config: BlendConfig, request: Request) -> Workload:
+        reused = request.num_matched
         exact = len(request.runs[0]) if begins_exactly(self._backend, request, self._codec) else 0
         return Workload(
             prompt=len(request.ids),
@@ -320,7 +320,7 @@ class Planner:
         """Return whether a thread that computes waited for processors; one that uses a GPU waits for the GPU."""
         return self._backend.device.type == "cpu" and cpu < CPU_SHARE * seconds
 
-    def observe(self, request: RequestState, rows: int, trace: Trace) -> None:
+    def observe(self, request: Request, rows: int, trace: Trace) -> None:
         """Observe the prefill of a prompt.
 
         Args:

@@ -27,6 +27,6 @@ from kvrag.ingest.ingest import Choosing, Ingestion
 from kvrag.memory.conversation import CachedPrefix
 from kvrag.memory.forgetting import forget
 from kvrag.memory.tier import MemoryTier
-from kvrag.request import Pipeline
-from kvrag.reuse.request_state import RequestState
+from kvrag.prefill import Pipeline
+from kvrag.request import Request
 from kvrag.store import is_shared, open_store

@@ -30,8 +30,8 @@ from kvrag.generate.grammar import Constraint, constrain
 from kvrag.generate.parse import Thoughts
 from kvrag.generate.prompt import Prepared
 from kvrag.process import check_process, release_team
+from kvrag.request import Request
 from kvrag.reuse.blend import LateRecompute
-from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.waiting import is_cancelled
 from kvrag.types import Delta, FinishReason, TokenLogprob
 
@@ -440,7 +440,7 @@ class Reply:
         generation_prompt: Number of tokens at the end of the prompt that the next turn may not have.
     """
 
-    def __init__(self, model: Model, prepared: Prepared, sampling: Sampling, request: RequestState) -> None:
+    def __init__(self, model: Model, prepared: Prepared, sampling: Sampling, request: Request) -> None:
         """Begin; adds to the request's notes what the grammar does not enforce.
 
         Raises SettingError for a grammar that is invalid.

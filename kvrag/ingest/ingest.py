@@ -10,6 +10,7 @@ A document's texts that are too short to be matched are stored as well, so that 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,8 +21,9 @@ import numpy as np
 
 from kvrag.backend.protocol import Backend, Outline
 from kvrag.config import BlendConfig, NamedText, check_names, named_texts
-from kvrag.errors import ContextWindowError, PromptError, SettingError
+from kvrag.errors import ContextWindowError, PromptError, SettingError, StoreError
 from kvrag.fingerprint import Fingerprint
+from kvrag.index.catalog import Catalog
 from kvrag.ingest.encode import encode
 from kvrag.process import reporting_memory
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore
@@ -213,7 +215,7 @@ class Ingestion(Choosing):
         fingerprint: Fingerprint,
     ) -> None:
         super().__init__(model, store, config, fingerprint)
-        self._model, self._codec = model, codec
+        self._model, self._codec, self._warming = model, codec, threading.Lock()
 
     def warm(
         self,
@@ -273,6 +275,31 @@ class Ingestion(Choosing):
             seconds=time.perf_counter() - started,
             warnings=(*refused, *_warnings(skipped, self._config.min_run, len(missing))),
         )
+
+    def warm_documents(self, texts: Sequence[str], namespace: str, lookup: Catalog) -> tuple[dict[str, str], str]:
+        """Encode the documents of an answer that are not stored.
+
+        Returns their text keys by chunk key, and a note if they cannot be stored: the answer does not depend on it.
+        """
+        tokenized = self.tokenize(named_texts(texts), namespace)
+        text_keys = [text_key(namespace, ids) for ids, _ in tokenized]
+
+        def find_missing() -> dict[str, tuple[str, str]]:
+            usable = lookup.usable(text_keys)
+            chunks = zip(texts, text_keys, tokenized, strict=True)
+            # a text that is too short to be reused has no key
+            return {key: (name, text) for text, name, (_, key) in chunks if key and name not in usable}
+
+        missing, note = dict[str, tuple[str, str]](), ""
+        try:
+            if find_missing():
+                with self._warming:  # parallel answers with the same documents encode them once
+                    if missing := find_missing():
+                        self.warm([text for _, text in missing.values()], namespace=namespace, mode="on request")
+                        lookup.refresh()
+        except StoreError as error:
+            note = f"documents could not be stored: {error}"
+        return {key: name for key, (name, _) in missing.items()}, note
 
     def forget(self, document: str, namespace: str = "") -> list[str]:
         """Delete a document's chunks unless another one has them; return their keys. See `kvrag.memory.forgetting`."""

@@ -17,7 +17,7 @@ from kvrag.backend.transformers import Tokenizer
 from kvrag.index.match import match
 from kvrag.index.segment import GRAM, Segment
 from kvrag.inspect.explanation import Explanation, Finding, Kind, Stretch, summary_of
-from kvrag.reuse.request_state import RequestState
+from kvrag.request import Request
 from kvrag.store import Entry, KVStore
 from kvrag.store.values import text_key
 from kvrag.types import BlendReport, Run
@@ -40,7 +40,7 @@ _CHARACTERS = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
 _AS_PASTED = "warm it as it is pasted, with its metadata if the prompt has them"
 
 
-def explain(tokenizer: Tokenizer, store: KVStore, find: Find, answered: RequestState, min_run: int) -> Explanation:
+def explain(tokenizer: Tokenizer, store: KVStore, find: Find, answered: Request, min_run: int) -> Explanation:
     """Explain what was reused and why not more. Writes nothing.
 
     Args:
@@ -77,9 +77,7 @@ def _documents(store: KVStore, chunks: dict[str, Ids], namespace: str) -> dict[s
 # -------------------------------------------------------------------- the prompt
 
 
-def _stretches(
-    tokenizer: Tokenizer, answered: RequestState, documents: dict[str, tuple[str, ...]]
-) -> Iterator[Stretch]:
+def _stretches(tokenizer: Tokenizer, answered: Request, documents: dict[str, tuple[str, ...]]) -> Iterator[Stretch]:
     ids: list[int] = answered.ids.tolist()
     recomputed = np.zeros(len(ids), bool)
     recomputed[answered.recomputed.numpy()] = True
@@ -131,7 +129,7 @@ class _Prompt:
         has_stored: KV of some of its tokens was found.
     """
 
-    def __init__(self, tokenizer: Tokenizer, find: Find, answered: RequestState, min_run: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, find: Find, answered: Request, min_run: int) -> None:
         self._tokenizer, self._find, self._report, self._min_run = tokenizer, find, answered.report, min_run
         self._ids: list[int] = answered.ids.tolist()
         self._stored = np.zeros(len(self._ids), bool)

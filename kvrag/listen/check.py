@@ -21,8 +21,8 @@ from kvrag.control.evidence import STARTS, Evidence, rung, scaled, tally
 from kvrag.control.plan import Planner
 from kvrag.errors import AbandonedError
 from kvrag.listen.listener import Answered, Listener, Prefill
+from kvrag.request import Request
 from kvrag.reuse.blend import LateRecompute
-from kvrag.reuse.request_state import RequestState
 from kvrag.scheduling.idle import Idle
 from kvrag.types import CheckStats
 
@@ -54,7 +54,7 @@ def measure(
     """Compare starts, and what deepens them, with full prefill on an answer; yield each start once it is counted."""
     policy = _policy(model)
 
-    def count(request: RequestState, is_deepened: bool) -> None:
+    def count(request: Request, is_deepened: bool) -> None:
         tokens, margins = likeliest(model, request, full.answer, _GREEDY, ends_are_sure=True)
         ours = [scaled(number, margin) for number, margin in enumerate(margins)]
         others = zip(tokens, full.tokens, full.margins, strict=True)
@@ -63,7 +63,7 @@ def measure(
         evidence.add(name, tally(ours, zip(ours, lost, strict=True)))
 
     for start in starts:
-        request = RequestState(full.ids, BlendConfig(policy=policy, ratio=start, controller="off"), full.namespace)
+        request = Request(full.ids, BlendConfig(policy=policy, ratio=start, controller="off"), full.namespace)
         prefill(request)
         if len(request.inexact):
             count(request, False)
@@ -80,7 +80,7 @@ def _policy(model: Model) -> str:
 
 def _refer(model: Model, prefill: Prefill, ids: Sequence[int], namespace: str, answer: Sequence[int] = ()) -> Reference:
     """Return full prefill's verdict on an answer, by default its own."""
-    full = RequestState(ids, _FULL, namespace)
+    full = Request(ids, _FULL, namespace)
     prefill(full)
     if not answer:
         answer, _ = own_answer(model, full, Sampling(TOKENS, temperature=0.0))
@@ -88,7 +88,7 @@ def _refer(model: Model, prefill: Prefill, ids: Sequence[int], namespace: str, a
     return Reference(ids, namespace, answer, *likeliest(model, full, answer, _GREEDY))
 
 
-def observe(model: Model, evidence: Evidence, request: RequestState, tokens: int) -> None:
+def observe(model: Model, evidence: Evidence, request: Request, tokens: int) -> None:
     """Count the tokens of a complete answer that blended KV has decided, and what became of its doubts."""
     done = request.late
     if done is None:
@@ -130,7 +130,7 @@ def self_test_when_idle(
         self_test_when_idle(idle, model, prefill, evidence, prompts[1:], namespace)
 
     if prompts:
-        idle.add(RequestState(prompts[0], namespace=namespace), work, f"self-test {namespace}", most=1)
+        idle.add(Request(prompts[0], namespace=namespace), work, f"self-test {namespace}", most=1)
 
 
 class Checker(Listener):
@@ -179,7 +179,7 @@ class Checker(Listener):
         return CheckStats(compared=round(compared), kept=round(kept), verdict=verdict, **own)
 
     def _check(
-        self, request: RequestState, answer: Sequence[int], is_exact: bool, is_counted: bool, prefill: Prefill
+        self, request: Request, answer: Sequence[int], is_exact: bool, is_counted: bool, prefill: Prefill
     ) -> None:
         evidence = self._planner.evidence[request.namespace]
         try:

@@ -17,7 +17,7 @@ from kvrag.errors import KvragError
 from kvrag.index.catalog import Catalog
 from kvrag.ingest.ingest import Ingestion
 from kvrag.listen.listener import Listener
-from kvrag.reuse.request_state import RequestState
+from kvrag.request import Request
 from kvrag.scheduling.idle import Idle
 from kvrag.scheduling.waiting import is_cancelled
 from kvrag.store.values import text_key
@@ -45,7 +45,7 @@ class Learner(Listener):
         """Start without texts.
 
         Args:
-            notice: Marks prompts of which texts were removed from the store, see `RequestState`.
+            notice: Marks prompts of which texts were removed from the store, see `Request`.
         """
         self._ingestion, self._lookup, self._idle, self._notice = ingestion, lookup, idle, notice
         self._seen: OrderedDict[bytes, str] = OrderedDict()  # namespaces by digest
@@ -55,7 +55,7 @@ class Learner(Listener):
         self._has_warned = False
         self._times_forgotten = Counter[str]()  # by namespace
 
-    def prefilled(self, request: RequestState, prompt: str | Messages | TokenIds) -> None:
+    def prefilled(self, request: Request, prompt: str | Messages | TokenIds) -> None:
         """Count what a prompt reused, and look at its new texts later.
 
         The first error is logged as a warning, all are counted.
@@ -87,7 +87,7 @@ class Learner(Listener):
         with self._counting:
             self._counts[namespace].update(more)
 
-    def _is_forgotten(self, request: RequestState, times_forgotten: int) -> bool:
+    def _is_forgotten(self, request: Request, times_forgotten: int) -> bool:
         self._notice()
         return request.is_forgotten or times_forgotten != self._times_forgotten[request.namespace]
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvrag.config import Sampling
-from kvrag.reuse.request_state import RequestState
+from kvrag.request import Request
 from kvrag.types import Messages, TokenIds
 
-Prefill = Callable[[RequestState], None]
+Prefill = Callable[[Request], None]
 """`BlendEngine.prefill`, for a request."""
 
 
@@ -25,7 +25,7 @@ class Answered:
         prefill: For other requests.
     """
 
-    request: RequestState
+    request: Request
     sampling: Sampling
     tokens: Sequence[int]
     is_ended: bool
@@ -42,7 +42,7 @@ class Listener:
 
     name = ""
 
-    def prefilled(self, request: RequestState, prompt: str | Messages | TokenIds) -> None:
+    def prefilled(self, request: Request, prompt: str | Messages | TokenIds) -> None:
         """Note a prompt before its first token."""
 
     def answered(self, answer: Answered) -> None:

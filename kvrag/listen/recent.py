@@ -10,7 +10,7 @@ from cachetools import LRUCache
 
 from kvrag.errors import PromptError
 from kvrag.listen.listener import Listener
-from kvrag.reuse.request_state import RequestState
+from kvrag.request import Request
 from kvrag.types import BlendReport, Messages, TokenIds
 
 _ANSWERS = 32  # per namespace
@@ -21,10 +21,10 @@ class RecentRequests(Listener):
     """The most recent prompts of each namespace, as they were answered."""
 
     def __init__(self) -> None:
-        self._answers: LRUCache[str, deque[RequestState]] = LRUCache(_NAMESPACES)
+        self._answers: LRUCache[str, deque[Request]] = LRUCache(_NAMESPACES)
         self._lock = threading.Lock()
 
-    def prefilled(self, request: RequestState, prompt: str | Messages | TokenIds) -> None:
+    def prefilled(self, request: Request, prompt: str | Messages | TokenIds) -> None:
         """Add a prompt; drop the least recently used namespace beyond the limit."""
         with self._lock:
             self._answers.setdefault(request.namespace, deque(maxlen=_ANSWERS)).append(request)
@@ -37,7 +37,7 @@ class RecentRequests(Listener):
                 if len(left) < len(answers):
                     self._answers[namespace] = deque(left, maxlen=_ANSWERS)
 
-    def find(self, namespace: str, report: BlendReport | dict[str, Any] | None) -> RequestState:
+    def find(self, namespace: str, report: BlendReport | dict[str, Any] | None) -> Request:
         """Return the prompt of a report, or the last one of the namespace. Raises PromptError if it is unknown."""
         with self._lock:
             answers = [answered for answered in self._answers.get(namespace, ()) if not answered.is_forgotten]

@@ -183,7 +183,7 @@ class Conversations:
 
     def __init__(self, max_bytes: int, longest: int, num_layers: int, keeps_states: bool = False) -> None:
         self.max_bytes, self._longest, self._num_layers = max_bytes, longest, num_layers
-        self._keeps_states = keeps_states  # then a prompt continues where states are kept, and only exact KV
+        self.keeps_states = keeps_states  # then a prompt continues where states are kept, and only exact KV
         self._roots: dict[str, KeptStretch] = {}  # by namespace; a root has no tokens
         self._kept = OrderedDict[KeptStretch, None]()  # by their last use, children before their parents
         self._num_bytes = 0  # of their KV
@@ -218,7 +218,7 @@ class Conversations:
         with self._changing():
             path = self._walk(prompt[:-1], namespace)  # the last token is always computed: its logits are needed
             states = None
-            if self._keeps_states:
+            if self.keeps_states:
                 path, states = _to_states(path)
             exact = sum(length for _, length in path)
             whole = [stretch for stretch, length in path if length == len(stretch.ids)]

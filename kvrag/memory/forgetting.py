@@ -7,7 +7,7 @@ and nothing of it is kept. It is kept in these steps:
 1. The texts are deleted from the store, then the copies of them that prompts brought (`forget`). Other processes see
    the store's counter of removals change before their next prompt (`Forgetting.notice`).
 2. What this process has in memory goes at once: chunks in the tiers, conversations from the chunk or text on, and, of
-   requests in progress or kept for explanations, the permission to keep or explain them (`RequestState.is_forgotten`);
+   requests in progress or kept for explanations, the permission to keep or explain them (`Request.is_forgotten`);
    with it goes the work on them that waits for idle time.
 3. A request may have read a chunk before it was deleted and kept it after: when it has read its chunks, what the store
    no longer has is dropped again (`Forgetting.reading`).

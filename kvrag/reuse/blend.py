@@ -25,9 +25,9 @@ from torch import Tensor
 
 from kvrag.backend.protocol import Backend, last_stretch, prefill_blocks
 from kvrag.config import DEFAULT_RATIO, BlendConfig
+from kvrag.request import Request
 from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.policy import NO_PASSES, Context, Passes, Policy
-from kvrag.reuse.request_state import RequestState
 from kvrag.types import Completed
 
 FIRST = 1 / 3
@@ -43,7 +43,7 @@ MOST = 1.25
 """Rows before the first token, at most, relative to full prefill's: what was deepened there is not completed there."""
 
 
-def stitch(backend: Backend, request: RequestState, loader: LayerLoader) -> None:
+def stitch(backend: Backend, request: Request, loader: LayerLoader) -> None:
     """Give a request a cache whose layers are stitched when a forward pass first reaches them.
 
     The last position is never reused: its logits are needed.
@@ -71,7 +71,7 @@ def stitch(backend: Backend, request: RequestState, loader: LayerLoader) -> None
     request.cache = backend.new_cache(loader.capacity, source, positions, prefix)
 
 
-def begins_exactly(backend: Backend, request: RequestState, codec: str) -> bool:
+def begins_exactly(backend: Backend, request: Request, codec: str) -> bool:
     """Return whether the first run's KV is full prefill's: its chunk was encoded there, alone after the preamble."""
     if not request.runs or codec != "native" or backend.keeps_states:  # the states after it are not stored, or rounded
         return False
@@ -83,7 +83,7 @@ def begins_exactly(backend: Backend, request: RequestState, codec: str) -> bool:
     return after_preamble and not reader.context_tokens and max(len(ids), encoded) <= backend.stable_length
 
 
-def blend(backend: Backend, request: RequestState) -> Tensor:
+def blend(backend: Backend, request: Request) -> Tensor:
     """Recompute fresh and selected positions in `request.cache`. The cache is then ready to decode.
 
     With nothing reused, this is full prefill: the model's ordinary forward pass. A backend that leaves the tail to its
@@ -103,7 +103,7 @@ def blend(backend: Backend, request: RequestState) -> Tensor:
     return logits
 
 
-def _begin_from_states(backend: Backend, request: RequestState, position: int) -> None:
+def _begin_from_states(backend: Backend, request: Request, position: int) -> None:
     """Let the pass that begins at a position do so with the states that are stored for the end of the chunk before it.
 
     A prompt's tokenisation may change the last tokens of a chunk, which its states have seen as they were.
@@ -115,13 +115,13 @@ def _begin_from_states(backend: Backend, request: RequestState, position: int) -
             backend.begin_from(request.cache, position, reader.layer(backend.num_layers))
 
 
-def blended_rows(backend: Backend, request: RequestState) -> Tensor:
+def blended_rows(backend: Backend, request: Request) -> Tensor:
     """Return the (N,) positions that `blend` computes, fresh and selected ones."""
     rows = (~request.reused).index_fill(0, request.selected, True).nonzero().squeeze(1)
     return rows[rows < request.tail()] if backend.leaves_tail else rows
 
 
-def select(backend: Backend, request: RequestState, config: BlendConfig) -> tuple[Tensor, Tensor]:
+def select(backend: Backend, request: Request, config: BlendConfig) -> tuple[Tensor, Tensor]:
     """Return two times (S,) ascending: the positions to recompute, and the next ones in the policy's order.
 
     The first are `config.ratio` of the inexact reused positions, or as many as the policy makes of it; the others as
@@ -169,7 +169,7 @@ class LateRecompute:
             recompute gives another token, and that one's margin.
     """
 
-    def __init__(self, backend: Backend, request: RequestState, margin: float = 0.0, start: float = 0.0) -> None:
+    def __init__(self, backend: Backend, request: Request, margin: float = 0.0, start: float = 0.0) -> None:
         """Begin with what is blended. For `margin`, see `BlendConfig`; for `start`, `kvrag.control.plan.Plan`."""
         self.start = start
         self.deepened: Completed | None = None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend
-from kvrag.reuse.request_state import RequestState
+from kvrag.request import Request
 
 
 @dataclass
@@ -16,7 +16,7 @@ class Context:
     """Input of a policy. A policy may fill layers of `request.cache` with better KV, never with worse."""
 
     backend: Backend
-    request: RequestState
+    request: Request
     budget: int
 
 
@@ -38,7 +38,7 @@ class Policy:
         """Return (T,) scores of all positions: higher ones are recomputed first, those with -inf never."""
         raise NotImplementedError
 
-    def budget(self, request: RequestState, budget: int) -> int:
+    def budget(self, request: Request, budget: int) -> int:
         """Return how many of the inexact positions to recompute, where the ratio asks for `budget`."""
         return budget
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from kvrag import BlendConfig, BlendEngine, Model
+from kvrag.request import Request
 from kvrag.reuse.blend import blend, stitch
 from kvrag.reuse.load import LayerLoader, Recovery, Trace
-from kvrag.reuse.request_state import RequestState
 
 CHUNKS = [
     "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",
@@ -29,7 +29,7 @@ def messages(*chunks: str, question: str = QUESTION) -> list[dict[str, str]]:
 
 def prepare(
     engine: BlendEngine, ids: list[int], ratio: float | None = None, policy: str | None = None, **changes: Any
-) -> RequestState:
+) -> Request:
     """The engine's way from prompt ids to a complete cache."""
     config = engine.config.overridden({"ratio": ratio, "policy": policy})
     return engine.prefill(ids, BlendConfig(**{**_fields(config), **changes}))
@@ -37,9 +37,9 @@ def prepare(
 
 def prefilled(
     engine: BlendEngine, ids: list[int], config: BlendConfig | None = None, namespace: str = "", goes_on: bool = False
-) -> RequestState:
+) -> Request:
     """As by `BlendEngine.prefill`; with `goes_on`, also from a conversation."""
-    request = RequestState(ids, config or engine.config, namespace)
+    request = Request(ids, config or engine.config, namespace)
     if goes_on:
         engine._answering.begin(request)
     engine._answering.prefill(request)
@@ -50,16 +50,16 @@ def _fields(config: BlendConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in BlendConfig.__dataclass_fields__}
 
 
-def blend_selected(model: Model, request: RequestState, selected: torch.Tensor) -> torch.Tensor:
+def blend_selected(model: Model, request: Request, selected: torch.Tensor) -> torch.Tensor:
     """(1, V) logits after recomputing these positions of a request that is laid out."""
     request.selected = selected
     return blend(model, request)
 
 
-def full_prefill(model: Model, ids: torch.Tensor, capacity: int) -> tuple[torch.Tensor, RequestState]:
+def full_prefill(model: Model, ids: torch.Tensor, capacity: int) -> tuple[torch.Tensor, Request]:
     """(1, V) logits after the last of (T,) ids, and the prompt with a complete cache and nothing reused."""
     nothing = torch.zeros(len(ids), dtype=torch.bool)
-    request = RequestState.laid_out(ids, (), nothing, nothing, model.new_cache(capacity))
+    request = Request.laid_out(ids, (), nothing, nothing, model.new_cache(capacity))
     return blend_selected(model, request, request.inexact), request
 
 
@@ -74,7 +74,7 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-LayOut = Callable[..., RequestState]
+LayOut = Callable[..., Request]
 """Chunks, or `ids=`, to a prompt laid out of stored KV, nothing recomputed yet."""
 
 
@@ -83,12 +83,12 @@ def laying_out(engine: BlendEngine) -> Iterator[LayOut]:
     """From this engine's store."""
     with ExitStack() as stack:
 
-        def lay_out(*chunks: str, ids: list[int] | None = None) -> RequestState:
+        def lay_out(*chunks: str, ids: list[int] | None = None) -> Request:
             ids = engine.model.tokenizer.render(messages(*chunks)) if ids is None else ids
             engine._lookup.update()
             model, matches = engine.model, engine._lookup.find(ids, engine.config.min_run)
             recovery = Recovery(model, engine.store, engine._pipeline.memory)
-            request = stack.enter_context(closing(RequestState(ids)))
+            request = stack.enter_context(closing(Request(ids)))
             recovery.open(request, matches)
             loader = LayerLoader(model, request, engine.codec, Trace(model), len(ids) + 10)
             stitch(model, request, stack.enter_context(closing(loader)))

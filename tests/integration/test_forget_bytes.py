@@ -15,8 +15,8 @@ from processes import COMMON, Process, expect, start, tell
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
 from kvrag.errors import PromptError
 from kvrag.inspect.explanation import Explanation
+from kvrag.request import Request
 from kvrag.retrieval.index import ChunkIndex
-from kvrag.reuse.request_state import RequestState
 from kvrag.store.manifest import Manifest, ManifestRow
 
 SECRET = (
@@ -180,7 +180,7 @@ def test_an_answer_in_progress_leaves_no_explanation(engine: BlendEngine, monkey
     engine.warm([SECRET], document="secret")
     add = engine._answering.recent.prefilled
 
-    def late(answered: RequestState, prompt: Any) -> None:
+    def late(answered: Request, prompt: Any) -> None:
         engine.forget("secret")
         add(answered, prompt)
 

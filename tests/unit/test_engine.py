@@ -22,7 +22,7 @@ from families import build
 
 import kvrag.engine
 import kvrag.ingest.ingest
-import kvrag.request
+import kvrag.prefill
 from kvrag import (
     POLICIES,
     BlendConfig,
@@ -427,13 +427,13 @@ def test_closing_while_an_answer_is_prepared(model: Model, tmp_path: Path, monke
     engine = _engine(model, tmp_path)
     engine.warm(CHUNKS)
     engine.store._last_touch = -1e9  # type: ignore[attr-defined]
-    blend = kvrag.request.blend
+    blend = kvrag.prefill.blend
 
     def closing(*args: Any) -> Any:
         engine.close()
         return blend(*args)
 
-    monkeypatch.setattr(kvrag.request, "blend", closing)
+    monkeypatch.setattr(kvrag.prefill, "blend", closing)
     assert len(engine.generate(PROMPT, max_new_tokens=3).report.runs) == 4
 
 
@@ -459,7 +459,7 @@ def test_no_file_stays_open(ram_bytes: int, model: Model, tmp_path: Path, monkey
 
         for step in ("stitch", "select", "blend"):
             with monkeypatch.context() as patch:
-                patch.setattr(kvrag.request, step, fail)
+                patch.setattr(kvrag.prefill, step, fail)
                 with pytest.raises(kvrag.OutOfMemoryError, match="out of memory"):
                     engine.generate(PROMPT)
             assert _open_files() == before, step
@@ -495,7 +495,7 @@ def test_the_reading_threads_do_not_outlive_an_error(engine: BlendEngine, monkey
 
     for _ in range(20):
         with monkeypatch.context() as patch:
-            patch.setattr(kvrag.request, "select", fail)
+            patch.setattr(kvrag.prefill, "select", fail)
             with pytest.raises(kvrag.OutOfMemoryError, match="out of memory"):
                 engine.generate(PROMPT)
     assert engine.store.stats().damaged == 0

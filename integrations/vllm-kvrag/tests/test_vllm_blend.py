@@ -13,8 +13,8 @@ from vllm_engines import CHUNKS, Engine, blended, checkpoint, distance, prompt_o
 from vllm_kvrag.backend import VllmBackend
 
 from kvrag import BlendEngine, FileStore
-from kvrag.request import Pipeline
-from kvrag.reuse.request_state import RequestState
+from kvrag.prefill import Pipeline
+from kvrag.request import Request
 
 NEAR = 1e-4
 ORDER = [CHUNKS[2], CHUNKS[0], CHUNKS[3], CHUNKS[1]]
@@ -37,12 +37,12 @@ def both(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.
 
 
 @pytest.fixture
-def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[RequestState]:
+def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """Results of all prefills of this process."""
-    seen: list[RequestState] = []
+    seen: list[Request] = []
     prefill = Pipeline.prefill
 
-    def spied(self: Pipeline, request: RequestState, *args: Any, **settings: Any) -> None:
+    def spied(self: Pipeline, request: Request, *args: Any, **settings: Any) -> None:
         prefill(self, request, *args, **settings)
         seen.append(request)
 
@@ -104,7 +104,7 @@ def test_vllm_computes_what_comes_after_the_last_stored_kv(both: Both, monkeypat
 
 
 @pytest.mark.parametrize("policy", ["query", "hkvd", "first_k", "random", "none"])
-def test_it_is_what_kvrags_own_engine_gives(both: Both, policy: str, prefilled: list[RequestState]) -> None:
+def test_it_is_what_kvrags_own_engine_gives(both: Both, policy: str, prefilled: list[Request]) -> None:
     ratio = 0.0 if policy == "none" else 0.15
     done = both.vllm.ask(prompt_of(*ORDER), policy=policy, ratio=ratio)
     wanted = blended(both.kvrag, done.ids, ratio, policy)

@@ -30,7 +30,7 @@ from vllm_kvrag import worker
 
 from kvrag import BlendEngine, Model
 from kvrag.backend.transformers.loading import reader_path
-from kvrag.reuse.request_state import RequestState
+from kvrag.request import Request
 from kvrag.store import KVStore
 
 _HYBRID: dict[str, Any] = {
@@ -353,7 +353,7 @@ def reference(model: Path, store: Path | KVStore, **settings: Any) -> Iterator[B
         yield engine
 
 
-def blended(engine: BlendEngine, ids: list[int], ratio: float, policy: str) -> RequestState:
+def blended(engine: BlendEngine, ids: list[int], ratio: float, policy: str) -> Request:
     """The prompt as kvrag's own engine blends it."""
     return engine.prefill(ids, engine.config.overridden({"ratio": ratio, "policy": policy}))
 

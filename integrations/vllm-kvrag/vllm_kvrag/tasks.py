@@ -17,7 +17,7 @@ from kvrag.ext.models import (
     MemoryTier,
     Pipeline,
     Planner,
-    RequestState,
+    Request,
     forget,
 )
 from vllm_kvrag.params import RequestParams
@@ -120,7 +120,7 @@ class TaskHandler:
         backend = self._backend.on(task.blocks, job)
         pipeline = Pipeline(backend, self._store, self._memory, self._lookup, self._planner, self._codec)
         plan = replace(self._planner.plan(task.config), margin=0.0)  # vLLM draws the tokens
-        request = RequestState(task.ids, task.config, task.namespace)
+        request = Request(task.ids, task.config, task.namespace)
         request.prefix = _prefix(task, plan.config) if task.kept else None
         pipeline.prefill(request, plan, task.matches)
         report = replace(request.report, ttft_s=time.perf_counter() - started).to_dict()

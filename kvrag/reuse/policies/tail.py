@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvrag.request import Request
 from kvrag.reuse.policy import Context, Policy
-from kvrag.reuse.request_state import RequestState
 
 _MOST = 2  # times the budget
 
@@ -17,7 +17,7 @@ class Tail(Policy):
     It begins where a chunk begins: states that begin within a text keep fewer answers, see decision 34.
     """
 
-    def budget(self, request: RequestState, budget: int) -> int:
+    def budget(self, request: Request, budget: int) -> int:
         """Lengthen the tail to the beginning of its first chunk, unless that takes more than twice the tokens."""
         inexact = request.inexact
         first = int(inexact[-budget])

@@ -16,7 +16,7 @@ from families import FAMILIES, build
 from packaging import version
 
 import kvrag.backend.transformers.rows
-import kvrag.request
+import kvrag.prefill
 from kvrag import BlendEngine, Delta, FileStore, Model, ModelError, Sampling, SettingError
 from kvrag.generate.decode import Row, decode
 
@@ -41,7 +41,7 @@ def test_greedy_tokens_are_generates_past_windows_and_capacity(
     """Windows of 48 tokens, RoPE that follows the length, and a cache that has to grow on the way."""
     if family == "phi3-longrope" and version.parse(transformers.__version__) < version.parse("5.20"):
         pytest.skip("transformers before 5.20 forgets the prompt where the frequencies change")
-    monkeypatch.setattr(kvrag.request, "_ROOM", 3)
+    monkeypatch.setattr(kvrag.prefill, "_ROOM", 3)
     monkeypatch.setattr(kvrag.backend.transformers.rows, "_GROWTH", 7)
     model_type, changes = FAMILIES[family]
     hf = build(model_type, **changes)

@@ -24,7 +24,7 @@ from kvrag.backend.transformers import BlendCache
 from kvrag.control.plan import Plan
 from kvrag.index.match import DeletedTexts
 from kvrag.memory.conversation import Blended, CachedPrefix, Conversations, KeptStretch, Turn
-from kvrag.reuse.request_state import RequestState
+from kvrag.request import Request
 from kvrag.store.values import Entry
 from kvrag.types import Answer, Delta, Messages
 
@@ -45,7 +45,7 @@ class Talk:
         self.engine, self.done = engine, []
         prefill = engine._answering.prefill
 
-        def watched(request: RequestState) -> None:
+        def watched(request: Request) -> None:
             prefill(request)
             self.done.append(copy.copy(request))  # its KV is freed after the answer
 
@@ -315,7 +315,7 @@ def test_full_prefill_that_the_controller_chooses_continues_the_conversation(
     ids = _ids(talk.engine, prompt)
     asked: list[int] = []
 
-    def decide(plan: Plan, config: BlendConfig, request: RequestState, *_: Any) -> Plan:
+    def decide(plan: Plan, config: BlendConfig, request: Request, *_: Any) -> Plan:
         asked.append(request.kept)
         return replace(plan, config=replace(config, policy="full", ratio=1.0), reason="it is faster")
 
@@ -440,7 +440,7 @@ def _keep(conversations: Conversations, ids: Sequence[int], exact: int = 0, of: 
     """Keep an answer with four bytes of KV per token, to a prompt of `of` tokens; `chunks` are positions by key."""
     cache = BlendCache(range(1), len(ids))
     cache.update(torch.zeros(1, 1, len(ids), 1), torch.zeros(1, 1, len(ids), 0), 0)
-    request = RequestState([*ids, *range(len(ids), of)])
+    request = Request([*ids, *range(len(ids), of)])
     conversations.begin(request)
     request.chunks = tuple((position, key) for key, position in chunks.items())
     blended = Blended(BlendConfig(ratio=0.3), (Turn(0, len(ids) - 5, len(ids) - 3),), {})

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from kvrag import POLICIES, BlendConfig, BlendEngine, FileStore, Model, SettingError
 from kvrag.backend.transformers.rows import as_argument
+from kvrag.request import Request
 from kvrag.reuse.blend import _policy_of, select
-from kvrag.reuse.request_state import RequestState
 
 INFORMED = tuple(policy for policy in POLICIES if policy not in ("none", "full"))
 
 
-def _pick(model: Model, stitched: RequestState, policy: str, ratio: float, **changes: Any) -> list[int]:
+def _pick(model: Model, stitched: Request, policy: str, ratio: float, **changes: Any) -> list[int]:
     if policy == "query":
         changes = {"first_tokens": 0, "band": (0.5, 1.0), **changes}
     with pytest.MonkeyPatch.context() as patch:
@@ -75,7 +75,7 @@ def test_every_policy_is_known_to_the_settings() -> None:
 # ---------------------------------------------------------------- hkvd
 
 
-def _deviations(model: Model, stitched: RequestState, layer: int) -> Tensor:
+def _deviations(model: Model, stitched: Request, layer: int) -> Tensor:
     """(T,) by the definition: stitched KV against full prefill's."""
     num_tokens = len(stitched.ids)
     full = model.new_cache(num_tokens)
@@ -140,7 +140,7 @@ def _mask(model: Model, rows: Tensor, stop: int) -> Tensor | dict[str, Tensor]:
     return masks if len(masks) > 1 else masks[kinds[0]]
 
 
-def _attention(model: Model, stitched: RequestState, layers: list[int], num_queries: int) -> Tensor:
+def _attention(model: Model, stitched: Request, layers: list[int], num_queries: int) -> Tensor:
     """(T,) by transformers' eager attention over the stitched cache."""
     fresh = stitched.fresh
     cache, before = stitched.cache, model.config._attn_implementation

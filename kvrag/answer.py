@@ -42,8 +42,8 @@ class Answering:
         options: EngineOptions,
     ) -> None:
         self._model, self._pipeline, self._ingestion = model, pipeline, ingestion
-        kept = options["conversation_bytes"], model.stable_length, model.num_layers, model.keeps_states
-        self._conversations = Conversations(*kept)
+        most, longest = options["conversation_bytes"], model.stable_length
+        self._conversations = Conversations(most, longest, model.keeps_states)
         self._admission = Admission(options["batch_bytes"])
         memory, decode = (pipeline.memory, self._conversations), model.tokenizer.decode
         self.forgetting = Forgetting(pipeline.store, pipeline.lookup, *memory, decode)

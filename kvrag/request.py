@@ -131,7 +131,7 @@ class Request:
     def match(self, matches: Sequence[Match]) -> None:
         """Set the matches and what follows from them and the cached prefix."""
         self.matches, self.runs = matches, [match.run for match in matches]
-        self.stored = [match.run for match in matches if match.is_stored]
+        self.stored = [match.run for match in matches if match.text_key]
         self.num_matched = sum(map(len, self.runs))
         alone = sum(map(len, [match.run for match in matches if not match.context_tokens]))
         self.is_encoded_alone = 2 * alone > self.num_matched

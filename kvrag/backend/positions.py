@@ -69,20 +69,46 @@ def _split(x: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
     return x[..., :half], x[..., half:]
 
 
+class Rotation(NamedTuple):
+    """Rotation of one layer's keys at (T,) positions.
+
+    `cos` and `sin` are (T, R) float32, one entry per pair of dimensions; empty for layers without RoPE.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    pairs: Pairs
+
+    def rotate(self, keys: Tensor, landing: slice = slice(None)) -> None:
+        """Rotate (B, H, T, D) position-free keys in place, to the `landing` positions."""
+        if self.cos.numel():
+            cos, sin = (table[landing].to(keys.device) for table in (self.cos, self.sin))
+            rotate(keys, cos, sin, self.pairs, out=keys)
+
+    def unrotate(self, keys: Tensor) -> Tensor:
+        """Return (B, H, T, D) keys without their position."""
+        cos, sin = self.cos.to(keys.device), self.sin.to(keys.device)
+        return unrotate(keys, cos, sin, self.pairs) if cos.numel() else keys
+
+
+UNROTATED = Rotation(torch.empty(0), torch.empty(0), "half_split")
+"""Of layers without RoPE."""
+
+
 @dataclass(frozen=True)
 class LayerRotary:
-    """Rotation of one layer's keys; `module(x, positions, *extra)` gives its tables."""
+    """Rotary module of one layer; `module(x, positions, *extra)` gives its tables."""
 
     module: nn.Module
     extra: tuple[Any, ...]
     pairs: Pairs
     form: Form
 
-    def tables(self, positions: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the model's own cos and sin for (T,) positions, each (T, R) float32, one entry per pair."""
+    def rotation(self, positions: Tensor, dtype: torch.dtype, device: torch.device) -> Rotation:
+        """Return the rotation at (T,) positions, with the model's own tables."""
         like = torch.empty(0, dtype=dtype, device=device)  # the module takes dtype and device from it
         tables = cos_sin(self.module(like, positions[None].to(device), *self.extra))
-        return once(cast(tuple[Tensor, Tensor], tables), self.form)
+        return Rotation(*once(cast(tuple[Tensor, Tensor], tables), self.form), self.pairs)
 
 
 def cos_sin(tables: Any) -> tuple[Tensor, Tensor] | None:

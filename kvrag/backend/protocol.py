@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from kvrag.backend.positions import Rotation
 from kvrag.fingerprint import Fingerprint
 
 T = TypeVar("T")
@@ -19,9 +20,6 @@ T = TypeVar("T")
 PREFILL_BLOCK = 2048
 """Rows per forward pass. Rows are causal, so passes over consecutive blocks are equivalent to one pass, and activations
 and attention scores stay small on long prompts."""
-
-Tables = tuple[Tensor, Tensor] | None
-"""cos and sin of one layer, each (T, R) float32, one entry per pair of dimensions; None if it has no RoPE."""
 
 LayerSource = Callable[[int], tuple[Tensor, Tensor]]
 """Function: layer number -> stitched keys and values, each (1, H, capacity, D). Waits for a disk where the backend's
@@ -55,6 +53,9 @@ class KVCache(Protocol):
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of one layer, each (1, H, capacity, D). Do not change them."""
+
+    def copied(self, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
+        """Return a copy of the keys and values of these positions, of each layer."""
 
     def write(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values, each (1, H, S, D), of (S,) positions of one layer."""
@@ -150,14 +151,8 @@ class Backend(Outline, Protocol):
     def layer_device(self, number: int) -> torch.device:
         """Return the device of a layer."""
 
-    def tables(self, positions: Tensor) -> list[Tables]:
-        """Return cos and sin of each layer for (T,) positions."""
-
-    def rotate(self, number: int, keys: Tensor, tables: Tables, landing: slice) -> None:
-        """Rotate (B, H, T, D) position-free keys of a layer in place, to the `landing` rows of the tables."""
-
-    def unrotate(self, number: int, keys: Tensor, tables: Tables) -> Tensor:
-        """Return the (B, H, T, D) keys of a layer without their position."""
+    def rotations(self, positions: Tensor) -> list[Rotation]:
+        """Return the rotation of each layer's keys at (T,) positions."""
 
     def new_cache(
         self,

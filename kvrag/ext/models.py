@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from kvrag.backend.positions import Rows, attention_received, rotate, unrotate
-from kvrag.backend.protocol import Backend, Branch, CachedKV, ChunkTokenizer, KVCache, LayerSource, Observer, Tables
+from kvrag.backend.positions import UNROTATED, Rotation, Rows, attention_received
+from kvrag.backend.protocol import Backend, Branch, CachedKV, ChunkTokenizer, KVCache, LayerSource, Observer
 from kvrag.backend.transformers.loading import (
     auto_class,
     context_window,

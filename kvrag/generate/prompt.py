@@ -89,7 +89,10 @@ class Prepared:
 
     def parser(self, tokenizer: Tokenizer, ids: Sequence[int]) -> AnswerParser | None:
         """Return a parser for the answer to the prompt `ids`, without its thoughts; None if it is all text."""
-        own, thoughts, kind = tokenizer.response_template, own_fields(tokenizer), kind_of(tokenizer)
+        kind = kind_of(tokenizer)
+        if not self.tools and kind is None:
+            return None
+        own, thoughts = tokenizer.response_template, own_fields(tokenizer)
         if own and (self.is_native if self.tools else kind and not kind.signs):
             fields = {name: field for name, field in own["fields"].items() if name not in thoughts}
             prompt = tokenizer.decode(ids, control_tokens=True)

@@ -43,11 +43,6 @@ class Match(NamedTuple):
     context_tokens: int  # that the chunk was encoded with
     keys: frozenset[str] = frozenset()  # of the chunks that the KV depends on, if it is from an earlier prompt
 
-    @property
-    def is_stored(self) -> bool:
-        """True if the chunk is in the store; False if it is from an earlier prompt."""
-        return bool(self.text_key)
-
 
 class Catalog:
     """The texts of a store, for matching. Thread-safe.

@@ -199,12 +199,12 @@ def _kv_of(
         places.append([slice(first, at)] * (first < at) + [own] * bool(ids))
         positions.append(torch.arange(at, at + len(ids)))
     skipped = min(place[0].start for place in places)
-    tables = model.tables(torch.cat(positions)[skipped:])
+    rotations = model.rotations(torch.cat(positions)[skipped:])
     encoded: dict[int, list[LayerKV]] = {branch.chunk: [] for _, branch in complete}
     for number in range(model.num_layers):
         layer = cache.layer(number) if number < model.num_layers - 1 else _joined(last_layer, 2)
         keys, values = (part[:, :, skipped:end] for part in layer)
-        keys = model.all_heads(model.unrotate(number, keys, tables[number])).cpu()
+        keys = model.all_heads(rotations[number].unrotate(keys)).cpu()
         values = model.all_heads(values).cpu()
         for (row, branch), place in zip(complete, places, strict=True):
             taken = (slice(part.start - skipped, part.stop - skipped) for part in place)

@@ -181,8 +181,8 @@ class Conversations:
     even their first tokens, because KV computed at another length cannot be reused.
     """
 
-    def __init__(self, max_bytes: int, longest: int, num_layers: int, keeps_states: bool = False) -> None:
-        self.max_bytes, self._longest, self._num_layers = max_bytes, longest, num_layers
+    def __init__(self, max_bytes: int, longest: int, keeps_states: bool = False) -> None:
+        self.max_bytes, self._longest = max_bytes, longest
         self.keeps_states = keeps_states  # then a prompt continues where states are kept, and only exact KV
         self._roots: dict[str, KeptStretch] = {}  # by namespace; a root has no tokens
         self._kept = OrderedDict[KeptStretch, None]()  # by their last use, children before their parents
@@ -455,7 +455,7 @@ class Conversations:
         blended: Blended | None = None,
     ) -> KeptStretch:
         """Return a copy of the KV of the positions from `start` to the end of `ids`."""
-        layers = [_copied(layer, start, len(ids)) for layer in map(cache.layer, range(self._num_layers))]
+        layers = cache.copied(start, len(ids))
         first = 0 if blended else start  # blended KV is dropped with any chunk of its prompt
         placed = tuple(placed for placed in chunks if first <= placed[0] < len(ids))
         return KeptStretch(namespace, start, ids[start:], layers, placed, blended)
@@ -476,12 +476,12 @@ class _PartReader:
         at, start = slice(offset, offset + len(run)), stretch.start + offset
         self.key, self.namespace, self.ids = run.key, stretch.namespace, stretch.ids[at].astype(np.uint32)
         self.num_layers, self.context_tokens = len(stretch.layers), max(start, 1)
-        self._backend, self._layers = backend, [(keys[:, :, at], values[:, :, at]) for keys, values in stretch.layers]
-        self._tables = backend.tables(torch.arange(start, start + len(run)))
+        self._layers = [(keys[:, :, at], values[:, :, at]) for keys, values in stretch.layers]
+        self._rotations = backend.rotations(torch.arange(start, start + len(run)))
 
     def layer(self, number: int) -> Layer:
         keys, values = self._layers[number]
-        return self._backend.unrotate(number, keys, self._tables[number])[0], values[0]
+        return self._rotations[number].unrotate(keys)[0], values[0]
 
     def close(self) -> None:
         return

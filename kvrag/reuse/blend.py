@@ -64,7 +64,7 @@ def stitch(backend: Backend, request: Request, loader: LayerLoader) -> None:
         request.cache = backend.new_cache(loader.capacity)
         return
     if runs:
-        loader.tables = backend.tables(torch.arange(num_tokens))
+        loader.rotations = backend.rotations(torch.arange(num_tokens))
     filled = reused.clone()
     filled[: request.kept] = False
     source, positions = loader.layer if runs else None, filled.nonzero().squeeze(1)

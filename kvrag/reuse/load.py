@@ -18,7 +18,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from kvrag.backend.protocol import Backend, Tables
+from kvrag.backend.positions import Rotation
+from kvrag.backend.protocol import Backend
 from kvrag.errors import ChunkUnreadableError, out_of_memory
 from kvrag.memory.tier import MemoryTier
 from kvrag.process import releasing_threads
@@ -116,7 +117,7 @@ class LayerLoader:
 
         Close the loader before the prompt. A layer has `capacity` positions, including those that are not filled.
         """
-        self.tables: Sequence[Tables] = ()  # of all positions, see `layer`
+        self.rotations: Sequence[Rotation] = ()  # to all positions, see `layer`
         self.codec, self.trace, self.capacity = codec, trace, capacity
         self._backend, self._runs, self._readers = backend, request.runs, list(request.readers.items())
         self._devices = [*map(backend.layer_device, range(backend.num_layers))]
@@ -140,7 +141,7 @@ class LayerLoader:
                     read.result()
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer, each (1, H, capacity, D), on its device, rotated if there are `tables`.
+        """Return keys and values of a layer, each (1, H, capacity, D), on its device, rotated if there are `rotations`.
 
         Raises DamagedChunkError and ChunkUnreadableError. Positions outside of the runs are undefined. Each layer can
         be requested once. Other threads can use the model while this one waits.
@@ -154,8 +155,8 @@ class LayerLoader:
                 stream.wait_event(copied)
                 keys.record_stream(stream)
                 values.record_stream(stream)
-            if self.tables:
-                self._backend.rotate(number, keys[:, :, self.span], self.tables[number], self.span)
+            if self.rotations:
+                self.rotations[number].rotate(keys[:, :, self.span], self.span)
         return keys, values
 
     def close(self) -> None:

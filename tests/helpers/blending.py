@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from kvrag import BlendConfig, BlendEngine, Model
+from kvrag.prefill import Recovery
 from kvrag.request import Request
 from kvrag.reuse.blend import blend, stitch
-from kvrag.reuse.load import LayerLoader, Recovery, Trace
+from kvrag.reuse.load import LayerLoader, Trace
 
 CHUNKS = [
     "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",

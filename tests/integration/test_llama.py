@@ -130,13 +130,13 @@ def kv(model: LlamaModel, cache: Any) -> torch.Tensor:
 def test_restored_kv_is_the_own_prefill(model: LlamaModel) -> None:
     ids = model.tokenizer.encode(" ".join(CHUNKS))
     whole, positions = model.new_cache(len(ids)), torch.arange(len(ids))
-    expected, tables = model.forward(torch.tensor([ids]), whole), model.tables(positions)
+    expected, rotations = model.forward(torch.tensor([ids]), whole), model.rotations(positions)
     layers = [whole.layer(number) for number in range(model.num_layers)]
-    free = [model.unrotate(number, keys, tables[number]) for number, (keys, _) in enumerate(layers)]
+    free = [rotation.unrotate(keys) for rotation, (keys, _) in zip(rotations, layers, strict=True)]
 
     def source(number: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys = free[number].clone()
-        model.rotate(number, keys, tables[number], slice(None))
+        rotations[number].rotate(keys)
         return keys, layers[number][1]
 
     last = len(ids) - 1

@@ -111,12 +111,12 @@ def test_encoded_in_one_batch_or_alone_a_chunk_has_the_models_own_kv(hybrid: Mod
         row = [*hybrid.preamble, *contexts[number], *chunks[number]]
         cache = hybrid.new_cache(len(row))
         hybrid.forward(torch.tensor([row]), cache)
-        tables = hybrid.tables(torch.arange(len(row)))
+        rotations = hybrid.rotations(torch.arange(len(row)))
         first = len(row) - len(chunks[number])
         assert len(layers) == hybrid.num_layers
         for layer, (keys, values) in enumerate(layers):
             own_keys, own_values = cache.layer(layer)
-            own_keys = hybrid.unrotate(layer, own_keys[:, :, : len(row)], tables[layer])
+            own_keys = rotations[layer].unrotate(own_keys[:, :, : len(row)])
             torch.testing.assert_close(keys, own_keys[0, :, first : len(row)], atol=1e-5, rtol=1e-4)
             torch.testing.assert_close(values, own_values[0, :, first : len(row)], atol=1e-5, rtol=1e-4)
 

@@ -37,7 +37,7 @@ from kvrag import (
     process,
 )
 from kvrag.errors import AbandonedError
-from kvrag.reuse.load import Recovery
+from kvrag.prefill import Recovery
 from kvrag.scheduling.waiting import is_cancelled
 from kvrag.store import visible_variant
 from kvrag.store.values import chunk_key, text_key

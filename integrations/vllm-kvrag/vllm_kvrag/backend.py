@@ -26,6 +26,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvrag import ContextWindowError, UnsupportedModelError
 from kvrag.ext.models import (
+    UNROTATED,
     Backend,
     Branch,
     CachedKV,
@@ -33,15 +34,13 @@ from kvrag.ext.models import (
     KVCache,
     LayerSource,
     Observer,
+    Rotation,
     Rows,
-    Tables,
     Tokenizer,
     attention_received,
     context_window,
     rope_parameters,
-    rotate,
     stable_length,
-    unrotate,
 )
 from vllm_kvrag import pages
 from vllm_kvrag.pages import PageMap
@@ -267,25 +266,14 @@ class VllmBackend(Backend):
 
     # ---------------------------------------------------------------- rotary
 
-    def tables(self, positions: Tensor) -> list[Tables]:
-        """Return cos and sin of each layer for (T,) positions; layers with equal tables share the tensors."""
-        tables: dict[int, tuple[Tensor, Tensor]] = {}
+    def rotations(self, positions: Tensor) -> list[Rotation]:
+        """Return the rotation of each layer's keys at (T,) positions; layers with equal tables share the tensors."""
+        found: dict[int, Rotation] = {id(None): UNROTATED}
         for rotary in self._rotary:
-            if rotary is not None and id(rotary) not in tables:
+            if id(rotary) not in found:
                 cos, sin = rotary.cos_sin_cache[positions.to(self.device)].float().chunk(2, dim=-1)
-                tables[id(rotary)] = cos.contiguous(), sin.contiguous()
-        return [None if rotary is None else tables[id(rotary)] for rotary in self._rotary]
-
-    def rotate(self, number: int, keys: Tensor, tables: Tables, landing: slice) -> None:
-        """Rotate (B, H, T, D) position-free keys of a layer in place, to the `landing` rows of the tables."""
-        rotary = self._rotary[number]
-        if rotary is not None and tables is not None:
-            rotate(keys, tables[0][landing], tables[1][landing], _pairs(rotary), out=keys)
-
-    def unrotate(self, number: int, keys: Tensor, tables: Tables) -> Tensor:
-        """Return the (B, H, T, D) keys of a layer, position-free."""
-        rotary = self._rotary[number]
-        return keys if rotary is None or tables is None else unrotate(keys, *tables, _pairs(rotary))
+                found[id(rotary)] = Rotation(cos.contiguous(), sin.contiguous(), _pairs(rotary))
+        return [found[id(rotary)] for rotary in self._rotary]
 
     # ---------------------------------------------------------------- forward
 

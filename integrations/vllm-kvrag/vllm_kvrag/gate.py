@@ -38,12 +38,12 @@ def check(backend: VllmBackend, num_blocks: int, is_quantised: bool = False) -> 
     _check_rotary(bound, ids, here, advice)
 
     # instead of stored chunks: the KV of the full pass, unrotated and rotated again
-    tables = bound.tables(everything)
-    free = [bound.unrotate(number, keys, tables[number]) for number, (keys, _) in enumerate(here)]
+    rotations = bound.rotations(everything)
+    free = [rotation.unrotate(keys) for rotation, (keys, _) in zip(rotations, here, strict=True)]
 
     def source(number: int) -> tuple[Tensor, Tensor]:
         keys = free[number].clone()
-        bound.rotate(number, keys, tables[number], slice(0, _TOKENS))
+        rotations[number].rotate(keys)
         return keys, here[number][1]
 
     scattered = everything[(everything % 5 == 0) | (everything % 7 == 1) | (everything > _TOKENS - 9)]
@@ -80,12 +80,12 @@ def _check_rotary(backend: VllmBackend, ids: Tensor, here: list[tuple[Tensor, Te
 
     rows = torch.arange(_TOKENS)
     backend.forward_until(backend.num_layers, ids[None], cache, rows, observe=observe, shift=_SHIFT)
-    first, second = backend.tables(rows), backend.tables(rows + _SHIFT)
+    first, second = backend.rotations(rows), backend.rotations(rows + _SHIFT)
 
     def compare() -> None:
         for number, (keys, _) in enumerate(here):
-            a = backend.unrotate(number, keys, first[number]).float()
-            b = backend.unrotate(number, there[number], second[number]).float()
+            a = first[number].unrotate(keys).float()
+            b = second[number].unrotate(there[number]).float()
             error = ((a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-12)).median()
             if error > (1e-3 if keys.dtype == torch.float32 else 0.1):
                 raise UnsupportedModelError(

@@ -83,6 +83,11 @@ class LlamaCache(KVCache):
         keys, values = (torch.cat(side).transpose(0, 1)[None] for side in zip(*parts, strict=True))
         return keys, values
 
+    def copied(self, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
+        """See `KVCache.copied`."""
+        layers = map(self.layer, range(len(self._context.layout.keys)))
+        return [(keys[:, :, start:stop].clone(), values[:, :, start:stop].clone()) for keys, values in layers]
+
     def write(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Not possible: a policy that needs it is refused."""
         raise NotImplementedError("llama.cpp writes no single rows")

@@ -24,8 +24,8 @@ from torch import Tensor
 from kvrag.backend.llama import library
 from kvrag.backend.llama.blob import Layout, SequenceState
 from kvrag.backend.llama.cache import SEQUENCES, LlamaCache, LlamaContext, Loaded
-from kvrag.backend.positions import Pairs, rotate, unrotate
-from kvrag.backend.protocol import Branch, CachedKV, KVCache, LayerSource, Observer, Tables
+from kvrag.backend.positions import Pairs, Rotation
+from kvrag.backend.protocol import Branch, CachedKV, KVCache, LayerSource, Observer
 from kvrag.backend.transformers.gguf import Header, rope_factors, stand_in, tokenizer_of
 from kvrag.backend.transformers.model import Model
 from kvrag.backend.transformers.tokenizer import Tokenizer
@@ -204,10 +204,10 @@ class LlamaModel(Model):
             raise _unsupported(header, f"llama.cpp writes its KV in an unknown form ({error})") from error
         finally:
             context.remove(0, 0)
-        before, after = self.tables(positions)[0], self.tables(positions + _SHIFT)[0]
+        before, after = self.rotations(positions)[0], self.rotations(positions + _SHIFT)[0]
         for (keys, _), (others, _) in zip(first.layers, second.layers, strict=True):
-            free = self.unrotate(0, keys.transpose(0, 1)[None], before)
-            self.rotate(0, free, after, slice(None))
+            free = before.unrotate(keys.transpose(0, 1)[None])
+            after.rotate(free)
             other = others.transpose(0, 1)[None].float()
             off = (free.float() - other).norm(dim=-1) / other.norm(dim=-1).clamp_min(1e-6)
             if not off.median() < _TOLERANCE:
@@ -219,19 +219,10 @@ class LlamaModel(Model):
         """Return the device of a layer's KV outside of llama.cpp."""
         return self.device
 
-    def tables(self, positions: Tensor) -> list[Tables]:
-        """Return cos and sin for (T,) positions, the same for each layer."""
+    def rotations(self, positions: Tensor) -> list[Rotation]:
+        """Return the rotation of each layer's keys at (T,) positions, which is the same for all."""
         angles = positions[:, None].double() * self._frequencies
-        return [(angles.cos().float(), angles.sin().float())] * self.num_layers
-
-    def rotate(self, number: int, keys: Tensor, tables: Tables, landing: slice) -> None:
-        """See `Backend.rotate`."""
-        cos, sin = cast(tuple[Tensor, Tensor], tables)
-        rotate(keys, cos[landing], sin[landing], cast(Pairs, self._pairs), out=keys)
-
-    def unrotate(self, number: int, keys: Tensor, tables: Tables) -> Tensor:
-        """See `Backend.unrotate`."""
-        return unrotate(keys, *cast(tuple[Tensor, Tensor], tables), cast(Pairs, self._pairs))
+        return [Rotation(angles.cos().float(), angles.sin().float(), cast(Pairs, self._pairs))] * self.num_layers
 
     # ---------------------------------------------------------------- forward
 

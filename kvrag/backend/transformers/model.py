@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.cache_utils import Cache
 
-from kvrag.backend.positions import rotate, unrotate
-from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer, Tables
+from kvrag.backend.positions import UNROTATED, LayerRotary, Rotation
+from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer
 from kvrag.backend.transformers import loading
 from kvrag.backend.transformers.gguf import Header, read_header
 from kvrag.backend.transformers.rotary import probe
@@ -115,7 +115,7 @@ class Model(Backend):
             self._attending, self._places = attending, attending[: self.num_layers]
             self._check_attention()
             self._states = self._check_states() if self.keeps_states else {}
-            self.tables(torch.arange(_TRIAL_TOKENS))
+            self.rotations(torch.arange(_TRIAL_TOKENS))
         self.state_bytes = sum(state.nbytes for state in self._states.values())
         numbers = sum(state.numel() for state in self._states.values())
         self.bytes_per_chunk = numbers * self.dtype.itemsize if store_states else 0
@@ -214,31 +214,15 @@ class Model(Backend):
 
     # ---------------------------------------------------------------- rotary
 
-    def tables(self, positions: Tensor) -> list[Tables]:
-        """Return cos and sin of each layer for (T,) positions; layers with equal tables share the tensors."""
-        tables: dict[Any, tuple[Tensor, Tensor]] = {}
+    def rotations(self, positions: Tensor) -> list[Rotation]:
+        """Return the rotation of each layer's keys at (T,) positions; layers with equal tables share the tensors."""
+        found: dict[LayerRotary | None, Rotation] = {None: UNROTATED}
         with self.lock, torch.inference_mode():
             self._reset_rotary()
             for rotary in filter(None, self._rotary):
-                source = (rotary.module, rotary.extra)
-                if source not in tables:
-                    tables[source] = rotary.tables(positions, self.dtype, self.device)
-        return [None if rotary is None else tables[rotary.module, rotary.extra] for rotary in self._rotary]
-
-    def rotate(self, number: int, keys: Tensor, tables: Tables, landing: slice) -> None:
-        """See `Backend.rotate`."""
-        rotary = self._rotary[number]
-        if rotary is not None and tables is not None:
-            cos, sin = (table[landing].to(keys.device) for table in tables)
-            rotate(keys, cos, sin, rotary.pairs, out=keys)
-
-    def unrotate(self, number: int, keys: Tensor, tables: Tables) -> Tensor:
-        """See `Backend.unrotate`."""
-        rotary = self._rotary[number]
-        if rotary is None or tables is None:
-            return keys
-        cos, sin = (table.to(keys.device) for table in tables)
-        return unrotate(keys, cos, sin, rotary.pairs)
+                if rotary not in found:
+                    found[rotary] = rotary.rotation(positions, self.dtype, self.device)
+        return [found[rotary] for rotary in self._rotary]
 
     def _reset_rotary(self) -> None:
         """Reset dynamic NTK, which remembers the longest prompt: answers must not depend on earlier prompts."""

@@ -238,6 +238,11 @@ class BlendCache(StatefulCache):
             layer.lazy_initialization(None, None)
         return layer.keys, layer.values
 
+    def copied(self, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
+        """See `KVCache.copied`."""
+        layers = map(self.layer, range(len(self._own_layers)))
+        return [(keys[:, :, start:stop].clone(), values[:, :, start:stop].clone()) for keys, values in layers]
+
     def write(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values, each (1, H, S, D), of (S,) positions of one layer."""
         self._own_layers[number].write(keys, values, rows, 0)

@@ -92,7 +92,7 @@ def test_rotated_keys_equal_the_models_own_keys_at_the_new_position(family: str,
         model.hf(input_ids=ids, position_ids=torch.arange(shift, shift + 40)[None], **as_argument(model.hf, there))
     for layer in range(model.num_layers):
         keys, own = here.layer(layer)[0], there.layer(layer)[0]
-        free = model.unrotate(layer, keys, model.tables(torch.arange(40))[layer])
+        free = model.rotations(torch.arange(40))[layer].unrotate(keys)
         moved = free.clone()
-        model.rotate(layer, moved, model.tables(torch.arange(shift + 40))[layer], slice(shift, shift + 40))
+        model.rotations(torch.arange(shift + 40))[layer].rotate(moved, slice(shift, shift + 40))
         torch.testing.assert_close(moved, own, atol=2e-4, rtol=1e-3)

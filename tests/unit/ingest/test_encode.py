@@ -41,13 +41,13 @@ def test_the_preamble_is_seen_and_dropped(model: Model, hf: Any) -> None:
     assert preamble
     cache = model.new_cache(100)
     model.forward(torch.tensor([[*preamble, *chunk]]), cache)
-    tables = model.tables(torch.arange(len(preamble), len(preamble) + 40))
+    rotations = model.rotations(torch.arange(len(preamble), len(preamble) + 40))
     own = dict(encode(model, [chunk]))[0]
     for number, (keys, values) in enumerate(own):
         own_keys, own_values = (tensor[:, :, len(preamble) : len(preamble) + 40] for tensor in cache.layer(number))
         torch.testing.assert_close(values, own_values[0], atol=1e-5, rtol=1e-5)
         turned = keys[None].clone()
-        model.rotate(number, turned, tables[number], slice(None))
+        rotations[number].rotate(turned)
         torch.testing.assert_close(turned, own_keys, atol=1e-5, rtol=1e-5)
     without = model.new_cache(100)
     model.forward(torch.tensor([chunk]), without)
@@ -170,12 +170,12 @@ def test_overlapping_chunks_have_the_kv_of_separate_passes(
         cache = model.new_cache(500)
         row = [*model.preamble, *context, *chunk]
         model.forward(torch.tensor([row]), cache)
-        tables = model.tables(torch.arange(len(row)))
+        rotations = model.rotations(torch.arange(len(row)))
         for layer, (keys, values) in enumerate(together[number]):
             own_keys, own_values = (part[:, :, : len(row)] for part in cache.layer(layer))
             own = slice(len(row) - len(chunk), len(row))
             torch.testing.assert_close(values, own_values[0, :, own], atol=1e-4, rtol=1e-4)
-            free = model.unrotate(layer, own_keys, tables[layer])
+            free = rotations[layer].unrotate(own_keys)
             torch.testing.assert_close(keys, free[0, :, own], atol=1e-4, rtol=1e-4)
 
 

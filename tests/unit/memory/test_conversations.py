@@ -457,7 +457,7 @@ def _lengths(conversations: Conversations) -> list[tuple[int, int]]:
 
 
 def test_the_least_recently_used_is_evicted_first() -> None:
-    conversations = Conversations(2 * 40 * 4, 1000, 1)
+    conversations = Conversations(2 * 40 * 4, 1000)
     for start in (0, 100):
         _keep(conversations, range(start, start + 40))
     found = _find(conversations, [*range(40), 7, 7])
@@ -481,14 +481,14 @@ def test_the_least_recently_used_is_evicted_first() -> None:
     ],
 )
 def test_prompts_that_continue_a_conversation(prompt: list[int], length: int | None) -> None:
-    conversations = Conversations(1 << 20, 1000, 1)
+    conversations = Conversations(1 << 20, 1000)
     _keep(conversations, range(40), a=0)
     found = _find(conversations, prompt)
     assert (found and found.length) == length
 
 
 def test_the_longest_is_taken() -> None:
-    conversations = Conversations(1 << 20, 1000, 1)
+    conversations = Conversations(1 << 20, 1000)
     for stop in (60, 80, 70):
         _keep(conversations, range(stop), a=0)
     found = _find(conversations, range(100))
@@ -497,7 +497,7 @@ def test_the_longest_is_taken() -> None:
 
 
 def test_a_history_blended_without_chunks_is_reused_up_to_the_next_edit() -> None:
-    conversations = Conversations(1 << 20, 1000, 1)
+    conversations = Conversations(1 << 20, 1000)
     _keep(conversations, range(100), exact=20)
     found = _find(conversations, [*range(60), 7, 7])
     assert found is not None
@@ -508,7 +508,7 @@ def test_a_history_blended_without_chunks_is_reused_up_to_the_next_edit() -> Non
 
 
 def test_where_rope_follows_the_length_nothing_longer_is_kept_or_taken() -> None:
-    conversations = Conversations(1 << 20, 50, 1)
+    conversations = Conversations(1 << 20, 50)
     _keep(conversations, range(51))
     _keep(conversations, range(40), of=51)  # the exact first tokens of a longer prompt
     assert len(conversations) == 0
@@ -521,7 +521,7 @@ def test_where_rope_follows_the_length_nothing_longer_is_kept_or_taken() -> None
 
 
 def test_what_prompts_begin_with_is_kept_once() -> None:
-    conversations = Conversations(1 << 20, 1000, 1)
+    conversations = Conversations(1 << 20, 1000)
     for end in (500, 600, 700):
         _keep(conversations, [*range(100), *range(end, end + 20)], exact=120)
     assert _lengths(conversations) == [(0, 100), (100, 120), (100, 120), (100, 120)]
@@ -535,7 +535,7 @@ def test_what_prompts_begin_with_is_kept_once() -> None:
 
 
 def test_forgetting_a_chunk_leaves_the_stretches_before_it() -> None:
-    conversations = Conversations(1 << 20, 1000, 1)
+    conversations = Conversations(1 << 20, 1000)
     _keep(conversations, range(100), exact=100, a=60)
     _keep(conversations, [*range(40), *range(500, 560)], exact=50, b=45, c=70)
     assert _lengths(conversations) == [(0, 40), (40, 50), (40, 100), (50, 100)]
@@ -549,7 +549,7 @@ def test_forgetting_a_chunk_leaves_the_stretches_before_it() -> None:
 
 
 def test_without_memory_for_a_copy_nothing_is_kept_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    conversations = Conversations(1 << 20, 1000, 1)
+    conversations = Conversations(1 << 20, 1000)
     _keep(conversations, range(100), exact=100)
     copied, left = kvrag.memory.conversation._copied, iter([1, 0])
 
@@ -570,7 +570,7 @@ def test_without_memory_for_a_copy_nothing_is_kept_and_nothing_is_lost(monkeypat
 
 @pytest.mark.parametrize("drop", [lambda kept: kept.drop(["a"]), Conversations.close])
 def test_dropped_kv_is_freed_without_a_garbage_collection(drop: Callable[[Conversations], None]) -> None:
-    conversations = Conversations(1 << 20, 1000, 1)
+    conversations = Conversations(1 << 20, 1000)
     for middle in range(200, 203):
         _keep(conversations, [*range(100), *[middle] * 60], exact=160, a=0)
     kept = [*map(weakref.ref, conversations._kept)]
@@ -584,7 +584,7 @@ def test_dropped_kv_is_freed_without_a_garbage_collection(drop: Callable[[Conver
 
 
 def test_a_chunk_that_was_stored_later_is_known_in_kv_computed_before() -> None:
-    conversations = Conversations(1 << 20, 1000, 1)
+    conversations = Conversations(1 << 20, 1000)
     _keep(conversations, range(100), exact=100)
     _keep(conversations, range(100), exact=100, a=60)
     assert conversations.keys() == {"a"}
@@ -594,7 +594,7 @@ def test_a_chunk_that_was_stored_later_is_known_in_kv_computed_before() -> None:
 
 def test_random_prompts_are_found_as_far_as_they_are_kept_and_nothing_twice() -> None:
     rng = random.Random(0)
-    conversations = Conversations(1 << 20, 1000, 1)
+    conversations = Conversations(1 << 20, 1000)
     prompts: list[list[int]] = []
     for _ in range(300):
         base = rng.choice(prompts)[: rng.randrange(1, 90)] if prompts and rng.random() < 0.8 else []
@@ -611,7 +611,7 @@ def test_random_prompts_are_found_as_far_as_they_are_kept_and_nothing_twice() ->
 
 
 def test_the_work_for_a_prompt_does_not_grow_with_the_number_of_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
-    conversations, looked_at = Conversations(300 * 40 * 4, 1000, 1), list[int]()
+    conversations, looked_at = Conversations(300 * 40 * 4, 1000), list[int]()
     size, turns = KeptStretch.num_bytes, kvrag.memory.conversation._turns
 
     def counted(stretch: KeptStretch) -> Any:
@@ -636,7 +636,7 @@ def test_the_work_for_a_prompt_does_not_grow_with_the_number_of_conversations(mo
 
 @pytest.mark.parametrize("seed", range(5))
 def test_after_any_changes_the_total_is_that_of_the_tree_and_the_oldest_is_an_ending(seed: int) -> None:
-    rng, conversations = random.Random(seed), Conversations(6000, 1000, 1)
+    rng, conversations = random.Random(seed), Conversations(6000, 1000)
     for number in range(300):
         ids = [*range(rng.randrange(1, 4) * 20), *(rng.randrange(3) for _ in range(rng.randrange(60))), number]
         what = rng.random()

@@ -10,6 +10,7 @@ from weakref import ref
 from kvrag.backend.transformers import Model
 from kvrag.config import EngineOptions
 from kvrag.generate.decode import Reply
+from kvrag.generate.prompt import Question
 from kvrag.ingest.ingest import Ingestion
 from kvrag.listen.check import Checker
 from kvrag.listen.learn import Learner
@@ -19,7 +20,7 @@ from kvrag.listen.watch import Watch
 from kvrag.memory.conversation import Conversations
 from kvrag.memory.forgetting import Forgetting
 from kvrag.prefill import Pipeline
-from kvrag.request import Question, Request
+from kvrag.request import Request
 from kvrag.scheduling.idle import Idle
 from kvrag.scheduling.waiting import Admission
 from kvrag.types import Delta

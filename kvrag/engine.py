@@ -32,7 +32,7 @@ from kvrag.control.evidence import STARTS
 from kvrag.control.plan import Planner
 from kvrag.control.prompts import chunk_texts, make_prompts, search_by_words
 from kvrag.errors import AbandonedError, AnswerTimeoutError, KvragError, SettingError
-from kvrag.generate.prompt import prepare
+from kvrag.generate.prompt import Question, prepare
 from kvrag.index.catalog import Catalog
 from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
@@ -43,7 +43,7 @@ from kvrag.memory.tier import MemoryTier
 from kvrag.prefill import Pipeline
 from kvrag.process import Shared, check_process, releasing_threads
 from kvrag.progress import watched
-from kvrag.request import Question, Request
+from kvrag.request import Request
 from kvrag.reuse.load import device_tier
 from kvrag.scheduling.bridge import off_loop, once, together
 from kvrag.scheduling.waiting import is_cancelled

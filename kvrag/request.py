@@ -1,4 +1,4 @@
-"""A question, and the request that answers it: one prompt, from its tokens to its answer."""
+"""A request: one prompt, from its tokens to its answer."""
 
 from __future__ import annotations
 
@@ -13,37 +13,13 @@ import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend, KVCache
-from kvrag.backend.transformers import Tokenizer
-from kvrag.config import AnswerOptions, BlendConfig, Sampling, checked_answer
-from kvrag.generate.prompt import Prepared, prepare
+from kvrag.config import BlendConfig
 from kvrag.index.catalog import Match
 from kvrag.memory.conversation import Blended, CachedPrefix, Conversations, Placed, Turn
 from kvrag.store import ChunkReader
-from kvrag.types import BlendReport, Messages, Run, TokenIds
+from kvrag.types import BlendReport, Run
 
 _MEMORY = ("ram", "device")  # tiers
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question and the settings of its answer."""
-
-    prepared: Prepared  # the prompt, with tools and grammar
-    documents: Sequence[str]  # chunks in the prompt; those not stored are encoded first
-    namespace: str  # of the chunks and conversations to reuse
-    config: BlendConfig
-    sampling: Sampling
-
-    @classmethod
-    def of(
-        cls, tokenizer: Tokenizer, prompt: str | Messages | TokenIds, config: BlendConfig, overrides: AnswerOptions
-    ) -> Question:
-        """Return the question that a prompt and its options ask; raises the errors of `BlendEngine.stream`."""
-        options, config, sampling = checked_answer(overrides, config)
-        names = ("tools", "tool_choice", "grammar", "template", "reasoning")
-        prepared = prepare(tokenizer, prompt, **{name: options[name] for name in names})
-        prepared = replace(prepared, has_one_call=options["parallel_tool_calls"] is False)
-        return cls(prepared, options["documents"], options["namespace"], config, sampling)
 
 
 @dataclass(eq=False)

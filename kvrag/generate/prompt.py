@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from kvrag.backend.transformers.tokenizer import AnswerRegions, Tokenizer, is_token_ids
-from kvrag.config import Grammar, check_json, check_type
+from kvrag.config import AnswerOptions, BlendConfig, Grammar, Sampling, check_json, check_type, checked_answer
 from kvrag.errors import PromptError, SettingError
 from kvrag.generate.dialects import (
     CHANNELS,
@@ -107,6 +107,28 @@ class Prepared:
         if marks or self.dialect.keeps_json:
             parser.control_tokens = tokenizer.control_tokens({**marks, **self.dialect.fields})
         return parser
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question and the settings of its answer."""
+
+    prepared: Prepared  # the prompt, with tools and grammar
+    documents: Sequence[str]  # chunks in the prompt; those not stored are encoded first
+    namespace: str  # of the chunks and conversations to reuse
+    config: BlendConfig
+    sampling: Sampling
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, prompt: str | Messages | TokenIds, config: BlendConfig, overrides: AnswerOptions
+    ) -> Question:
+        """Return the question that a prompt and its options ask; raises the errors of `BlendEngine.stream`."""
+        options, config, sampling = checked_answer(overrides, config)
+        names = ("tools", "tool_choice", "grammar", "template", "reasoning")
+        prepared = prepare(tokenizer, prompt, **{name: options[name] for name in names})
+        prepared = replace(prepared, has_one_call=options["parallel_tool_calls"] is False)
+        return cls(prepared, options["documents"], options["namespace"], config, sampling)
 
 
 def prepare(

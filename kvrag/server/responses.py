@@ -12,7 +12,7 @@ from pydantic import Field
 from kvrag.engine import BlendEngine
 from kvrag.server.api_errors import ApiError
 from kvrag.server.response import Builder, Choice, Event, arguments_text
-from kvrag.server.schemas import ChatRequest, Common, Contextual, Effort, Many, Part, Request, Verbosity
+from kvrag.server.schemas import Body, ChatRequest, Common, Contextual, Effort, Many, Part, Verbosity
 from kvrag.types import Delta, InvalidCall, Messages, ToolCall, openai_usage
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -54,7 +54,7 @@ class FunctionTool(Part):
     strict: bool | None = None
 
 
-class TextOptions(Request):
+class TextOptions(Body):
     """OpenAI's `text`."""
 
     format: dict[str, Any] | None = None

@@ -55,7 +55,7 @@ class Part(BaseModel):
         }
 
 
-class Request(Part):
+class Body(Part):
     """Base of all requests: unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid")
@@ -74,19 +74,19 @@ def _accept(name: str, value: Any) -> Any:
         raise PydanticCustomError("setting", "{reason}", {"reason": str(error)}) from None
 
 
-def _with_options(base: type[Request], *names: str) -> type[Request]:
+def _with_options(base: type[Body], *names: str) -> type[Body]:
     """Return a request that also has these options of an answer."""
     optional: dict[str, Any] = {name: (_type_of(name), None) for name in names}
     return create_model(base.__name__, __base__=base, **optional)
 
 
 if TYPE_CHECKING:
-    Tunable = Request
+    Tunable = Body
 else:
-    Tunable = _with_options(Request, *_EXTENSIONS)
+    Tunable = _with_options(Body, *_EXTENSIONS)
 
 
-class StreamOptions(Request):
+class StreamOptions(Body):
     """OpenAI's `stream_options`."""
 
     include_usage: bool = False
@@ -115,21 +115,21 @@ class Common(Tunable):
     prompt_cache_retention: str | None = None
 
 
-class Document(Request):
+class Document(Body):
     """A chunk retrieved by the client."""
 
     text: str
     id: str = ""
 
 
-class Retrieval(Request):
+class Retrieval(Body):
     """Settings of the server-side retrieval."""
 
     top_k: Annotated[int, Field(ge=1, le=100)] | None = None
     around: Annotated[int, Field(ge=0, le=10)] | None = None
 
 
-class TemplateVariables(Request):
+class TemplateVariables(Body):
     """Chat template variables that a client may set."""
 
     enable_thinking: bool | None = None
@@ -137,7 +137,7 @@ class TemplateVariables(Request):
     reasoning_effort: Effort | None = None
 
 
-class Contextual(Request):
+class Contextual(Body):
     """Shared fields of requests with messages."""
 
     tool_choice: str | dict[str, Any] | None = None
@@ -287,7 +287,7 @@ class CompletionRequest(AnswerFields):
         return prompts
 
 
-class TokenizeRequest(Request):
+class TokenizeRequest(Body):
     """The body of `/tokenize`, in vLLM's form."""
 
     model: str | None = None
@@ -305,7 +305,7 @@ class TokenizeRequest(Request):
         return self
 
 
-class NewChunks(Request):
+class NewChunks(Body):
     """The body of `POST /v1/chunks`; see `BlendEngine.warm`."""
 
     texts: Many[str]

@@ -14,10 +14,10 @@ import pytest
 import torch
 from blending import CHUNKS, messages, plain_logits, prefilled, prepare, relative
 
-from kvrag import BlendConfig, BlendEngine, FileStore, Model, OutOfMemoryError
+from kvrag import BlendConfig, BlendEngine, FileStore, Model, OutOfMemoryError, prefill
+from kvrag.backend.positions import Rotation
 from kvrag.control.plan import Plan
 from kvrag.errors import ChunkUnreadableError
-from kvrag.reuse import load
 from kvrag.reuse.load import LayerLoader
 from kvrag.scheduling.waiting import FairLock
 
@@ -184,7 +184,7 @@ def test_a_failing_store_is_given_up_after_a_few_chunks(
         raise ChunkUnreadableError(key, "Input/output error")
 
     ids = cold.model.tokenizer.render(PROMPT)
-    monkeypatch.setattr("kvrag.reuse.load._FAILURES", 2)
+    monkeypatch.setattr("kvrag.prefill._FAILURES", 2)
     _intercept(cold, monkeypatch, fail)
     done = prepare(cold, ids, 0.2)
     assert done.report.runs == ()
@@ -259,8 +259,8 @@ def test_a_prompt_hashes_each_chunk_once_and_reads_the_removals_before_and_after
 ) -> None:
     ids = cold.model.tokenizer.render(messages(CHUNKS[0], CHUNKS[1], CHUNKS[0], CHUNKS[0], CHUNKS[1]))
     hashed, removals = [], []
-    hashing, reading = load.text_key, cold.store.removals
-    monkeypatch.setattr(load, "text_key", lambda *text: hashed.append(text) or hashing(*text))
+    hashing, reading = prefill.text_key, cold.store.removals
+    monkeypatch.setattr(prefill, "text_key", lambda *text: hashed.append(text) or hashing(*text))
     monkeypatch.setattr(cold.store, "removals", lambda: removals.append(1) or reading())
     assert len(cold.prefill(ids).runs) == 5
     assert (len(hashed), len(removals)) == (2, 2)
@@ -320,7 +320,7 @@ def test_memory_that_runs_out_while_chunks_are_stitched(cold: BlendEngine, monke
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(cold.model), "rotate", fail)
+        patch.setattr(Rotation, "rotate", fail)
         with pytest.raises(OutOfMemoryError):
             cold.generate(PROMPT, policy="none", max_new_tokens=1)
     assert cold.generate(PROMPT, policy="none", max_new_tokens=1).report.stored_tokens

@@ -99,6 +99,11 @@ class PagedCache(KVCache):
         keys, values = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
         return keys, values
 
+    def copied(self, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
+        """Return a copy of the keys and values of these positions, of each layer."""
+        layers = map(self.layer, range(self.backend.num_layers))
+        return [(keys[:, :, start:stop].clone(), values[:, :, start:stop].clone()) for keys, values in layers]
+
     def write(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values, each (1, H, S, D), of (S,) positions of one layer."""
         layer, slots = self.backend.layers[number], self.backend.slots[rows]

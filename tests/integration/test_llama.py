@@ -22,6 +22,7 @@ from gguf_files import needs_library, write_gguf
 
 from kvrag import BlendConfig, BlendEngine, Model, ModelLoadError, SettingError, UnsupportedModelError
 from kvrag.backend.llama import library
+from kvrag.backend.llama.cache import LlamaContext
 from kvrag.backend.llama.model import LlamaModel
 from kvrag.backend.transformers.gguf import read_header
 from kvrag.inspect.gate import verify
@@ -148,6 +149,34 @@ def test_restored_kv_is_the_own_prefill(model: LlamaModel) -> None:
         assert relative(kv(model, cache), kv(model, whole)) <= FLOOR
 
 
+def test_rows_with_gaps_are_one_pass(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the stored KV is; and again over KV that is in the context."""
+    ids = torch.tensor(model.tokenizer.encode(" ".join(CHUNKS)))
+    own, positions, more = model.new_cache(len(ids)), torch.arange(len(ids)), torch.arange(60, 75)
+    model.forward(ids[None].flip(1), own)
+    layers = [own.layer(number) for number in range(model.num_layers)]
+    rows = torch.tensor([*range(10, 80, 10), 81, *range(len(ids) - 9, len(ids))])
+    filled = positions[~torch.isin(positions, rows)]
+    caches = [model.new_cache(len(ids), lambda number: layers[number], filled) for _ in range(2)]
+    for stretch in [*rows[:8].split(1), rows[8:], more, rows[8:]]:
+        expected = model.forward(ids[stretch][None], caches[0], stretch)
+    decode, passes = LlamaContext.decode, list[int]()
+
+    def counting(self: LlamaContext, rows: Any, outputs: Any) -> Any:
+        passes.append(len(rows))
+        return decode(self, rows, outputs)
+
+    monkeypatch.setattr(LlamaContext, "decode", counting)
+    model.forward(ids[rows][None], caches[1], rows)
+    again = torch.cat([more, rows[8:]])
+    found = model.forward(ids[again][None], caches[1], again)
+    assert passes == [len(rows), len(again)]
+    assert relative(found, expected) <= FLOOR
+    assert relative(kv(model, caches[1]), kv(model, caches[0])) <= FLOOR
+    with pytest.raises(ValueError, match="have no KV"):
+        model.forward(ids[rows[1:]][None], model.new_cache(len(ids), lambda n: layers[n], filled), rows[1:])
+
+
 def test_branches_are_rows_of_their_own(model: LlamaModel) -> None:
     ids, rows = model.tokenizer.encode(" ".join(CHUNKS))[:40], torch.arange(30)
     found: dict[int, torch.Tensor] = {}
@@ -232,21 +261,20 @@ def test_a_cancelled_prefill_leaves_the_model_usable(engine: BlendEngine, monkey
     ids = ids_of(engine, *CHUNKS)
     with pytest.raises(TimeoutError):
         engine.generate(ids * 2, timeout=1e-9, max_new_tokens=2)
-    decode, calls = engine.model._context.decode, list[int]()
+    decode, calls = LlamaContext.decode, list[int]()
 
     def failing(*args: Any) -> Any:
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == 1:
             raise KeyboardInterrupt
         return decode(*args)
 
-    monkeypatch.setattr(engine.model._context, "decode", failing)
+    monkeypatch.setattr(LlamaContext, "decode", failing)
     with pytest.raises(KeyboardInterrupt):
         prepare(engine, ids, 0.3, "first_k")
     monkeypatch.undo()
     answer = engine.generate(ids, policy="full", max_new_tokens=8, temperature=0)
     assert answer.token_ids == tuple(engine.model.own_tokens(ids, 8))
-    assert not engine.model._context._helped
 
 
 def test_namespaces_forgetting_and_damage(engine: BlendEngine) -> None:

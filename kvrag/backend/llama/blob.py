@@ -9,8 +9,8 @@ so each context tries out that it parses and builds the same bytes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Bytes = NDArray[np.uint8]
+Positions = NDArray[np.int32]
 
 _MAGIC, _F16 = 0xAF143CD8, 1
 _START, _KIND = struct.Struct("<IiII"), struct.Struct("<IIII")
 _ROWS, _COLUMNS = struct.Struct("<iQ"), struct.Struct("<iII")
 
 
-class SequenceState(NamedTuple):
-    """KV of a sequence: of each layer (T, H, D) float16 keys and values, in order of the positions."""
-
-    positions: NDArray[np.int32]
-    layers: list[tuple[Tensor, Tensor]]
+def positions_of(data: Bytes) -> Positions:
+    """Return a view of the positions of a state's cells."""
+    cells = _START.unpack_from(data.data)[3]
+    return data[_START.size : _START.size + 12 * cells].view("<i4").reshape(cells, 3)[:, 0]
 
 
 class Layout(NamedTuple):
@@ -43,48 +43,56 @@ class Layout(NamedTuple):
     values: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, data: Bytes, key_dim: int, value_dim: int) -> Layout:
-        """Read the layout from a state; raise ValueError for one of another form."""
-        _, _, _, cells = _START.unpack_from(data.data)
-        at = _START.size + 12 * cells
-        is_transposed, num_layers, *_ = _KIND.unpack_from(data.data, at)
-        at += _KIND.size
-        keys, values = list[tuple[int, int]](), list[tuple[int, int]]()
-        for _ in range(num_layers):
-            _, size = _ROWS.unpack_from(data.data, at)
-            keys.append((size // (2 * key_dim), key_dim))
-            at += _ROWS.size + cells * size
-        for _ in range(num_layers):
-            size = _COLUMNS.unpack_from(data.data, at)[2] * 2 if is_transposed else _ROWS.unpack_from(data.data, at)[1]
-            values.append((size // (2 * value_dim), value_dim))
-            at += _ROWS.size + cells * size
-        return cls(bool(is_transposed), tuple(keys), tuple(values))
+    def of(cls, data: Bytes, heads: Sequence[int], dims: tuple[int, int]) -> Layout:
+        """Return the layout of a state from each layer's heads, and the dimensions of their keys and values."""
+        is_transposed, *_ = _KIND.unpack_from(data.data, _START.size + 12 * len(positions_of(data)))
+        keys, values = (tuple((count, dim) for count in heads) for dim in dims)
+        return cls(bool(is_transposed), keys, values)
 
-    def parse(self, data: Bytes) -> SequenceState:
-        """Return the KV in a state; raise ValueError unless every byte is understood."""
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token's KV."""
+        return sum(2 * heads * dim for heads, dim in self.keys + self.values)
+
+    def parse(self, data: Bytes) -> tuple[Positions, list[tuple[Tensor, Tensor]]]:
+        """Return positions, ascending, and each layer's keys and values, (T, H, D) in float16.
+
+        Raises ValueError unless every byte is understood.
+        """
         _, _, streams, cells = _START.unpack_from(data.data)
         at = _START.size + 12 * cells
         if (streams, *_KIND.unpack_from(data.data, at)) != (1, self.is_transposed, len(self.keys), 0, 0):
             raise ValueError("it has other streams, layers or rotations")
-        found = np.frombuffer(data, "<i4", 3 * cells, _START.size).reshape(cells, 3)[:, 0]
+        found = positions_of(data)
         keys, values = self._parts(data, at + _KIND.size, cells, is_new=False)
         if (np.diff(found) < 0).any():  # cells are in the order in which they were free
             order = torch.from_numpy(np.argsort(found))
             found, keys, values = np.sort(found), [part[order] for part in keys], [part[order] for part in values]
-        return SequenceState(found, list(zip(keys, values, strict=True)))
+        return found, list(zip(keys, values, strict=True))
 
-    def build(self, positions: NDArray[np.int32], fill: Callable[[int, Tensor, Tensor], Any]) -> Bytes:
-        """Return the state of a sequence whose keys and values `fill(layer, keys, values)` writes, each (T, H, D)."""
+    def build(self, positions: Positions, layers: Iterable[tuple[Tensor, Tensor]]) -> Bytes:
+        """Return the state of a sequence with these keys and values, (T, H, D) of each layer."""
         cells = np.stack([positions, np.ones_like(positions), np.zeros_like(positions)], axis=1)
         start = _START.pack(_MAGIC, 0, 1, len(positions)) + cells.astype("<i4").tobytes()
         start += _KIND.pack(self.is_transposed, len(self.keys), 0, 0)
         parts = self.keys + self.values
-        size = sum(_ROWS.size + 2 * heads * dim * len(positions) for heads, dim in parts)
+        size = _ROWS.size * len(parts) + self.bytes_per_token * len(positions)
         data = np.empty(len(start) + size, np.uint8)
         data[: len(start)] = np.frombuffer(start, np.uint8)
-        for number, (keys, values) in enumerate(zip(*self._parts(data, len(start), len(positions)), strict=True)):
-            fill(number, keys, values)
+        keys, values = self._parts(data, len(start), len(positions))
+        for number, (own_keys, own_values) in enumerate(layers):
+            keys[number].copy_(own_keys)
+            values[number].copy_(own_values)
         return data
+
+    def without(self, data: Bytes, rows: Positions, length: int) -> Bytes:
+        """Return a state without these positions, and without those from `length` on."""
+        positions = positions_of(data)
+        if not (np.isin(positions, rows) | (positions >= length)).any():
+            return data
+        positions, layers = self.parse(data)
+        kept = np.flatnonzero(~np.isin(positions, rows) & (positions < length))
+        return self.build(positions[kept], ((keys[kept], values[kept]) for keys, values in layers))
 
     def _parts(self, data: Bytes, at: int, cells: int, is_new: bool = True) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of all keys and of all values, each (T, H, D), of a state whose layers begin at `at`.

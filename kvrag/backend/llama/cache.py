@@ -6,25 +6,31 @@ when others need cells: its state is then kept outside, and written back for the
 
 from __future__ import annotations
 
+import ctypes
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvrag.backend.llama.blob import Bytes, Layout, SequenceState
-from kvrag.backend.llama.library import Library
-from kvrag.backend.protocol import CachedKV, KVCache, LayerSource
+from kvrag.backend.llama.blob import Bytes, Layout, Positions
+from kvrag.backend.llama.library import EvalCallback, GraphTensor, Library
+from kvrag.backend.protocol import KVCache
 from kvrag.errors import ModelError, OutOfMemoryError
 
 SEQUENCES = 32
-"""Caches in the context at the same time."""
+"""Caches in a context at the same time."""
 
-_HELPER = SEQUENCES  # the sequence that holds what follows a stretch while that is computed
+BLOCK = 128
+"""Rows per pass, between which other answers' steps run. On a CPU, larger passes are not faster per row."""
+
+_SOURCES = {b"ROPE": 1, b"SOFT_MAX": 1, b"FLASH_ATTN_EXT": 3}  # which source is positions, or a mask
+_I32, _MASKS = 26, {0: np.float32, 1: np.float16}
+_NEVER = np.iinfo(np.int32).max
 
 
 class LlamaCache(KVCache):
@@ -34,54 +40,30 @@ class LlamaCache(KVCache):
         length: Positions before the next token.
         held: Position after the last one that has KV.
         is_stale: The context has positions after it, too.
+        read: The KV of each layer, for `layer`; None before the next pass.
     """
 
-    def __init__(
-        self, context: LlamaContext, source: LayerSource | None, filled: Tensor | None, prefix: CachedKV | None
-    ) -> None:
-        self._context, self._made_from = context, (source, filled, prefix)
-        kept = prefix.length if prefix else 0
-        rest = torch.empty(0, dtype=torch.long) if filled is None else filled
-        self._positions = torch.cat([torch.arange(kept), rest])
-        self.length, self.held = kept, int(self._positions[-1]) + 1 if len(self._positions) else 0
+    def __init__(self, context: LlamaContext, positions: Tensor, layer: Callable[[int], tuple[Tensor, Tensor]]) -> None:
+        """Begin with KV at these positions, (T, H, D) keys and values of each layer."""
+        self._context, self._made_from = context, (positions, layer) if len(positions) else None
+        self.length, self.held = 0, int(positions[-1]) + 1 if len(positions) else 0
         self.outside: Bytes | None = None  # its state
-        self._read: SequenceState | None = None  # for `layer`
-        self.more: list[SequenceState] = []  # of branches
+        self.read: list[tuple[Tensor, Tensor]] | None = None
         self.is_stale = False
 
     def state(self) -> Bytes | None:
         """Return its state, which is not in the context; None without KV."""
-        if self.outside is None and len(self._positions):
-            source, filled, prefix = self._made_from
-            kept = prefix.length if prefix else 0
-
-            def fill(number: int, keys: Tensor, values: Tensor) -> None:
-                at = 0
-                for part in prefix.layer(number) if prefix else ():
-                    for to, own in zip((keys, values), part, strict=True):
-                        to[at : at + own.shape[2]] = own[0].transpose(0, 1)
-                    at += part[0].shape[2]
-                if source is not None:
-                    for to, own in zip((keys, values), source(number), strict=True):
-                        to[kept:] = own[0].transpose(0, 1)[filled]
-
-            self.outside = self._context.layout.build(self._positions.numpy().astype(np.int32), fill)
-        self._made_from, self._positions = (None, None, None), self._positions[:0]  # they would keep chunks in memory
+        if self._made_from:
+            (positions, layer), self._made_from = self._made_from, None  # it would keep chunks in memory
+            layout = self._context.layout
+            self.outside = layout.build(positions.numpy().astype(np.int32), map(layer, range(len(layout.keys))))
         return self.outside
-
-    def keep_read(self, state: SequenceState | None, more: list[SequenceState]) -> None:
-        """Keep what was read of it after a pass, for `layer`; before a pass, nothing."""
-        self._read, self.more = state, more
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of one layer, each (1, H, T, D), with those of branches behind them."""
         with self._context.exclusive():
-            read = self._read = self._read or self._context.read(self)
-            parts = [state.layers[number] for state in (read, *self.more)]
-            if number == len(read.layers) - 1 and not self.more:
-                self._read = None  # all layers are asked for, in order
-        keys, values = (torch.cat(side).transpose(0, 1)[None] for side in zip(*parts, strict=True))
-        return keys, values
+            self.read = self.read or self._context.read(self)
+            return self.read[number]
 
     def copied(self, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
         """See `KVCache.copied`."""
@@ -104,118 +86,151 @@ class LlamaCache(KVCache):
     @property
     def num_bytes(self) -> int:
         """Bytes of its KV."""
-        return self.held * self._context.bytes_per_token
+        return self.held * self._context.layout.bytes_per_token
+
+
+class Inputs:
+    """Positions and mask that the passes of one context read in place of its own.
+
+    llama.cpp accepts consecutive positions only. So rows with gaps are given to it as if they followed all other cells,
+    and `cb_eval`, which is called before the nodes of a graph are computed, writes what the nodes read.
+
+    Attributes:
+        callback: For the context, which must not outlive this.
+        error: Of the last pass, whose result then is wrong.
+    """
+
+    def __init__(self, functions: Any) -> None:
+        self._operation, self._set = functions.ggml_op_desc, functions.ggml_backend_tensor_set
+        self.callback = EvalCallback(self._before)
+        self.replace(np.empty(0, np.int32), np.empty(0, np.int32))
+
+    def replace(self, cells: Positions, rows: Positions) -> None:
+        """Let the next pass compute rows at these positions; `cells` has those of all cells, these rows included."""
+        self._cells, self._rows, self._written = cells, rows, set[int]()
+        self.error: BaseException | None = None
+
+    def _before(self, node: Any, _asks: bool, _data: object) -> bool:
+        try:
+            number = _SOURCES.get(self._operation(node))
+            source = None if number is None else node.contents.sources[number]
+            if source is not None and source not in self._written:
+                self._write(source)
+        except BaseException as error:  # ctypes would only print it
+            self.error = error
+        return False
+
+    def _write(self, source: int) -> None:
+        tensor = GraphTensor.from_address(source)
+        data: np.ndarray[Any, Any] = self._rows
+        if tensor.type != _I32:
+            cells = np.full(tensor.ne[0], _NEVER)
+            cells[: len(self._cells)] = self._cells
+            data = np.where(cells <= self._rows[:, None], 0, -np.inf).astype(_MASKS[tensor.type])
+        self._set(source, data.ctypes.data, 0, data.nbytes)
+        self._written.add(source)
 
 
 class Loaded:
     """A loaded model, which is freed with this."""
 
-    def __init__(self, lib: Any, pointer: int) -> None:
-        self._free, self.pointer = lib.llama_model_free, pointer
+    def __init__(self, library: Library, pointer: int) -> None:
+        self.library, self.pointer, self._free = library, pointer, library.functions.llama_model_free
+        self.num_vocab: int = library.functions.llama_vocab_n_tokens(library.functions.llama_model_get_vocab(pointer))
 
     def __del__(self) -> None:
         self._free(self.pointer)
 
 
 class LlamaContext:
-    """A llama.cpp context and the caches in it. Not thread-safe: its owner's lock is held by those that call it.
+    """A llama.cpp context and the caches in it. Not thread-safe: its owner's lock is held by those that call it."""
 
-    Attributes:
-        layout: Of states; set once it is known.
-        bytes_per_token: Likewise.
-    """
-
-    layout: Layout
-    bytes_per_token: int
+    layout: Layout  # of states; set once it is known
 
     def __init__(
         self,
-        library: Library,
         model: Loaded,
-        pointer: int,
         num_cells: int,
-        num_batch: int,
-        num_vocab: int,
+        flash: int,
         exclusive: Callable[[], AbstractContextManager[None]],
+        inputs: Inputs | None = None,
     ) -> None:
-        """Take over a context.
+        """Make a context whose passes read `inputs`; raise OutOfMemoryError if there is no memory for its cells.
 
-        Args:
-            num_batch: Rows that a pass can have.
-            exclusive: Returns a context manager that holds the owner's lock.
+        `exclusive` returns a context manager that holds the owner's lock.
         """
-        self._library, self._lib, self._pointer, self.exclusive = library, library.functions, pointer, exclusive
-        self.num_cells, self._num_vocab = num_cells, num_vocab
+        self._library, self._lib, self.exclusive = model.library, model.library.functions, exclusive
+        self.num_cells, self._num_vocab, self._inputs = num_cells, model.num_vocab, inputs
+        params = self._lib.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = num_cells, BLOCK, BLOCK, SEQUENCES
+        params.n_threads = params.n_threads_batch = torch.get_num_threads()
+        params.flash_attn_type, params.kv_unified, params.no_perf = flash, True, True
+        if inputs:
+            params.cb_eval = ctypes.cast(inputs.callback, ctypes.c_void_p)
+        self._pointer = pointer = self._lib.llama_init_from_model(model.pointer, params)
+        if not pointer:
+            reason = self._library.reason()
+            raise OutOfMemoryError(f"llama.cpp makes no context of {num_cells} tokens: pass a smaller n_ctx ({reason})")
         self._memory = self._lib.llama_get_memory(pointer)
-        self._batch = self._lib.llama_batch_init(num_batch, 0, 1)
-        self._sequences: OrderedDict[weakref.ref[LlamaCache], int] = OrderedDict()  # by last use
-        self._free = list(range(SEQUENCES))
-        self._dropped: deque[weakref.ref[LlamaCache]] = deque()  # garbage collection may end a cache anywhere
-        self._helped = 0  # cells of the helper's own
-        weakref.finalize(self, _close, self._lib, pointer, self._batch, model)
-
-    # ---------------------------------------------------------------- caches
+        self._batch = self._lib.llama_batch_init(BLOCK, 0, 1)
+        self._sequences = WeakKeyDictionary[LlamaCache, int]()  # by last use
+        self._used = set[int]()  # sequences, also those of caches that are gone
+        weakref.finalize(self, _close, self._lib, pointer, self._batch, (model, inputs))
 
     def bring_in(self, caches: Sequence[LlamaCache], more: int) -> list[int]:
         """Return the sequences of these caches, with room for so many cells more; others may have to leave."""
-        while self._dropped:
-            self._leave(self._dropped.popleft())
-        own = {weakref.ref(cache): cache for cache in caches}
-        need = more + self._helped + sum(cache.held for cache in caches)
-        for other in [ref for ref in self._sequences if ref not in own]:
-            kept, missing = self._cells(own), len(own.keys() - self._sequences.keys())
-            if need + kept <= self.num_cells and missing <= len(self._free):
-                break
-            if (cache := other()) is not None:
-                cache.outside = self.get(self._sequences[other])
-            self._leave(other)
-        for ref, cache in own.items():
-            if ref not in self._sequences:
-                if (state := cache.state()) is not None:
-                    self.set(self._free[-1], state)
-                self._sequences[weakref.ref(cache, self._dropped.append)] = self._free.pop()
-                cache.outside = None
-            self._sequences.move_to_end(ref)
-        return [self._sequences[ref] for ref in own]
-
-    def _cells(self, own: Mapping[Any, Any]) -> int:
-        return sum(cache.held for ref in self._sequences if ref not in own and (cache := ref()) is not None)
-
-    def _leave(self, ref: weakref.ref[LlamaCache]) -> None:
-        if (sequence := self._sequences.pop(ref, None)) is not None:
+        others = [cache for cache in self._sequences if cache not in caches]
+        cells = more + sum(cache.held for cache in (*caches, *others))
+        while others and (cells > self.num_cells or len(caches) + len(others) > SEQUENCES):
+            leaving = others.pop(0)
+            leaving.outside = self.take_out(leaving)
+            cells -= leaving.held
+        for sequence in self._used.difference(self._sequences.values()):
             self.remove(sequence, 0)
-            self._free.append(sequence)
+        for cache in caches:
+            if cache not in self._sequences:
+                sequence = min(set(range(SEQUENCES)).difference(self._sequences.values()))
+                if (state := cache.state()) is not None:
+                    self.set(sequence, state)
+                cache.outside, self._sequences[cache] = None, sequence
+            self._sequences[cache] = self._sequences.pop(cache)
+        self._used = set(self._sequences.values())
+        return [self._sequences[cache] for cache in caches]
 
-    def read(self, cache: LlamaCache) -> SequenceState:
-        """Return the KV of a cache; raise ModelError if positions of it were lost in a pass that failed."""
-        sequence = self._sequences.get(weakref.ref(cache))
+    def append(self, parts: Sequence[tuple[LlamaCache, Sequence[int]]], outputs: Sequence[int]) -> Tensor:
+        """Append tokens to caches; return (N, V) logits after those in `outputs`, numbered through."""
+        rows = list[tuple[int, int, int]]()
+        sequences = self.bring_in([cache for cache, _ in parts], sum(len(tokens) for _, tokens in parts))
+        for (cache, tokens), sequence in zip(parts, sequences, strict=True):
+            cache.read = None
+            if cache.is_stale:
+                self.remove(sequence, cache.length)
+                cache.is_stale = False
+            rows += [(token, position, sequence) for position, token in enumerate(tokens, cache.length)]
+        logits = self.decode(rows, outputs)
+        for cache, tokens in parts:
+            cache.length = cache.held = cache.length + len(tokens)
+        return logits
+
+    def take_out(self, cache: LlamaCache) -> Bytes | None:
+        """Return the state of a cache, which leaves the context; None without KV."""
+        return self.get(self._sequences.pop(cache)) if cache in self._sequences else cache.state()
+
+    def read(self, cache: LlamaCache) -> list[tuple[Tensor, Tensor]]:
+        """Return each layer's keys and values, (1, H, T, D); raise ModelError if a failed pass has lost positions."""
+        sequence = self._sequences.get(cache)
         data = cache.state() if sequence is None else self.get(sequence)
         if data is None:
             raise ModelError("the KV of a prompt was read before its first pass")
         positions, layers = self.layout.parse(data)
-        if not np.array_equal(positions[: cache.held], np.arange(cache.held)):
+        held = slice(cache.held)
+        if not np.array_equal(positions[held], np.arange(cache.held)):
             raise ModelError("the KV of this prompt is incomplete: a pass failed")
-        return SequenceState(
-            positions[: cache.held], [(keys[: cache.held], values[: cache.held]) for keys, values in layers]
-        )
-
-    # ---------------------------------------------------------------- sequences
+        return [(keys[held].transpose(0, 1)[None], values[held].transpose(0, 1)[None]) for keys, values in layers]
 
     def remove(self, sequence: int, start: int) -> None:
         """Remove the positions of a sequence from `start` on."""
         self._lib.llama_memory_seq_rm(self._memory, sequence, start, -1)
-
-    def set_aside(self, sequence: int, start: int, cells: int) -> None:
-        """Hold the positions from `start` on in the helper, too, which are so many."""
-        self._lib.llama_memory_seq_cp(self._memory, sequence, _HELPER, start, -1)
-        self._helped = cells
-
-    def put_back(self, sequence: int | None) -> None:
-        """Give a sequence what was set aside; None = give it up."""
-        if sequence is not None:
-            self._lib.llama_memory_seq_cp(self._memory, _HELPER, sequence, -1, -1)
-        self.remove(_HELPER, -1)
-        self._helped = 0
 
     def get(self, sequence: int) -> Bytes:
         """Return the state of a sequence."""
@@ -232,7 +247,7 @@ class LlamaContext:
     def decode(self, rows: Sequence[tuple[int, int, int]], outputs: Sequence[int]) -> Tensor:
         """Compute rows of a token, its position and its sequence; return (N, V) logits after those in `outputs`.
 
-        At most `num_batch` rows. Positions of a sequence continue its last one.
+        At most `BLOCK` rows. Positions of a sequence continue its last one.
         """
         batch = self._batch
         batch.n_tokens = len(rows)
@@ -243,13 +258,15 @@ class LlamaContext:
             batch.logits[number] = 1
         if status := self._lib.llama_decode(self._pointer, batch):
             raise OutOfMemoryError(f"llama.cpp could not compute a pass (status {status}: {self._library.reason()})")
+        if self._inputs and self._inputs.error:
+            raise self._inputs.error
         if not outputs:
-            return torch.empty(0, 0)
+            return torch.empty(0, self._num_vocab)
         logits = self._lib.llama_get_logits(self._pointer)
         found = np.ctypeslib.as_array(logits, (len(outputs), self._num_vocab))
         return torch.from_numpy(found.copy())  # the next pass writes there
 
 
-def _close(lib: Any, pointer: int, batch: Any, _: Loaded) -> None:  # the model is freed after its context
+def _close(lib: Any, pointer: int, batch: Any, _: object) -> None:  # what the context uses is freed after it
     lib.llama_batch_free(batch)
     lib.llama_free(pointer)

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int8, c_int32, c_size_t, c_uint32, c_void_p
+from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +28,7 @@ _PLACES = {"xllamacpp": ("*.so", "*.pyd"), "llama_cpp": ("lib/libllama.so", "lib
 _LEVEL_ERROR = 4
 _AUTO = -1
 
-# a product of matrices, which uses the instructions that the library was built for
+# a product of matrices, for the instructions that the library was built for, and the form of tensors
 _TRIAL = """
 import ctypes, sys
 lib = ctypes.CDLL(sys.argv[1])
@@ -45,9 +45,12 @@ lib.ggml_init.argtypes = [Memory]
 lib.llama_backend_init()
 memory = lib.ggml_init(Memory(1 << 24, None, False))
 matrix = lib.ggml_new_tensor_2d(memory, 0, 64, 64)
+product = lib.ggml_mul_mat(memory, matrix, matrix)
 graph = lib.ggml_new_graph(memory)
-lib.ggml_build_forward_expand(graph, lib.ggml_mul_mat(memory, matrix, matrix))
+lib.ggml_build_forward_expand(graph, product)
 lib.ggml_graph_compute_with_ctx(memory, graph, 1)
+if list((ctypes.c_void_p * 2).from_address(product + 152)) != [matrix, matrix]:
+    sys.exit("its tensors are of another form")
 """
 
 
@@ -98,6 +101,17 @@ class LlamaBatch(Structure):
     )
 
 
+class GraphTensor(Structure):
+    """The first part of `ggml_tensor`."""
+
+    _fields_ = (
+        *(("type", c_int32), ("buffer", c_void_p), ("ne", c_int64 * 4), ("nb", c_size_t * 4), ("op", c_int32)),
+        *(("op_params", c_int32 * 16), ("flags", c_int32), ("sources", c_void_p * 10)),
+    )
+
+
+EvalCallback = ctypes.CFUNCTYPE(c_bool, POINTER(GraphTensor), c_bool, c_void_p)
+
 # defaults by which a build with other structs is found out
 _DEFAULTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llama_model_default_params", {"split_mode": 1, "main_gpu": 0, "vocab_only": False, "use_extra_bufts": True}),
@@ -132,10 +146,11 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, and then arguments
     "llama_decode": (c_int32, c_void_p, LlamaBatch),
     "llama_get_logits": (POINTER(c_float), c_void_p),
     "llama_memory_seq_rm": (c_bool, c_void_p, c_int32, c_int32, c_int32),
-    "llama_memory_seq_cp": (None, c_void_p, c_int32, c_int32, c_int32, c_int32),
     "llama_state_seq_get_size": (c_size_t, c_void_p, c_int32),
     "llama_state_seq_get_data": (c_size_t, c_void_p, c_void_p, c_size_t, c_int32),
     "llama_state_seq_set_data": (c_size_t, c_void_p, c_void_p, c_size_t, c_int32),
+    "ggml_op_desc": (c_char_p, POINTER(GraphTensor)),
+    "ggml_backend_tensor_set": (None, c_void_p, c_void_p, c_size_t, c_size_t),
 }
 
 

@@ -1,19 +1,17 @@
-"""GGUF models in llama.cpp: forward passes over stretches of rows, by whole sequences.
+"""GGUF models in llama.cpp: forward passes over rows, by whole sequences.
 
-llama.cpp appends to sequences. A stretch in the middle of a prompt is computed like this: what follows it is set aside,
-the stretch is appended to what comes before it, and what followed is put back. By causality, the result is that of one
-pass over all rows.
+llama.cpp appends to sequences. Rows with gaps, or with KV behind them, are computed in another context of the model:
+the prompt's cells get numbers for positions, the rows are appended, and `Inputs` says where all of them really are.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
+from itertools import repeat
 from typing import Any, cast
 
 import numpy as np
@@ -22,26 +20,30 @@ import xxhash
 from torch import Tensor
 
 from kvrag.backend.llama import library
-from kvrag.backend.llama.blob import Layout, SequenceState
-from kvrag.backend.llama.cache import SEQUENCES, LlamaCache, LlamaContext, Loaded
+from kvrag.backend.llama.blob import Bytes, Layout, Positions, positions_of
+from kvrag.backend.llama.cache import BLOCK, SEQUENCES, Inputs, LlamaCache, LlamaContext, Loaded
 from kvrag.backend.positions import Pairs, Rotation
-from kvrag.backend.protocol import Branch, CachedKV, KVCache, LayerSource, Observer
+from kvrag.backend.protocol import PREFILL_BLOCK, Branch, CachedKV, KVCache, LayerSource, Observer
 from kvrag.backend.transformers.gguf import Header, rope_factors, stand_in, tokenizer_of
 from kvrag.backend.transformers.model import Model
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import DECLARED
-from kvrag.errors import ModelLoadError, SettingError, UnsupportedModelError
+from kvrag.errors import ModelError, ModelLoadError, SettingError, UnsupportedModelError
 from kvrag.fingerprint import Fingerprint
 from kvrag.process import check_process
 from kvrag.scheduling.waiting import FairLock
 
-_BLOCK = 128
-"""Rows per pass on a CPU, between which other answers' steps run. Larger passes are not faster per row there."""
-
-_BATCH = 512  # rows per pass, at most
 _CELLS_BYTES = 2 << 30  # of KV in the context, by default
+_OTHER_CELLS = 512  # in the other context at first; it grows with the prompts
 _TRIAL, _SHIFT, _TOLERANCE = 16, 37, 0.02  # tokens of the trial, their second position, and the error allowed
 _PAIRS: dict[int, Pairs] = {0: "interleaved", 2: "half_split"}  # by rope type
+_STATES = "its layers keep a state, which this backend does not restore"
+_REFUSED = {
+    "llama_model_has_encoder": "it has an encoder",
+    "llama_model_is_recurrent": _STATES,
+    "llama_model_is_hybrid": _STATES,
+    "llama_model_n_swa": "its layers with a window have a cache of their own",
+}
 _ORIGINAL = "use the model's original files, which torch runs"
 _LONG = "rope_factors_long.weight"
 _SAMPLES, _SAMPLE = 4096, 256  # of a file: fine-tuning changes nearly every weight
@@ -63,7 +65,7 @@ class LlamaModel(Model):
 
     dtype, device = torch.float16, torch.device("cpu")
     passes_may_wait = keeps_states = stores_states = rope_follows_length = False
-    rows_per_pass = _BATCH
+    rows_per_pass = PREFILL_BLOCK  # of the protocol; `BLOCK` of llama.cpp
     policies = ("tail", "first_k", "random")
     recompute_threshold, state_bytes = None, 0
 
@@ -95,13 +97,13 @@ class LlamaModel(Model):
         pointer = lib.llama_model_load_from_file(os.fsencode(header.path), params)
         if not pointer:
             raise ModelLoadError(f"cannot load model {header.name!r}: llama.cpp: {self._library.reason()}")
-        self._model = Loaded(lib, pointer)
+        self._model = Loaded(self._library, pointer)
         self.name, self.lock = header.name, FairLock()
         self._exclusive = partial(_holding, self.lock, self._process)
         self.num_layers: int = lib.llama_model_n_layer(pointer)
-        self.windows = (None,) * self.num_layers
+        self.windows, self._devices = (None,) * self.num_layers, [self.device] * self.num_layers
         self._refuse_unsupported(header)
-        self.vocab_size: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(pointer))
+        self.vocab_size = self._model.num_vocab
         tokenizer = tokenizer_of(header)
         self.hf = stand_in(tokenizer, self.vocab_size)
         self.tokenizer = Tokenizer(tokenizer, self.name, preamble)
@@ -118,7 +120,10 @@ class LlamaModel(Model):
         self.bytes_per_token = header.numbers_per_token * self.dtype.itemsize
         self.context_window = min(own["context_length"], n_ctx or max(_CELLS_BYTES // self.bytes_per_token, 1024))
         self.stable_length = self.context_window
-        self._context = self._new_context(flash)
+        self._inputs = Inputs(lib)
+        self._new_context = partial(LlamaContext, self._model, flash=flash, exclusive=self._exclusive)
+        self._context = self._new_context(self.context_window)
+        self._other = self._new_context(min(_OTHER_CELLS, self.context_window), inputs=self._inputs)
         self._try_out(header)
         self.fingerprint = Fingerprint(
             model=self.name,
@@ -142,35 +147,19 @@ class LlamaModel(Model):
 
     def _refuse_unsupported(self, header: Header) -> None:
         """Raise UnsupportedModelError for a model whose KV is not one cache of rotated keys."""
-        lib, pointer, reason = self._library.functions, self._model.pointer, ""
+        lib, pointer, scaling = (
+            self._library.functions,
+            self._model.pointer,
+            header.own.get("rope.scaling.type", "none"),
+        )
+        reasons = [reason for name, reason in _REFUSED.items() if getattr(lib, name)(pointer)]
         self._pairs = _PAIRS.get(lib.llama_model_rope_type(pointer))
-        if lib.llama_model_has_encoder(pointer):
-            reason = "it has an encoder"
-        elif lib.llama_model_is_recurrent(pointer) or lib.llama_model_is_hybrid(pointer):
-            reason = "its layers keep a state, which this backend does not restore"
-        elif lib.llama_model_n_swa(pointer) > 0:
-            reason = "its layers with a window have a cache of their own"
-        elif self._pairs is None:
-            reason = "its keys are not rotated by one position"
-        elif header.own.get("rope.scaling.type", "none") not in ("none", "linear") or _LONG in header.tensors:
-            reason = "its RoPE is scaled by YaRN or LongRoPE"
-        if reason:
-            raise _unsupported(header, reason)
-
-    def _new_context(self, flash: int) -> LlamaContext:
-        lib = self._library.functions
-        params = lib.llama_context_default_params()
-        cells = self.context_window
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = cells, _BATCH, _BATCH, SEQUENCES + 1
-        params.n_threads = params.n_threads_batch = torch.get_num_threads()
-        params.flash_attn_type, params.kv_unified, params.no_perf = flash, True, True
-        context = lib.llama_init_from_model(self._model.pointer, params)
-        if not context:
-            raise ModelLoadError(
-                f"cannot load model {self.name!r}: llama.cpp makes no context of {cells} tokens, "
-                f"{cells * self.bytes_per_token / 2**30:.1f} GiB: pass a smaller n_ctx ({self._library.reason()})"
-            )
-        return LlamaContext(self._library, self._model, context, cells, _BATCH, self.vocab_size, self._exclusive)
+        if self._pairs is None:
+            reasons.append("its keys are not rotated by one position")
+        if scaling not in ("none", "linear") or _LONG in header.tensors:
+            reasons.append("its RoPE is scaled by YaRN or LongRoPE")
+        if reasons:
+            raise _unsupported(header, reasons[0])
 
     def _try_out(self, header: Header) -> None:
         """Raise UnsupportedModelError unless states are understood, and keys at other positions are what we make them.
@@ -178,46 +167,36 @@ class LlamaModel(Model):
         Sets the context's layout.
         """
         context, tokens = self._context, [7 * number % self.vocab_size for number in range(_TRIAL)]
-        positions = torch.arange(_TRIAL)
+        heads = header.own.get("attention.head_count_kv", header.own["attention.head_count"])
+        heads = heads if isinstance(heads, list) else [heads] * self.num_layers
 
-        def state_at(start: int) -> SequenceState:
+        def state_at(start: int) -> Bytes:
             context.remove(0, 0)
             context.decode([(token, start + number, 0) for number, token in enumerate(tokens)], ())
-            data = context.get(0)
-            if start == 0:
-                context.layout = Layout.of(data, *header.dims)
-                state = context.layout.parse(data)
-                built = context.layout.build(state.positions, lambda n, *to: _copy(to, state.layers[n]))
-                context.remove(0, 0)
-                context.set(0, built)
-                if not np.array_equal(context.get(0), data):
-                    raise ValueError("a state is not restored as it was")
-            return context.layout.parse(data)
+            return context.get(0)
 
+        data = state_at(0)
         try:
-            context.bytes_per_token = self.bytes_per_token
-            first, second = state_at(0), state_at(_SHIFT)
-            sums = [sum(heads * dim for heads, dim in side) for side in (context.layout.keys, context.layout.values)]
-            if 2 * sum(sums) != self.bytes_per_token or len(first.layers) != self.num_layers:
-                raise ValueError("it has other heads than its header says")
-        except (ValueError, IndexError, ctypes.ArgumentError) as error:
+            context.layout = layout = Layout.of(data, heads, header.dims)
+            (_, whole), (_, moved) = layout.parse(data), layout.parse(state_at(_SHIFT))
+        except ValueError as error:
             raise _unsupported(header, f"llama.cpp writes its KV in an unknown form ({error})") from error
-        finally:
-            context.remove(0, 0)
+        context.remove(0, 0)
+        positions, rows = torch.arange(_TRIAL), torch.arange(1, _TRIAL, 3)
         before, after = self.rotations(positions)[0], self.rotations(positions + _SHIFT)[0]
-        for (keys, _), (others, _) in zip(first.layers, second.layers, strict=True):
-            free = before.unrotate(keys.transpose(0, 1)[None])
+        layers = [(keys.transpose(0, 1)[None], values.transpose(0, 1)[None]) for keys, values in whole]
+        for (keys, _), (others, _) in zip(layers, moved, strict=True):
+            free = before.unrotate(keys)
             after.rotate(free)
-            other = others.transpose(0, 1)[None].float()
-            off = (free.float() - other).norm(dim=-1) / other.norm(dim=-1).clamp_min(1e-6)
-            if not off.median() < _TOLERANCE:
+            if not _is_near(free, others.transpose(0, 1)[None]):
                 raise _unsupported(header, "its keys are not rotated as its header says")
+        cache = self.new_cache(_TRIAL, lambda number: layers[number], positions[~torch.isin(positions, rows)])
+        self._compute([tokens[at] for at in rows], cache, rows)
+        for found, expected in zip(context.read(cache), layers, strict=True):
+            if not all(map(_is_near, found, expected)):
+                raise _unsupported(header, "llama.cpp computes rows with gaps otherwise")
 
     # ---------------------------------------------------------------- rotary
-
-    def layer_device(self, number: int) -> torch.device:
-        """Return the device of a layer's KV outside of llama.cpp."""
-        return self.device
 
     def rotations(self, positions: Tensor) -> list[Rotation]:
         """Return the rotation of each layer's keys at (T,) positions, which is the same for all."""
@@ -234,11 +213,23 @@ class LlamaModel(Model):
         prefix: CachedKV | None = None,
     ) -> Any:
         """See `Backend.new_cache`."""
-        return LlamaCache(self._context, source, filled, prefix)
+        kept, rest = prefix.length if prefix else 0, torch.empty(0, dtype=torch.long) if filled is None else filled
+
+        def layer(number: int) -> tuple[Tensor, Tensor]:
+            parts = list(prefix.layer(number)) if prefix else []
+            if source is not None:
+                keys, values = source(number)
+                parts.append((keys[:, :, rest], values[:, :, rest]))
+            keys, values = _joined(parts)
+            return keys[0].transpose(0, 1), values[0].transpose(0, 1)
+
+        cache = LlamaCache(self._context, torch.cat([torch.arange(kept), rest]), layer)
+        cache.length = kept
+        return cache
 
     def forward(self, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> Tensor:
         """See `Backend.forward`."""
-        return self._compute(ids[0].tolist(), cache, rows)[-1:]
+        return self._compute(ids[0].tolist(), cache, rows)
 
     def forward_all(self, ids: Tensor, cache: KVCache) -> Tensor:
         """See `Model.forward_all`."""
@@ -247,31 +238,15 @@ class LlamaModel(Model):
     def forward_each(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> Tensor:
         """See `Model.forward_each`. Caches that do not fit into the context together are computed one after another."""
         check_process(self._process, "this model")
-        logits, left = list[Tensor](), list(zip(tokens, cast(Sequence[LlamaCache], caches), strict=True))
+        logits = list[Tensor]()
+        left = [(cache, [token]) for token, cache in zip(tokens, cast(Sequence[LlamaCache], caches), strict=True)]
         with self.lock.first(), torch.inference_mode():
             while left:
-                group, cells = [left.pop(0)], 0
-                while left and len(group) < SEQUENCES:
-                    cells = sum(cache.held + 1 for _, cache in (*group, left[0]))
-                    if cells > self._context.num_cells:
-                        break
-                    group.append(left.pop(0))
-                logits.append(self._append(group))
+                cells = np.cumsum([cache.held + 1 for cache, _ in left[:SEQUENCES]])
+                size = max(int((cells <= self._context.num_cells).sum()), 1)
+                logits.append(self._context.append(left[:size], range(size)))
+                left = left[size:]
         return torch.cat(logits)
-
-    def _append(self, group: Sequence[tuple[int, LlamaCache]]) -> Tensor:
-        caches = [cache for _, cache in group]
-        sequences = self._context.bring_in(caches, len(caches))
-        for cache, sequence in zip(caches, sequences, strict=True):
-            cache.keep_read(None, [])
-            if cache.is_stale:
-                self._context.remove(sequence, cache.length)
-                cache.is_stale = False
-        rows = [(token, cache.length, own) for (token, cache), own in zip(group, sequences, strict=True)]
-        logits = self._context.decode(rows, range(len(rows)))
-        for cache in caches:
-            cache.length = cache.held = cache.length + 1
-        return logits
 
     def forward_until(
         self,
@@ -286,30 +261,21 @@ class LlamaModel(Model):
         assert isinstance(cache, LlamaCache)
         tokens = ids[0].tolist()
         first = cache.length if rows is None else int(rows[0])
-        stop = len(tokens) - sum(length for _, length in branches)
-        more, fresh = dict[int, SequenceState](), slice(first, first + stop)
+        ends = np.cumsum([len(tokens) - sum(length for _, length in branches), *(length for _, length in branches)])
         with self._exclusive(), torch.inference_mode():
-            self._compute(tokens[:stop], cache, rows, no_logits=True)
-            whole = self._context.read(cache)
-            starts = np.cumsum([stop, *(length for _, length in branches)])
+            self._compute(tokens[: ends[0]], cache, rows)
+            read = {-1: self._context.read(cache)}
             # the longest prefix first: a branch takes the place of what follows its prefix
             for number in sorted(range(len(branches)), key=lambda number: -branches[number][0]):
-                at, own = branches[number][0], tokens[starts[number] : starts[number + 1]]
+                at, _ = branches[number]
                 cache.set_length(at)
-                self._compute(own, cache, None, no_logits=True)
-                positions, layers = self._context.read(cache)
-                own_layers = [(keys[at:].clone(), values[at:].clone()) for keys, values in layers]
-                more[number] = SequenceState(positions[at:], own_layers)
-        behind = [more[number] for number in range(len(branches))]
-        cache.keep_read(whole, behind)
+                self._compute(tokens[ends[number] : ends[number + 1]], cache, None)
+                read[number] = [(keys[:, :, at:], values[:, :, at:]) for keys, values in self._context.read(cache)]
+        layers = [_joined(parts) for parts in zip(*(read[number] for number in sorted(read)), strict=True)]
+        cache.read = layers
         for number in range(last + 1 if observe else 0):
-            parts = [[side[fresh] for side in whole.layers[number]], *(state.layers[number] for state in behind)]
-            keys, values = (torch.cat(side).transpose(0, 1)[None] for side in zip(*parts, strict=True))
-            cast(Observer, observe)(number, keys, values)
-
-    def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
-        """Not possible: a policy that needs it is refused."""
-        raise SettingError("llama.cpp reports no attention: use policy='tail' or 'first_k', or backend='torch'")
+            keys, values = layers[number]
+            cast(Observer, observe)(number, keys[:, :, first:], values[:, :, first:])
 
     def own_logits(self, ids: list[int], is_other: bool = False) -> Tensor:
         """See `Model.own_logits`; the other way divides the prompt into other passes."""
@@ -327,68 +293,81 @@ class LlamaModel(Model):
             logits = self.forward_each([token], [cache])
         return tokens
 
-    def _compute(
-        self,
-        tokens: list[int],
-        cache: KVCache,
-        rows: Tensor | None,
-        all_logits: bool = False,
-        no_logits: bool = False,
-    ) -> Tensor:
-        """Compute rows, stretch by stretch; return (N, V) logits, after the last one unless another number is asked."""
+    def _compute(self, tokens: list[int], cache: KVCache, rows: Tensor | None, all_logits: bool = False) -> Tensor:
+        """Compute rows; return (N, V) logits, after the last one unless another number is asked."""
         assert isinstance(cache, LlamaCache)
-        positions = list(range(cache.length, cache.length + len(tokens))) if rows is None else rows.tolist()
-        gaps = [at for at, (one, other) in enumerate(pairwise(positions), 1) if other != one + 1]
-        logits = [torch.empty(0, self.vocab_size)]
+        count = len(tokens)
+        positions = torch.arange(cache.length, cache.length + count) if rows is None else rows
+        start, stop = int(positions[0]), int(positions[-1]) + 1
+        has_gaps = stop - start > count or (rows is not None and stop < cache.held)
+        outputs = range(0 if all_logits else count - 1, count)
         with self._exclusive(), torch.inference_mode():
-            for start, stop in pairwise([0, *gaps, len(tokens)]):
-                wanted = range(stop - start) if all_logits else [stop - start - 1] * (stop == len(tokens))
-                found = self._stretch(
-                    tokens[start:stop], positions[start], cache, () if no_logits else wanted, rows is None
-                )
-                logits += found
+            cache.read = None
+            try:
+                passes = self._fill if has_gaps else self._append_rows
+                logits = list(passes(tokens, positions.numpy().astype(np.int32), cache, outputs))
+            except BaseException:
+                cache.set_length(min(cache.length, start))
+                raise
         return torch.cat(logits)
 
-    def _stretch(
-        self, tokens: list[int], start: int, cache: LlamaCache, wanted: Sequence[int], is_last: bool
-    ) -> list[Tensor]:
-        """Compute consecutive rows. What follows them stays, unless they are the last ones."""
-        context, stop, logits = self._context, start + len(tokens), list[Tensor]()
-        if start > cache.held:
+    def _blocks(self, tokens: list[int], outputs: range) -> Iterator[tuple[list[int], slice, list[int]]]:
+        """Yield the tokens of each pass, where they are among all, and which have logits; steps run in between."""
+        for start in range(0, len(tokens), BLOCK):
+            if start:
+                self.lock.pause(nullcontext)
+            part = tokens[start : start + BLOCK]
+            wanted = [number for number in range(len(part)) if start + number in outputs]
+            yield part, slice(start, start + len(part)), wanted
+
+    def _append_rows(
+        self, tokens: list[int], positions: Positions, cache: LlamaCache, outputs: range
+    ) -> Iterator[Tensor]:
+        """Compute consecutive rows. What was at their positions or behind leaves."""
+        if (start := int(positions[0])) > cache.held:
             raise ValueError(f"positions {cache.held} to {start} have no KV")
-        cache.keep_read(None, [])
-        behind = 0 if is_last else max(cache.held - stop, 0)
-        try:
-            for at in range(0, len(tokens), _BLOCK):
-                if at:
-                    self.lock.pause(nullcontext)
-                part = tokens[at : at + _BLOCK]
-                (sequence,) = context.bring_in([cache], len(part))
-                if at == 0:
-                    if behind:
-                        context.set_aside(sequence, stop, behind)
-                    context.remove(sequence, start)
-                    cache.is_stale = False
-                rows = [(token, start + number, sequence) for number, token in enumerate(part, at)]
-                outputs = [number - at for number in wanted if at <= number < at + len(part)]
-                cache.held = start + at
-                logits.append(context.decode(rows, outputs))
-                cache.held += len(part)
-            if behind:
-                (sequence,) = context.bring_in([cache], 0)
-                context.put_back(sequence)
-        except BaseException:
-            context.put_back(None)
-            cache.set_length(min(cache.length, start))
-            raise
-        cache.held = stop + behind
-        cache.length = max(cache.length, stop) if not is_last else stop
-        return [part for part in logits if len(part)]
+        cache.length, cache.held, cache.is_stale = start, start, True
+        for part, _, wanted in self._blocks(tokens, outputs):
+            yield self._context.append([(cache, part)], wanted)
+
+    def _fill(self, tokens: list[int], positions: Positions, cache: LlamaCache, outputs: range) -> Iterator[Tensor]:
+        """Compute rows with gaps, or with KV behind them, in the other context, which has room for one prompt."""
+        stop, held = int(positions[-1]) + 1, cache.held
+        if (data := self._context.take_out(cache)) is None:
+            raise ValueError("a prompt without KV has rows with gaps")
+        data = self._context.layout.without(data, positions, held)
+        numbers = positions_of(data)
+        cells = numbers.copy()
+        if (cells < stop).sum() + len(positions) < stop:
+            raise ValueError(f"positions before {stop} have no KV")
+        cache.outside, cache.held = None, 0  # if this fails
+        numbers[:] = np.arange(len(cells))
+        if self._other.num_cells < (most := len(cells) + len(positions)):
+            self._other = self._new_context(min(1 << most.bit_length(), self.context_window), inputs=self._inputs)
+        self._other.remove(0, 0)
+        self._other.set(0, data)
+        for part, place, wanted in self._blocks(tokens, outputs):
+            rows = list(zip(part, range(len(cells), most), repeat(0)))
+            cells = np.concatenate([cells, positions[place]])
+            self._inputs.replace(cells, positions[place])
+            yield self._other.decode(rows, wanted)
+        data = self._other.get(0)
+        numbers = positions_of(data)
+        if not np.array_equal(numbers, np.arange(most)):
+            raise ModelError("llama.cpp moved the cells of a prompt: use another build of it")
+        numbers[:] = cells
+        cache.outside, cache.is_stale = data, False
+        cache.length, cache.held = max(cache.length, stop), max(held, stop)
 
 
-def _copy(to: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    for one, part in zip(to, parts, strict=True):
-        one.copy_(part)
+def _joined(parts: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    keys, values = zip(*parts, strict=True)
+    return torch.cat(keys, 2), torch.cat(values, 2)
+
+
+def _is_near(found: Tensor, expected: Tensor) -> bool:
+    off = (found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1).clamp_min(1e-6)
+    return bool(off.median() < _TOLERANCE)
 
 
 def _unsupported(header: Header, reason: str) -> UnsupportedModelError:
@@ -397,12 +376,10 @@ def _unsupported(header: Header, reason: str) -> UnsupportedModelError:
 
 def _digest(header: Header) -> str:
     """Hash the header and samples of the weights of a file."""
-    digest, size = xxhash.xxh3_128(), os.path.getsize(header.path)
-    with open(header.path, "rb") as file:
-        for start in range(0, size, max(_SAMPLE, size // _SAMPLES)):
-            file.seek(start)
-            digest.update(file.read(_SAMPLE))
-    return f"{digest.hexdigest()} {size}"
+    digest, data = xxhash.xxh3_128(), np.memmap(header.path, np.uint8, "r")
+    for start in range(0, len(data), max(_SAMPLE, len(data) // _SAMPLES)):
+        digest.update(data[start : start + _SAMPLE].tobytes())
+    return f"{digest.hexdigest()} {len(data)}"
 
 
 Model.of_file = LlamaModel.from_header

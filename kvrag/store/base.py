@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrag.config import check_budget, check_namespace, check_number
-from kvrag.errors import DamagedChunkError, StoreError, StoreFullError, StoreReadOnlyError
+from kvrag.errors import DamagedChunkError, StoreError, StoreFullError
 from kvrag.fingerprint import Fingerprint
 from kvrag.process import check_process
 from kvrag.store import chunkfile
 from kvrag.store.chunkfile import SUFFIX, PackedChunk
 from kvrag.store.log import Log
-from kvrag.store.manifest import Manifest, ManifestRow, Removed
+from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.owner import check_owner, codec_of
 from kvrag.store.schema import translated
 from kvrag.store.values import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
@@ -66,7 +65,6 @@ class KVStore(ABC):
 
     name: str  # in messages
     path: Path  # the local folder
-    read_only: bool  # whether all writes fail
     max_bytes: int | None  # byte budget of the local folder; None = none
     _manifest: Manifest
     _changes: Manifest | Log  # takes changes: the manifest itself, or the log that it follows
@@ -75,7 +73,7 @@ class KVStore(ABC):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._touched: Counter[str] = Counter()  # under _lock
-        self._bound, self._has_warned, self._process = "", False, os.getpid()
+        self._has_warned, self._process = False, os.getpid()
 
     @abstractmethod
     def open(self, key: str) -> PackedChunk | None:
@@ -110,15 +108,14 @@ class KVStore(ABC):
 
     @property
     def _fingerprint(self) -> str:
-        return self.owner().get("digest", self._bound)
+        return self.owner().get("digest", "")
 
     def bind(self, fingerprint: Fingerprint) -> None:
         """Claim the store for a model, or raise FingerprintMismatchError if it holds KV of another model or codec."""
-        if not self.owner() and not self.read_only:
+        if not self.owner():
             self._claim(fingerprint)
         if owner := self.owner():
             check_owner(owner, fingerprint, self.name)
-        self._bound = fingerprint.digest  # also if the store is read-only and unclaimed
 
     @abstractmethod
     def _write_chunk(self, name: str, header: bytes, body: memoryview) -> None:
@@ -157,14 +154,14 @@ class KVStore(ABC):
     def _check_chunk(self, row: ManifestRow) -> list[str]:
         """Check one chunk; return the counters of StoreCheck that it adds to."""
         try:
-            with closing(self._open_file(row.file, row.key)) as chunk:
-                is_sound = row_of(chunk, row.file) == row
+            chunk = self._open_file(row.file, row.key)
+            is_sound = ManifestRow.of(chunk.record(), row.file, chunk.size) == row
         except DamagedChunkError:
             is_sound = False
         except StoreError as error:
             logger.warning("%s", error)
             return ["unreadable"]
-        if not is_sound and not self.read_only and not self._discard(row.key, row.file):
+        if not is_sound and not self._discard(row.key, row.file):
             return []  # removed meanwhile, and maybe stored again
         return ["sound" if is_sound else "damaged"]
 
@@ -198,8 +195,6 @@ class KVStore(ABC):
 
     def _put(self, records: Sequence[ChunkRecord]) -> tuple[int, list[ChunkRecord]]:
         """Store chunks; return their size in bytes, and the records that were not stored before."""
-        if self.read_only:
-            raise StoreReadOnlyError(f"{self.path} is not writable: choose another store folder")
         new = {record.key: record for record in records}
         wanted = [new[key] for key in self.missing(list(new))]
         if not wanted:
@@ -235,24 +230,17 @@ class KVStore(ABC):
     def remove(self, keys: Sequence[str]) -> None:
         """Delete chunks, even if documents rely on them."""
         self._check_open()
-        # rows first: a file without a row is a leftover, a row without a file is damage
-        for i in range(0, len(keys), _REMOVE):
-            self._delete(file for _, file in self._remove(keys[i : i + _REMOVE]))
+        self._remove(keys)
 
-    def _remove(self, keys: Sequence[str], **conditions: Any) -> Sequence[Removed]:
-        """Delete rows; see Manifest.remove."""
-        removed: Sequence[Removed] = self._changes.change("remove", keys=keys, **conditions)
-        return removed
-
-    def _remove_unheld(self, keys: Sequence[str]) -> list[str]:
-        """Delete those of these chunks that no document relies on; return their keys."""
-        unheld: list[str] = []
+    def _remove(self, keys: Sequence[str], **conditions: Any) -> list[str]:
+        """Delete those of these chunks that meet conditions, see Manifest.remove; return their keys."""
+        gone: list[str] = []
         for i in range(0, len(keys), _REMOVE):
-            # another process or machine may record a document that relies on them at this moment
-            removed = self._remove(keys[i : i + _REMOVE], unheld=True)
+            # rows first: a file without a row is a leftover, a row without a file is damage
+            removed = self._changes.change("remove", keys=keys[i : i + _REMOVE], **conditions)
             self._delete(file for _, file in removed)
-            unheld += [key for key, _ in removed]
-        return unheld
+            gone += [key for key, _ in removed]
+        return gone
 
     def touch(self, keys: Sequence[str]) -> None:
         """Record that these chunks were used. The write happens later, in another thread."""
@@ -322,7 +310,8 @@ class KVStore(ABC):
         if not chosen:
             return []
         self._changes.change("release", requests=[(namespace, text) for text in chosen])
-        return self._remove_unheld([key for s in self._manifest.look_up(chosen).values() for key in s.variants])
+        keys = [key for state in self._manifest.look_up(chosen).values() for key in state.variants]
+        return self._remove(keys, unheld=True)
 
     def documents(self, prefix: str = "", namespace: str = "") -> dict[str, list[str]]:
         """Return the namespace's documents with this prefix, sorted, each with the keys that it relies on."""
@@ -383,7 +372,6 @@ class KVStore(ABC):
         evicted = 0
         while keys := self._manifest.coldest(limit, _REMOVE, namespace):  # the same for all that evict at the same time
             removed = self._remove(keys)
-            self._delete(file for _, file in removed)
             evicted += len(removed)
             if not removed:  # another process or machine was faster
                 break
@@ -419,7 +407,8 @@ class KVStore(ABC):
             self._record_uses()
             if requests := self._manifest.unused_requests(time.time() - unused_days * 86400):
                 self._changes.change("release", requests=requests)
-            unheld = self._remove_unheld(self._manifest.unheld())
+            # another process or machine may record a document that relies on them at this moment
+            unheld = self._remove(self._manifest.unheld(), unheld=True)
             self.keep_budgets()  # a killed writer did not
             leftovers = self.delete_leftovers()
             self.purge()
@@ -432,7 +421,7 @@ class KVStore(ABC):
     def discard(self, key: str) -> None:
         """Delete a damaged chunk."""
         name = self._manifest.file(key)
-        if name and not self.read_only:
+        if name:
             self._discard(key, name)
 
     def _discard(self, key: str, name: str) -> bool:
@@ -440,12 +429,4 @@ class KVStore(ABC):
         if not self._remove([key], counter="damaged", file=name):
             return False
         logger.warning("chunk %s is damaged: deleted, it is encoded again when needed", key)
-        self._delete([name])
         return True
-
-
-def row_of(chunk: PackedChunk, file: str) -> ManifestRow:
-    """Read a whole chunk; return the row that it must have. Raises as ChunkReader.layer."""
-    for number in range(chunk.num_layers):  # not all of them in memory at once
-        chunk.layer(number)
-    return ManifestRow.of(chunk, file, chunk.size)

@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -28,7 +27,6 @@ from kvrag.errors import (
     SettingError,
     StoreError,
     StoreFullError,
-    StoreReadOnlyError,
 )
 from kvrag.fingerprint import Fingerprint
 from kvrag.store.base import MANIFEST, KVStore
@@ -43,7 +41,6 @@ logger = logging.getLogger("kvrag")
 
 _TOUCH_EVERY = 1.0  # seconds
 _WRITERS = "chunks.lock"  # locked by those who write files
-_STALE_S = 3600.0  # after which an unfinished file is a leftover, where nothing tells whether its writer lives
 
 
 class FileStore(KVStore):
@@ -75,17 +72,11 @@ class FileStore(KVStore):
                 for folder in (self.path, self._chunks):  # the content is as confidential as the documents
                     folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # parents keep the default mode
             except OSError as error:
-                if not (self.path / MANIFEST).exists():  # otherwise it can be read
-                    raise StoreError(
-                        f"cannot create the store folder {folder} ({error.strerror}): choose another one"
-                    ) from error
+                raise StoreError(
+                    f"cannot create the store folder {folder} ({error.strerror}): choose another one"
+                ) from error
             self._manifest = self._changes = Manifest(self.path / MANIFEST)
         self.clean()
-
-    @property
-    def read_only(self) -> bool:  # type: ignore[override]
-        """True if all writes fail."""
-        return self._manifest.read_only
 
     def _file(self, name: str) -> Path:
         # a damaged or forged manifest must not lead to files outside the folder
@@ -102,31 +93,21 @@ class FileStore(KVStore):
         with self._locked(), contextlib.suppress(FileExistsError):  # the first of two processes wins
             write_file(self.path / OWNER, owner_file(fingerprint), replace=False)
 
-    def _durably(self, path: Path, *parts: bytes | memoryview, beside: Path | None = None) -> None:
-        if self.read_only:
-            raise StoreReadOnlyError(f"{self.path} is not writable: choose another store folder")
-        with self._locked():
-            write_file(path, *parts, beside=beside)
-
     # ---------------------------------------------------------------- chunks
 
     @contextlib.contextmanager
-    def _locked(self, how: int = fcntl.LOCK_SH) -> Iterator[bool | None]:
-        """Hold the lock of those who write files; yield whether it is held, None on a file system without locks."""
+    def _locked(self, how: int = fcntl.LOCK_SH) -> Iterator[bool]:
+        """Hold the lock of those who write files; yield whether it is held."""
         opener = partial(os.open, mode=0o600)
         with translated(self.path), open(self.path / _WRITERS, "ab", opener=opener) as file:
             try:
                 fcntl.flock(file, how)
-                is_held: bool | None = True
+                is_held = True
             except BlockingIOError:
                 is_held = False
-            except OSError:
-                is_held = None
             yield is_held
 
     def _put(self, records: Sequence[ChunkRecord]) -> tuple[int, list[ChunkRecord]]:
-        if self.read_only:
-            return super()._put(records)
         with self._locked():
             return super()._put(records)
 
@@ -138,7 +119,8 @@ class FileStore(KVStore):
             raise
 
     def _write_chunk(self, name: str, header: bytes, body: memoryview) -> None:
-        self._durably(self._file(name), header, body, beside=self._chunks)  # where few files are beside it
+        with translated(self.path):
+            write_file(self._file(name), header, body, beside=self._chunks)  # where few files are beside it
 
     def _make_room(self, sizes: Mapping[str | None, int]) -> None:
         super()._make_room(sizes)
@@ -181,8 +163,6 @@ class FileStore(KVStore):
 
     def touch(self, keys: Sequence[str]) -> None:
         """See KVStore.touch. Times are written at most once a second."""
-        if self.read_only:
-            return
         super().touch(keys)
         with self._lock:
             if self._touched and self._flushing is None:
@@ -212,7 +192,8 @@ class FileStore(KVStore):
                 before = self.read_text(name)
             except StoreError:
                 before = None
-            self._durably(self.path / name, change(before).encode())
+            with self._locked():
+                write_file(self.path / name, change(before).encode())
 
     # ---------------------------------------------------------------- maintenance
 
@@ -225,13 +206,10 @@ class FileStore(KVStore):
 
     def _delete_unknown(self, *patterns: str) -> int:
         """Delete files without a row, unless a process is writing; return their number."""
-        if self.read_only:
-            return 0
         with self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB) as is_alone:
             paths = [path for pattern in patterns for path in self.path.glob(pattern)]
             known = self._manifest.files() if paths else ()  # after listing the folder: it has the rows of all of them
-            unknown = [path for path in paths if path.name not in known]
-            left = [path for path in unknown if is_alone or (is_alone is None and _is_stale(path))]
+            left = [path for path in paths if is_alone and path.name not in known]
             for path in left:
                 path.unlink(missing_ok=True)
             return len(left)
@@ -247,10 +225,3 @@ class FileStore(KVStore):
         self._record_uses()
         self._writers.shutdown()
         self._manifest.close()
-
-
-def _is_stale(path: Path) -> bool:
-    """Return whether a file was not changed for a long time; False if it does not exist."""
-    with contextlib.suppress(FileNotFoundError):
-        return time.time() - path.stat().st_mtime > _STALE_S
-    return False

@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrag.errors import StoreError
-from kvrag.store.chunkfile import PackedChunk
 from kvrag.store.schema import COUNT, PAGE, Database, advance, clock_of, translated
 from kvrag.store.values import ON_REQUEST, ChunkRecord, Entry, Holding, NamespaceStats, TextState, text_key
 
@@ -54,7 +53,7 @@ class ManifestRow(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def of(cls, chunk: ChunkRecord | PackedChunk, file: str, size: int) -> ManifestRow:
+    def of(cls, chunk: ChunkRecord, file: str, size: int) -> ManifestRow:
         """Return the row of a chunk."""
         ids, key = chunk.ids.astype("<u4").tobytes(), text_key(chunk.namespace, chunk.ids)
         return cls(chunk.key, key, chunk.namespace, ids, len(chunk.context), file, size)

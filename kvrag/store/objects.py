@@ -135,11 +135,6 @@ class ObjectStore:
         self.write(_CLOCK, second)
         return not self.swap(_CLOCK, third, None) and not self.swap(_CLOCK, third, tag)
 
-    def names(self, prefix: str) -> list[str]:
-        """Return the names of the objects under a prefix that ends with "/"."""
-        with self._translated():
-            return [item["path"] for page in obstore.list(self._quick, prefix) for item in page]
-
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; missing ones are ignored."""
         for i in range(0, len(names), 1000):

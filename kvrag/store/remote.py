@@ -81,7 +81,6 @@ class RemoteChunk(PackedChunk):
             used: Called when the reader is closed.
         """
         self.key, self._download, self._failed, self._used = key, download, failed, used
-        self._is_closed = False
         with self._noticing_faults():
             self._range(0, 1)  # its size is known from then on
         super().__init__(key, fingerprint, download.size)
@@ -96,6 +95,4 @@ class RemoteChunk(PackedChunk):
 
     def close(self) -> None:
         """See ChunkReader.close."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._used(self)
+        self._used(self)

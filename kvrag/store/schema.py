@@ -85,51 +85,25 @@ class Database:
         self._path, self._folder = path, path.parent
         self._lock = threading.RLock()  # guards the one writing connection
         self._idle: deque[sqlite3.Connection] = deque()  # reading connections
-        self.read_only, self._closed = False, False
-        with translated(self._folder), _alone(path):
+        self._closed = False
+        # one process at a time: creating it takes several steps
+        with translated(self._folder), FileLock(path.with_name(f"{path.name}.lock"), mode=0o600):
             self._writer = self._open()
 
     def _open(self) -> sqlite3.Connection:
-        is_new = False
-        # SQLite reports a read-only file only on the first write
-        if self._path.exists() and not all(os.access(path, os.W_OK) for path in (self._path, self._folder)):
-            self.read_only = True
-            return self._open_to_read()
-        try:
-            connection = connect(self._path)
-            is_new = not _has_tables(connection, self._folder)
-            connection.execute("PRAGMA journal_mode=WAL")
-            connection.execute("PRAGMA secure_delete=ON")  # a deleted text's ids are overwritten
-            connection.execute("PRAGMA synchronous=NORMAL")  # a lost row is a miss, and `gc` deletes its file
+        connection = connect(self._path)
+        is_new = not _has_tables(connection, self._folder)
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA secure_delete=ON")  # a deleted text's ids are overwritten
+        connection.execute("PRAGMA synchronous=NORMAL")  # a lost row is a miss, and `gc` deletes its file
+        connection.create_function("raised", 5, raised)
+        if is_new:
             connection.execute(f"PRAGMA user_version={FORMAT}")
-            connection.create_function("raised", 5, raised)
             with connection:  # all of it, or it is new again
                 connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA}")
-                if is_new:
-                    _start_counting(connection, time.time_ns() // 1000)
-        except sqlite3.OperationalError as error:
-            if is_new or not self._path.exists() or _primary(error) not in _UNWRITABLE:
-                raise
-            connection = self._open_to_read()
-            self.read_only = True
+                _start_counting(connection, time.time_ns() // 1000)
         for table in ("texts", "chunks", "holders", "counters"):
             connection.execute(f"SELECT * FROM {table} LIMIT 1").fetchone()
-        return connection
-
-    def _open_to_read(self) -> sqlite3.Connection:
-        """Open for reading, including the write-ahead log if it is readable."""
-        # SQLite would create missing log files
-        has_log = all(self._path.with_name(self._path.name + suffix).exists() for suffix in ("-wal", "-shm"))
-        for way in ("", "&immutable=1") if has_log else ("&immutable=1",):
-            connection = connect(self._path, f"?mode=ro{way}")
-            try:
-                _has_tables(connection, self._folder)
-                connection.execute("SELECT count(*) FROM counters").fetchone()
-                break
-            except sqlite3.OperationalError:
-                connection.close()
-                if way:
-                    raise
         return connection
 
     # ---------------------------------------------------------------- copies
@@ -166,7 +140,6 @@ class Database:
         left = before - {key for (key,) in copy.execute("SELECT key FROM chunks")}
         with self._reading() as connection:
             highest = [time.time_ns() // 1000, *_counted(connection), *_counted(copy)]
-        copy.executescript(_SCHEMA)
         copy.execute("UPDATE texts SET number = number + ?1 - (SELECT min(number) FROM texts)", (max(highest) + 1,))
         _start_counting(copy, max(highest) + 1)
         copy.execute("INSERT OR REPLACE INTO counters VALUES ('purged', -1)")
@@ -178,8 +151,6 @@ class Database:
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Run one write transaction, or a part of this thread's; an error undoes all of it."""
-        if self.read_only:
-            raise StoreReadOnlyError(f"{self._folder} is not writable: choose another store folder")
         with self._lock, translated(self._folder):
             if self._writer.in_transaction:
                 yield self._writer
@@ -216,8 +187,6 @@ class Database:
     def _connect_reader(self) -> sqlite3.Connection:
         if self._closed:
             raise StoreError(f"the store {self._folder} is closed")
-        if self.read_only:
-            return self._open_to_read()
         connection = connect(self._path, "?mode=rw")
         connection.execute("PRAGMA query_only=1")
         connection.execute("PRAGMA cache_size=-8000")
@@ -355,7 +324,6 @@ def _has_tables(connection: sqlite3.Connection, folder: Path) -> bool:
 
 
 _DAMAGED = (sqlite3.DatabaseError, UnicodeDecodeError)  # SQLite's messages repeat file content
-_UNWRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_FULL)
 _FULL = sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE  # the second one: no room for the index of the log
 
 
@@ -366,15 +334,6 @@ def _is_damage(error: BaseException | None) -> bool:
 def _primary(error: Exception) -> int:
     """Return SQLite's primary error code, without the extended code in the upper bits."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Let one process at a time open a manifest: creating it takes several steps."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a read-only folder: nothing to create
-            stack.enter_context(FileLock(path.with_name(f"{path.name}.lock"), mode=0o600))
-        yield
 
 
 @contextlib.contextmanager

@@ -33,7 +33,6 @@ from kvrag.errors import (
     SettingError,
     StoreError,
     StoreFullError,
-    StoreReadOnlyError,
 )
 from kvrag.fingerprint import Fingerprint
 from kvrag.process import Background
@@ -69,8 +68,6 @@ class SharedStore(KVStore):
         url: URL of the remote, without a password.
         path: The local folder of this machine for this remote.
     """
-
-    read_only = False
 
     def __init__(
         self,
@@ -138,8 +135,6 @@ class SharedStore(KVStore):
                 f"cannot create the local folder {self.path} ({error.strerror}): choose another store_cache"
             ) from error
         self._manifest = Manifest(self.path / MANIFEST)
-        if self._manifest.read_only:
-            raise StoreReadOnlyError(f"the local folder {self.path} is not writable: choose another store_cache")
         self._local = FileStore(local, **self._settings)
         self._log = self._changes = Log(
             self._remote, self._manifest, self._drop_removed, self._recheck_owner, self._appended

@@ -26,6 +26,7 @@ from unittest.mock import patch
 import hypothesis.strategies as st
 from hypothesis import note
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from places import names_in
 from records import FINGERPRINT, has, record, text
 
 from kvrag import ChunkUnreadableError, SharedStore, StoreError
@@ -542,9 +543,11 @@ class Fleet(RuleBasedStateMachine):
         assert stored.keys() <= {*self.held.values()}, "gc leaves chunks that nothing holds"
         self.loose.clear()
         remote = self.observer._remote._remote
-        assert {name.rpartition("/")[2] for name in remote.names("chunks/")} == {row.file for row in stored.values()}
+        assert {name.rpartition("/")[2] for name in names_in(remote, "chunks/")} == {
+            row.file for row in stored.values()
+        }
         keys = {row.text_key for row in stored.values()}
-        named = [*remote.names("bases/"), *remote.names("changes/")]
+        named = [*names_in(remote, "bases/"), *names_in(remote, "changes/")]
         head = self.observer._log._head()
         assert named == [log._base(head.base)], "gc leaves changes and former bases"
         assert head.changes == []

@@ -17,7 +17,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import obstore
 from obstore.store import MemoryStore
+
+from kvrag.store.objects import ObjectStore
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
 
@@ -51,6 +54,11 @@ class Memory:
 
     def __call__(self, bucket: str, *, prefix: str, **_: object) -> MemoryStore:
         return self._prefixes[prefix]
+
+
+def names_in(remote: ObjectStore, prefix: str) -> list[str]:
+    """Return the names of the objects under a prefix."""
+    return [item["path"] for page in obstore.list(remote._quick, prefix) for item in page]
 
 
 @contextmanager

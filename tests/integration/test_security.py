@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from blending import CHUNKS, messages
-from places import Bucket, Faults, Memory
+from places import Bucket, Faults, Memory, names_in
 from records import FINGERPRINT, A, B, held
 
 from kvrag import BlendEngine, FileStore, Model, ModelLoadError, SharedStore, StoreError
@@ -131,9 +131,11 @@ def test_gc_erases_the_token_ids_of_a_deleted_text_from_the_place(memory: Memory
     def ids(chunk: ChunkRecord) -> bool:
         """Whether the base or a change has a text's token ids."""
         ids = chunk.ids.astype("<u4").tobytes()
-        changes = store._remote.read(store._remote.names("changes/"))
+        changes = store._remote.read(names_in(store._remote, "changes/"))
         listed = json.dumps([_unpack(content, "change") for content in changes if content])
-        bases = [_unpacked(content, "base") for content in store._remote.read(store._remote.names("bases/")) if content]
+        bases = [
+            _unpacked(content, "base") for content in store._remote.read(names_in(store._remote, "bases/")) if content
+        ]
         return any(ids in base for base in bases) or base64.b64encode(ids).decode() in listed
 
     store.put([A, B])

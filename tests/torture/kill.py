@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from places import run_s3
+from places import names_in, run_s3
 
 import kvrag.store.shared
 from kvrag import BlendEngine, FileStore, SharedStore
@@ -254,8 +254,8 @@ def _age(folder: Path) -> None:
 def _sizes(store: FileStore | SharedStore) -> dict[str, int]:
     """Return name and size of all chunks, with and without a row."""
     if isinstance(store, SharedStore):
-        names = store._remote.names("chunks/")
-        return {name.rpartition("/")[2]: store._remote.open(name)[0] for name in names}  # type: ignore[index]
+        names = names_in(store._remote, "chunks/")
+        return {name.rpartition("/")[2]: store._remote.open(name)[0] for name in names}
     return {path.name: path.stat().st_size for path in store.path.glob("chunks/*/*")}
 
 

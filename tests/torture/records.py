@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from places import run_s3
+from places import names_in, run_s3
 from records import drop_copies
 
 from kvrag.errors import KvragError
@@ -62,14 +62,14 @@ class _Place:
                     truth |= {(key, number): reader.layer(number) for number in range(reader.num_layers)}
                     reader.close()
             drop_copies(store)
-        names = self.remote.names("")
+        names = names_in(self.remote, "")
         contents = self.remote.read(names)
         assert None not in contents
         return dict(zip(names, contents, strict=True)), truth
 
     def fill(self, records: dict[str, bytes]) -> None:
         """Replace all records by these."""
-        self.remote.delete(self.remote.names(""))
+        self.remote.delete(names_in(self.remote, ""))
         for name, record in records.items():
             self.remote.write(name, record)
 

@@ -137,7 +137,7 @@ def calls_on_main_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> lis
         monkeypatch.setattr(owner, name, watched)
 
     for store in (store_of(engine), engine.connector._store):
-        for name in ("read", "look", "swap", "write", "names", "delete", "open"):
+        for name in ("read", "look", "swap", "write", "delete", "open"):
             watch(store._remote, name)
     return seen
 

@@ -23,7 +23,7 @@ import pytest
 import torch
 from blending import CHUNKS, messages
 from fleet import contents
-from places import Bucket, Faults, Stalling, free_port
+from places import Bucket, Faults, Stalling, free_port, names_in
 from records import FINGERPRINT, A, B, C, drop_copies, has, held, record, text
 
 from kvrag import (
@@ -84,7 +84,7 @@ def settle(store: SharedStore) -> None:
 
 
 def chunks_in(store: SharedStore) -> list[str]:
-    return store._remote.names("chunks/")
+    return names_in(store._remote, "chunks/")
 
 
 # ---------------------------------------------------------------- several machines
@@ -184,7 +184,7 @@ def test_a_new_machine_starts_from_the_base(machine: Machine) -> None:
     current.sync()
     behind._follower.close()
     assert one.gc()[0] == 0
-    assert one._remote.names("changes/") == [], "token ids are gone"
+    assert names_in(one._remote, "changes/") == [], "token ids are gone"
     one.put([C])
     new = machine("new")
     for store in (new, behind, current):
@@ -244,8 +244,8 @@ def test_the_log_is_compacted_now_and_then(machine: Machine, monkeypatch: pytest
     behind.sync()
     behind._follower.close()
     one.put([record(33)])
-    assert soon(lambda: len(one._remote.names("changes/")) == 2)
-    assert len(one._remote.names("bases/")) == 1
+    assert soon(lambda: len(names_in(one._remote, "changes/")) == 2)
+    assert len(names_in(one._remote, "bases/")) == 1
     one.put([record(34)])
     behind.sync()
     assert behind._log.restored == 0
@@ -653,7 +653,7 @@ def test_a_store_that_was_deleted_starts_again(machine: Machine) -> None:
     one.put([A, B])
     one.set_document("doc", held("doc", A, B))
     two._log.pull()
-    one._remote.delete([*one._remote.names("changes/"), "fingerprint.json", "head.json"])
+    one._remote.delete([*names_in(one._remote, "changes/"), "fingerprint.json", "head.json"])
     one._remote.delete(chunks_in(one))
     before = one.removals()
     one._pull()
@@ -668,7 +668,7 @@ def test_a_store_that_was_deleted_starts_again(machine: Machine) -> None:
 def test_a_store_that_now_belongs_to_another_model_is_left_alone(machine: Machine, url: str, tmp_path: Path) -> None:
     one = machine("one")
     one.put([A])
-    one._remote.delete([*one._remote.names("changes/"), "fingerprint.json", "head.json"])
+    one._remote.delete([*names_in(one._remote, "changes/"), "fingerprint.json", "head.json"])
     other = SharedStore(url, tmp_path / "two", min_free_bytes=0)
     other.bind(replace(FINGERPRINT, weights="other"))
     with pytest.raises(FingerprintMismatchError, match="different: weights"):
@@ -776,7 +776,7 @@ def test_an_empty_object_is_damaged(s3: Bucket, tmp_path: Path) -> None:
     with contextlib.closing(SharedStore(s3.url.replace("PLACE", "empty"), tmp_path, min_free_bytes=0)) as store:
         store.bind(FINGERPRINT)
         store.put([A])
-        (path,) = store._remote.names("chunks/")
+        (path,) = names_in(store._remote, "chunks/")
         store._remote.write(path, b"")
         assert store.check().damaged == 1
 
@@ -787,7 +787,7 @@ def test_a_listing_with_an_invalid_time_is_refused(s3: Bucket, monkeypatch: pyte
 
     monkeypatch.setattr(obstore, "list", listed)
     with pytest.raises(StoreError, match="damaged metadata: year 0"):
-        connect(s3.url).names("changes/")
+        list(connect(s3.url).listed("changes/"))
 
 
 @pytest.mark.parametrize("part", ["format", "model", "rope", "digest"])

@@ -23,7 +23,7 @@ from kvrag.cli.common import (
     say,
 )
 from kvrag.client.connection import KEY_VARIABLE
-from kvrag.errors import ContextWindowError, KvragError, SettingError
+from kvrag.errors import KvragError, SettingError
 from kvrag.retrieval import documents
 from kvrag.retrieval.content import Problem
 from kvrag.words import counted, human_bytes
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
     from kvrag.retrieval.index import ChunkIndex
 
-TOTALS = ("chunks", "new", "reused", "skipped", "tokens", "bytes")
 _NAMED = 3  # documents or files named in a message
 _LOADED = ("dtype", "device", "quantization", "store_states", "n_ctx")
 _LOCAL = ("store", "codec", *_LOADED, "context_tokens", "embedder", "tune")
@@ -84,12 +83,8 @@ def run_with(warm: Callable[[argparse.Namespace], dict[str, Any]], args: argpars
     documents.check_lengths(args.chunk_tokens, args.chunk_overlap)
     try:
         result = warm(args)
-    except KeyboardInterrupt as error:
-        kept = str(error) or "encoded chunks are kept"
-        raise KeyboardInterrupt(f"interrupted; {kept}: run the command again to resume") from None
-    if result["skipped"]:
-        short = counted(result["skipped"], "short chunk")
-        result["warnings"].append(f"{short} can be retrieved but not reused")
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; encoded chunks are kept: run the command again to resume") from None
     gone, problems = result["gone"], result["problems"]
     result |= {"seconds": time.perf_counter() - started, "problems": [problem.to_dict() for problem in problems]}
     if args.json:
@@ -122,12 +117,12 @@ def warm_here(args: argparse.Namespace) -> dict[str, Any]:
         dropped = drop(index, gone, partial(engine.forget, namespace=args.namespace)) if args.prune else 0
         chunks, pages, problems = read_chunks(args, engine.encode)
         say(f"{counted(len(chunks), 'document')}, for {place}")
-
-        def add(name: str) -> int:
-            return index.add(chunks[name], document=name, pages=pages[name])
-
-        result = _encode(engine, chunks, args, problems, add)
-        result |= {"gone": gone, "dropped": dropped, "problems": problems}
+        result = _encode(engine, chunks, args) | {"gone": gone, "dropped": dropped, "problems": problems}
+        result["indexed"] = 0
+        with progress("indexing", args.json) as update:  # last, so that every retrievable chunk has its KV
+            for number, (name, texts) in enumerate(chunks.items(), 1):
+                result["indexed"] += index.add(texts, name, pages=pages[name])
+                update(number, len(chunks))
         if args.tune:
             with progress("calibrating", args.json) as update:
                 result["tuned"] = str(engine.calibrate(namespace=args.namespace, progress=update))
@@ -146,52 +141,19 @@ def warm_on_server(args: argparse.Namespace) -> dict[str, Any]:
         dropped = sum(engine.forget(name, namespace=args.namespace) for name in gone) if args.prune else 0
         chunks, _, problems = read_chunks(args, _tokenizer(args.tokenizer or engine.model_name, engine))
         say(f"{counted(len(chunks), 'document')}, for {engine.model_name} on {args.server}")
-        result = _encode(engine, chunks, args, problems) | {"gone": gone, "dropped": dropped, "problems": problems}
+        result = _encode(engine, chunks, args) | {"gone": gone, "dropped": dropped, "problems": problems}
         return result | {"server": args.server, "model": engine.model_name}
 
 
 def _encode(
-    engine: BlendEngine | RemoteEngine,
-    chunks: dict[str, list[str]],
-    args: argparse.Namespace,
-    problems: list[Problem],
-    add_to_index: Callable[[str], int] = lambda name: 0,
+    engine: BlendEngine | RemoteEngine, chunks: dict[str, list[str]], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Encode documents one by one; the old chunks of each are dropped once its new ones are stored.
-
-    Args:
-        problems: Gets those that have a chunk which exceeds the model's window.
-    """
-    totals: dict[str, Any] = dict.fromkeys((*TOTALS, "indexed"), 0)
-    warnings: dict[str, None] = {}
-    number = sum(map(len, chunks.values()))
-    before = num_files = encoded = 0
-    with progress("encoding", args.json, "chunks") as report:
-        for name, texts in chunks.items():
-
-            def moved(done: int, total: int, before: int = before, size: int = len(texts)) -> None:
-                nonlocal encoded
-                encoded = before + size * done // max(1, total)
-                report(encoded, number)
-
-            try:
-                moved(0, 0)
-                warmed = engine.warm(texts, document=name, namespace=args.namespace, progress=moved)
-            except KeyboardInterrupt:
-                raise KeyboardInterrupt(f"{encoded} of {counted(number, 'chunk')} are encoded and kept") from None
-            except ContextWindowError as error:
-                problems.append(Problem(name, f"skipped: {error}", is_unreadable=True))
-                say(str(problems[-1]))
-                continue
-            for field in TOTALS:
-                totals[field] += getattr(warmed, field)
-            totals["indexed"] += add_to_index(name)
-            # those about short chunks differ in their number only, which is summed up
-            warnings |= dict.fromkeys(warmed.warnings if not warmed.skipped else ())
-            num_files += 1
-            before += len(texts)
-            report(before, number)
-    return totals | {"files": num_files, "warnings": list(warnings)}
+    """Encode documents, and drop the chunks that they no longer have."""
+    texts = [text for texts in chunks.values() for text in texts]
+    names = [name for name, texts in chunks.items() for _ in texts]
+    with progress("encoding", args.json) as report:
+        warmed = engine.warm(texts, document=names, namespace=args.namespace, progress=report, skip_invalid=True)
+    return warmed.to_dict() | {"files": len(chunks)}
 
 
 def _tokenizer(name: str, engine: RemoteEngine) -> Callable[[str], list[int]]:
@@ -260,12 +222,3 @@ def drop(index: ChunkIndex, names: Sequence[str], forget: Callable[[str], int]) 
     for name in names:
         index.remove(name)  # first, so that every retrievable chunk has its KV
     return sum(map(forget, names))
-
-
-def bytes_per_token(engine: BlendEngine, chunk_tokens: int) -> float:
-    """Return the bytes that a stored token takes under the engine's codec."""
-    from kvrag.store.values import share
-
-    model = engine.model
-    kv = model.bytes_per_token * share(engine.codec, chunk_tokens, model.head_dim, model.dtype)
-    return kv + model.bytes_per_chunk / chunk_tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvrag.cli.common import add_number, at_least, open_engine, open_index, progress, say
 from kvrag.cli.main import Parser, add_command, execute
 from kvrag.cli.serve import add_arguments, build, read_config, read_settings
-from kvrag.cli.warm import TOTALS, add_local_arguments, bytes_per_token, drop, find_gone, read_chunks, run_with
+from kvrag.cli.warm import add_local_arguments, drop, find_gone, read_chunks, run_with
 from kvrag.fingerprint import Fingerprint
 from kvrag.retrieval.content import Problem
 from kvrag.retrieval.index import ChunkIndex
@@ -17,5 +17,5 @@ from kvrag.server.guard import Guard
 from kvrag.server.run import bind
 from kvrag.server.settings import ServerSettings
 from kvrag.store import is_shared
-from kvrag.store.values import text_key
+from kvrag.store.values import share, text_key
 from kvrag.words import counted, human_bytes

@@ -21,12 +21,10 @@ from ray.exceptions import RayActorError, RayError
 
 from kvrag import BlendConfig, KvragError, SettingError
 from kvrag.ext.commands import (
-    TOTALS,
     Fingerprint,
     Problem,
     add_local_arguments,
     at_least,
-    bytes_per_token,
     counted,
     drop,
     find_gone,
@@ -37,6 +35,7 @@ from kvrag.ext.commands import (
     read_chunks,
     run_with,
     say,
+    share,
     text_key,
 )
 from ray_kvrag.cluster import Cluster, connect, on_all_machines, report_missing
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
 
 _REPORT_AFTER_S = 30.0  # without any worker: report the missing resources
 _TRIES = 3  # per document whose workers die: it may be the cause
+_TOTALS = ("chunks", "new", "reused", "skipped", "tokens", "bytes")
 _HOLDERS = 2  # documents that must contain a text before it is stored alone and not encoded again
 
 
@@ -89,7 +89,9 @@ class EncodingWorker:
         except (KvragError, OSError) as error:
             return str(error)
         model, store = engine.model, self._args.store or str(engine.store.path)
-        size = bytes_per_token(engine, self._args.chunk_tokens)
+        length = self._args.chunk_tokens
+        size = model.bytes_per_token * share(engine.codec, length, model.head_dim, model.dtype)
+        size += model.bytes_per_chunk / length
         return Facts(store, engine.fingerprint, model.name, model.context_window, model.stable_length, size)
 
     def warm(self, name: str, chunks: list[str]) -> dict[str, Any] | str:
@@ -104,7 +106,7 @@ class EncodingWorker:
             report = engine.warm(chunks, document=name, namespace=self._args.namespace)
         except (KvragError, OSError) as error:
             return str(error)
-        totals = {field: getattr(report, field) for field in TOTALS}
+        totals = {name: getattr(report, name) for name in _TOTALS}
         return totals | {"seconds": time.perf_counter() - started}
 
 
@@ -391,7 +393,7 @@ def _warm(pool: WorkerPool, plan: ClusterPlan, index: ChunkIndex, quiet: bool) -
     """Send a plan's documents to the workers, and index those that are encoded, until all are done."""
     queue = DocumentQueue(plan.texts, plan.warm)
     lengths = {name: sum(texts.values()) for name, texts in plan.texts.items() if name not in plan.warm}
-    totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
+    totals: dict[str, Any] = dict.fromkeys(_TOTALS, 0)
     indexed = 0
     for name in plan.warm:
         totals["chunks"] += len(set(plan.chunks[name]))
@@ -426,6 +428,8 @@ def _warm(pool: WorkerPool, plan: ClusterPlan, index: ChunkIndex, quiet: bool) -
             f"{counted(worker['tokens'], 'token')}, {worker['tokens_per_second']:.0f} tokens/s"
         )
     warnings = []
+    if totals["skipped"]:
+        warnings.append(f"{counted(totals['skipped'], 'short chunk')} can be retrieved but not reused")
     if pool.lost:
         warnings.append(f"{pool.lost} workers died and were replaced: nothing is missing")
     result = totals | {"indexed": indexed, "files": len(plan.chunks), "warm": len(plan.warm), "warnings": warnings}

@@ -11,8 +11,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pdf import PDF, pdf
 from run_script import start
 
 import kvrag.cli.common
+import kvrag.ingest.ingest
 import kvrag.retrieval.index
 from kvrag import BlendConfig, BlendEngine, Model, SettingError
 from kvrag.cli import serve
@@ -404,18 +406,18 @@ def test_a_file_that_cannot_be_read_keeps_its_chunks(
     assert keys(tmp_path / "kv") == encoded
 
 
-def test_a_document_with_a_chunk_beyond_the_window_is_named_and_skipped_alone(
+def test_a_chunk_beyond_the_window_is_named_and_skipped_alone(
     folder: Path, tmp_path: Path, as_json: Json, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    long, command = folder / "long.txt", ("warm", folder, "--store", tmp_path / "kv", "--chunk-tokens", 9000)
+    long = folder / "long.txt"
     long.write_text("It rained all day. " * 1000)
-    result = as_json(*command, code=1)
-    assert (result["files"], result["new"]) == (3, 3)
-    (problem,) = result["problems"]
-    assert problem["file"] == str(long)
-    assert problem["message"].startswith("skipped: chunk 0 of document ")
-    assert main([*map(str, command)]) == 1
-    assert f"{long}: skipped: chunk 0 of document " in capsys.readouterr().err
+    command = ("warm", folder, "--store", tmp_path / "kv", "--chunk-tokens", 9000)
+    result = as_json(*command)
+    assert (result["files"], result["new"]) == (4, 3)
+    [warning] = result["warnings"]
+    assert warning.startswith(f"skipped: chunk 3 of document {str(long)!r}")
+    assert main([*map(str, command)]) == 0
+    assert warning in capsys.readouterr().err
 
 
 def test_warm_on_a_server_that_is_not_there(fails: Callable[..., str]) -> None:
@@ -459,20 +461,18 @@ def test_an_interrupted_ingestion_continues_where_it_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     command = ("warm", folder, "--store", tmp_path / "kv", *CUT)
-    warm, calls = BlendEngine.warm, []
+    encode = kvrag.ingest.ingest.encode
 
-    def interrupted(self: BlendEngine, *args: Any, **kwargs: Any) -> Any:
-        calls.append(kwargs["document"])
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return warm(self, *args, **kwargs)
+    def interrupted(*arguments: Any) -> Iterator[Any]:
+        yield from islice(encode(*arguments), 4)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(BlendEngine, "warm", interrupted)
+        patch.setattr("kvrag.ingest.ingest.encode", interrupted)
         said = fails(*command, code=130)
     again = as_json(*command)
-    assert (again["new"], again["reused"]) == (2, 4)
-    assert "interrupted; 4 of 6 chunks are encoded and kept: run the command again to resume" in said
+    assert (again["new"], again["reused"], again["indexed"]) == (2, 4, 6)
+    assert "interrupted; encoded chunks are kept: run the command again to resume" in said
 
 
 def test_an_edited_file_drops_its_old_chunks(folder: Path, tmp_path: Path, as_json: Json) -> None:

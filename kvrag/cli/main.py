@@ -16,7 +16,7 @@ from kvrag.errors import KvragError, out_of_memory
 _COMMANDS = {  # modules of kvrag.cli, with their help
     "demo": "run the offline demo: under a minute on two idle cores",
     "warm": "encode files and folders into a store",
-    "ask": "ask about the warmed documents: a question, or several in a conversation",
+    "ask": "answer a question about the warmed documents",
     "explain": "explain what was reused of a prompt, and why not more",
     "serve": "serve a model and a corpus with OpenAI's API",
     "estimate": "estimate disk usage and time before you ingest",

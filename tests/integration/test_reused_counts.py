@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -19,7 +18,7 @@ from openai import OpenAI
 from serving import NAME, Served, serving
 
 from kvrag import Answer, BlendConfig, BlendEngine, BlendReport, Model, RemoteEngine
-from kvrag.cli.ask import print_answer
+from kvrag.inspect.explanation import summary_of
 from kvrag.reuse.blend import LateRecompute
 from kvrag.server.response import openai_usage
 from kvrag.types import join
@@ -32,7 +31,7 @@ OPTIONS: dict[str, Any] = {"temperature": 0, "max_new_tokens": 4}
 WIRE: dict[str, Any] = {"model": NAME, "temperature": 0}
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 
-Place = Callable[[BlendEngine, Served, Any], object]
+Place = Callable[[BlendEngine, Served], object]
 
 
 def _client(served: Served) -> OpenAI:
@@ -46,10 +45,9 @@ def _abandoned(engine: BlendEngine) -> int:
     return engine.explain().report.reused_tokens
 
 
-def _line(engine: BlendEngine, capture: Any) -> object:
-    answer = engine.generate(PROMPT, **OPTIONS)
-    print_answer("", [], answer.text, answer.report, argparse.Namespace(json=False))
-    [reused] = re.findall(r"(\d+) reused", capture.readouterr().err)
+def _line(engine: BlendEngine) -> object:
+    report = engine.generate(PROMPT, **OPTIONS).report
+    [reused] = re.findall(r"(\d+) reused", "\n".join(summary_of(report)))
     return int(reused)
 
 
@@ -86,27 +84,23 @@ def _response(served: Served, **more: Any) -> Any:
 
 
 PLACES: dict[str, Place] = {
-    "generate": lambda engine, served, test: engine.generate(PROMPT, **OPTIONS).report.reused_tokens,
-    "stream": lambda engine, served, test: join(engine.stream(PROMPT, **OPTIONS)).report.reused_tokens,
-    "an abandoned stream": lambda engine, served, test: _abandoned(engine),
-    "the command line": lambda engine, served, test: _line(engine, test.capture),
-    "LangChain": lambda engine, served, test: _langchain(engine, False),
-    "LangChain, streamed": lambda engine, served, test: _langchain(engine, True),
-    "LlamaIndex": lambda engine, served, test: _llama_index(engine, False),
-    "LlamaIndex, streamed": lambda engine, served, test: _llama_index(engine, True),
-    "a client": lambda engine, served, test: RemoteEngine(served.url).generate(PROMPT, **OPTIONS).report.reused_tokens,
-    "a report": lambda engine, served, test: served.ask(TEXT).json()["kvrag"]["reused_tokens"],
-    "a chat": lambda engine, served, test: _chat(served).prompt_tokens_details.cached_tokens,
-    "a streamed chat": lambda engine, served, test: _chat(served, **STREAM).prompt_tokens_details.cached_tokens,
-    "a completion": lambda engine, served, test: _completion(served).prompt_tokens_details.cached_tokens,
-    "a streamed completion": lambda engine, served, test: (
-        _completion(served, **STREAM).prompt_tokens_details.cached_tokens
-    ),
-    "a response": lambda engine, served, test: _response(served).input_tokens_details.cached_tokens,
-    "a streamed response": lambda engine, served, test: (
-        _response(served, stream=True).input_tokens_details.cached_tokens
-    ),
-    "a metric": lambda engine, served, test: _metric(engine, served, "cached"),
+    "generate": lambda engine, served: engine.generate(PROMPT, **OPTIONS).report.reused_tokens,
+    "stream": lambda engine, served: join(engine.stream(PROMPT, **OPTIONS)).report.reused_tokens,
+    "an abandoned stream": lambda engine, served: _abandoned(engine),
+    "the command line": lambda engine, served: _line(engine),
+    "LangChain": lambda engine, served: _langchain(engine, False),
+    "LangChain, streamed": lambda engine, served: _langchain(engine, True),
+    "LlamaIndex": lambda engine, served: _llama_index(engine, False),
+    "LlamaIndex, streamed": lambda engine, served: _llama_index(engine, True),
+    "a client": lambda engine, served: RemoteEngine(served.url).generate(PROMPT, **OPTIONS).report.reused_tokens,
+    "a report": lambda engine, served: served.ask(TEXT).json()["kvrag"]["reused_tokens"],
+    "a chat": lambda engine, served: _chat(served).prompt_tokens_details.cached_tokens,
+    "a streamed chat": lambda engine, served: _chat(served, **STREAM).prompt_tokens_details.cached_tokens,
+    "a completion": lambda engine, served: _completion(served).prompt_tokens_details.cached_tokens,
+    "a streamed completion": lambda engine, served: _completion(served, **STREAM).prompt_tokens_details.cached_tokens,
+    "a response": lambda engine, served: _response(served).input_tokens_details.cached_tokens,
+    "a streamed response": lambda engine, served: _response(served, stream=True).input_tokens_details.cached_tokens,
+    "a metric": lambda engine, served: _metric(engine, served, "cached"),
 }
 
 
@@ -120,18 +114,13 @@ def answering(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         yield engine, served
 
 
-@pytest.fixture
-def test(capsys: Any) -> argparse.Namespace:
-    return argparse.Namespace(capture=capsys)
-
-
 @pytest.mark.parametrize("unsure_at", [None, 0, 2])
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_recomputed_on_doubt_is_not_reused(
-    answering: Any, test: Any, place: str, unsure_at: int | None, monkeypatch: pytest.MonkeyPatch
+    answering: Any, place: str, unsure_at: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LateRecompute, "is_unsure", lambda late, token, margin: token == unsure_at)
-    reused = PLACES[place](*answering, test)
+    reused = PLACES[place](*answering)
     assert reused > 50 if unsure_at is None else reused == 0
 
 

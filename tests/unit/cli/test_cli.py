@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import io
 import json
 import os
 import re
@@ -117,9 +116,9 @@ def keys(store: Path) -> set[str]:
 # -------------------------------------------------------------------- help and usage
 
 
-NEEDED = {"explain": ["x"], "warm": [__file__], "store": ["stats"]}
+NEEDED = {"ask": ["x"], "explain": ["x"], "warm": [__file__], "store": ["stats"]}
 """Arguments without which a command is wrong anyway."""
-USES_MODEL = [["ask", "x"], ["ask"], ["estimate"], ["explain", "x"], ["verify"], ["warm", __file__]]
+USES_MODEL = [["ask", "x"], ["estimate"], ["explain", "x"], ["verify"], ["warm", __file__]]
 WRONG = [
     *([*command.split(), *NEEDED.get(command, []), "--wrong-flag"] for command in _COMMANDS),
     *(["ask", "x", *wrong] for wrong in (["--ratio", "2"], ["--policy", "no"], ["--codec", "no"], ["--top-k", "0"])),
@@ -131,7 +130,6 @@ WRONG = [
     *(["serve", *wrong] for wrong in (["--api-key", "a b"], ["--temperature", "3"], ["--chunk-overlap", "256"])),
     ["warm", "missing"],
     ["warm", __file__, "--chunk-overlap", "256"],
-    ["ask", "--store", "missing"],
     ["store", "stats", "--store", "missing"],
     ["estimate", "--dtype", "int4"],
     ["explain", "missing.txt"],
@@ -186,7 +184,7 @@ def test_wrong_usage_is_one_line(command: str, said: str, capsys: pytest.Capture
     assert (caught.value.code, captured.out) == (2, "")
 
 
-@pytest.mark.parametrize("command", [["warm", "README.md"], ["ask", "Who?"], ["ask"]], ids=lambda c: c[0])
+@pytest.mark.parametrize("command", [["warm", "README.md"], ["ask", "Who?"]], ids=lambda c: c[0])
 @pytest.mark.parametrize("missing", ["faiss", "sentence_transformers", "langchain_text_splitters"])
 def test_without_its_extra_a_command_fails_before_it_loads_a_model(
     missing: str, command: list[str], fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
@@ -597,7 +595,7 @@ def test_errors_of_warm_are_one_line(
     assert message in fails("warm", *argv, "--store", tmp_path / "kv")
 
 
-# -------------------------------------------------------------------- ask and chat
+# -------------------------------------------------------------------- ask
 
 
 def test_ask_finds_the_chunk_and_answers(warmed: Path, as_json: Json) -> None:
@@ -629,12 +627,11 @@ def test_ask_before_warm_says_what_to_do(
     tmp_path: Path, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert f"`kvrag warm PATH --store {tmp_path / 'kv'}`" in fails("ask", QUESTION, "--store", tmp_path / "kv")
-    assert "kvrag warm PATH" in fails("ask", "--store", tmp_path / "kv")
     assert "question is empty" in fails("ask", " ", "--store", tmp_path / "kv")
     assert not (tmp_path / "kv").exists()
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(Model, "from_pretrained", None)  # not called
-    for command in (["ask", QUESTION], ["ask"], ["store", "stats"]):
+    for command in (["ask", QUESTION], ["store", "stats"]):
         assert "run `kvrag warm PATH` first, on this machine" in fails(*command)
     assert not (tmp_path / ".cache" / "kvrag").exists()  # none of them made a store
 
@@ -690,59 +687,16 @@ def test_an_unknown_model_is_one_line(command: list[str], fails: Callable[..., s
     assert "HF_HUB_OFFLINE" in message
 
 
-@pytest.mark.parametrize("command", ["ask Who? --max-tokens 1", "ask", "explain Who?", "estimate", "warm README.md"])
+@pytest.mark.parametrize("command", ["ask Who? --max-tokens 1", "explain Who?", "estimate", "warm README.md"])
 def test_the_bundled_reader_says_that_it_knows_only_its_own_world(
-    command: str, warmed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, warmed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
     shutil.copytree(warmed, tmp_path / "kv")
     store = [] if command == "estimate" else ["--store", str(tmp_path / "kv")]
     assert main([*command.split(), *store]) == 0
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("model: reader, ")]
     assert len(told) == 1
     assert "pass a model of the hub, such as --model " in told[0]
-
-
-def test_chat_answers_line_by_line(
-    warmed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"\n{QUESTION}\n{QUESTION}\n/quit\nWhat?\n"))
-    argv = ["ask", "--store", str(warmed), *CONTEXT, "--policy", "full", "--json"]
-    assert main(argv) == 0
-    captured = capsys.readouterr()
-    turns = [json.loads(line) for line in captured.out.splitlines()]
-    assert [turn["question"] for turn in turns] == [QUESTION, QUESTION]
-    assert turns[0]["answer"] == ANSWER
-    assert turns[1]["report"]["prompt_tokens"] > turns[0]["report"]["prompt_tokens"]  # the first turn is in it
-    monkeypatch.chdir(warmed)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTION}\n"))
-    assert main([*argv[:-1], "--max-tokens", "1"]) == 0
-    assert f"sources: {turns[0]['context'][0]['document']}" in capsys.readouterr().err
-
-
-def test_chat_retrieves_by_the_questions_before_as_well(
-    warmed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def found(*questions: str) -> set[str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(questions)))
-        assert main(["ask", "--store", str(warmed), "--json", "--max-tokens", "1"]) == 0
-        last = json.loads(capsys.readouterr().out.splitlines()[-1])
-        return {Path(hit["document"]).name for hit in last["context"]}
-
-    assert "ingla.txt" in found(QUESTION, "And what is it made of?")
-    assert "ingla.txt" not in found("And what is it made of?")
-
-
-def test_a_long_chat_drops_its_oldest_turns_and_reports_it(
-    warmed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    question = "Which company makes golden pens? " * 40
-    monkeypatch.setattr(sys, "stdin", io.StringIO((question + "\n") * 4 + question * 9 + "\n" + QUESTION + "\n"))
-    assert main(["ask", "--store", str(warmed), "--max-tokens", "2", "--json"]) == 0
-    captured = capsys.readouterr()
-    assert "the oldest turn was dropped" in captured.err
-    assert "too many for the window" in captured.err  # the question that does not fit with any conversation
-    assert len(captured.out.splitlines()) == 5
 
 
 # -------------------------------------------------------------------- estimate and store

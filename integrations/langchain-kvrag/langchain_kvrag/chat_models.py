@@ -27,7 +27,8 @@ from langchain_core.utils.json import parse_partial_json
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from kvrag import Answer, BlendEngine, Delta, LLMSettings, PromptError, RemoteEngine, SettingError
-from kvrag.ext.frameworks import LONGER, join, parameters_of
+from kvrag.llm import LONGER, parameters_of
+from kvrag.types import join
 from langchain_kvrag.messages import template_messages
 from langchain_kvrag.settings import BlendSettings, achunks, chunks, langchain_errors, usage
 

@@ -10,7 +10,7 @@ from typing import Any
 from langchain_core.embeddings import Embeddings
 
 from kvrag import SettingError
-from kvrag.ext.frameworks import DEFAULT_EMBEDDER, load_embedder
+from kvrag.retrieval.index import DEFAULT_EMBEDDER, load_embedder
 
 
 # instead of HuggingFaceEmbeddings, which ignores a model's prompts, fails in threads, and pins huggingface-hub<2

@@ -13,7 +13,7 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from pydantic import PrivateAttr
 
 from kvrag import Answer, Delta, LLMSettings, SettingError
-from kvrag.ext.frameworks import join, openai_usage
+from kvrag.types import join, openai_usage
 from langchain_kvrag.settings import BlendSettings, achunks, chunks, langchain_errors, usage
 
 _RUN_ARGUMENTS = ("callbacks", "tags", "metadata", "run_name", "run_id")

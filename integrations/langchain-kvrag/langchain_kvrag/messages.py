@@ -8,7 +8,7 @@ from typing import Any, cast
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, FunctionMessage, ToolMessage
 
 from kvrag import PromptError
-from kvrag.ext.frameworks import template_call
+from kvrag.llm import template_call
 
 # not LangChain's convert_to_openai_messages: it keeps reasoning in prompts, and joins parts with line breaks
 _ROLES = {"system": "system", "human": "user", "ai": "assistant", "tool": "tool", "function": "tool"}

@@ -16,7 +16,7 @@ from typing import Any
 from langchain_core.indexing import RecordManager
 
 from kvrag import StoreError
-from kvrag.ext.frameworks import connect
+from kvrag.store.schema import connect
 
 # instead of langchain-classic's SQLRecordManager, which loses the source of renewed records after a failed indexing
 _SCHEMA = """

@@ -19,7 +19,7 @@ from langchain_core.outputs import ChatGenerationChunk, GenerationChunk
 from pydantic import model_validator
 
 from kvrag import Answer, ContextWindowError, Delta, LLMSettings
-from kvrag.ext.frameworks import LLMFields
+from kvrag.llm_fields import LLMFields
 
 _VERSION = version("langchain-kvrag")
 

@@ -14,7 +14,8 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from kvrag import BlendEngine, KvragError, RemoteEngine, SettingError, WarmReport
-from kvrag.ext.frameworks import Adding, Existing, VectorStoreKV, naming_places, uncancelled
+from kvrag.llm import naming_places
+from kvrag.vectorstore import Adding, Existing, VectorStoreKV, uncancelled
 from langchain_kvrag.listing import adocuments_by_id, documents_by_id, listed_ids, lists_in_order, place
 from langchain_kvrag.settings import BlendSettings, source_name
 

@@ -17,7 +17,8 @@ from typing import Any
 import ray
 
 from kvrag import KvragError, SettingError
-from kvrag.ext.commands import is_shared, say
+from kvrag.cli.common import say
+from kvrag.store import is_shared
 
 HERE = "here"
 """The address of the cluster in RAY_ADDRESS, of the one running here, or of a new one."""

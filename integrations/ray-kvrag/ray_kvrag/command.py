@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kvrag.ext.commands import Parser, add_command, execute
+from kvrag.cli.main import Parser, add_command, execute
 from ray_kvrag.cluster import ADDRESS, HERE
 
 _COMMANDS = {

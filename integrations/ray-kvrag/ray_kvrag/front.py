@@ -10,7 +10,9 @@ from contextlib import aclosing
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvrag.ext.commands import ApiError, Guard, ServerSettings, describe, error_response
+from kvrag.server.api_errors import ApiError, describe, error_response
+from kvrag.server.guard import Guard
+from kvrag.server.settings import ServerSettings
 from ray_kvrag.routing import Route
 
 logger = logging.getLogger("kvrag")

@@ -27,8 +27,11 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from kvrag import KvragError, SettingError
-from kvrag.ext.commands import ServerSettings, add_number, bind, build, read_config, read_settings, say
-from kvrag.ext.commands import add_arguments as add_serve_arguments
+from kvrag.cli.common import add_number, say
+from kvrag.cli.serve import add_arguments as add_serve_arguments
+from kvrag.cli.serve import build, read_config, read_settings
+from kvrag.server.run import bind
+from kvrag.server.settings import ServerSettings
 from ray_kvrag.cluster import Cluster, connect, current_cluster, on_all_machines
 from ray_kvrag.command import add_address
 from ray_kvrag.front import ServerLost, front

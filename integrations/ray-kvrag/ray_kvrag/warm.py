@@ -20,31 +20,20 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from kvrag import BlendConfig, KvragError, SettingError
-from kvrag.ext.commands import (
-    Fingerprint,
-    Problem,
-    add_local_arguments,
-    at_least,
-    counted,
-    drop,
-    find_gone,
-    human_bytes,
-    open_engine,
-    open_index,
-    progress,
-    read_chunks,
-    run_with,
-    say,
-    share,
-    text_key,
-)
+from kvrag.cli.common import at_least, open_engine, open_index, progress, say
+from kvrag.cli.warm import add_local_arguments, drop, find_gone, read_chunks, run_with
+from kvrag.fingerprint import Fingerprint
+from kvrag.retrieval.content import Problem
+from kvrag.store.values import share, text_key
+from kvrag.words import counted, human_bytes
 from ray_kvrag.cluster import Cluster, connect, on_all_machines, report_missing
 from ray_kvrag.command import add_address
 
 if TYPE_CHECKING:
     from kvrag import BlendEngine, KVStore
-    from kvrag.ext.commands import ChunkIndex
-    from kvrag.ext.models import ChunkTokenizer, Tokenizer
+    from kvrag.backend.protocol import ChunkTokenizer
+    from kvrag.backend.transformers.tokenizer import Tokenizer
+    from kvrag.retrieval.index import ChunkIndex
 
 _REPORT_AFTER_S = 30.0  # without any worker: report the missing resources
 _TRIES = 3  # per document whose workers die: it may be the cause
@@ -322,7 +311,7 @@ def run(args: argparse.Namespace) -> int:
 
 def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
     """Split the files in this process, and encode their chunks on the Ray cluster in `args.address`."""
-    from kvrag.ext.models import open_store
+    from kvrag.store import open_store
 
     with ExitStack() as stack:
         cluster = stack.enter_context(connect(args.address))
@@ -352,7 +341,8 @@ def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
 
 def _load_tokenizer(args: argparse.Namespace, facts: Facts) -> Tokenizer:
     """Load the tokenizer of the cluster's model in this process."""
-    from kvrag.ext.models import Tokenizer, load_tokenizer
+    from kvrag.backend.transformers.loading import load_tokenizer
+    from kvrag.backend.transformers.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(load_tokenizer(args.model), args.model)
     if tokenizer.digest != facts.fingerprint.tokenizer:
@@ -362,7 +352,8 @@ def _load_tokenizer(args: argparse.Namespace, facts: Facts) -> Tokenizer:
 
 def _prune(store: KVStore, index: ChunkIndex, gone: Sequence[str], namespace: str, tokenizer: Tokenizer) -> int:
     """Drop the documents that are gone; see `drop`."""
-    from kvrag.ext.models import Catalog, forget
+    from kvrag.index.catalog import Catalog
+    from kvrag.memory.forgetting import forget
 
     where = namespace, store, Catalog(store), tokenizer.decode, lambda keys: None
     return drop(index, gone, lambda name: forget(partial(store.set_document, name, [], namespace), *where))
@@ -372,7 +363,7 @@ def _make_plan(
     args: argparse.Namespace, facts: Facts, store: KVStore, index: ChunkIndex, tokenizer: Tokenizer
 ) -> ClusterPlan:
     """Read and split all files, and determine which documents are warm."""
-    from kvrag.ext.models import Choosing
+    from kvrag.ingest.ingest import Choosing
 
     config = BlendConfig(context_tokens=args.context_tokens)
     choosing = Choosing(_ModelOutline(facts, tokenizer), store, config, facts.fingerprint)

@@ -25,23 +25,11 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvrag import ContextWindowError, UnsupportedModelError
-from kvrag.ext.models import (
-    UNROTATED,
-    Backend,
-    Branch,
-    CachedKV,
-    Fingerprint,
-    KVCache,
-    LayerSource,
-    Observer,
-    Rotation,
-    Rows,
-    Tokenizer,
-    attention_received,
-    context_window,
-    rope_parameters,
-    stable_length,
-)
+from kvrag.backend.positions import UNROTATED, Rotation, Rows, attention_received
+from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer
+from kvrag.backend.transformers.loading import context_window, rope_parameters, stable_length
+from kvrag.backend.transformers.tokenizer import Tokenizer
+from kvrag.fingerprint import Fingerprint
 from vllm_kvrag import pages
 from vllm_kvrag.pages import PageMap
 from vllm_kvrag.runner import CancelledError, Job

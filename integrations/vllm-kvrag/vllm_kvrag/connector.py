@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvrag import FileStore, KvragError, KVStore, ModelLoadError, SharedStore, UnsupportedModelError
-from kvrag.ext.models import is_shared
+from kvrag.store import is_shared
 from vllm_kvrag import compat
 from vllm_kvrag.fingerprint import fingerprint_of, tokenizer_of
 from vllm_kvrag.params import ConnectorSettings

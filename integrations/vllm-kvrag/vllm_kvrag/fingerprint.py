@@ -18,17 +18,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from kvrag import ModelLoadError, UnsupportedModelError
-from kvrag.ext.models import (
-    Fingerprint,
-    Tokenizer,
-    auto_class,
-    fingerprint,
-    hash_weights,
-    load,
-    load_config,
-    load_tokenizer,
-    refuse_failures,
-)
+from kvrag.backend.transformers.loading import auto_class, load, load_config, load_tokenizer, refuse_failures
+from kvrag.backend.transformers.model import fingerprint
+from kvrag.backend.transformers.tokenizer import Tokenizer
+from kvrag.fingerprint import Fingerprint, hash_weights
 
 _FILES = "*.safetensors"
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvrag import BlendConfig, SettingError
-from kvrag.ext.models import check_bytes, check_names, check_namespace, check_option, is_shared, renamed
+from kvrag.config import check_bytes, check_names, check_namespace, check_option, renamed
+from kvrag.store import is_shared
 
 MODES = ("blend", "warm", "off", "forget", "documents", "report")
 

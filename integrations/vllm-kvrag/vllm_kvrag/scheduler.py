@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvrag import BlendConfig, BlendReport, KvragError, KVStore
-from kvrag.ext.models import DEFAULT_RATIO, Catalog, Match
+from kvrag.config import DEFAULT_RATIO
+from kvrag.index.catalog import Catalog, Match
 from vllm_kvrag.fingerprint import tokenizer_of
 from vllm_kvrag.params import ConnectorSettings, RequestParams, read_params
 from vllm_kvrag.tasks import BlendTask, ForgetTask, Task, TaskOutcome, WarmTask

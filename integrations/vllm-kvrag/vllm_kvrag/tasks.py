@@ -9,17 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvrag import BlendConfig, KvragError, KVStore
-from kvrag.ext.models import (
-    CachedPrefix,
-    Catalog,
-    Ingestion,
-    Match,
-    MemoryTier,
-    Pipeline,
-    Planner,
-    Request,
-    forget,
-)
+from kvrag.control.plan import Planner
+from kvrag.index.catalog import Catalog, Match
+from kvrag.ingest.ingest import Ingestion
+from kvrag.memory.conversation import CachedPrefix
+from kvrag.memory.forgetting import forget
+from kvrag.memory.tier import MemoryTier
+from kvrag.prefill import Pipeline
+from kvrag.request import Request
 from vllm_kvrag.params import RequestParams
 from vllm_kvrag.runner import Job
 

@@ -37,7 +37,9 @@ from llama_index.core.types import BasePydanticProgram, Model
 from llama_index.llms.kvrag.messages import assistant_message, template_messages
 
 from kvrag import Answer, Delta, InvalidCall, ToolCall
-from kvrag.ext.frameworks import LONGER, LLMFields, join, openai_usage, parameters_of
+from kvrag.llm import LONGER, parameters_of
+from kvrag.llm_fields import LLMFields
+from kvrag.types import join, openai_usage
 
 _Prompt = str | list[dict[str, Any]]
 

@@ -14,7 +14,7 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 
-from kvrag.ext.frameworks import template_call
+from kvrag.llm import template_call
 
 _ROLES = {
     MessageRole.CHATBOT: "assistant",

@@ -18,7 +18,8 @@ from llama_index.core.vector_stores.types import (
 from llama_index.llms.kvrag.base import BlendLLM, source_name
 
 from kvrag import SettingError, WarmReport
-from kvrag.ext.frameworks import Adding, Existing, Id, Present, VectorStoreKV, naming_places
+from kvrag.llm import naming_places
+from kvrag.vectorstore import Adding, Existing, Id, Present, VectorStoreKV
 
 
 class KVWarmVectorStore(BasePydanticVectorStore):

@@ -48,7 +48,7 @@ _BOMS = {  # UTF-32's begin with UTF-16's
     codecs.BOM_UTF16_BE: "utf-16",
 }
 _DECLARED = re.compile(rb"<(?:meta|\?xml)\b[^>]{0,200}?(?:charset|encoding)\s*=\s*[\"']?([\w.:-]+)", re.IGNORECASE)
-_ZIP, _OLD_OFFICE = b"PK\3\4", b"\xd0\xcf\x11\xe0"
+_OLD_OFFICE = b"\xd0\xcf\x11\xe0"
 _OLD = "it is protected by a password, or an old .doc, .xls or .ppt: save it as .docx without a password (.xlsx, .pptx)"
 
 
@@ -61,8 +61,8 @@ def as_text(content: bytes, parsed: Content, declared: str | None = None) -> str
     Args:
         declared: Encoding that the file names.
     """
-    if kind := _kind_of(content):
-        raise UnreadableError(kind)
+    if content.startswith((b"%PDF-", b"PK\3\4", _OLD_OFFICE)):
+        raise UnreadableError(f"it is no text: name it by its kind ({' '.join(READERS)}), or save it as one of these")
     bom = next(filter(content.startswith, _BOMS), None)
     for encoding in [_BOMS[bom]] if bom else ["utf-8", *filter(None, [declared])]:
         if (text := _decode_or_none(content, encoding)) is not None:
@@ -114,22 +114,6 @@ def without_surrogates(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-def _kind_of(content: bytes) -> str:
-    """Return what to do about a file that is no text and has the name of one; "" if it may be text."""
-    if content.startswith(b"%PDF-"):
-        return "it is a PDF: give its name the suffix .pdf"
-    if content.startswith(_OLD_OFFICE):
-        return _OLD
-    if content.startswith(_ZIP):
-        known = [suffix for suffix, (part, _) in _ZIPPED.items() if part in content]  # names are not compressed
-        if b"application/vnd.oasis.opendocument" in content[:128]:
-            return "it is an OpenDocument file: save it as .docx, .xlsx or .pptx"
-        if len(known) == 1:
-            return f"it is an Office document or a book: give its name the suffix {known[0]}"
-        return f"it is an archive: extract its files ({' '.join(READERS)} and text are read)"
-    return ""
 
 
 # ---------------------------------------------------------------- documents of several parts
@@ -548,18 +532,13 @@ def jsonl(content: bytes, parsed: Content) -> list[str]:
     return texts
 
 
-_ZIPPED: dict[str, tuple[bytes, Callable[[bytes, Content], str]]] = {
-    ".docx": (b"word/document.xml", _docx),
-    ".xlsx": (b"xl/workbook.xml", _xlsx),
-    ".pptx": (b"ppt/presentation.xml", _pptx),
-    ".epub": (b"META-INF/container.xml", _epub),
-}
-"""Archives: what the names or the first file of each contain, and its reader."""
-
 READERS: dict[str, Callable[[bytes, Content], str]] = {
     ".html": _html,
     ".htm": _html,
     ".pdf": _pdf,
     ".csv": _csv,
-    **{suffix: reader for suffix, (_, reader) in _ZIPPED.items()},
+    ".docx": _docx,
+    ".xlsx": _xlsx,
+    ".pptx": _pptx,
+    ".epub": _epub,
 }

@@ -374,7 +374,7 @@ def test_files_are_uploaded(served: Served, corpus: Corpus, name: str, content: 
         ("a.jsonl", b"{}\n[]", "a.jsonl, line 1: skipped: it is not a JSON object with a text in the field 'text'"),
         ("a.pdf", b"%PDF-1.7 nothing", "PDF"),
         ("a.txt", b"  ", "no text"),
-        ("sheet", hostile.xlsx(""), "give its name the suffix .xlsx"),
+        ("sheet", hostile.xlsx(""), "it is no text: name it by its kind"),
         ("a.docx", hostile.FILES[".docx", "a long cell over 20,000 rows"](), "takes too much memory"),
         ("%2E%2E/%2E%2E/etc/passwd", b"text", "'..' between slashes"),
         ("a%00b", b"text", "printable"),

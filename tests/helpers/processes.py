@@ -17,6 +17,9 @@ from warmer import Warmer, warmer_on
 import kvrag
 from kvrag import Model
 
+GGUF = "KVRAG_TEST_GGUF"
+"""Environment variable with the path of a file that runs in llama.cpp in place of the tiny llama."""
+
 COMMON = """
 import sys
 sys.path.insert(0, {helpers!r})
@@ -125,7 +128,9 @@ TEXTS = _texts()
 
 
 def fresh_model() -> Model:
-    """A new copy of the tests' tiny llama: the same weights in every process."""
+    """A new copy of the tests' tiny llama, or of the GGUF file: the same weights in every process."""
+    if path := os.environ.get(GGUF):
+        return Model.from_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(Path(kvrag.__file__).parent / "reader")
     return Model(build("llama", max_position_embeddings=2048), tokenizer, "tiny")
 

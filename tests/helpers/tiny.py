@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from families import build
+from processes import GGUF
 from transformers import AutoTokenizer
 
 from kvrag import BlendEngine, FileStore, Model
@@ -28,8 +30,9 @@ def hf() -> Any:
 
 @pytest.fixture(scope="session")
 def model(hf: Any, tokenizer: Any) -> Model:
-    """The tiny llama, ready to blend."""
-    return Model(hf, tokenizer, "tiny")
+    """The tiny llama, ready to blend; or the GGUF file that the environment names, in llama.cpp."""
+    path = os.environ.get(GGUF)
+    return Model.from_pretrained(path) if path else Model(hf, tokenizer, "tiny")
 
 
 @pytest.fixture

@@ -123,14 +123,11 @@ class Choosing:
 
     def is_warm(self, texts: Sequence[str], document: str, namespace: str = "") -> bool:
         """Return whether `warm` with these texts of a document would encode nothing and change nothing."""
-        choices, missing = self._chosen(texts, document, namespace)
-        held = self._store.documents(document, namespace).get(document, [])
-        return not missing and held == sorted({choice.chunk_key for choice in choices})
-
-    def _chosen(self, texts: Sequence[str], document: str, namespace: str) -> tuple[list[_Piece], list[_Piece]]:
         named = named_texts(texts, document)
         pieces = self._pieces(named, self.tokenize(named, namespace, least=1), namespace, {})
-        return self._choose(pieces, namespace, set())
+        choices, missing = self._choose(pieces, namespace, set())
+        held = self._store.documents(document, namespace).get(document, [])
+        return not missing and held == sorted({choice.chunk_key for choice in choices})
 
     def _pieces(
         self,

@@ -145,7 +145,9 @@ class Log:
         logger.info("%s: starting from base %d", self._remote.url, head.base)
         content, name = None, _base(head.base)
         if head.base:
-            if (packed := self._remote.download(name)) is None:
+            try:
+                packed = b"".join(self._remote.open(name)[1])
+            except FileNotFoundError:
                 return
             content = _unpacked(packed, self._where(name))
         with _noticing_damage(self._where(name)):

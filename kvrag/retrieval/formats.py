@@ -351,7 +351,9 @@ class _Cells:
     def __init__(self, archive: _Archive, epoch: datetime, strings: str | None, styles: str | None) -> None:
         with needing(EXTRA):
             from openpyxl.styles import numbers
+            from openpyxl.utils.cell import range_boundaries
             from openpyxl.utils.datetime import from_excel
+        self._bounds = range_boundaries
         self._archive, self._moment, self._strings = archive, partial(from_excel, epoch=epoch), list[str]()
         self._dates = dict[int, bool]()  # styles of dates, and whether they show a length of time
         if strings:
@@ -374,11 +376,11 @@ class _Cells:
                 number, column = int(each.get("r") or number + 1), 0
                 cells = rows[number] = {}
                 for cell in each.iterchildren("{*}c"):
-                    column = _place(cell.get("r"))[0] or column + 1
+                    column = self._bounds(cell.get("r"))[0] if cell.get("r") else column + 1
                     cells[column] = self._shown(cell)
                     width = max(width, column if len(cell) else 0)
             elif each.tag.endswith("}mergeCell"):
-                (left, top), (right, bottom) = map(_place, each.get("ref").split(":"))
+                left, top, right, bottom = self._bounds(each.get("ref"))
                 text = rows.get(top, {}).get(left, "")
                 for covered in (row for row in rows if top <= row <= bottom):
                     rows[covered] |= dict.fromkeys(range(left, min(right, width) + 1), text)
@@ -423,16 +425,6 @@ _MARGIN_CODE = re.compile(r'&(?:"[^"]*"|\d+|K[\dA-Fa-f+-]{6}|[A-Za-z])')
 
 def _rich(element: Any) -> str:
     return "".join(each.text or "" for path in ("{*}t", "{*}r/{*}t") for each in element.iterfind(path))
-
-
-def _place(name: str | None) -> tuple[int, int]:
-    """Return the column and row of a cell, from 1, or 0 if they are not named."""
-    found = re.match(r"\$?([A-Z]{1,3})\$?(\d{1,10})", name or "")
-    return (
-        (sum((ord(letter) - 64) * 26**at for at, letter in enumerate(found[1][::-1])), int(found[2]))
-        if found
-        else (0, 0)
-    )
 
 
 def _csv(content: bytes, parsed: Content) -> str:

@@ -85,7 +85,7 @@ def read_header(name: str) -> Header | None:
     except OSError as error:
         _fail(name, f"{path} cannot be read ({error.strerror})")
     except Exception as error:  # any, of a damaged header
-        _fail(name, f"{path.name} is damaged, or no language model: get it again ({reason_of(error)})")
+        _fail(name, f"{path.name} is damaged, no language model, or not its first shard ({reason_of(error)})")
     if not is_model:
         _fail(name, f"{path.name} is damaged: get it again")
     return header

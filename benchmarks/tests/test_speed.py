@@ -50,7 +50,7 @@ def test_ttft_reports_what_computing_and_loading_take_alone(
         advise(descriptor, *arguments)
 
     monkeypatch.setattr(os, "posix_fadvise", note)
-    monkeypatch.setattr("benchmarks.speed.first_token.random_model", lambda *_: model)
+    monkeypatch.setattr("benchmarks.speed.ttft.random_model", lambda *_: model)
     sizes = ["--chunks", "3", "--chunk-tokens", "40", "--question-tokens", "20", "--repeats", "1"]
     argv = ["ttft", *sizes, *tier, "--policies", "none", "first_k"]
     assert main([*argv, "--json"]) == 0

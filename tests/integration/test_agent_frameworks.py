@@ -23,7 +23,7 @@ from templates import tokenizer_of
 
 from kvrag import BlendConfig, BlendEngine, Model
 
-TURNS = 10
+TURNS = 5
 CHUNKS = [
     f"# {name}\n\n{name} was born in {town}, plays the banjo and the harp, and sells chairs in {town} every day."
     for name, town in {"Paid holiday": "Florton", "Long breaks": "Stelburg", "Parental leave": "Stinmouth"}.items()

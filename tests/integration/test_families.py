@@ -121,7 +121,8 @@ def test_gate_of_families_with_states(
         _a_decode_step_of_unequal_rows_is_exact(engine, hf, ids)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+# short convolutions, three kinds of recurrences, and layers that have attention too
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "bamba", "kimi_linear", "falcon_h1"])
 def test_gate_with_stored_states(family: str, tokenizer: Any) -> None:
     model_type, changes = HYBRIDS[family]
     if Version(transformers.__version__) < Version(SINCE[family]):
@@ -170,7 +171,7 @@ def _layer_0_keys_are_the_models_own(engine: BlendEngine, hf: Any, ids: list[int
 def _a_decode_step_of_unequal_rows_is_exact(engine: BlendEngine, hf: Any, ids: list[int]) -> None:
     rows = [ids[:length] for length in (7, 60, 90, 47)]
     expected = []
-    for step in range(4):
+    for step in range(2):
         rows = [[*row, ids[step]] for row in rows]
         expected.append([plain_logits(hf, row)[-1] for row in rows])
     for joins in (False, True):  # as on a CPU and on a GPU
@@ -223,8 +224,9 @@ def test_the_text_part_of_a_checkpoint_that_also_reads_images_loads(
         model.tokenizer.render(image)
 
 
-@pytest.mark.parametrize("is_broken", [False, True])
-@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4-shared"])
+@pytest.mark.parametrize(
+    ("family", "is_broken"), [("deepseek_v3", False), ("gemma4-shared", False), ("deepseek_v3", True)]
+)
 def test_verify_allows_for_the_noise_of_half_precision_but_for_no_error(
     family: str, is_broken: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,7 +278,7 @@ def test_an_answer_does_not_depend_on_earlier_prompts(family: str, tokenizer: An
         torch.testing.assert_close(prepare(engine, short, 0.3).logits, before, atol=0, rtol=0)
 
 
-ROPES = ["llama", "llama-llama3", "llama-yarn", "llama-linear", "llama-dynamic", "llama-longrope", "phi3-longrope"]
+ROPES = ["llama", "llama-dynamic", "llama-longrope", "phi3-longrope"]  # all but the first change with the length
 
 
 @pytest.mark.parametrize("family", ROPES)
@@ -316,7 +318,7 @@ def test_an_abandoned_stream_that_others_have_decoded_ahead_leaves_full_prefills
 
 @pytest.mark.parametrize("family", ROPES)
 @pytest.mark.parametrize("history", ["exact", "blend"])
-@pytest.mark.parametrize("told", [1, 2, 60])
+@pytest.mark.parametrize("told", [1, 60])
 def test_a_prompt_continues_no_kv_of_one_whose_length_gave_other_frequencies(
     told: int, history: str, family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,8 +179,10 @@ async def say(engine: Any, message: str, way: str) -> str:
     return "".join([text async for text in (await engine.astream_chat(message)).async_response_gen()])
 
 
-class LLMTests:
-    """Override `make`, `tokenizer`, `prompts` and `context_window`, and the other attributes where they apply.
+class MethodTests:
+    """What each method of an LLM does, and query engines and agents that get objects and calls from it.
+
+    Override `make`, `tokenizer`, `prompts` and `context_window`, and the other attributes where they apply.
 
     Attributes:
         context_window: Context window of the model.
@@ -478,6 +480,76 @@ class LLMTests:
         assert data["class_name"] == llm.class_name()
         assert type(llm).from_dict(data).complete(QUESTION).text == text
 
+    # ---------------------------------------------------------------- objects and tools
+
+    @pytest.mark.asyncio
+    async def test_objects_of_a_class(self, wordy: LLM) -> None:
+        """Structured output returns an object of the class."""
+        prompt = PromptTemplate("Describe {name}.")
+        person = wordy.structured_predict(Person, prompt, name="Mira")
+        assert isinstance(person, Person)
+        assert await wordy.astructured_predict(Person, prompt, name="Mira") == person
+        assert list(wordy.stream_structured_predict(Person, prompt, name="Mira"))[-1] == person
+        pieces = [piece async for piece in await wordy.astream_structured_predict(Person, prompt, name="Mira")]
+        assert pieces[-1] == person
+        said = wordy.as_structured_llm(Person).chat([ChatMessage(role="user", content="Describe Mira.")])
+        assert isinstance(said.raw, Person)
+
+    def test_a_query_engine_can_answer_with_an_object(self, wordy: LLM, events: Events) -> None:
+        """Query engines can return an object."""
+        index = self.index(wordy, [a_node(number) for number in range(3)])
+        answer: Any = index.as_query_engine(llm=wordy, output_cls=Person, response_mode="compact").query(QUESTION)
+        assert isinstance(answer.response, Person)
+        self.check_coverage(wordy, events, 0.99)
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("streaming", [False, True])
+    async def test_agents_call_tools(self, wordy: LLM, streaming: bool) -> None:
+        """A forced tool gets valid arguments, and the agent continues with its result."""
+        called = []
+
+        def look_up(name: str, is_new: bool) -> str:
+            """Tell about somebody."""
+            called.append((name, is_new))
+            return f"{name} plays the harp."
+
+        agent = FunctionAgent(
+            tools=[FunctionTool.from_defaults(look_up, fn_schema=Wanted)],
+            llm=wordy,
+            system_prompt="You look people up.",
+            initial_tool_choice="look_up",
+            streaming=streaming,
+        )
+        running: Any = agent.run(user_msg=QUESTION)
+        results = [event async for event in running.stream_events() if isinstance(event, ToolCallResult)]
+        response = await running
+        ((name, is_new),) = called
+        assert name in ("Mira", "Kan")
+        assert isinstance(is_new, bool)
+        assert [result.tool_output.content for result in results] == [f"{name} plays the harp."]
+        assert response.response.content
+
+    def test_tools_can_be_called_without_an_agent(self, wordy: Any) -> None:
+        """Tools can be called without an agent, one at a time unless more are allowed."""
+
+        def add(a: int, b: int) -> int:
+            """Add numbers."""
+            return a + b
+
+        tool = FunctionTool.from_defaults(add, fn_schema=Numbers)
+        response = wordy.chat_with_tools([tool], user_msg="Add 1 and 2.", tool_required=True)
+        (call,) = wordy.get_tool_calls_from_response(response)
+        assert call.tool_name == "add"
+        assert call.tool_kwargs["b"] in (1, 2)
+        answer = wordy.predict_and_call([tool], user_msg="Add 1 and 2.", tool_required=True)
+        assert str(answer) == str(call.tool_kwargs["a"] + call.tool_kwargs["b"])
+        with pytest.raises(ValueError, match="tool"):
+            wordy.get_tool_calls_from_response(wordy.chat(USER, max_tokens=4))
+
+
+class LLMTests(MethodTests):
+    """All tests: query and chat engines, which call the methods with all kinds of prompts, are included."""
+
     # ---------------------------------------------------------------- query engines
 
     @pytest.mark.asyncio
@@ -587,69 +659,3 @@ class LLMTests:
         assert said["async"] == said["sync"]
         assert said["stream"][0] == said["sync"][0]
         assert said["astream"] == said["stream"]  # the second turn contains the stripped first answer
-
-    # ---------------------------------------------------------------- objects and tools
-
-    @pytest.mark.asyncio
-    async def test_objects_of_a_class(self, wordy: LLM) -> None:
-        """Structured output returns an object of the class."""
-        prompt = PromptTemplate("Describe {name}.")
-        person = wordy.structured_predict(Person, prompt, name="Mira")
-        assert isinstance(person, Person)
-        assert await wordy.astructured_predict(Person, prompt, name="Mira") == person
-        assert list(wordy.stream_structured_predict(Person, prompt, name="Mira"))[-1] == person
-        pieces = [piece async for piece in await wordy.astream_structured_predict(Person, prompt, name="Mira")]
-        assert pieces[-1] == person
-        said = wordy.as_structured_llm(Person).chat([ChatMessage(role="user", content="Describe Mira.")])
-        assert isinstance(said.raw, Person)
-
-    def test_a_query_engine_can_answer_with_an_object(self, wordy: LLM, events: Events) -> None:
-        """Query engines can return an object."""
-        index = self.index(wordy, [a_node(number) for number in range(3)])
-        answer: Any = index.as_query_engine(llm=wordy, output_cls=Person, response_mode="compact").query(QUESTION)
-        assert isinstance(answer.response, Person)
-        self.check_coverage(wordy, events, 0.99)
-
-    @pytest.mark.asyncio
-    @pytest.mark.parametrize("streaming", [False, True])
-    async def test_agents_call_tools(self, wordy: LLM, streaming: bool) -> None:
-        """A forced tool gets valid arguments, and the agent continues with its result."""
-        called = []
-
-        def look_up(name: str, is_new: bool) -> str:
-            """Tell about somebody."""
-            called.append((name, is_new))
-            return f"{name} plays the harp."
-
-        agent = FunctionAgent(
-            tools=[FunctionTool.from_defaults(look_up, fn_schema=Wanted)],
-            llm=wordy,
-            system_prompt="You look people up.",
-            initial_tool_choice="look_up",
-            streaming=streaming,
-        )
-        running: Any = agent.run(user_msg=QUESTION)
-        results = [event async for event in running.stream_events() if isinstance(event, ToolCallResult)]
-        response = await running
-        ((name, is_new),) = called
-        assert name in ("Mira", "Kan")
-        assert isinstance(is_new, bool)
-        assert [result.tool_output.content for result in results] == [f"{name} plays the harp."]
-        assert response.response.content
-
-    def test_tools_can_be_called_without_an_agent(self, wordy: Any) -> None:
-        """Tools can be called without an agent, one at a time unless more are allowed."""
-
-        def add(a: int, b: int) -> int:
-            """Add numbers."""
-            return a + b
-
-        tool = FunctionTool.from_defaults(add, fn_schema=Numbers)
-        response = wordy.chat_with_tools([tool], user_msg="Add 1 and 2.", tool_required=True)
-        (call,) = wordy.get_tool_calls_from_response(response)
-        assert call.tool_name == "add"
-        assert call.tool_kwargs["b"] in (1, 2)
-        answer = wordy.predict_and_call([tool], user_msg="Add 1 and 2.", tool_required=True)
-        assert str(answer) == str(call.tool_kwargs["a"] + call.tool_kwargs["b"])
-        with pytest.raises(ValueError, match="tool"):
-            wordy.get_tool_calls_from_response(wordy.chat(USER, max_tokens=4))

@@ -16,7 +16,7 @@ from llama_index.core.llms import LLM
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.llms.kvrag import BlendLLM
 from llama_index.vector_stores.kvrag import KVWarmVectorStore
-from llm_conformance import LLMTests
+from llm_conformance import LLMTests, MethodTests
 from serving import NAME, Served, serving
 
 from kvrag import BlendEngine
@@ -25,7 +25,9 @@ from kvrag.answer import Answering
 FREE = os.environ.get("KVRAG_TEST_MODEL")
 
 
-class TestBlendLLM(LLMTests):
+class Blend(MethodTests):
+    """A BlendLLM with an engine of its own."""
+
     context_window = 8192 if FREE else 2048
     reuses = True
 
@@ -60,9 +62,13 @@ class TestBlendLLM(LLMTests):
         return KVWarmVectorStore(SimpleVectorStore(), llm, **changes)
 
 
+class TestBlendLLM(Blend, LLMTests):
+    pass
+
+
 @pytest.mark.slow
-class TestBlendLLMOnServer(TestBlendLLM):
-    """The same with `kvrag serve` in between."""
+class TestBlendLLMOnServer(Blend):
+    """Its methods with `kvrag serve` in between."""
 
     @pytest.fixture
     def there(self, tiny: Path, tmp_path: Path) -> Iterator[BlendEngine]:

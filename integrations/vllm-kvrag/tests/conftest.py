@@ -31,6 +31,14 @@ else:
     )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _inspected_here() -> None:
+    """Look at an architecture in this process: vLLM starts one for each that is not in its cache, which takes 10 s."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the models of all tests."""

@@ -75,10 +75,7 @@ def chat(settings: dict[str, Any]) -> ChatBlend:
     ("choice", "names"),
     [
         ("any", {"look", "Count", "rest"}),
-        pytest.param("required", {"look", "Count", "rest"}, marks=pytest.mark.slow),
-        pytest.param(True, {"look", "Count", "rest"}, marks=pytest.mark.slow),
         ("look", {"look"}),
-        pytest.param("rest", {"rest"}, marks=pytest.mark.slow),
         ({"type": "function", "function": {"name": "Count"}}, {"Count"}),
     ],
 )
@@ -97,6 +94,11 @@ async def test_a_forced_call_is_returned_by_every_method(chat: ChatBlend, choice
         assert other.usage_metadata == message.usage_metadata
         assert other.response_metadata["finish_reason"] == "tool_calls"
     assert [chunk["index"] for chunk in streamed.tool_call_chunks] == [0]
+
+
+@pytest.mark.parametrize(("choice", "bound"), [(True, "required"), ("required", "required"), ("rest", "rest")])
+def test_other_ways_to_force_a_call_are_bound(chat: ChatBlend, choice: Any, bound: str) -> None:
+    assert chat.bind_tools([look, REST], tool_choice=choice).kwargs["tool_choice"] == bound
 
 
 def test_the_arguments_can_be_given_to_the_tool(chat: ChatBlend) -> None:
@@ -166,9 +168,7 @@ def test_text_models_take_grammars_but_no_tools(settings: dict[str, Any]) -> Non
     ("method", "strict"),
     [
         ("json_schema", None),
-        ("function_calling", True),
-        pytest.param("json_schema", True, marks=pytest.mark.slow),
-        pytest.param("function_calling", None, marks=pytest.mark.slow),
+        ("function_calling", True),  # `strict` changes nothing
     ],
 )
 async def test_structured_output_follows_the_schema(chat: ChatBlend, method: Any, strict: bool | None) -> None:

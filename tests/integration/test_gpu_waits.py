@@ -50,8 +50,10 @@ def _waits(family: str, num_layers: int, num_chunks: int, policy: str, tokenizer
     return counted
 
 
-@pytest.mark.parametrize("policy", ["query", "hkvd"])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "llama4", "phi3"])
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [("llama", "query"), ("llama", "hkvd"), ("gemma3", "query"), ("llama4", "hkvd"), ("phi3", "query")],
+)
 def test_a_prefill_waits_for_the_gpu_a_few_times_whatever_its_size(
     family: str, policy: str, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -65,8 +67,7 @@ def test_a_prefill_waits_for_the_gpu_a_few_times_whatever_its_size(
     assert many.keys() <= {"to_cpu", "to_gpu", "synchronize"}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("family", ["llama", "llama4", "youtu"])
+@pytest.mark.parametrize(("family", "temperature"), [("llama", 0.0), ("llama", 1.0), ("llama4", 0.0), ("youtu", 1.0)])
 def test_a_decode_step_waits_for_the_gpu_once_for_all_its_answers(
     family: str, temperature: float, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,12 +81,12 @@ def test_a_decode_step_waits_for_the_gpu_once_for_all_its_answers(
                 ids = torch.arange(5 + row, 25)
                 cache = model.new_cache(40)
                 answers.append(decode(Row(model, ids, cache, model.forward(ids[None], cache), sampling)))
-            for step in range(8):
+            for step in range(6):
                 if step == 3:
                     counts.clear()
                 for answer in answers:
                     next(answer)
-            assert counts == {"to_gpu": 5 * 2, "to_cpu": 5}, num_rows
+            assert counts == {"to_gpu": 3 * 2, "to_cpu": 3}, num_rows
             for answer in answers:
                 answer.close()
 
@@ -93,7 +94,7 @@ def test_a_decode_step_waits_for_the_gpu_once_for_all_its_answers(
 @pytest.mark.parametrize("family", ["llama", "gemma3", "llama4", "youtu"])
 def test_a_step_launches_hardly_more_for_16_answers_than_for_one(family: str, tokenizer: Any) -> None:
     with simulated_gpu():
-        model = Model(to_gpu(_small(family, 8)), tokenizer, family)
+        model = Model(to_gpu(_small(family, 4)), tokenizer, family)
         launched = []
         for num_rows in (1, 16):
             rows = [torch.arange(5, 30 + row) for row in range(num_rows)]

@@ -1,4 +1,4 @@
-"""Hundreds of random conversations with edited histories: exact at ratio 1, apart by namespace, within their memory."""
+"""Many random conversations with edited histories: exact at ratio 1, apart by namespace, within their memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from blending import plain_logits, relative
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
 
-CONVERSATIONS, TURNS, RUN = 500, 4, 16
+CONVERSATIONS, TURNS, RUN = 200, 4, 16
 
 
 class Author:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
@@ -65,14 +66,16 @@ def _required(extra: str) -> set[str]:
     return {name for name, _ in found}
 
 
+@cache
+def _owners() -> dict[str, set[str]]:
+    """Return the distributions of each installed module."""
+    return {module: set(map(canonicalize_name, owners)) for module, owners in packages_distributions().items()}
+
+
 def _run(extra: str, code: str, *arguments: object) -> str:
     """Run code where only this extra is installed; return what it prints."""
     allowed = _required(extra)
-    refused = [
-        module
-        for module, owners in packages_distributions().items()
-        if module != "kvrag" and not allowed & {canonicalize_name(owner) for owner in owners}
-    ]
+    refused = [module for module, owners in _owners().items() if module != "kvrag" and not allowed & owners]
     done = subprocess.run(
         [sys.executable, "-c", CHILD + code, *map(str, arguments), json.dumps([refused, [*allowed, "kvrag"]])],
         capture_output=True,
@@ -105,11 +108,13 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_extra_cli_reads_every_kind_of_file_and_answers(folder: Path, store: Path) -> None:
-    code = "from kvrag.cli.main import main\nsys.exit(main(sys.argv[1:]))"
-    result = json.loads(_run("cli", code, "warm", folder, "--store", store, "--json"))
+    code = """from kvrag.cli.main import main
+place = ["--store", sys.argv[2], "--json"]
+sys.exit(main(["warm", sys.argv[1], *place]) or main(["ask", "Who owns a snake?", *place]))
+"""
+    result, answer = map(json.loads, _run("cli", code, folder, store).splitlines())
     assert not [each for each in result["problems"] if each["file"].endswith("aes.pdf")]
     assert not [each for each in result["problems"] if "broken" in each["message"]]
-    answer = json.loads(_run("cli", code, "ask", "Who owns a snake?", "--store", store, "--json"))
     assert answer["answer"]
 
 

@@ -21,10 +21,7 @@ PROMPT = prompt_of(*reversed(CHUNKS[:3]))
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "gptq"])
-def test_chunks_that_vllm_encoded_are_read_after_a_restart(
-    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)  # compiling how inputs become fp8 takes half a minute
+def test_chunks_that_vllm_encoded_are_read_after_a_restart(kind: str, folder: Path, tmp_path: Path) -> None:
     model = quantised(checkpoint("llama", folder), folder, kind)
     encoded = None
     for _ in range(2):

@@ -760,13 +760,6 @@ def test_the_demo_is_right_by_full_prefill_and_reports_the_rest(tmp_path: Path) 
         if outcome["way"] == "full prefill":
             assert (outcome["correct"], outcome["report"]["reused_tokens"]) == (True, 0)
     assert len(keys(tmp_path / "kv")) == result["warm"]["new"] == result["warm"]["chunks"]
-    right = [(outcome["way"], outcome["correct"]) for outcome in result["alone"]]
-    assert right == [("full prefill", True), ("plain reuse", False), ("blending", True)] * 5
-    assert all(
-        0 < outcome["report"]["recomputed_tokens"] < 0.25 * outcome["report"]["reused_tokens"]
-        for outcome in result["alone"]
-        if outcome["way"] == "blending"
-    )
 
 
 def test_the_demo_ends_with_times_and_right_answers_and_fits_80_columns(
@@ -783,15 +776,12 @@ def test_the_demo_ends_with_times_and_right_answers_and_fits_80_columns(
     assert main(["demo", "--store", str(tmp_path / "kv")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert len(lines) <= 40
+    assert len(lines) <= 20
     rows = [re.split("  +", line) for line in lines]
     assert rows.count(["", "full prefill", "kvrag"]) == 1
     assert re.fullmatch(r"first token, median +[\d.]+ s +[\d.]+ s", lines[-5])
     assert re.fullmatch(r"right +5 of 5 +\d of 5", lines[-6])
     assert re.match(r"1[5-9]\d\d tokens", lines[-1])
-    assert ["Where was Alla born?", "Murham", "x Vikdale", "Murham"] in rows
-    assert ["right", "5 of 5", "0 of 5", "5 of 5"] in rows
-    assert any("picked because plain reuse answers them wrong" in line for line in lines)
     limits = {"max_new_tokens": 16, "temperature": 0}
     defaults = [options for options in asked if options == limits]
     assert len(defaults) == 1 + 5  # no ratio, policy or controller; the first one is not measured

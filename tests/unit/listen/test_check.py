@@ -20,7 +20,7 @@ from kvrag.listen.check import FEW, Checker
 from kvrag.reader import samples
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0}
-QUESTIONS = [*samples.ARTICLES.questions]
+QUESTIONS = [*samples.QUESTIONS]
 
 pytestmark = pytest.mark.usefixtures("learning")
 
@@ -35,7 +35,7 @@ def engine(tmp_path: Path) -> Iterator[BlendEngine]:
 
 
 def _chunks() -> list[str]:
-    texts = [path.read_text() for path in sorted(samples.ARTICLES.path.iterdir())]
+    texts = [path.read_text() for path in sorted(samples.folder().iterdir())]
     return [part for text in texts for part in text.split("\n\n") if len(part) > 80][:5]
 
 

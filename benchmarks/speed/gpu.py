@@ -34,7 +34,7 @@ from kvrag.cli.common import add_number, at_least
 from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.inspect.gate import verify
-from kvrag.reader.samples import ARTICLES
+from kvrag.reader.samples import QUESTIONS, folder
 from kvrag.types import BlendReport, Messages
 
 _CHUNK_TOKENS = 512
@@ -187,8 +187,8 @@ def _synchronise(place: torch.device) -> None:
 
 def _prompts() -> tuple[list[str], list[Messages]]:
     """Return chunks of the sample documents, and prompts of them in random order."""
-    chunks = sorted(path.read_text().strip() for path in ARTICLES.path.rglob("*.txt"))
-    rng, questions = random.Random(5), list(ARTICLES.questions)
+    chunks = sorted(path.read_text().strip() for path in folder().rglob("*.txt"))
+    rng, questions = random.Random(5), list(QUESTIONS)
     asked = [
         messages_of(rng.sample(chunks, min(_RETRIEVED, len(chunks))), f"Question: {questions[n % len(questions)]}")
         for n in range(_PROMPTS)

@@ -14,9 +14,9 @@ from kvrag.cli.common import (
     add_answer_arguments,
     add_engine_arguments,
     blend_settings,
+    nothing_warmed,
     open_engine,
     open_index,
-    require_chunks,
     require_extra,
     say,
 )
@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
         raise PromptError("the question is empty: pass one in quotes")
     require_extra()
     with open_engine(args, is_warmed=True) as engine, open_index(engine.store, args.namespace) as index:
-        require_chunks(index)
+        if not len(index):
+            raise nothing_warmed(index.path.parent)
         from kvrag.retrieval.index import fitting
 
         found = index.search(args.question, args.top_k, args.around)

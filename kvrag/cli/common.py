@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from functools import partial
 from hashlib import blake2b
 from importlib.util import find_spec
@@ -26,10 +25,6 @@ from kvrag.config import (
 from kvrag.errors import KvragError, SettingError, StoreError
 from kvrag.llm import SETTINGS
 from kvrag.progress import progress as progress
-from kvrag.retrieval import documents
-from kvrag.retrieval.content import Content, Problem
-from kvrag.retrieval.sandbox import Sandbox
-from kvrag.words import counted
 
 if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
@@ -190,7 +185,7 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
         if is_warmed:
             existing_store(args.store)
     elif is_warmed and not any((cache := Path.home() / ".cache" / "kvrag").glob("*/chunks")):
-        raise _nothing_warmed(cache)
+        raise nothing_warmed(cache)
     config = config or BlendConfig(context_tokens=getattr(args, "context_tokens", DEFAULT_CONTEXT))
     from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine, default_store
@@ -200,7 +195,7 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
     model = Model.from_pretrained(args.model, **settings)
     store = default_store(model, args.codec) if args.store is None else args.store
     if is_warmed and args.store is None and not (store / "chunks").is_dir():
-        raise _nothing_warmed(store)
+        raise nothing_warmed(store)
     options: Any = {name: getattr(args, name) for name in declared(EngineOptions) if name in args}
     return BlendEngine(model, store, config, **options)
 
@@ -214,31 +209,20 @@ def say_if_reader(args: argparse.Namespace) -> None:
         )
 
 
-def retrieval_folder(store: KVStore, namespace: str) -> Path:
-    """Return the folder of a namespace's chunk index; the store's own folder for the namespace ""."""
-    path = store.path
-    if not namespace:
-        return path
-    # a namespace can be longer than a file name and contain any character
-    path = path / "namespaces" / blake2b(namespace.encode(), digest_size=16).hexdigest()
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return path
-
-
 def open_index(store: KVStore, namespace: str, embedder: str | None = None) -> ChunkIndex:
-    """Open this machine's chunk index of a namespace."""
+    """Open this machine's chunk index of a namespace; that of the namespace "" is in the store's own folder."""
     from kvrag.retrieval.index import ChunkIndex
 
-    return ChunkIndex(retrieval_folder(store, namespace) / "index.sqlite", embedder)
+    folder = store.path
+    if namespace:
+        # a namespace can be longer than a file name and contain any character
+        folder = folder / "namespaces" / blake2b(namespace.encode(), digest_size=16).hexdigest()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return ChunkIndex(folder / "index.sqlite", embedder)
 
 
-def require_chunks(index: ChunkIndex) -> None:
-    """Raise StoreError if nothing was warmed."""
-    if not len(index):
-        raise _nothing_warmed(index.path.parent)
-
-
-def _nothing_warmed(folder: Path) -> StoreError:
+def nothing_warmed(folder: Path) -> StoreError:
+    """Return the error for a folder without documents."""
     return StoreError(
         f"{folder} has no warmed documents: run `kvrag warm PATH` first, on this machine (it encodes nothing that a "
         "shared store has already), with the same --model, --store and --namespace"
@@ -269,29 +253,6 @@ def existing_store(store: str) -> str:
     if not (folder / "chunks").is_dir():
         raise StoreError(f"{folder} has no store: create one with `kvrag warm PATH --store {folder}`")
     return str(folder)
-
-
-def read_files(args: argparse.Namespace, title: str, problems: list[Problem]) -> Iterator[Content]:
-    """Yield the files in `args.paths` that have texts, with progress; add to `problems` and print what was skipped.
-
-    Raises:
-        KvragError: No file could be read.
-    """
-    paths, skipped = documents.find(args.paths)
-    problems += skipped
-    num_read = 0
-    with progress(title, args.json) as report, closing(Sandbox()) as sandbox:
-        for number, path in enumerate(paths, 1):
-            content = documents.read(path, sandbox.parse)
-            problems += content.problems
-            if content.texts:
-                num_read += 1
-                yield content
-            report(number, len(paths))
-    for problem in problems:
-        say(str(problem))
-    if not num_read:
-        raise KvragError(f"no text: none of {counted(len(paths), 'file')} could be read")
 
 
 def read_text(path: Path) -> str:

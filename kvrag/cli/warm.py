@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from kvrag.cli.common import (
     open_engine,
     open_index,
     progress,
-    read_files,
     require_extra,
     say,
 )
@@ -26,6 +25,7 @@ from kvrag.client.connection import KEY_VARIABLE
 from kvrag.errors import KvragError, SettingError
 from kvrag.retrieval import documents
 from kvrag.retrieval.content import Problem
+from kvrag.retrieval.sandbox import Sandbox
 from kvrag.words import counted, human_bytes
 
 if TYPE_CHECKING:
@@ -183,12 +183,21 @@ def read_chunks(
         KvragError: No file could be read.
     """
     split = documents.splitter(lambda text: len(encode(text)), args.chunk_tokens, args.chunk_overlap)
-    problems: list[Problem] = []
     chunks: dict[str, list[str]] = {}
     pages: dict[str, dict[str, tuple[int, int]]] = {}
-    for content in read_files(args, "reading", problems):
-        chunks[content.file] = split(content.texts)
-        pages[content.file] = documents.page_numbers(chunks[content.file], content.texts, content.pages)
+    paths, problems = documents.find(args.paths)
+    with progress("reading", args.json) as report, closing(Sandbox()) as sandbox:
+        for number, path in enumerate(paths, 1):
+            content = documents.read(path, sandbox.parse)
+            problems += content.problems
+            if content.texts:
+                chunks[content.file] = split(content.texts)
+                pages[content.file] = documents.page_numbers(chunks[content.file], content.texts, content.pages)
+            report(number, len(paths))
+    for problem in problems:
+        say(str(problem))
+    if not chunks:
+        raise KvragError(f"no text: none of {counted(len(paths), 'file')} could be read")
     return chunks, pages, problems
 
 

@@ -29,12 +29,7 @@ from kvrag.server.corpus import Corpus, check_id
 from kvrag.server.guard import Guard
 from kvrag.server.response import ResponseBuilder
 from kvrag.server.responses import ResponsesBuilder, ResponsesRequest
-from kvrag.server.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    NewChunks,
-    TokenizeRequest,
-)
+from kvrag.server.schemas import ChatRequest, CompletionRequest, NewChunks, TokenizeRequest
 from kvrag.server.settings import ServerSettings
 from kvrag.server.state import State, Tenant
 from kvrag.store.base import no_progress

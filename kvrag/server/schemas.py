@@ -166,10 +166,6 @@ class AnswerFields(Sampled):
     stop: Stop | Annotated[Many[Stop], Field(max_length=16)] | None = None
     response_format: dict[str, Any] | None = None
 
-    def wanted_tokens(self) -> int:
-        """Return the requested limit of the answer's length; 0 = none."""
-        return getattr(self, "max_completion_tokens", None) or self.max_tokens or 0
-
     def num_logprobs(self) -> int | None:
         """Return how many of the likeliest tokens to report with each token; None = report nothing."""
         raise NotImplementedError
@@ -182,9 +178,10 @@ class AnswerFields(Sampled):
 
     def options(self, settings: ServerSettings) -> dict[str, Any]:
         """Return the arguments of `BlendEngine.stream`, but for the seed."""
+        wanted = getattr(self, "max_completion_tokens", None) or self.max_tokens or settings.max_tokens
         return {
             **{name: getattr(self, name) for name in ("top_p", *_EXTENSIONS, *_PENALTIES)},
-            "max_new_tokens": min(self.wanted_tokens() or settings.max_tokens, settings.token_limit),
+            "max_new_tokens": min(wanted, settings.token_limit),
             "temperature": settings.temperature if self.temperature is None else self.temperature,
             "logit_bias": {int(token): value for token, value in (self.logit_bias or {}).items()} or None,
             "logprobs": self.num_logprobs(),

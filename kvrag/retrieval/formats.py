@@ -109,11 +109,7 @@ def _guesses(content: bytes) -> Iterator[str]:
 
 def without_surrogates(text: str) -> str:
     """Return the text without lone surrogates, which tokenizers reject. JSON and PDFs may contain them."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 # ---------------------------------------------------------------- documents of several parts

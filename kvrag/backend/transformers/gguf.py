@@ -100,7 +100,8 @@ def rope_factors(header: Header) -> torch.Tensor | float:
     try:
         return load_gguf_state_dict(GgufHeader.from_file(str(header.path)))[_FREQS][...].double()
     except ValueError as error:  # a quantisation that transformers does not know
-        _refuse(header, f"its RoPE factors cannot be read ({reason_of(error)}): use a Q4_K_M or Q8_0 file")
+        hint = f"its RoPE factors cannot be read ({reason_of(error)}): use a Q4_K_M or Q8_0 file"
+        raise UnsupportedModelError(f"cannot load model {header.name!r}: {hint}") from error
 
 
 def stand_in(tokenizer: FileTokenizer, vocab_size: int) -> Any:
@@ -116,10 +117,6 @@ def stand_in(tokenizer: FileTokenizer, vocab_size: int) -> Any:
     )
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
-
-
-def _refuse(header: Header, hint: str) -> NoReturn:
-    raise UnsupportedModelError(f"cannot load model {header.name!r}: {hint}")
 
 
 def _fail(name: str, hint: str) -> NoReturn:

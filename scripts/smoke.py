@@ -54,7 +54,6 @@ def command_line() -> list[str]:
     """Warm, ask and inspect; return the demo's retrieved chunks."""
     demo = command("demo", "--store", "demo")
     assert {outcome["way"] for outcome in demo["questions"]} == {*WAYS}
-    assert all(outcome["report"]["reused_tokens"] for outcome in demo["questions"] if outcome["way"] == "kvrag")
     answer = command("ask", demo["questions"][0]["question"], "--store", "demo", "--policy", "none")
     assert answer["report"]["reused_tokens"] > 0
     assert command("store", "check", "--store", "demo")["damaged"] == 0

@@ -1,4 +1,4 @@
-// The chat page of `kvrag serve`. It calls the server's public API only: /v1/models, /v1/checks,
+// The chat page of `kvrag serve`. It calls the server's public API only: /v1/models, /v1/corpus, /v1/checks,
 // /v1/chat/completions.
 
 const $ = (id) => document.getElementById(id);
@@ -8,6 +8,7 @@ let key = sessionStorage.getItem("kvrag-key") ?? "";
 let model = "";
 let isTiny = false; // the bundled model, which answers single questions only
 const turns = []; // the messages of each turn
+const problems = new Map(); // name -> warnings about an uploaded file
 let busy = null; // AbortController of the current question
 
 // ---------------------------------------------------------------- the server
@@ -27,7 +28,7 @@ async function call(path, options = {}) {
     }
     const error = (await response.json().catch(() => null))?.error;
     const message = error?.message ?? `The server answered with status ${response.status}.`;
-    throw new Error(message);
+    throw Object.assign(new Error(message), { status: response.status });
   }
 }
 
@@ -64,10 +65,63 @@ async function stream(messages, onEvent) {
   }
 }
 
-// ---------------------------------------------------------------- questions
+// ---------------------------------------------------------------- documents
 
+const path = (name) => `v1/corpus/${name.split("/").map(encodeURIComponent).join("/")}`;
 const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 const shortName = (name) => name.split("/").slice(-2).join("/"); // those of `kvrag warm` are absolute paths
+
+async function showDocuments() {
+  const documents = (await (await call("v1/corpus?limit=10000")).json()).data;
+  $("documents").replaceChildren(...documents.map(documentRow));
+  $("summary").textContent = documents.length;
+}
+
+function documentRow(doc) {
+  const row = fill("document", { name: shortName(doc.id), status: count(doc.chunks, "chunk") });
+  row.querySelector(".name").title = doc.id;
+  const remove = row.querySelector("button");
+  remove.ariaLabel = remove.title = `Delete ${doc.id}`;
+  remove.addEventListener("click", () => confirm(`Delete ${doc.id}?`) && drop(doc.id));
+  for (const text of problems.get(doc.id) ?? []) row.append(fill("problem", { problem: text }));
+  return row;
+}
+
+async function drop(name) {
+  await call(path(name), { method: "DELETE" }).catch((error) => alert(error.message));
+  problems.delete(name);
+  await showDocuments();
+}
+
+/** Upload files, one after the other. */
+async function add(files) {
+  const failed = [];
+  for (const file of files) {
+    $("summary").textContent = `encoding ${file.name}`;
+    try {
+      const skipped = (await (await upload(file)).json()).problems;
+      const texts = skipped.map(({ line, message }) => (line === null ? message : `line ${line}: ${message}`));
+      problems.set(file.name, texts);
+    } catch (error) {
+      failed.push(`${file.name}: ${error.message}`);
+    }
+    await showDocuments();
+  }
+  if (failed.length) alert(failed.join("\n"));
+}
+
+/** Upload a file; again if it takes longer than the server's limit, since the server then continues. */
+async function upload(file) {
+  for (;;) {
+    try {
+      return await call(path(file.name), { method: "PUT", body: file });
+    } catch (error) {
+      if (error.status !== 504) throw error;
+    }
+  }
+}
+
+// ---------------------------------------------------------------- questions
 
 async function ask(question) {
   $("welcome").hidden = true;
@@ -157,15 +211,22 @@ function listen() {
     event.preventDefault();
     if (!busy) $("composer").requestSubmit();
   });
+  $("files").addEventListener("change", (event) => {
+    add([...event.target.files]);
+    event.target.value = "";
+  });
 }
 
 async function start() {
   listen();
   try {
     const names = (await (await call("v1/models")).json()).data.map((model) => model.id);
-    $("model").textContent = names[0];
-    $("tiny").hidden = !(isTiny = names[0] === "reader");
-    model = names.at(-1); // the one with retrieval, if the server has a corpus
+    $("model").textContent = model = names[0];
+    $("tiny").hidden = !(isTiny = model === "reader");
+    $("sidebar").hidden = !names.includes(`${model}-rag`);
+    if ($("sidebar").hidden) return;
+    model = `${model}-rag`;
+    await showDocuments();
   } catch (error) {
     $("model").textContent = error.message;
   }

@@ -1,4 +1,4 @@
-"""The chat page in a real browser: answers, sources, a second turn; without a server."""
+"""The chat page in a real browser: documents, a second turn, upload and deletion; without a server."""
 
 from __future__ import annotations
 
@@ -121,6 +121,7 @@ def script(
         lines = [*map(json.dumps, [*events, end]), "[DONE]"]
         route.fulfill(content_type="text/event-stream", body="".join(f"data: {line}\n\n" for line in lines))
 
+    serve_documents(page, {"id": "a.md"})
     page.route("**/v1/chat/completions", answer)
     return asked
 
@@ -173,20 +174,48 @@ def test_names_and_words_of_any_length_stay_inside(page: Any, url: str) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     name, word = "<img src=x onerror=window.hacked=1>" * 6 + ".md", "Donaudampfschiff" * 200
     script(page, {"content": word}, citations=[{"document": name, "text": f"<b>{word}", "pages": None}])
+    serve_documents(page, {"id": name}, {"id": word[:256]})
     page.goto(url)
     ask(page, word, 1)
+    page.click("#sidebar > summary")
     page.click(".sources > summary")
     page.click(".sources li summary")
     assert page.locator(".sources .where").inner_text() == name
     where = page.locator(".sources .where").bounding_box()
     assert where["x"] + where["width"] <= 390
     assert page.locator(".sources p").inner_text() == f"<b>{word}"
+    assert page.locator("#documents .name").first.inner_text() == name
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     overflowing = """[...document.querySelectorAll('body *')].filter((node) => node.clientWidth
         && node.scrollWidth > node.clientWidth && getComputedStyle(node).overflowX === 'visible')"""
     assert page.evaluate(f"{overflowing}.map((node) => node.className || node.id || node.tagName)") == []
     assert page.locator("img").count() == 0
     assert page.evaluate("window.hacked") is None
+
+
+def serve_documents(page: Any, *documents: dict[str, Any]) -> None:
+    """Let the page see these documents."""
+    rows = [{"status": "ready", "chunks": 1, "tokens": 0, **row} for row in documents]
+    page.route("**/v1/corpus?*", lambda route: route.fulfill(json={"data": rows}))
+
+
+def test_an_upload_that_takes_longer_than_the_limit_is_continued(page: Any, url: str, tmp_path: Path) -> None:
+    statuses, rows = [504, 504, 200], [{"id": "a.md"}]
+    serve_documents(page, *rows)
+
+    def upload(route: Any) -> None:
+        assert route.request.method == "PUT"
+        route.fulfill(status=statuses.pop(0), json={"error": {"message": "too long"}, "problems": []})
+        serve_documents(page, *rows, {"id": "b.md"})
+
+    page.route("**/v1/corpus/*", upload)
+    page.goto(url)
+    page.locator("#summary", has_text="1").wait_for()
+    page.click("#sidebar > summary")
+    (tmp_path / "b.md").write_text("Yusuf Demir cooks.")
+    page.set_input_files("#files", [tmp_path / "b.md"])
+    page.locator("#documents li", has_text="b.md").wait_for()
+    assert statuses == []
 
 
 def test_sources_have_names_and_pages(page: Any, url: str) -> None:
@@ -219,7 +248,7 @@ def test_the_page_asks_for_the_key(page: Any, url: str) -> None:
     page.route("**/v1/models", models)
     page.on("dialog", enter)
     page.goto(url)
-    page.locator("#model", has_text="model").wait_for()
+    page.locator("#documents li").first.wait_for(state="attached")
     assert said == ["This server requires an API key.", "The server does not know this key. Try another one."]
 
 
@@ -233,11 +262,14 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     page.goto(server.url)
     page.evaluate(WATCH)
 
+    # the documents are there
+    page.locator("#summary", has_text=re.compile("^16$")).wait_for()
     ask(page, "Who is the cook?", 1)
     heard = page.evaluate("window.heard")
     assert len(heard) > 2  # not all at once
     assert all(later.startswith(earlier) for earlier, later in pairwise(heard))
     assert not page.locator(".thought").first.is_visible()
+    assert page.locator("#documents li").count() == len(HANDBOOK)
     assert re.search(r"[1-9]\d* reused \(\d+ %\), [1-9]\d* stored but recomputed", page.inner_text(".detail"))
     page.click(".sources > summary")
     page.click(".sources li:first-child summary")
@@ -253,10 +285,35 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     roles = [(message["role"], message["content"]) for message in asked[1]["messages"]]
     assert roles == [("user", "Question: Who is the cook?"), ("assistant", said), ("user", "Where does he work?")]
 
+    # upload, and deletion
+    (tmp_path / "note.md").write_text("Yusuf Demir works in the canteen, and he sings while he cooks fish soup.")
+    (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 no more than this")
+    (tmp_path / "lines.jsonl").write_text('{"text": "Ada Holm works in the archive."}\nno JSON\n')
+    (tmp_path / "none.jsonl").write_text("no JSON\n")
+    names = ("note.md", "broken.pdf", "lines.jsonl", "none.jsonl")
+    page.click("#sidebar > summary")
+    with page.expect_event("dialog") as alerted:
+        page.once("dialog", lambda dialog: dialog.accept())
+        page.set_input_files("#files", [tmp_path / name for name in names])
+    broken, none = alerted.value.message.split("\n")
+    assert broken.startswith("broken.pdf: ")
+    assert "it is a broken or protected PDF" in broken
+    assert "line 1: skipped: it is not JSON" in none
+    page.locator("#documents li", has_text="lines.jsonl").get_by_text("line 2: skipped: it is not JSON").wait_for()
+    page.locator("#documents li", has_text="note.md").get_by_text("1 chunk").wait_for()
+    page.once("dialog", lambda dialog: dialog.dismiss())
+    page.get_by_label("Delete note.md").click()
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_label("Delete handbook/petrel.md").click()
+    page.get_by_label("Delete handbook/petrel.md").wait_for(state="detached")
+    page.locator("#summary", has_text="17").wait_for()
+    page.get_by_label("Delete note.md").wait_for()
+
     # a chunk over two pages
     (tmp_path / "choir.pdf").write_bytes(pdf("The choir meets on Mondays", "in the old fire station."))
-    place = f"{server.url}/v1/corpus/choir.pdf"
-    httpx.put(place, content=(tmp_path / "choir.pdf").read_bytes(), timeout=60).raise_for_status()
+    page.set_input_files("#files", [tmp_path / "choir.pdf"])
+    page.locator("#summary", has_text="18").wait_for()
+    page.locator("#documents li", has_text="choir.pdf").get_by_text("1 chunk").wait_for()
     ask(page, "Where does the choir meet?", 3)
     page.locator(".sources").last.locator("> summary").click()
     page.locator(".sources li summary", has_text="choir.pdf (p. 1-2)").wait_for()

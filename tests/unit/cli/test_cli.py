@@ -473,6 +473,26 @@ def test_an_interrupted_ingestion_continues_where_it_stopped(
     assert "interrupted; encoded chunks are kept: run the command again to resume" in said
 
 
+def test_documents_are_encoded_in_portions(
+    folder: Path, tmp_path: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = as_json("warm", folder, "--store", tmp_path / "whole", *CUT)
+    calls, warm = list[set[str]](), BlendEngine.warm
+
+    def counted(engine: BlendEngine, texts: list[str], *, document: list[str], **options: Any) -> Any:
+        calls.append(set(document))
+        return warm(engine, texts, document=document, **options)
+
+    monkeypatch.setattr(BlendEngine, "warm", counted)
+    monkeypatch.setattr("kvrag.cli.warm._PORTION", 1)
+    parts = as_json("warm", folder, "--store", tmp_path / "parts", *CUT)
+    assert [len(names) for names in calls] == [1] * whole["files"]
+    assert len(set.union(*calls)) == whole["files"] > 1
+    assert [parts[name] for name in ("chunks", "new", "tokens")] == [
+        whole[name] for name in ("chunks", "new", "tokens")
+    ]
+
+
 def test_an_edited_file_drops_its_old_chunks(folder: Path, tmp_path: Path, as_json: Json) -> None:
     store = tmp_path / "kv"
     command = ("warm", folder, "--store", store, *CUT)

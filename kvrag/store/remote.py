@@ -48,6 +48,11 @@ class Download:
             self._error, self._is_over = error, True
             self._changed.notify_all()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the object did not arrive."""
+        return self._error is not None
+
     def read(self, start: int, stop: int) -> bytearray:
         """Return a range of bytes, fewer where the object ends; wait until they are here.
 

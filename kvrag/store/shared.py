@@ -251,6 +251,8 @@ class SharedStore(KVStore):
                 self._in_background(partial(self._remove, [key], file=name))
                 return None
             if self._follower.is_failing:
+                with self._lock:
+                    self._opening.pop(key, None)  # what does not arrive now is not to be waited for later
                 raise ChunkUnreadableError(key, f"{self.url} cannot be reached")
             try:
                 return self._open_file(name, key)
@@ -268,7 +270,7 @@ class SharedStore(KVStore):
     def _open_file(self, name: str, key: str) -> RemoteChunk:
         with self._lock:
             download = self._opening.pop(key, None)
-        if download is None or download.name != _object(name):
+        if download is None or download.name != _object(name) or download.has_failed:
             download = Download(self._remote, _object(name))
         return RemoteChunk(key, self._fingerprint, download, self._follower.fail, self._promote)
 

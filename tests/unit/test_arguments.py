@@ -15,7 +15,7 @@ import torch
 from blending import CHUNKS, messages
 
 from kvrag import BlendConfig, BlendEngine, FileStore, KvragError, Model, SharedStore
-from kvrag.answer import AnswerOptions
+from kvrag.config import AnswerOptions
 
 ODD: list[Any] = [
     *(torch.tensor(3), torch.tensor([1, 2]), np.array([1, 2]), np.int64(5), np.float32(2)),

@@ -3,7 +3,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 0
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
-.PHONY: setup demo test test-all test-own test-ray test-oldest setup-vllm test-vllm test-vllm-oldest test-vllm-newest lint check torture release-check bench gpu-check docs pictures clean
+.PHONY: setup demo test test-all test-slow test-ray test-oldest setup-vllm test-vllm test-vllm-oldest test-vllm-newest lint check torture release-check bench gpu-check docs pictures clean
 
 setup: .venv/.done
 
@@ -41,14 +41,13 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reor
 
 # what to run while you work, in minutes: no server, compiler or browser, no documentation
 test: setup
-	$(PYTEST) -m "not slow" tests/unit tests/integration integrations
+	$(PYTEST) -m "not slow" tests/integration integrations tests/unit
 
 # everything
-test-all: test-own test-vllm test-ray
+test-all: test test-slow test-vllm test-ray
 
-# fast and slow tests in one run, so that each process imports them once; what takes longest comes first
-test-own: setup
-	$(PYTEST) tests/integration tests/slow benchmarks/tests integrations tests/unit
+test-slow: setup
+	$(PYTEST) -m slow
 
 # alone and last: Ray takes all processors, and its processes take a while to end
 test-ray: setup

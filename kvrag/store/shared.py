@@ -251,8 +251,6 @@ class SharedStore(KVStore):
                 self._in_background(partial(self._remove, [key], file=name))
                 return None
             if self._follower.is_failing:
-                with self._lock:
-                    self._opening.pop(key, None)  # what does not arrive now is not to be waited for later
                 raise ChunkUnreadableError(key, f"{self.url} cannot be reached")
             try:
                 return self._open_file(name, key)

@@ -50,7 +50,7 @@ class Download:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the object did not arrive."""
+        """True if the object did not arrive."""
         return self._error is not None
 
     def read(self, start: int, stop: int) -> bytearray:

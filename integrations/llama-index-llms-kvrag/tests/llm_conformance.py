@@ -180,7 +180,7 @@ async def say(engine: Any, message: str, way: str) -> str:
 
 
 class MethodTests:
-    """What each method of an LLM does, and query engines and agents that get objects and calls from it.
+    """Methods of an LLM, and query engines and agents that get objects and calls from it.
 
     Override `make`, `tokenizer`, `prompts` and `context_window`, and the other attributes where they apply.
 

@@ -322,6 +322,23 @@ def test_chunks_that_are_read_ahead_are_loaded_once(machine: Machine, monkeypatc
     assert len(opened) == 2, "they are here"
 
 
+@pytest.mark.parametrize("error", [StoreError("no answer"), FileNotFoundError("gone")])
+def test_a_chunk_whose_reading_ahead_failed_is_requested_again(
+    error: Exception, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine("one").put([A])
+    two = machine("two")
+
+    def fail(name: str) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(two._remote, "open", fail)
+        two.read_ahead([A.key])
+        assert soon(lambda: two._opening[A.key].has_failed)
+    assert has(two, A)
+
+
 def test_a_chunk_that_is_stored_after_it_was_read_ahead_is_found(machine: Machine) -> None:
     one, two = machine("one"), machine("two")
     two.read_ahead([A.key])

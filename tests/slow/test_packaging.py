@@ -309,7 +309,7 @@ def test_ci_does_what_make_does() -> None:
     assert [step["run"] for step in jobs["check"]["steps"] if "run" in step] == ["make check"]
     run = (ROOT / ".ci" / "run").read_text().splitlines()
     made = [line.split("#")[0].split()[1:] for line in run if line.startswith("make ")]
-    assert made == [["-j", "2", "setup", "setup-vllm", "lint"], ["test-all"]]
+    assert made == [["-j", "2", "setup", "setup-vllm", "lint"], ["test", "test-all"]]
     assert "\ncheck: lint test-all\n" in (ROOT / "Makefile").read_text()
     assert "make test" in (ROOT / "README.md").read_text()
 

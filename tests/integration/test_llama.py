@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("gguf")
 pytest.importorskip("transformers", minversion="5.24")
 
+import gguf_files
 from blending import CHUNKS, messages, prepare, relative
 from families import build
 from forks import forked
@@ -413,6 +414,20 @@ def test_a_wrong_rotation_is_found(path: Path, monkeypatch: pytest.MonkeyPatch) 
         LlamaModel(header)
 
 
+def test_tokens_that_occur_twice(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp would end this process."""
+    vocabulary = gguf_files._vocabulary
+
+    def doubled(*args: Any) -> dict[str, Any]:
+        settings = vocabulary(*args)
+        settings["tokenizer.ggml.tokens"][300] = settings["tokenizer.ggml.tokens"][301]
+        return settings
+
+    monkeypatch.setattr(gguf_files, "_vocabulary", doubled)
+    file = write_gguf(tmp_path / "tiny.gguf", "llama", build("llama"), tokenizer)
+    assert "llama.cpp aborts on its vocabulary (llama-vocab.cpp" in refusal(file, ModelLoadError)
+
+
 @pytest.mark.parametrize("share", [0.001, 0.3, 0.5, 0.999])
 def test_a_truncated_file(share: float, path: Path, tmp_path: Path) -> None:
     data, file = path.read_bytes(), tmp_path / "tiny.gguf"
@@ -434,7 +449,7 @@ def test_a_library_that_cannot_be_used(path: Path, tmp_path: Path, monkeypatch: 
     own = library.__dict__["_TRIAL"]
     monkeypatch.setattr(library, "_TRIAL", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
     with pytest.raises(ModelLoadError, match="it was built for other processors"):
-        library._load(tmp_path / "libllama.so")
+        library.load("tiny", path)
     monkeypatch.setattr(library, "_TRIAL", own)
     monkeypatch.delenv(library.VARIABLE)
     found = library.find()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvrag.backend.llama.blob import Bytes, Layout, Positions
-from kvrag.backend.llama.library import EvalCallback, GraphTensor, Library
+from kvrag.backend.llama.library import EvalCallback, GraphTensor, Loaded
 from kvrag.backend.protocol import KVCache
 from kvrag.errors import ModelError, OutOfMemoryError
 
@@ -129,17 +129,6 @@ class Inputs:
             data = np.where(cells <= self._rows[:, None], 0, -np.inf).astype(_MASKS[tensor.type])
         self._set(source, data.ctypes.data, 0, data.nbytes)
         self._written.add(source)
-
-
-class Loaded:
-    """A loaded model, which is freed with this."""
-
-    def __init__(self, library: Library, pointer: int) -> None:
-        self.library, self.pointer, self._free = library, pointer, library.functions.llama_model_free
-        self.num_vocab: int = library.functions.llama_vocab_n_tokens(library.functions.llama_model_get_vocab(pointer))
-
-    def __del__(self) -> None:
-        self._free(self.pointer)
 
 
 class LlamaContext:

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections import deque
 from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from functools import cache
@@ -28,7 +29,8 @@ _PLACES = {"xllamacpp": ("*.so", "*.pyd"), "llama_cpp": ("lib/libllama.so", "lib
 _LEVEL_ERROR = 4
 _AUTO = -1
 
-# a product of matrices, for the instructions that the library was built for, and the form of tensors
+# a product of matrices, for the instructions that the library was built for, and the form of tensors; then a file's
+# vocabulary, since llama.cpp ends the process if tokens occur twice
 _TRIAL = """
 import ctypes, sys
 lib = ctypes.CDLL(sys.argv[1])
@@ -51,6 +53,12 @@ lib.ggml_build_forward_expand(graph, product)
 lib.ggml_graph_compute_with_ctx(memory, graph, 1)
 if list((ctypes.c_void_p * 2).from_address(product + 152)) != [matrix, matrix]:
     sys.exit("its tensors are of another form")
+print("the library works", flush=True)
+from kvrag.backend.llama import library
+try:
+    library.Loaded(library._load(sys.argv[1]), *sys.argv[2:], vocab_only=True)
+except library.ModelLoadError:
+    pass  # said by the other process
 """
 
 
@@ -138,6 +146,16 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, and then arguments
     "llama_model_is_hybrid": (c_bool, c_void_p),
     "llama_model_has_encoder": (c_bool, c_void_p),
     "llama_vocab_n_tokens": (c_int32, c_void_p),
+    "llama_vocab_type": (c_int32, c_void_p),
+    "llama_vocab_get_text": (c_char_p, c_void_p, c_int32),
+    "llama_vocab_get_attr": (c_int32, c_void_p, c_int32),
+    "llama_vocab_is_eog": (c_bool, c_void_p, c_int32),
+    "llama_vocab_bos": (c_int32, c_void_p),
+    "llama_vocab_eos": (c_int32, c_void_p),
+    "llama_vocab_pad": (c_int32, c_void_p),
+    "llama_vocab_get_add_bos": (c_bool, c_void_p),
+    "llama_tokenize": (c_int32, c_void_p, c_char_p, c_int32, c_void_p, c_int32, c_bool, c_bool),
+    "llama_token_to_piece": (c_int32, c_void_p, c_int32, c_char_p, c_int32, c_int32, c_bool),
     "llama_init_from_model": (c_void_p, c_void_p, ContextParams),
     "llama_free": (None, c_void_p),
     "llama_get_memory": (c_void_p, c_void_p),
@@ -168,6 +186,23 @@ class Library(NamedTuple):
         return first.partition("error loading model: ")[2][:160] or first[:160]
 
 
+class Loaded:
+    """A loaded model, which is freed with this."""
+
+    def __init__(self, library: Library, name: str, file: Path, **changes: Any) -> None:
+        """See `load`."""
+        self.library, lib = library, library.functions
+        params = lib.llama_model_default_params()
+        for key, value in changes.items():
+            setattr(params, key, value)
+        self.pointer = lib.llama_model_load_from_file(os.fsencode(file), params)
+        if not self.pointer:
+            raise ModelLoadError(f"cannot load model {name!r}: llama.cpp: {library.reason()}")
+        weakref.finalize(self, lib.llama_model_free, self.pointer)
+        self.vocabulary: int = lib.llama_model_get_vocab(self.pointer)
+        self.num_vocab: int = lib.llama_vocab_n_tokens(self.vocabulary)
+
+
 def find() -> Path | None:
     """Return the path of the library: the one in the environment, or that of an installed package."""
     if given := os.environ.get(VARIABLE):
@@ -180,22 +215,34 @@ def find() -> Path | None:
     return None
 
 
-def load() -> Library:
-    """Load the library; raises ModelLoadError if there is none that works here."""
+def load(name: str, file: Path, **changes: Any) -> Loaded:
+    """Load a model's file with changed parameters.
+
+    Raises ModelLoadError if there is no library that works here, or it cannot read the file.
+    """
     path = find()
     if path is None:
         raise ModelLoadError(f"GGUF files need llama.cpp's library: {_INSTALL}, or pass the model's original files")
-    return _load(path)
+    _try_out(path, name, file, file.stat().st_mtime)
+    return Loaded(_load(path), name, file, **changes)
+
+
+@cache
+def _try_out(path: Path, name: str, file: Path, _: float) -> None:
+    """Raise ModelLoadError if the library or the file would end this process."""
+    command = [sys.executable, "-c", _TRIAL, str(path), name, str(file)]
+    own = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GGML_NO_BACKTRACE": "1"}
+    done = subprocess.run(command, env=own, capture_output=True, text=True, errors="replace")
+    reason = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
+    if done.returncode and done.stdout:
+        reason = f"llama.cpp aborts on its vocabulary ({Path(reason).name[:160]}): use another file of it"
+        raise ModelLoadError(f"cannot load model {name!r}: {reason}")
+    if done.returncode:
+        raise _refusal(path, "it was built for other processors" if done.returncode == -signal.SIGILL else reason)
 
 
 @cache
 def _load(path: Path) -> Library:
-    done = subprocess.run([sys.executable, "-c", _TRIAL, str(path)], capture_output=True, text=True)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
-        if done.returncode == -signal.SIGILL:
-            reason = "it was built for other processors"
-        raise _refusal(path, reason)
     functions = ctypes.CDLL(str(path))
     try:
         for name, (result, *arguments) in _FUNCTIONS.items():

@@ -19,16 +19,16 @@ import torch
 import xxhash
 from torch import Tensor
 
-from kvrag.backend.llama import library
 from kvrag.backend.llama.blob import Bytes, Layout, Positions, positions_of
-from kvrag.backend.llama.cache import BLOCK, SEQUENCES, Inputs, LlamaCache, LlamaContext, Loaded
+from kvrag.backend.llama.cache import BLOCK, SEQUENCES, Inputs, LlamaCache, LlamaContext
+from kvrag.backend.llama.library import load
 from kvrag.backend.positions import Pairs, Rotation
 from kvrag.backend.protocol import PREFILL_BLOCK, Branch, CachedKV, KVCache, LayerSource, Observer
 from kvrag.backend.transformers.gguf import Header, rope_factors, stand_in, tokenizer_of
 from kvrag.backend.transformers.model import Model
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import DECLARED
-from kvrag.errors import ModelError, ModelLoadError, SettingError, UnsupportedModelError
+from kvrag.errors import ModelError, SettingError, UnsupportedModelError
 from kvrag.fingerprint import Fingerprint
 from kvrag.process import check_process
 from kvrag.scheduling.waiting import FairLock
@@ -89,22 +89,17 @@ class LlamaModel(Model):
             ModelLoadError: There is no library, or it cannot read the file.
             UnsupportedModelError: The model cannot be blended exactly.
         """
-        self._library, self._process = library.load(), os.getpid()
-        lib, own = self._library.functions, header.own
-        params = lib.llama_model_default_params()
-        if device == "cpu":
-            params.n_gpu_layers = 0
-        pointer = lib.llama_model_load_from_file(os.fsencode(header.path), params)
-        if not pointer:
-            raise ModelLoadError(f"cannot load model {header.name!r}: llama.cpp: {self._library.reason()}")
-        self._model = Loaded(self._library, pointer)
+        self._process, own = os.getpid(), header.own
+        changes = {"n_gpu_layers": 0} if device == "cpu" else {}
+        self._model = load(header.name, header.path, **changes)
+        self._library = self._model.library
         self.name, self.lock = header.name, FairLock()
         self._exclusive = partial(_holding, self.lock, self._process)
-        self.num_layers: int = lib.llama_model_n_layer(pointer)
+        self.num_layers: int = self._library.functions.llama_model_n_layer(self._model.pointer)
         self.windows, self._devices = (None,) * self.num_layers, [self.device] * self.num_layers
         self._refuse_unsupported(header)
         self.vocab_size = self._model.num_vocab
-        tokenizer = tokenizer_of(header)
+        tokenizer = tokenizer_of(header, self._model)
         self.hf = stand_in(tokenizer, self.vocab_size)
         self.tokenizer = Tokenizer(tokenizer, self.name, preamble)
         self.preamble = self.tokenizer.preamble
@@ -120,7 +115,7 @@ class LlamaModel(Model):
         self.bytes_per_token = header.numbers_per_token * self.dtype.itemsize
         self.context_window = min(own["context_length"], n_ctx or max(_CELLS_BYTES // self.bytes_per_token, 1024))
         self.stable_length = self.context_window
-        self._inputs = Inputs(lib)
+        self._inputs = Inputs(self._library.functions)
         self._new_context = partial(LlamaContext, self._model, flash=flash, exclusive=self._exclusive)
         self._context = self._new_context(self.context_window)
         self._other = self._new_context(min(_OTHER_CELLS, self.context_window), inputs=self._inputs)

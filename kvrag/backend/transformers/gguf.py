@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import weakref
-from ctypes import c_bool, c_char_p, c_int32, c_void_p
+from ctypes import c_int32, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,25 +13,12 @@ from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, LlamaConfig, PythonBackend
 
 from kvrag.backend.gguf import find
-from kvrag.backend.llama import library
+from kvrag.backend.llama.library import Loaded, load
 from kvrag.errors import ModelLoadError, UnsupportedModelError, reason_of
 
 _FREQS = "rope_freqs.weight"
 _UNKNOWN, _CONTROL, _ADDED = 1, 8, 16  # attributes of tokens
 _SENTENCEPIECE = 1  # a type of vocabulary
-
-_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, and then arguments
-    "llama_vocab_type": (c_int32, c_void_p),
-    "llama_vocab_get_text": (c_char_p, c_void_p, c_int32),
-    "llama_vocab_get_attr": (c_int32, c_void_p, c_int32),
-    "llama_vocab_is_eog": (c_bool, c_void_p, c_int32),
-    "llama_vocab_bos": (c_int32, c_void_p),
-    "llama_vocab_eos": (c_int32, c_void_p),
-    "llama_vocab_pad": (c_int32, c_void_p),
-    "llama_vocab_get_add_bos": (c_bool, c_void_p),
-    "llama_tokenize": (c_int32, c_void_p, c_char_p, c_int32, c_void_p, c_int32, c_bool, c_bool),
-    "llama_token_to_piece": (c_int32, c_void_p, c_int32, c_char_p, c_int32, c_int32, c_bool),
-}
 
 
 @dataclass(frozen=True)
@@ -123,13 +108,13 @@ def _fail(name: str, hint: str) -> NoReturn:
     raise ModelLoadError(f"cannot load model {name!r}: {hint}") from None
 
 
-def tokenizer_of(header: Header) -> FileTokenizer:
-    """Return the tokenizer of a GGUF file, with its chat template.
+def tokenizer_of(header: Header, model: Loaded | None = None) -> FileTokenizer:
+    """Return the tokenizer of a GGUF file, with its chat template; without its `model`, the vocabulary is loaded.
 
     Raises:
         ModelLoadError: The vocabulary cannot be read, or the chat template is broken.
     """
-    hf = FileTokenizer(header)
+    hf = FileTokenizer(header, model or load(header.name, header.path, vocab_only=True))
     if hf.chat_template is not None:
         _check_template(header, hf)
     return hf
@@ -143,21 +128,11 @@ class FileTokenizer(PythonBackend):  # type: ignore[misc]
         vocabulary: Pointer to llama.cpp's.
     """
 
-    def __init__(self, header: Header) -> None:
-        """Load the vocabulary, without the weights."""
-        loaded = library.load()
-        self._lib = lib = loaded.functions
-        for name, (result, *arguments) in _FUNCTIONS.items():
-            function = getattr(lib, name)
-            function.restype, function.argtypes = result, arguments
-        params = lib.llama_model_default_params()
-        params.vocab_only = True
-        model = lib.llama_model_load_from_file(os.fsencode(header.path), params)
-        if not model:
-            _fail(header.name, f"llama.cpp: {loaded.reason()}")
-        weakref.finalize(self, lib.llama_model_free, model)
-        self.vocabulary = vocabulary = lib.llama_model_get_vocab(model)
-        numbers = range(lib.llama_vocab_n_tokens(vocabulary))
+    def __init__(self, header: Header, model: Loaded) -> None:
+        """Read the vocabulary of a loaded file."""
+        self._model, self._lib = model, model.library.functions  # the model owns the vocabulary
+        self.vocabulary = model.vocabulary
+        lib, vocabulary, numbers = self._lib, self.vocabulary, range(model.num_vocab)
         self._texts = [
             lib.llama_vocab_get_text(vocabulary, number).decode(errors="backslashreplace") for number in numbers
         ]

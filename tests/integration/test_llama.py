@@ -25,6 +25,7 @@ from gguf_files import needs_library, write_gguf
 from kvrag import BlendConfig, BlendEngine, Model, ModelLoadError, OutOfMemoryError, SettingError, UnsupportedModelError
 from kvrag.backend.llama import library
 from kvrag.backend.llama.cache import SEQUENCES, LlamaContext
+from kvrag.backend.llama.graph import Inputs
 from kvrag.backend.llama.model import LlamaModel
 from kvrag.backend.transformers.gguf import read_header
 from kvrag.inspect.gate import verify
@@ -47,6 +48,17 @@ def _llama3_factors() -> Any:
     return (1 / ((1 - smooth) / 8.0 + smooth)).astype(np.float32)
 
 
+_YARN = {"own__rope__scaling__type": "yarn", "own__rope__scaling__factor": 4.0}
+
+
+def _longrope(original: int) -> dict[str, Any]:
+    """Settings of a file whose factors for long contexts are used above this length."""
+    names = ("rope_factors_short__weight", "rope_factors_long__weight")
+    factors = {name: np.linspace(1, top, 8).astype(np.float32) for name, top in zip(names, (2, 40), strict=True)}
+    own = {"own__rope__scaling__original_context_length": original, "own__rope__scaling__attn_factor": 1.19}
+    return factors | own
+
+
 # name -> architecture of the file, type of the model, its settings, quantisation of the file, more metadata
 FILES: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
     "llama": ("llama", "llama", _rope(), "F32", {}),
@@ -65,6 +77,10 @@ FILES: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
         "F16",
         {"own__rope__scaling__type": "linear", "own__rope__scaling__factor": 2.0},
     ),
+    "llama-yarn": ("llama", "llama", _rope(), "F16", _YARN | {"own__rope__scaling__original_context_length": 256}),
+    "qwen3-yarn": ("qwen3", "qwen3", _rope(), "F16", _YARN | {"own__rope__scaling__yarn_beta_fast": 4.0}),
+    "phi3-short": ("phi3", "phi3", {"sliding_window": None}, "F16", _longrope(4096)),
+    "phi3-long": ("phi3", "phi3", {"sliding_window": None}, "F16", _longrope(96)),
     "llama-bias": ("llama", "llama", _WIDE | {"attention_bias": True, "mlp_bias": True}, "Q3_K", {}),
     "qwen2": ("qwen2", "qwen2", _rope() | {"tie_word_embeddings": True}, "F16", {}),
     "qwen3": ("qwen3", "qwen3", _rope() | {"head_dim": 32}, "Q8_0", {}),
@@ -383,7 +399,6 @@ def refusal(path: Path, kind: type[Exception] = UnsupportedModelError) -> str:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"own__rope__scaling__type": "yarn", "own__rope__scaling__factor": 4.0}, "RoPE is scaled by YaRN"),
         ({"tokenizer__ggml__pre": "unheard-of"}, "llama.cpp: error loading model vocabulary"),
         ({"own__attention__value_length": 8}, "wrong shape"),
         ({"general__architecture": "rwkv99"}, "no language model, or not its first shard"),
@@ -407,10 +422,11 @@ def test_windows_and_states_are_refused(tmp_path: Path, tokenizer: Any) -> None:
 
 
 def test_a_wrong_rotation_is_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.backend.llama.model.rope_factors", lambda header: 1.5)
+    settings = Inputs._settings
+    monkeypatch.setattr(Inputs, "_settings", lambda *args: settings(*args)._replace(scale=1.5))
     header = read_header(str(path))
     assert header is not None
-    with pytest.raises(UnsupportedModelError, match="its keys are not rotated as its header says"):
+    with pytest.raises(UnsupportedModelError, match="its keys are not rotated by RoPE alone"):
         LlamaModel(header)
 
 

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvrag.backend.llama.blob import Bytes, Layout, Positions
-from kvrag.backend.llama.library import EvalCallback, GraphTensor, Loaded
+from kvrag.backend.llama.blob import Bytes, Layout
+from kvrag.backend.llama.graph import Inputs
+from kvrag.backend.llama.library import Loaded
 from kvrag.backend.protocol import KVCache
 from kvrag.errors import ModelError, OutOfMemoryError
 
@@ -27,10 +28,6 @@ SEQUENCES = 32
 
 BLOCK = 128
 """Rows per pass, between which other answers' steps run. On a CPU, larger passes are not faster per row."""
-
-_SOURCES = {b"ROPE": 1, b"SOFT_MAX": 1, b"FLASH_ATTN_EXT": 3}  # which source is positions, or a mask
-_I32, _MASKS = 26, {0: np.float32, 1: np.float16}
-_NEVER = np.iinfo(np.int32).max
 
 
 class LlamaCache(KVCache):
@@ -87,48 +84,6 @@ class LlamaCache(KVCache):
     def num_bytes(self) -> int:
         """Bytes of its KV."""
         return self.held * self._context.layout.bytes_per_token
-
-
-class Inputs:
-    """Positions and mask that the passes of one context read in place of its own.
-
-    llama.cpp accepts consecutive positions only. So rows with gaps are given to it as if they followed all other cells,
-    and `cb_eval`, which is called before the nodes of a graph are computed, writes what the nodes read.
-
-    Attributes:
-        callback: For the context, which must not outlive this.
-        error: Of the last pass, whose result then is wrong.
-    """
-
-    def __init__(self, functions: Any) -> None:
-        self._operation, self._set = functions.ggml_op_desc, functions.ggml_backend_tensor_set
-        self.callback = EvalCallback(self._before)
-        self.replace(np.empty(0, np.int32), np.empty(0, np.int32))
-
-    def replace(self, cells: Positions, rows: Positions) -> None:
-        """Let the next pass compute rows at these positions; `cells` has those of all cells, these rows included."""
-        self._cells, self._rows, self._written = cells, rows, set[int]()
-        self.error: BaseException | None = None
-
-    def _before(self, node: Any, _asks: bool, _data: object) -> bool:
-        try:
-            number = _SOURCES.get(self._operation(node))
-            source = None if number is None else node.contents.sources[number]
-            if source is not None and source not in self._written:
-                self._write(source)
-        except BaseException as error:  # ctypes would only print it
-            self.error = error
-        return False
-
-    def _write(self, source: int) -> None:
-        tensor = GraphTensor.from_address(source)
-        data: np.ndarray[Any, Any] = self._rows
-        if tensor.type != _I32:
-            cells = np.full(tensor.ne[0], _NEVER)
-            cells[: len(self._cells)] = self._cells
-            data = np.where(cells <= self._rows[:, None], 0, -np.inf).astype(_MASKS[tensor.type])
-        self._set(source, data.ctypes.data, 0, data.nbytes)
-        self._written.add(source)
 
 
 class LlamaContext:

@@ -141,7 +141,6 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, and then arguments
     "llama_model_get_vocab": (c_void_p, c_void_p),
     "llama_model_n_layer": (c_int32, c_void_p),
     "llama_model_n_swa": (c_int32, c_void_p),
-    "llama_model_rope_type": (c_int32, c_void_p),
     "llama_model_is_recurrent": (c_bool, c_void_p),
     "llama_model_is_hybrid": (c_bool, c_void_p),
     "llama_model_has_encoder": (c_bool, c_void_p),
@@ -168,6 +167,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, and then arguments
     "llama_state_seq_get_data": (c_size_t, c_void_p, c_void_p, c_size_t, c_int32),
     "llama_state_seq_set_data": (c_size_t, c_void_p, c_void_p, c_size_t, c_int32),
     "ggml_op_desc": (c_char_p, POINTER(GraphTensor)),
+    "ggml_backend_tensor_get": (None, c_void_p, c_void_p, c_size_t, c_size_t),
     "ggml_backend_tensor_set": (None, c_void_p, c_void_p, c_size_t, c_size_t),
 }
 

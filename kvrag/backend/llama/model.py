@@ -20,11 +20,12 @@ import xxhash
 from torch import Tensor
 
 from kvrag.backend.llama.blob import Bytes, Layout, Positions, positions_of
-from kvrag.backend.llama.cache import BLOCK, SEQUENCES, Inputs, LlamaCache, LlamaContext
+from kvrag.backend.llama.cache import BLOCK, SEQUENCES, LlamaCache, LlamaContext
+from kvrag.backend.llama.graph import Inputs
 from kvrag.backend.llama.library import load
-from kvrag.backend.positions import Pairs, Rotation
+from kvrag.backend.positions import UNROTATED, Rotation
 from kvrag.backend.protocol import PREFILL_BLOCK, Branch, CachedKV, KVCache, LayerSource, Observer
-from kvrag.backend.transformers.gguf import Header, rope_factors, stand_in, tokenizer_of
+from kvrag.backend.transformers.gguf import Header, stand_in, tokenizer_of
 from kvrag.backend.transformers.model import Model
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import DECLARED
@@ -35,8 +36,7 @@ from kvrag.scheduling.waiting import FairLock
 
 _CELLS_BYTES = 2 << 30  # of KV in the context, by default
 _OTHER_CELLS = 512  # in the other context at first; it grows with the prompts
-_TRIAL, _SHIFT, _TOLERANCE = 16, 37, 0.02  # tokens of the trial, their second position, and the error allowed
-_PAIRS: dict[int, Pairs] = {0: "interleaved", 2: "half_split"}  # by rope type
+_TRIAL, _SHIFT, _TOLERANCE = 16, 1037, 0.02  # tokens of the trial, their second position, and the error allowed
 _STATES = "its layers keep a state, which this backend does not restore"
 _REFUSED = {
     "llama_model_has_encoder": "it has an encoder",
@@ -105,27 +105,22 @@ class LlamaModel(Model):
         self.preamble = self.tokenizer.preamble
         self.hidden_size: int = own["embedding_length"]
         self.head_dim = header.dims[0]
-        rope = {
-            "rope_theta": own.get("rope.freq_base", 10000.0),
-            "dims": own.get("rope.dimension_count", self.head_dim),
-            "factor": own.get("rope.scaling.factor", 1.0) if own.get("rope.scaling.type") == "linear" else 1.0,
-        }
-        exponents = torch.arange(0, rope["dims"], 2, dtype=torch.float64) / rope["dims"]
-        self._frequencies = rope["rope_theta"] ** -exponents / rope["factor"] / rope_factors(header)
         self.bytes_per_token = header.numbers_per_token * self.dtype.itemsize
         self.context_window = min(own["context_length"], n_ctx or max(_CELLS_BYTES // self.bytes_per_token, 1024))
         self.stable_length = self.context_window
         self._inputs = Inputs(self._library.functions)
         self._new_context = partial(LlamaContext, self._model, flash=flash, exclusive=self._exclusive)
         self._context = self._new_context(self.context_window)
-        self._other = self._new_context(min(_OTHER_CELLS, self.context_window), inputs=self._inputs)
+        # LongRoPE's factors depend on the size of a context
+        size = self.context_window if _LONG in header.tensors else min(_OTHER_CELLS, self.context_window)
+        self._other = self._new_context(size, inputs=self._inputs)
         self._try_out(header)
         self.fingerprint = Fingerprint(
             model=self.name,
             weights=f"llama.cpp {_digest(header)}",
             tokenizer=self.tokenizer.digest,
             dtype="float16",
-            rope=json.dumps(rope, sort_keys=True),
+            rope=xxhash.xxh3_128_hexdigest(json.dumps(self._ropes).encode()),
             preamble=self.preamble,
         )
 
@@ -142,24 +137,15 @@ class LlamaModel(Model):
 
     def _refuse_unsupported(self, header: Header) -> None:
         """Raise UnsupportedModelError for a model whose KV is not one cache of rotated keys."""
-        lib, pointer, scaling = (
-            self._library.functions,
-            self._model.pointer,
-            header.own.get("rope.scaling.type", "none"),
-        )
-        reasons = [reason for name, reason in _REFUSED.items() if getattr(lib, name)(pointer)]
-        self._pairs = _PAIRS.get(lib.llama_model_rope_type(pointer))
-        if self._pairs is None:
-            reasons.append("its keys are not rotated by one position")
-        if scaling not in ("none", "linear") or _LONG in header.tensors:
-            reasons.append("its RoPE is scaled by YaRN or LongRoPE")
-        if reasons:
-            raise _unsupported(header, reasons[0])
+        lib, pointer = self._library.functions, self._model.pointer
+        for name, reason in _REFUSED.items():
+            if getattr(lib, name)(pointer):
+                raise _unsupported(header, reason)
 
     def _try_out(self, header: Header) -> None:
         """Raise UnsupportedModelError unless states are understood, and keys at other positions are what we make them.
 
-        Sets the context's layout.
+        Sets the context's layout, and the settings of each layer's RoPE.
         """
         context, tokens = self._context, [7 * number % self.vocab_size for number in range(_TRIAL)]
         heads = header.own.get("attention.head_count_kv", header.own["attention.head_count"])
@@ -172,21 +158,23 @@ class LlamaModel(Model):
 
         data = state_at(0)
         try:
+            self._other.decode([(token, number, 0) for number, token in enumerate(tokens)], ())
+            self._ropes = self._inputs.ropes
             context.layout = layout = Layout.of(data, heads, header.dims)
             (at, whole), (_, moved) = layout.parse(data), layout.parse(state_at(_SHIFT))
             if not np.array_equal(layout.build(at, whole), data):
                 raise ValueError("it cannot be built")
         except ValueError as error:
-            raise _unsupported(header, f"llama.cpp writes its KV in an unknown form ({error})") from error
+            raise _unsupported(header, f"llama.cpp computes it in a way unknown to kvrag ({error})") from error
         context.remove(0, 0)
         positions, rows = torch.arange(_TRIAL), torch.arange(1, _TRIAL, 3)
-        before, after = self.rotations(positions)[0], self.rotations(positions + _SHIFT)[0]
+        rotations = zip(self.rotations(positions), self.rotations(positions + _SHIFT), strict=True)
         layers = [(keys.transpose(0, 1)[None], values.transpose(0, 1)[None]) for keys, values in whole]
-        for (keys, _), (others, _) in zip(layers, moved, strict=True):
+        for (keys, _), (others, _), (before, after) in zip(layers, moved, rotations, strict=True):
             free = before.unrotate(keys)
             after.rotate(free)
             if not _is_near(free, others.transpose(0, 1)[None]):
-                raise _unsupported(header, "its keys are not rotated as its header says")
+                raise _unsupported(header, "its keys are not rotated by RoPE alone")
         cache = self.new_cache(_TRIAL, lambda number: layers[number], positions[~torch.isin(positions, rows)])
         self._compute([tokens[at] for at in rows], cache, rows)
         for found, expected in zip(context.read(cache), layers, strict=True):
@@ -196,9 +184,9 @@ class LlamaModel(Model):
     # ---------------------------------------------------------------- rotary
 
     def rotations(self, positions: Tensor) -> list[Rotation]:
-        """Return the rotation of each layer's keys at (T,) positions, which is the same for all."""
-        angles = positions[:, None].double() * self._frequencies
-        return [Rotation(angles.cos().float(), angles.sin().float(), cast(Pairs, self._pairs))] * self.num_layers
+        """Return the rotation of each layer's keys at (T,) positions."""
+        made = {rope: rope.rotation(positions) if rope else UNROTATED for rope in set(self._ropes)}
+        return [made[rope] for rope in self._ropes]
 
     # ---------------------------------------------------------------- forward
 

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PythonBackend
 
 from kvrag.backend.gguf import find
 from kvrag.backend.llama.library import Loaded, load
-from kvrag.errors import ModelLoadError, UnsupportedModelError, reason_of
+from kvrag.errors import ModelLoadError, reason_of
 
-_FREQS = "rope_freqs.weight"
 _UNKNOWN, _CONTROL, _ADDED = 1, 8, 16  # attributes of tokens
 _SENTENCEPIECE = 1  # a type of vocabulary
 
@@ -74,19 +73,6 @@ def read_header(name: str) -> Header | None:
     if not is_model:
         _fail(name, f"{path.name} is damaged: get it again")
     return header
-
-
-def rope_factors(header: Header) -> torch.Tensor | float:
-    """Return the divisors of the RoPE frequencies, such as Llama 3's, (R,) float32; 1.0 without any."""
-    from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict
-
-    if _FREQS not in header.tensors:
-        return 1.0
-    try:
-        return load_gguf_state_dict(GgufHeader.from_file(str(header.path)))[_FREQS][...].double()
-    except ValueError as error:  # a quantisation that transformers does not know
-        hint = f"its RoPE factors cannot be read ({reason_of(error)}): use a Q4_K_M or Q8_0 file"
-        raise UnsupportedModelError(f"cannot load model {header.name!r}: {hint}") from error
 
 
 def stand_in(tokenizer: FileTokenizer, vocab_size: int) -> Any:

@@ -1,0 +1,129 @@
+"""What the graphs of passes read, through `cb_eval`, which llama.cpp calls before it computes the nodes of a graph."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvrag.backend.llama.blob import Positions
+from kvrag.backend.llama.library import EvalCallback, GraphTensor
+from kvrag.backend.positions import Pairs, Rotation
+
+_SOURCES = {b"ROPE": 1, b"SOFT_MAX": 1, b"FLASH_ATTN_EXT": 3}  # which source is positions, or a mask
+_I32, _MASKS = 26, {0: np.float32, 1: np.float16}
+_NEVER = np.iinfo(np.int32).max
+_PAIRS: dict[int, Pairs] = {0: "interleaved", 2: "half_split"}  # by mode
+
+
+class Rope(NamedTuple):
+    """Settings of a layer's RoPE.
+
+    Attributes:
+        dims: Dimensions of a head that rotate.
+        original: Context length that YaRN extends.
+        scale: Of the frequencies.
+        yarn: Share of YaRN's correction, by which fast pairs keep their frequency.
+        magnitude: Of rotated keys.
+        fast, slow: Turns within `original` of the pairs that keep it, and of those that are scaled.
+        factors: Divisors of the frequencies, such as Llama 3's; none = 1.
+    """
+
+    pairs: Pairs
+    dims: int
+    original: int
+    base: float
+    scale: float
+    yarn: float
+    magnitude: float
+    fast: float
+    slow: float
+    factors: tuple[float, ...]
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """Return the rotation at (T,) positions."""
+        numbers = torch.arange(self.dims // 2, dtype=torch.float64)
+        frequencies = self.base ** (-2 * numbers / self.dims) / torch.tensor(self.factors or 1.0, dtype=torch.float64)
+        magnitude, kept = self.magnitude, torch.zeros(())
+        if self.yarn:  # arXiv:2309.00071, section 3.2
+            turns = self.original / (2 * math.pi)
+            first, last = (self.dims / 2 * math.log(turns / own, self.base) for own in (self.fast, self.slow))
+            low, high = max(math.floor(first), 0), min(math.ceil(last), self.dims - 1)
+            kept = self.yarn * (1 - ((numbers - low) / max(high - low, 0.001)).clamp(0, 1))
+            magnitude *= 1 - 0.1 * math.log(self.scale)
+        angles = positions[:, None].double() * frequencies * (kept + self.scale * (1 - kept))
+        return Rotation((angles.cos() * magnitude).float(), (angles.sin() * magnitude).float(), self.pairs)
+
+
+class Inputs:
+    """Positions and mask that the passes of one context read in place of its own.
+
+    llama.cpp accepts consecutive positions only. So rows with gaps are given to it as if they followed all other cells,
+    and `cb_eval` writes what the nodes of the graph read.
+
+    Attributes:
+        callback: For the context, which must not outlive this.
+        error: Of the last pass, whose result then is wrong.
+        ropes: Of each layer of the last observed pass; None = its keys do not rotate.
+    """
+
+    def __init__(self, functions: Any) -> None:
+        self._operation, self._set = functions.ggml_op_desc, functions.ggml_backend_tensor_set
+        self._get = functions.ggml_backend_tensor_get
+        self.callback = EvalCallback(self._before)
+        self.observe()
+
+    def observe(self) -> None:
+        """Let the next pass read its own inputs, and note what they are."""
+        self._is_observed, self.ropes = True, list[Rope | None]()
+        self._rope: Rope | None = None  # of the next attention
+        self.error: BaseException | None = None
+
+    def replace(self, cells: Positions, rows: Positions) -> None:
+        """Let the next pass compute rows at these positions; `cells` has those of all cells, these rows included."""
+        self._cells, self._rows, self._written = cells, rows, set[int]()
+        self._is_observed, self.error = False, None
+
+    def _before(self, node: Any, _asks: bool, _data: object) -> bool:
+        try:
+            number = _SOURCES.get(self._operation(node))
+            source = None if number is None else node.contents.sources[number]
+            if source is not None and self._is_observed:
+                self._note(node.contents, source)
+            elif source is not None and source not in self._written:
+                self._write(source)
+        except BaseException as error:  # ctypes would only print it
+            self.error = error
+        return False
+
+    def _note(self, node: GraphTensor, source: int) -> None:
+        if GraphTensor.from_address(source).type == _I32:
+            self._rope = self._settings(node)
+        else:  # attention, whose keys were rotated since the last one
+            self.ropes.append(self._rope)
+            self._rope = None
+
+    def _settings(self, node: GraphTensor) -> Rope:
+        numbers = np.array(node.op_params, np.int32)
+        _, dims, mode, _, original = numbers[:5].tolist()
+        base, scale, yarn, magnitude, fast, slow = numbers[5:11].view(np.float32).tolist()
+        if mode not in _PAIRS:
+            raise ValueError("its keys are not rotated by one position")
+        factors = np.empty(dims // 2 if node.sources[2] else 0, np.float32)
+        if node.sources[2]:
+            self._get(node.sources[2], factors.ctypes.data, 0, factors.nbytes)
+        divisors = tuple(factors.tolist())
+        return Rope(_PAIRS[mode], dims, original, base, scale, yarn, magnitude, fast, slow, divisors)
+
+    def _write(self, source: int) -> None:
+        tensor = GraphTensor.from_address(source)
+        data: np.ndarray[Any, Any] = self._rows
+        if tensor.type != _I32:
+            cells = np.full(tensor.ne[0], _NEVER)
+            cells[: len(self._cells)] = self._cells
+            data = np.where(cells <= self._rows[:, None], 0, -np.inf).astype(_MASKS[tensor.type])
+        self._set(source, data.ctypes.data, 0, data.nbytes)
+        self._written.add(source)

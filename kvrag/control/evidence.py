@@ -10,19 +10,16 @@ what was recomputed before. So tokens are counted by margin, for each state of t
     lost    those of them that the better KV surely decides otherwise
 
 From the counts follows, for every start and margin, how many answers will be in doubt, and how many will be lost before
-they are. Counts are sums, so that those of several processes are added up when they are stored. Nothing else of
+they are. Counts are sums, so that those of several processes are added up in the store. Nothing else of
 prompts and answers is stored, and of a namespace's name only a digest.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import math
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +31,7 @@ from kvrag.reuse.blend import DEEPENED, FIRST
 from kvrag.store import KVStore
 from kvrag.store.values import text_key
 
-logger = logging.getLogger("kvrag")
-
-FILE = "evidence.json"
+_PREFIX = "evidence "  # of its counters in a store
 EDGES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.5, 6.0)
 """Margins between the bins of counts; the last bin has no upper end."""
 
@@ -48,7 +43,6 @@ STARTS, MARGINS = (0.0, START, 2 * START), (0.0, *EDGES[:6])
 _BINS = len(EDGES) + 1
 _ANSWERS = "answers"
 _TOKENS, _FEW = 12.0, 4.0  # of an answer, as long as few were counted, and the answers that this counts as
-_NAMESPACES = 256  # per store
 _MOST = 5000.0  # tokens of a rung, beyond which all its counts are halved: models stay, corpora change
 _SEEN = (0.01, 0.01, 0.02, 0.02, 0.03, 0.05, 0.1, 0.1, 0.66)
 """Expected shares of tokens by margin; they count as one seen token."""
@@ -138,9 +132,9 @@ def forecast(table: Table, margin: float, tokens: float, is_recomputed: bool) ->
 class Evidence:
     """Counts of one namespace. Thread-safe: single additions, under the lock of `EvidenceStore`."""
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: threading.Lock, stored: Mapping[str, Table] = {}) -> None:
         self._lock = lock
-        self._stored: dict[str, Table] = {}
+        self._stored = stored
         self._new: dict[str, Table] = {}
 
     def add(self, name: str, table: Table) -> None:
@@ -164,6 +158,21 @@ class Evidence:
     def _sum(self, name: str, default: Table) -> Table:
         with self._lock:
             return default + self._stored.get(name, 0.0) + self._new.get(name, 0.0)
+
+    def new(self) -> dict[str, Table]:
+        """Return the counts that are not stored yet."""
+        with self._lock:
+            return dict(self._new)
+
+    def settle(self, added: Mapping[str, Table], stored: Mapping[str, Table]) -> None:
+        """Note that counts were added to those that are stored, and what these are now. Old ones fade."""
+        with self._lock:
+            self._stored = stored
+            left = {name: table - added.get(name, 0.0) for name, table in self._new.items()}
+            for name, table in stored.items():
+                if table[0].sum() > _MOST:
+                    left[name] = left.get(name, 0.0) - table // 2
+            self._new = {name: table for name, table in left.items() if table.any()}
 
 
 class Setting(NamedTuple):
@@ -210,117 +219,45 @@ def nearest(margin: float) -> float:
 
 
 class EvidenceStore(dict[str, Evidence]):
-    """Evidence by namespace, stored beside the chunks: a restart does not reset it."""
+    """Evidence by namespace, stored as counters of the store: a restart does not reset it."""
 
-    def __init__(self, store: KVStore, fingerprint: str) -> None:
-        """Read the counts of a model."""
+    def __init__(self, store: KVStore) -> None:
         super().__init__()
-        self._store, self._fingerprint, self._lock = store, fingerprint, threading.Lock()
-        self._read: dict[str, Any] = {}
-        with _recalling(store):
-            self._read = _read(store.read_text(FILE))
+        self._store, self._lock = store, threading.Lock()
 
     def __missing__(self, namespace: str) -> Evidence:
-        evidence = Evidence(self._lock)
-        with _recalling(self._store):
-            evidence._stored = _parse(self._read.get(self._key(namespace), {}))
-        return self.setdefault(namespace, evidence)  # another thread may have been faster
+        return self.setdefault(namespace, Evidence(self._lock, self._read(namespace)))  # another thread may be faster
 
     def keep(self) -> None:
-        """Add what is new to what is stored, in which other processes may have stored theirs."""
-        with self._lock:
-            new = {self._key(name): dict(each._new) for name, each in self.items() if each._new}
-        if not new:
-            return
-        merged: dict[str, dict[str, Table]] = {}
-
-        def change(text: str | None) -> str:
-            stored: dict[str, Any] = {}
-            with suppress(ValueError):  # damaged
-                stored = _read(text)
-            for key, tables in new.items():
-                known: dict[str, Table] = {}
-                with suppress(ValueError, TypeError, LookupError, AttributeError):
-                    known = _parse(stored.get(key, {}))
-                both = {name: np.asarray(known.get(name, 0.0) + tables.get(name, 0.0)) for name in {**known, **tables}}
-                merged[key] = {name: _faded(table) for name, table in sorted(both.items())}
-            entries = {
-                key: {name: table.round(3).tolist() for name, table in tables.items()} for key, tables in merged.items()
-            }
-            return _write(stored, entries)
-
+        """Add what is new to what is stored, to which other processes may have added theirs."""
+        new = {namespace: tables for namespace, evidence in list(self.items()) if (tables := evidence.new())}
+        numbers = {
+            f"{_key(namespace)}{name} {place}": int(number)
+            for namespace, tables in new.items()
+            for name, table in tables.items()
+            for place, number in enumerate(table.flat)
+            if number
+        }
         with suppress(StoreError):  # no answer depends on it
-            self._store.change_text(FILE, change)
-            with self._lock:
-                for name, each in self.items():
-                    if (key := self._key(name)) in merged:
-                        added = new[key]
-                        each._stored = merged[key]
-                        left = {one: table - added.get(one, 0.0) for one, table in each._new.items()}
-                        each._new = {one: table for one, table in left.items() if table.any()}
+            if numbers:
+                self._store.count(numbers)
+            for namespace, tables in new.items():
+                self[namespace].settle(tables, self._read(namespace))
 
     def forget(self) -> None:
-        """Delete all counts of this model, also the stored ones."""
-        with self._lock:
-            self._read = {}
-            for each in self.values():
-                each._stored, each._new = {}, {}
-        mine = f"{self._fingerprint} "
+        """Delete all counts, also the stored ones."""
+        self._store.count({_PREFIX + name: -number for name, number in self._store.counts(_PREFIX).items()})
+        self.clear()
 
-        def change(text: str | None) -> str:
-            stored: dict[str, Any] = {}
-            with suppress(ValueError):  # damaged
-                stored = _read(text)
-            return _write({}, {key: entry for key, entry in stored.items() if not key.startswith(mine)})
-
-        self._store.change_text(FILE, change)
-
-    def _key(self, namespace: str) -> str:
-        return f"{self._fingerprint} {text_key(namespace, ())}"
+    def _read(self, namespace: str) -> dict[str, Table]:
+        tables: dict[str, Table] = {}
+        for place, number in self._store.counts(_key(namespace)).items():
+            name, _, at = place.rpartition(" ")
+            table = tables.setdefault(name, np.zeros((1, len(Answers._fields)) if name == _ANSWERS else (3, _BINS)))
+            table.flat[int(at)] = max(number, 0)  # below 0 if processes let them fade at the same time
+        return tables
 
 
-def _read(text: str | None) -> dict[str, Any]:
-    """Return the entries in a text of `_write`, by namespace; raises ValueError if the text is damaged."""
-    namespaces = json.loads(text) if text else {}
-    if not isinstance(namespaces, dict):
-        raise ValueError("it is not a table of namespaces")
-    return namespaces
-
-
-def _write(stored: dict[str, Any], entries: dict[str, Any]) -> str:
-    """Return a text with these entries and those that are stored of other namespaces, the last ones."""
-    others = [item for item in stored.items() if item[0] not in entries]
-    return json.dumps(dict([*others, *entries.items()][-_NAMESPACES:]))
-
-
-@contextmanager
-def _recalling(store: KVStore) -> Iterator[None]:
-    """Log what is wrong with the text that this block reads: it is measured again."""
-    try:
-        yield
-    except (StoreError, ValueError, LookupError, TypeError, AttributeError) as error:
-        logger.warning("%s/%s is damaged or unreadable, and measured again: %r", store.name, FILE, error)
-
-
-def _positive(value: Any) -> float:
-    """Return a number of a text; raises ValueError and TypeError if it is no count."""
-    number = float(value)
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{value!r} is not a count")
-    return number
-
-
-def _faded(table: Table) -> Table:
-    total = float(table[0].sum())
-    return table * 0.5 if total > _MOST else table
-
-
-def _parse(content: dict[str, Any]) -> dict[str, Table]:
-    """Return stored counts; raises ValueError and the like if they are damaged."""
-    tables = {}
-    for name, rows in content.items():
-        table = np.array([[_positive(number) for number in row] for row in rows])
-        if table.shape != ((1, len(Answers._fields)) if name == _ANSWERS else (3, _BINS)):
-            raise ValueError(f"counts of {name!r} have the shape {table.shape}")
-        tables[name] = table
-    return tables
+def _key(namespace: str) -> str:
+    """Return the beginning of the names of a namespace's counters."""
+    return f"{_PREFIX}{text_key(namespace, ())} "

@@ -163,7 +163,7 @@ class Planner:
 
     def __init__(self, backend: Backend, store: KVStore, codec: str) -> None:
         self._backend, self._codec = backend, codec
-        self._costs, self.evidence = CostModel(backend.hidden_size), EvidenceStore(store, backend.fingerprint.digest)
+        self._costs, self.evidence = CostModel(backend.hidden_size), EvidenceStore(store)
         self._is_large = backend.num_parameters >= PARAMETERS
         self._kept_at, self._planned = time.monotonic(), Counter[str]()
 

@@ -84,17 +84,6 @@ class KVStore(ABC):
         return
 
     @abstractmethod
-    def read_text(self, name: str) -> str | None:
-        """Return a small text kept beside the chunks, None if there is none; raises StoreError if it cannot be read."""
-
-    @abstractmethod
-    def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
-        """Replace a text (None = there is none or it cannot be read) by the result of `change`, atomically.
-
-        `change` is called again if another writer was faster, so that no change is lost.
-        """
-
-    @abstractmethod
     def close(self) -> None:
         """Write pending data and release files. Open chunks stay readable."""
 
@@ -320,6 +309,15 @@ class KVStore(ABC):
     def count_tokens(self, prefix: str = "", namespace: str = "") -> dict[str, int]:
         """Return the number of tokens of the texts of each document with this prefix."""
         return self._current.count_tokens(prefix, namespace)
+
+    def counts(self, prefix: str) -> dict[str, int]:
+        """Return the counters whose names begin with `prefix`, without it."""
+        return self._current.counters(prefix)
+
+    def count(self, numbers: Mapping[str, int]) -> None:
+        """Add to counters, for all processes and machines."""
+        self._check_open()
+        self._changes.change("count", numbers=numbers)
 
     # ---------------------------------------------------------------- budgets
 

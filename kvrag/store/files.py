@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -174,26 +174,6 @@ class FileStore(KVStore):
         with self._lock:
             self._flushing = None
         super()._record_uses()
-
-    # ---------------------------------------------------------------- small texts
-
-    def read_text(self, name: str) -> str | None:
-        """See KVStore.read_text. A text is a file with that name in the store folder."""
-        try:
-            return (self.path / name).read_text("utf-8")
-        except FileNotFoundError:
-            return None
-        except (OSError, UnicodeDecodeError) as error:
-            raise StoreError(f"cannot read {self.path / name}: {error}") from error
-
-    def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
-        with self._manifest.transaction():  # one process at a time
-            try:
-                before = self.read_text(name)
-            except StoreError:
-                before = None
-            with self._locked():
-                write_file(self.path / name, change(before).encode())
 
     # ---------------------------------------------------------------- maintenance
 

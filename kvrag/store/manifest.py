@@ -34,7 +34,7 @@ _UNHELD = "key NOT IN (SELECT key FROM holders)"
 _BUDGET = "budget "  # and a namespace: counter with its budget in bytes
 _STORED = 2  # uses that storing counts as: new chunks must outlast chunks that are hardly used
 
-OPERATIONS = ("add", "hold", "remove", "release", "touch", "set_budget")
+OPERATIONS = ("add", "hold", "remove", "release", "touch", "count", "set_budget")
 """Methods that change a manifest, as they are named in the log of a shared store."""
 
 Removed = tuple[str, str]
@@ -94,6 +94,11 @@ class Manifest(Database):
         """Return the value of a counter."""
         rows = self._all("SELECT value FROM counters WHERE name = ?", name)
         return int(rows[0][0]) if rows else 0
+
+    def counters(self, prefix: str) -> dict[str, int]:
+        """See KVStore.counts."""
+        rows = self._all("SELECT name, value FROM counters WHERE name GLOB ?", f"{prefix}*")
+        return {name.removeprefix(prefix): value for name, value in rows}
 
     def entries(self, after: int) -> Iterator[Entry]:
         """See KVStore.entries."""
@@ -250,8 +255,12 @@ class Manifest(Database):
 
     def budgets(self) -> dict[str, int]:
         """Return the byte budget of each namespace that has one."""
-        rows = self._all("SELECT name, value FROM counters WHERE name GLOB ?", f"{_BUDGET}*")
-        return {name.removeprefix(_BUDGET): value for name, value in rows}
+        return self.counters(_BUDGET)
+
+    def count(self, numbers: Mapping[str, int]) -> None:
+        """Add to counters."""
+        with self.transaction() as connection:
+            connection.executemany(COUNT, list(numbers.items()))
 
     # ---------------------------------------------------------------- listings and maintenance
 

@@ -14,10 +14,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import random
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -315,34 +314,12 @@ class SharedStore(KVStore):
         # without budgets, only texts of requests are removed when they are not used
         return self._manifest.known(keys) if self._manifest.budgets() else self._manifest.held(keys, ON_REQUEST)
 
-    # ---------------------------------------------------------------- small texts
-
-    def _check_reachable(self) -> None:
-        """Raise StoreError at once if the last attempt to reach the remote failed: answers wait for these texts."""
+    def count(self, numbers: Mapping[str, int]) -> None:
+        """See KVStore.count. Raises StoreError at once if the last attempt to reach the remote failed."""
         self._check_open()
         if self._follower.is_failing:
             raise StoreError(f"{self.url} cannot be reached")
-
-    def read_text(self, name: str) -> str | None:
-        self._check_reachable()
-        (content,) = self._remote.read([name])
-        try:
-            return None if content is None else content.decode()
-        except UnicodeDecodeError as error:
-            raise StoreError(f"cannot read {self.url}/{name}: {error}") from error
-
-    def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
-        self._check_reachable()
-        for attempt in range(_ROUNDS):
-            time.sleep(random.random() * min(0.02 * attempt, 1.0))
-            content, tag = self._remote.look(name)
-            try:
-                before = None if content is None else content.decode()
-            except UnicodeDecodeError:
-                before = None
-            if self._remote.swap(name, change(before).encode(), tag):
-                return
-        raise StoreError(f"{self.url} has too many writers at the moment: try again")
+        super().count(numbers)
 
     # ---------------------------------------------------------------- maintenance
 

@@ -52,8 +52,9 @@ def test_evidence_contains_no_text(model: Model, tmp_path: Path) -> None:
         engine.warm(CHUNKS, document="the handbook", namespace="tenant")
         engine.calibrate([PROMPT] * 2, namespace="tenant")
         engine.generate(PROMPT, namespace="tenant", max_new_tokens=1)
-    content = (tmp_path / "evidence.json").read_text()
-    assert json.loads(content)
+    with closing(FileStore(tmp_path)) as store:
+        content = " ".join(store.counts("evidence "))
+    assert content
     for secret in ("the handbook", "tenant", "Mira", "Brel", "curry"):
         assert secret not in content
 
@@ -69,7 +70,7 @@ def test_a_pickle_in_a_store_is_not_loaded(model: Model, tmp_path: Path) -> None
             return Path.touch, (mark,)
 
     forged = pickle.dumps(Forged())
-    for path in [*store.glob("chunks/*/*"), store / "evidence.json"]:
+    for path in store.glob("chunks/*/*"):
         path.write_bytes(forged)
     with _engine(model, store) as engine:
         answer = engine.generate(PROMPT, ratio=1.0, policy="first_k", max_new_tokens=4, temperature=0)

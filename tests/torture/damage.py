@@ -46,7 +46,6 @@ def _make(folder: Path) -> Layers:
     with tiny.engine(folder) as engine:
         for name, numbers in _DOCUMENTS.items():
             engine.warm(map(tiny.text, numbers), document=name)
-        engine.store.change_text("evidence.json", lambda _: "{}")
     truth: Layers = {}
     with tiny.engine(folder) as engine:
         engine.warm([tiny.text(8)], document="d")
@@ -142,9 +141,8 @@ def _damage(rng: random.Random, folder: Path, everything: bool) -> str:
         groups |= {
             "manifest": lambda: folder / "manifest.sqlite",
             "log": lambda: folder / "manifest.sqlite-wal",
-            "evidence": lambda: folder / "evidence.json",
         }
-        weights |= {"manifest": 8, "log": 3, "evidence": 1}
+        weights |= {"manifest": 8, "log": 3}
     group = rng.choices(list(weights), list(weights.values()))[0]
     path = groups[group]()
     if group == "chunk":

@@ -496,20 +496,14 @@ def test_chunks_popular_on_any_machine_stay_for_a_new_machine(machine: Machine) 
     assert new.missing([chunk.key for chunk in records]) == [r.key for n, r in enumerate(records) if n not in (3, 7)]
 
 
-def test_changes_of_a_text_are_not_lost(machine: Machine) -> None:
-    """As with speeds that several machines measure: the second writes between the first's reading and writing."""
+def test_counts_of_machines_add_up_and_survive_compaction(machine: Machine) -> None:
     one, two = machine("one"), machine("two")
-    turns: list[str | None] = []
-
-    def change(text: str | None) -> str:
-        turns.append(text)
-        if len(turns) < 3:
-            two.change_text("evidence.json", lambda theirs: f"{theirs or ''}{len(turns)}")
-        return f"{text}!"
-
-    one.change_text("evidence.json", change)
-    assert turns == [None, "1", "12"]
-    assert two.read_text("evidence.json") == "12!"
+    one.count({"a x": 2})
+    two.count({"a x": 3, "a y": 1})
+    one.sync()
+    assert one.counts("a ") == two.counts("a ") == {"x": 5, "y": 1}
+    one.gc()
+    assert machine("new").counts("a ") == {"x": 5, "y": 1}
 
 
 # ---------------------------------------------------------------- faults

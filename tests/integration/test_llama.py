@@ -444,6 +444,14 @@ def test_tokens_that_occur_twice(tmp_path: Path, tokenizer: Any, monkeypatch: py
     assert "llama.cpp aborts on its vocabulary (llama-vocab.cpp" in refusal(file, ModelLoadError)
 
 
+@pytest.mark.parametrize("shift", [(0, 3), (100, 0)])
+def test_wrong_gaps_are_found(shift: tuple[int, int], path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions that RoPE reads, and cells that the mask hides."""
+    replace = Inputs.replace
+    monkeypatch.setattr(Inputs, "replace", lambda self, cells, rows: replace(self, cells - shift[0], rows + shift[1]))
+    assert "llama.cpp computes rows with gaps otherwise" in refusal(path)
+
+
 @pytest.mark.parametrize("share", [0.001, 0.3, 0.5, 0.999])
 def test_a_truncated_file(share: float, path: Path, tmp_path: Path) -> None:
     data, file = path.read_bytes(), tmp_path / "tiny.gguf"

@@ -36,7 +36,8 @@ from kvrag.scheduling.waiting import FairLock
 
 _CELLS_BYTES = 2 << 30  # of KV in the context, by default
 _OTHER_CELLS = 512  # in the other context at first; it grows with the prompts
-_TRIAL, _SHIFT, _TOLERANCE = 16, 1037, 0.02  # tokens of the trial, their second position, and the error allowed
+_TRIAL, _SHIFT = 16, 1037  # tokens of the trial, and their second position
+_TOLERANCE = 0.1  # in late layers of Q4_K_M files, rounding alone gives .05
 _STATES = "its layers keep a state, which this backend does not restore"
 _REFUSED = {
     "llama_model_has_encoder": "it has an encoder",
@@ -178,7 +179,7 @@ class LlamaModel(Model):
         cache = self.new_cache(_TRIAL, lambda number: layers[number], positions[~torch.isin(positions, rows)])
         self._compute([tokens[at] for at in rows], cache, rows)
         for found, expected in zip(context.read(cache), layers, strict=True):
-            if not all(map(_is_near, found, expected)):
+            if not all(_is_near(ours[:, :, rows], own[:, :, rows]) for ours, own in zip(found, expected, strict=True)):
                 raise _unsupported(header, "llama.cpp computes rows with gaps otherwise")
 
     # ---------------------------------------------------------------- rotary

@@ -12,11 +12,10 @@ import json
 import logging
 import posixpath
 import re
-import unicodedata
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from functools import partial
 from io import BytesIO, StringIO
@@ -32,22 +31,16 @@ from kvrag.retrieval.markup import HTML, OFFICE, PICTURES, Markup, Reader
 EXTRA = "kvrag[cli]"
 _SAMPLE = 200  # lines to guess an encoding or the header of a table from
 _MAX_NAMED = 20  # pages or cells
-_STRAY, _IN_UTF_16 = 0.2, 0.02  # shares of NULs: what a text may have, and what UTF-16 has at least
-_PLAUSIBLE = 1 << 16  # characters to check a guess with
+_IN_UTF_16 = 0.02  # share of NULs that UTF-16 has at least
 _CSV_SAMPLE = 1 << 16  # characters to guess a delimiter from
 
 _ENCODINGS = (
     *("cp1252", "cp1250", "cp1251", "cp1253", "cp1254", "cp1255", "cp1256", "koi8_r", "mac_roman"),
-    *("cp932", "euc_jp", "gb18030", "big5", "euc_kr"),
+    *("cp932", "euc_jp", "gb18030", "big5", "euc_kr", "utf_16", "utf_16_le", "utf_16_be", "utf_32"),
 )
-_BOMS = {  # UTF-32's begin with UTF-16's
-    codecs.BOM_UTF8: "utf-8-sig",
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
+_WIDE = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE  # UTF-32-LE's begins with UTF-16-LE's
 _DECLARED = re.compile(rb"<(?:meta|\?xml)\b[^>]{0,200}?(?:charset|encoding)\s*=\s*[\"']?([\w.:-]+)", re.IGNORECASE)
+_CONTROLS = re.compile(rb"[\x01-\x08\x0e-\x1f]")  # in binary files
 _OLD_OFFICE = b"\xd0\xcf\x11\xe0"
 _OLD = "it is protected by a password, or an old .doc, .xls or .ppt: save it as .docx without a password (.xlsx, .pptx)"
 
@@ -63,48 +56,22 @@ def as_text(content: bytes, parsed: Content, declared: str | None = None) -> str
     """
     if content.startswith((b"%PDF-", b"PK\3\4", _OLD_OFFICE)):
         raise UnreadableError(f"it is no text: name it by its kind ({' '.join(READERS)}), or save it as one of these")
-    bom = next(filter(content.startswith, _BOMS), None)
-    for encoding in [_BOMS[bom]] if bom else ["utf-8", *filter(None, [declared])]:
-        if (text := _decode_or_none(content, encoding)) is not None:
-            return text
-    for encoding in () if bom else _guesses(content):
-        if (text := _decode_or_none(content, encoding)) is not None and _is_plausible(text):
-            parsed.note(f"not in UTF-8: read as {encoding}, a guess; save it as UTF-8 if characters are wrong")
-            return text
-    raise UnreadableError("the file is binary: extract its text, for example with OCR from images (tesseract)")
-
-
-def _is_plausible(text: str) -> bool:
-    """Return whether the text has no control characters and no characters that do not exist."""
-    letters = set(text[:_PLAUSIBLE])
-    return not any(unicodedata.category(letter) in ("Cc", "Cn", "Co") and not letter.isspace() for letter in letters)
-
-
-def _decode_or_none(content: bytes, encoding: str) -> str | None:
-    try:
-        text = content.decode(encoding)
-    except (UnicodeError, LookupError):
-        return None
-    if not (num_nul := text.count("\0")):
-        return text
-    is_stray = num_nul < _STRAY * len(text) and encoding not in ("utf-16-le", "utf-16-be")  # these are guesses
-    return text if is_stray and _is_plausible(text := text.replace("\0", "")) else None
-
-
-def _guesses(content: bytes) -> Iterator[str]:
-    """Yield likely encodings of text that is not UTF-8, the likeliest first."""
-    if content.count(0) > max(1, _IN_UTF_16 * len(content)):
-        # in UTF-16, one half of every ASCII character is 0
-        is_little = content[1::2].count(0) > content[::2].count(0)
-        yield "utf-16-le" if is_little else "utf-16-be"
-        return
+    is_wide = content.startswith(_WIDE) or content.count(0) > max(1, _IN_UTF_16 * len(content))
+    if not is_wide and not _CONTROLS.search(content):
+        content = content.replace(b"\0", b"")  # stray ones
+    for encoding in filter(None, () if 0 in content else ("utf-8-sig", declared)):
+        with suppress(UnicodeError, LookupError):
+            return content.decode(encoding)
     with needing(EXTRA):
         from charset_normalizer import from_bytes
-    high = re.compile(rb"[\x80-\xff]")
-    starts = ((line, first.start()) for line in BytesIO(content) if (first := high.search(line)))
-    sample = b"".join(line[start : start + 4096] for line, start in islice(starts, _SAMPLE))
-    for match in from_bytes(sample.replace(b"\0", b""), cp_isolation=list(_ENCODINGS), enable_fallback=False):
-        yield match.encoding
+    lines = (line for line in BytesIO(content) if not line.isascii())
+    sample = content if 0 in content else b"".join(islice(lines, _SAMPLE))
+    found = from_bytes(sample, cp_isolation=[*_ENCODINGS], enable_fallback=False).best()
+    if found is None or (0 in content and not is_wide):
+        raise UnreadableError("the file is binary: extract its text, for example with OCR from images (tesseract)")
+    if not found.bom:
+        parsed.note(f"not in UTF-8: read as {found.encoding}, a guess; save it as UTF-8 if characters are wrong")
+    return content.decode(found.encoding, "replace").replace("\0", "")
 
 
 def without_surrogates(text: str) -> str:

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import aclosing, closing, suppress
+from contextlib import aclosing, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -38,7 +38,7 @@ from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
 from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.gate import Check, verify
-from kvrag.listen.check import FEW, self_test, self_test_when_idle
+from kvrag.listen.check import FEW, self_test
 from kvrag.memory.tier import MemoryTier
 from kvrag.prefill import Pipeline
 from kvrag.process import Shared, check_process, releasing_threads
@@ -95,7 +95,7 @@ class BlendEngine:
         self._lookup = Catalog(self.store, alone_only=not self.config.context_tokens)
         self._pipeline = Pipeline(model, self.store, memory, self._lookup, self._planner, codec)
         self._answering = Answering(model, self._pipeline, self._ingestion, chosen)
-        self._check, self._closed, self._process = chosen["check"], False, os.getpid()
+        self._closed, self._process = False, os.getpid()
 
     @classmethod
     def from_pretrained(
@@ -399,15 +399,6 @@ class BlendEngine:
         finally:
             self._planner.evidence.keep()
         return cast(CheckStats, self.stats(namespace)["checked"])
-
-    def calibrate_when_idle(self, namespace: str = "") -> None:
-        """Do the same while no answer is in progress, unless enough answers are known or `check` is 0."""
-        known = int(self._planner.evidence[namespace].answers.answers)
-        if known < FEW and self._check and self._planner.learns(self.config):
-            with suppress(KvragError):  # too few documents
-                prompts = self._test_prompts(None, namespace, FEW)
-                evidence, prefill = self._planner.evidence[namespace], self._answering.prefill
-                self_test_when_idle(self._answering.idle, self.model, prefill, evidence, prompts[known:], namespace)
 
     def wait_until_idle(self) -> None:
         """Wait until the work that is left to idle time is done; for benchmarks and tests."""

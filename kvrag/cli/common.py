@@ -36,7 +36,7 @@ _CLEAR = "\r\x1b[K"  # removes a line of progress from a terminal
 _KINDS = {kind.__name__: kind for kind in (bool, float, int, str)}
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 _EXTRAS = {
-    "cli": ("faiss", "sentence_transformers", "langchain_text_splitters"),
+    "cli": ("sentence_transformers", "langchain_text_splitters"),
     "server": ("fastapi", "uvicorn", "prometheus_client"),
 }
 

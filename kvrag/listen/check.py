@@ -119,20 +119,6 @@ def self_test(
             yield (done := done + 1)
 
 
-def self_test_when_idle(
-    idle: Idle, model: Model, prefill: Prefill, evidence: Evidence, prompts: Sequence[Sequence[int]], namespace: str
-) -> None:
-    """Do the same when idle, one prompt after the other."""
-
-    def work() -> None:
-        for _ in self_test(model, prefill, evidence, prompts[:1], namespace):
-            pass
-        self_test_when_idle(idle, model, prefill, evidence, prompts[1:], namespace)
-
-    if prompts:
-        idle.add(Request(prompts[0], namespace=namespace), work, f"self-test {namespace}", most=1)
-
-
 class Checker(Listener):
     """Counts what answers tell of how much recompute the model needs, and checks some of them when idle."""
 

@@ -172,9 +172,10 @@ async def forget_chunks(document: str, request: Request, state: Server, tenant: 
 
 @router.get("/v1/checks")
 async def checks(state: Server, tenant: Caller) -> Response:
-    """Return what is known of how much recompute the model needs, by answers of the caller's namespace."""
-    stats = state.engine.stats(tenant.namespace)["checked"]
-    return json_response({**stats.to_dict(), "text": str(stats)})
+    """Return how much recompute the model needs, by answers of the caller's namespace, and what it learned from prompts."""
+    stats = state.engine.stats(tenant.namespace)
+    learned = {"learned": stats["learned"].to_dict()} if "learned" in stats else {}
+    return json_response({**stats["checked"].to_dict(), "text": str(stats["checked"]), **learned})
 
 
 @router.post("/tokenize")
@@ -224,8 +225,6 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        for corpus in corpora:
-            await asyncio.to_thread(engine.calibrate_when_idle, corpus.namespace)
         yield
         await asyncio.gather(*(queue.stop() for queue in state.queues))
 

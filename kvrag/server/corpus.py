@@ -69,7 +69,6 @@ class Corpus:
                 numbers = page_numbers(chunks, texts, pages)
                 self.index.add(chunks, document, lambda done, total: check_cancelled(), numbers)
                 self._encoded = ""
-        self._engine.calibrate_when_idle(self.namespace)
         return self.status(document)
 
     def remove(self, document: str) -> None:

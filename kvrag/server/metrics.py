@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from kvrag.types import BlendReport
 
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 _BETWEEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 _WHOLE = (0.1, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 240, 600)
-
-Row = tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, str]
-"""Kind, name and description of a metric, and the attribute of the counts that it shows."""
-
-LEARNING: Sequence[Row] = (
-    (GaugeMetricFamily, "learn_remembered_texts", "Texts seen once", "seen"),
-    (CounterMetricFamily, "learn_chunks", "Chunks learned", "learned"),
-    (CounterMetricFamily, "learn_tokens", "Tokens of the chunks learned", "tokens"),
-    (CounterMetricFamily, "learn_reused_tokens", "Prompt tokens that learned chunks brought since the start", "reused"),
-    (CounterMetricFamily, "learn_failure", "Prompts with an error in learning", "failed"),
-    (CounterMetricFamily, "learn_ignored", "Prompts that were not looked at because too many waited", "ignored"),
-)
-CHECKS: Sequence[Row] = (
-    (CounterMetricFamily, "check_chosen", "Answers chosen for a check", "chosen"),
-    (GaugeMetricFamily, "check_compared", "Answers compared with full prefill, also earlier processes'", "compared"),
-    (GaugeMetricFamily, "check_kept", "Of these, those that full prefill confirms", "kept"),
-    (CounterMetricFamily, "check_failure", "Checks with an error", "failed"),
-)
 
 
 class Metrics:
@@ -63,10 +43,6 @@ class Metrics:
         """Add a gauge whose value is read at every scrape."""
         Gauge(f"kvrag_{name}", about, registry=self._registry).set_function(value)
 
-    def watch_counts(self, counts: Callable[[], object | None], rows: Sequence[Row]) -> None:
-        """Add metrics of counts that are read at every scrape; there are none while the counts are None."""
-        self._registry.register(_Watched(counts, rows))
-
     def token(self, seconds: float, count: int, is_first: bool) -> None:
         """Count tokens with the time since the request (first token) or since the previous tokens."""
         (self._first if is_first else self._between).observe(seconds)
@@ -86,13 +62,3 @@ class Metrics:
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
-
-
-class _Watched(Collector):
-    def __init__(self, counts: Callable[[], object | None], rows: Sequence[Row]) -> None:
-        self._counts, self._rows = counts, rows
-
-    def collect(self) -> Iterator[Metric]:
-        if (counts := self._counts()) is not None:
-            for family, name, about, attribute in self._rows:
-                yield family(f"kvrag_{name}", about, getattr(counts, attribute))

@@ -12,7 +12,7 @@ from kvrag.scheduling.queue import AdmissionQueue
 from kvrag.server.api_errors import ApiError
 from kvrag.server.corpus import Corpus
 from kvrag.server.guard import UPLOADS, most_requests
-from kvrag.server.metrics import CHECKS, LEARNING, Metrics
+from kvrag.server.metrics import Metrics
 from kvrag.server.settings import ServerSettings
 
 _READERS = 2  # concurrent readers of files
@@ -30,8 +30,6 @@ class Tenant:
         self.metrics = Metrics(with_process=not state.is_shared)
         self.metrics.watch("num_requests_running", "Admitted requests", lambda: queue.running(namespace))
         self.metrics.watch("num_requests_waiting", "Waiting requests", lambda: queue.waiting(namespace))
-        self.metrics.watch_counts(lambda: state.engine.stats(namespace).get("learned"), LEARNING)
-        self.metrics.watch_counts(lambda: state.engine.stats(namespace)["checked"], CHECKS)
 
     def require_corpus(self) -> Corpus:
         """Return the corpus; raise ApiError without one."""

@@ -66,7 +66,7 @@ METHODS = {
 LIGHT = """
 import sys
 import kvrag
-heavy = {"torch", "transformers", "faiss", "sentence_transformers", "langchain_core", "llama_index", "rich"}
+heavy = {"torch", "transformers", "sentence_transformers", "langchain_core", "llama_index", "rich"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 import transformers.generation.utils, transformers.modeling_utils
 heavy -= set(sys.modules)  # before 5.20, transformers itself imports rich, also through sklearn

@@ -193,14 +193,3 @@ def test_a_calibration_needs_chunks(engine: BlendEngine) -> None:
         engine.calibrate(namespace="empty")
     with pytest.raises(SettingError, match="count"):
         engine.calibrate(count=0)
-
-
-def test_prompts_of_the_corpus_are_measured_when_idle(engine: BlendEngine) -> None:
-    engine.calibrate_when_idle()
-    engine.calibrate_when_idle()
-    for _ in range(FEW):
-        engine._answering.idle.wait()
-    known = engine._planner.evidence[""].answers.answers
-    assert 0 < known <= FEW
-    engine.calibrate_when_idle("empty")
-    assert engine._planner.evidence["empty"].answers.answers == 0

@@ -172,7 +172,7 @@ async def forget_chunks(document: str, request: Request, state: Server, tenant: 
 
 @router.get("/v1/checks")
 async def checks(state: Server, tenant: Caller) -> Response:
-    """Return how much recompute the model needs, by answers of the caller's namespace, and what it learned from prompts."""
+    """Return how much recompute the model needs by the answers of the namespace, and what was `learned`."""
     stats = state.engine.stats(tenant.namespace)
     learned = {"learned": stats["learned"].to_dict()} if "learned" in stats else {}
     return json_response({**stats["checked"].to_dict(), "text": str(stats["checked"]), **learned})

@@ -15,6 +15,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "decay": ("benchmarks.speed.decay", "measure whether reuse lasts over thousands of prompts, in a bounded store"),
     "decode": ("benchmarks.speed.decode", "measure decoding: several answers together, and one"),
     "gpu": ("benchmarks.speed.gpu", "check a GPU: exactness, time to first token, ingestion, a profile"),
+    "host": ("benchmarks.speed.host", "measure the host's work before the first launch, step by step"),
     "kept": (
         "benchmarks.quality.kept",
         "measure right and kept answers and the time to the first token, per setting of the engine",

@@ -53,16 +53,21 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def random_model(
-    shape: str, num_layers: int | None = None, dtype: torch.dtype = torch.bfloat16, device: str | None = None
+    shape: str,
+    num_layers: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | None = None,
+    tokenizer_of: str | None = None,
 ) -> Model:
-    """Return a model of that shape, or of its first `num_layers` layers, with the bundled reader's tokenizer.
+    """Return a model of that shape, or of its first `num_layers` layers; raises SettingError for an unknown one.
 
-    Raises SettingError for an unknown one.
+    Args:
+        tokenizer_of: Model whose tokenizer it has; None = the bundled reader.
     """
     if shape not in SHAPES:
         raise SettingError(f"unknown shape {shape!r}; choose one of {', '.join(SHAPES)}")
     settings = SHAPES[shape] | ({"num_hidden_layers": num_layers} if num_layers else {})
-    tokenizer = AutoTokenizer.from_pretrained(reader_path())
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of or reader_path())
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     config = AutoConfig.for_model(**settings, **special)
     torch.manual_seed(0)

@@ -38,6 +38,20 @@ def test_every_client_asks_its_own_questions(model: Model, tmp_path: Path) -> No
     assert (found["answers"], found["requests_per_s"]) == (5, 5 / found["seconds"])
 
 
+def test_host_times_each_step_until_the_first_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["host", "--tokens", "2048", "--repeats", "2"]
+    assert main([*argv, "--json", "--profile", str(tmp_path / "profile")]) == 0
+    result = json.loads(capsys.readouterr().out)
+    steps = result["milliseconds"]
+    least, median = steps.pop("least"), steps.pop("median")
+    assert all(steps[step] > 0 for step in ("render", "tokenise", "match", "open", "plan", "rotations", "stitch"))
+    assert sum(steps.values()) <= least <= median
+    assert result["settings"]["chunks"] == 4
+    assert (tmp_path / "profile").stat().st_size > 0
+    assert main(argv) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[::2] == ["median", "ms"]
+
+
 @pytest.mark.parametrize("tier", [["--ram-bytes", str(1 << 30)], ["--cold"]], ids=["ram", "cold"])
 def test_ttft_reports_what_computing_and_loading_take_alone(
     tier: list[str], model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

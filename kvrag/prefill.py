@@ -85,7 +85,7 @@ class Pipeline:
                     request.selected, request.deeper = select(backend, request, plan.config)
                 with trace.step("blend"):
                     request.logits = blend(backend, request)
-            self.planner.observe(request, len(blended_rows(backend, request)), trace)
+            self.planner.observe(request, plan.config, len(blended_rows(backend, request)), trace)
             request.report_prefill(plan.config, plan.reason, trace.seconds, recovery.notes)
         is_open = (plan.margin or plan.is_observed) and not request.report.exact
         request.late = LateRecompute(backend, request, plan.margin, plan.start) if is_open else None

@@ -2,6 +2,9 @@
 
 A forward pass takes a + b·rows + c·pairs seconds: `a` is the fixed cost (reading the weights, launching kernels), `b`
 the cost of each computed token, `c` the cost of each key that a token attends to.
+
+A GPU waits for its launches: a pass takes as long as these at least, and those of a blended prefill, which stitches and
+masks every layer, take longer. There, blended prefills are fitted by themselves, from the match to the first logits.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import math
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +39,8 @@ class Speed:
         pair_s: Seconds per pair of a token and a key that it attends to.
         stitch_s: Seconds to lay out and rotate one reused token.
         load: Bytes per second from below the RAM tier, decoding included; infinite until a load was observed.
+        least_s: Seconds of a forward pass at least, whatever it computes.
+        blended: Speed of blended prefills; None = this one.
     """
 
     pass_s: float
@@ -43,6 +48,8 @@ class Speed:
     pair_s: float
     stitch_s: float
     load: float
+    least_s: float = 0.0
+    blended: Speed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +93,15 @@ def blend_seconds(speed: Speed, request: Workload, ratio: float) -> float:
 
     Layers are read while others are computed: some while the policy selects, the rest while the blend recomputes.
     """
+    own = speed.blended or speed
     fresh = request.prompt - request.kept - request.reused
     rows = fresh + ratio * request.inexact
-    compute = _pass(speed, rows, rows * request.prompt) + (math.ceil(rows / PREFILL_BLOCK) - 1) * speed.pass_s
-    load, stitch = request.bytes / speed.load, request.reused * speed.stitch_s
+    compute = _pass(own, rows, rows * request.prompt) + (math.ceil(rows / PREFILL_BLOCK) - 1) * own.pass_s
+    load, stitch = request.bytes / speed.load, request.reused * own.stitch_s
     passes = request.passes
     selecting = min(1.0, passes.query + passes.detection) if ratio else 0.0
-    select = passes.query * _pass(speed, fresh, fresh * request.prompt)
-    select += passes.detection * full_seconds(speed, request.prompt, request.kept)
+    select = passes.query * _pass(own, fresh, fresh * request.prompt)
+    select += passes.detection * full_seconds(own, request.prompt, request.kept)
     while_selecting = max(selecting * load, (select if ratio else 0.0) + selecting * stitch)
     return while_selecting + selecting * compute + (1 - selecting) * max(load, compute + stitch)
 
@@ -110,14 +118,18 @@ def completion_seconds(speed: Speed, request: Workload) -> float:
 
 
 def _pass(speed: Speed, rows: float, pairs: float) -> float:
-    return speed.pass_s + speed.row_s * rows + speed.pair_s * pairs
+    return max(speed.pass_s + speed.row_s * rows + speed.pair_s * pairs, speed.least_s)
 
 
 class CostModel:
     """Running estimates of a Speed. Thread-safe."""
 
-    def __init__(self, hidden_size: int) -> None:
-        """Create an empty model. `hidden_size` relates pairs to rows while all passes have the same length."""
+    def __init__(self, hidden_size: int, by_kind: bool = False) -> None:
+        """Create an empty model, with one fit for all prefills or `by_kind`.
+
+        `hidden_size` relates pairs to rows while all passes have the same length.
+        """
+        self._by_kind = by_kind
         self._pair_rows = 1 / (6 * hidden_size)  # a layer computes 24 E² per token and 4 E per pair
         self._lock = threading.Lock()
         self._passes: dict[str, deque[tuple[float, ...]]] = {}
@@ -126,16 +138,20 @@ class CostModel:
         self._warmed_up = False
         self._speed: Speed | None = None
 
-    def observe_pass(self, kind: str, rows: int, pairs: float, seconds: float, passes: int = 1) -> None:
+    def observe_pass(
+        self, kind: str, rows: float, pairs: float, seconds: float, passes: float = 1, reused: int = 0
+    ) -> None:
         """Observe one or more forward passes. A short first pass of a process is ignored: it includes start-up costs.
 
         Args:
-            kind: The last few of each kind are kept, so that many short passes do not displace the long ones.
+            kind: "full", "blend", or "least" for a pass of a few rows. The last few of each kind are kept, so that many
+                short passes do not displace the long ones.
+            reused: Tokens whose layout the seconds include.
         """
         with self._lock:
             if (self._warmed_up or rows >= _WARM_UP_ROWS) and seconds > 0:
                 kept = self._passes.setdefault(kind, deque(maxlen=_KEPT))
-                kept.append((passes, rows, pairs, seconds))
+                kept.append((passes, rows, pairs, reused, seconds))
                 self._speed = None
             self._warmed_up = True
 
@@ -176,34 +192,43 @@ class CostModel:
             passes = [observed for kept in self._passes.values() for observed in kept]
             load, (tokens, seconds) = _quotient(self._sums["load"], math.inf), self._sums["stitch"]
             if self._speed is None and passes:
-                self._speed = Speed(*fit(np.array(passes), self._pair_rows), _quotient((seconds, tokens), 0.0), load)
+                kinds = self._passes if self._by_kind else {}
+                pass_s, row_s, pair_s, _ = fit(np.array(kinds.get("full", passes)), self._pair_rows)
+                self._speed = Speed(pass_s, row_s, pair_s, _quotient((seconds, tokens), 0.0), load)
+                if "blend" in kinds:
+                    least_s = min((seconds for *_, seconds in kinds.get("least", ())), default=0.0)
+                    blended = Speed(*fit(np.array(kinds["blend"]), self._pair_rows, row_s), load)
+                    self._speed = replace(self._speed, least_s=least_s, blended=blended)
             return self._speed
 
 
-def fit(passes: NDArray[np.float64], pair_rows: float) -> tuple[float, float, float]:
-    """Fit a, b, c >= 0 to the observed passes by relative error.
+def fit(
+    passes: NDArray[np.float64], pair_rows: float, usual_row_s: float | None = None
+) -> tuple[float, float, float, float]:
+    """Fit a, b, c >= 0 to the observed passes by relative error, and the seconds per reused token.
 
-    Passes of a single length determine one number, not three. Weak priors then decide: a pass has a fixed cost of 100
-    rows, and a pair costs `pair_rows` of a row.
+    Passes of a single length determine one number, not four. Weak priors then decide: a pass has a fixed cost of 100
+    rows, or a row costs `usual_row_s`, and a pair costs `pair_rows` of a row.
 
     Args:
-        passes: (N, 4) number of passes, rows, pairs, seconds.
+        passes: (N, 5) number of passes, rows, pairs, reused tokens, seconds.
     """
-    seconds = passes[:, 3]
-    scaled = passes[:, :3] * [1.0, 1.0, pair_rows]  # pairs in units of rows
+    seconds = passes[:, -1]
+    scaled = passes[:, :-1] * [1.0, 1.0, pair_rows, 1.0]  # pairs in units of rows
     row_s = float((seconds / scaled[:, 1].clip(min=1)).min())  # about the seconds of a row
-    priors = np.array([[0.01, -1.0, 0.0], [0.0, -1.0, 1.0]]) * 0.02 / row_s
+    first = [0.01, -1.0, 0.0, 0.0] if usual_row_s is None else [0.0, 1.0, 0.0, 0.0]
+    priors = np.array([first, [0.0, -1.0, 1.0, 0.0]]) * 0.02 / row_s
     table = np.vstack([scaled / seconds[:, None], priors])
-    target = np.append(np.ones(len(seconds)), [0.0, 0.0])
-    least_error, fitted = math.inf, np.zeros(3)
-    for size in (3, 2, 1):  # three unknowns: trying every set of zeros solves non-negative least squares
-        for columns in map(list, itertools.combinations(range(3), size)):
+    target = np.append(np.ones(len(seconds)), [0.02 * (usual_row_s or 0.0) / row_s, 0.0])
+    least_error, fitted = math.inf, np.zeros(4)
+    for size in (4, 3, 2, 1):  # four unknowns: trying every set of zeros solves non-negative least squares
+        for columns in map(list, itertools.combinations(range(4), size)):
             solution, *_ = np.linalg.lstsq(table[:, columns], target, rcond=None)
             error = float(np.square(table[:, columns] @ solution - target).sum())
             if (solution >= 0).all() and error < least_error:
-                least_error, fitted = error, np.zeros(3)
+                least_error, fitted = error, np.zeros(4)
                 fitted[columns] = solution
-    return float(fitted[0]), float(fitted[1]), float(fitted[2]) * pair_rows
+    return float(fitted[0]), float(fitted[1]), float(fitted[2]) * pair_rows, float(fitted[3])
 
 
 def _quotient(sums: tuple[float, float], default: float) -> float:

@@ -37,6 +37,7 @@ from kvrag.control.cost import (
     full_seconds,
 )
 from kvrag.control.evidence import START, STARTS, EvidenceStore, Setting, nearest, rung, settings
+from kvrag.control.measure import measured
 from kvrag.errors import SettingError
 from kvrag.request import Request
 from kvrag.reuse.blend import begins_exactly, selecting
@@ -68,6 +69,8 @@ _TRIED = 16  # of so many prompts for which full prefill is cheaper, one is blen
 
 NOTICEABLE_S = 0.01
 """Minimum advantage of full prefill in seconds: smaller differences should not make answers depend on timing."""
+SLOWER = 0.05
+"""The same, relative to full prefill, on a GPU: short prompts take a few hundredths of a second there."""
 CPU_SHARE = 2 / 3
 """Timings of a thread that had a processor for a smaller share of the time are not used: the machine was busy."""
 
@@ -114,7 +117,8 @@ def decide(speed: Speed | None, request: Workload, ratio: float, doubts_s: float
     """
     known = speed or _ROWS
     full_s, blend_s = full_seconds(known, request.prompt, request.kept), blend_seconds(known, request, ratio)
-    if speed and full_s + NOTICEABLE_S <= blend_s:
+    noticeable_s = min(NOTICEABLE_S, SLOWER * full_s) if known.blended else NOTICEABLE_S
+    if speed and full_s + noticeable_s <= blend_s:
         load_s = request.bytes / speed.load
         slow_load = f"loading alone takes {_seconds(load_s)} at {human_bytes(speed.load)}/s"
         cause = slow_load if load_s > full_s else "the context is short"
@@ -163,7 +167,10 @@ class Planner:
 
     def __init__(self, backend: Backend, store: KVStore, codec: str) -> None:
         self._backend, self._codec = backend, codec
-        self._costs, self.evidence = CostModel(backend.hidden_size), EvidenceStore(store)
+        self._is_gpu = backend.device.type == "cuda"
+        # vLLM's cache has a request's blocks only
+        self._is_unmeasured = self._is_gpu and not (backend.leaves_tail or backend.keeps_states)
+        self._costs, self.evidence = CostModel(backend.hidden_size, self._is_gpu), EvidenceStore(store)
         self._is_large = backend.num_parameters >= PARAMETERS
         self._kept_at, self._planned = time.monotonic(), Counter[str]()
 
@@ -181,7 +188,12 @@ class Planner:
         if self._is_unknown(config, namespace):
             return _in_full(config, _UNCALIBRATED)
         is_auto, chosen = config.controller == "auto", None
-        speed = self._speed() if config.policy in _BY_SPEED and not config.deterministic else None
+        is_by_speed = config.policy in _BY_SPEED and not config.deterministic
+        if self._is_unmeasured and is_by_speed and is_auto and request:
+            for prefill in measured(self._backend):
+                self._costs.observe_pass(*prefill)
+            self._is_unmeasured = False
+        speed = self._speed() if is_by_speed else None
         is_alone = request.is_encoded_alone if request and is_auto else not is_auto
         start, margin = self._prior(config, is_alone) if config.margin != 0 else (START, 0.0)
         if self.learns(config):
@@ -320,10 +332,11 @@ class Planner:
         """Return whether a thread that computes waited for processors; one that uses a GPU waits for the GPU."""
         return self._backend.device.type == "cpu" and cpu < CPU_SHARE * seconds
 
-    def observe(self, request: Request, rows: int, trace: Trace) -> None:
+    def observe(self, request: Request, config: BlendConfig, rows: int, trace: Trace) -> None:
         """Observe the prefill of a prompt.
 
         Args:
+            config: The plan's.
             rows: Number of computed positions.
         """
         pass_s = trace.own_seconds["blend"]  # without waiting for the store, and without layout
@@ -333,10 +346,17 @@ class Planner:
         if not reused:
             self._costs.observe_pass("full", length, length**2 / 2, pass_s)
             return
-        passes = 1 if self._backend.rope_follows_length else math.ceil(rows / PREFILL_BLOCK)
+        passes = 1.0 if self._backend.rope_follows_length else math.ceil(rows / PREFILL_BLOCK)
+        self._costs.observe_load(request.bytes_read, request.cold_tokens, trace.seconds["load"])
+        if self._is_gpu:  # what one step launches takes its time in another
+            query, detection = selecting(config, self._backend.num_layers)
+            if not request.cold_tokens and not detection:
+                computed, seconds = rows + query * (length - reused), sum(trace.own_seconds.values())
+                seconds, passes = seconds - trace.own_seconds["match"], passes + query
+                self._costs.observe_pass("blend", computed, computed * length, seconds, passes, reused - request.kept)
+            return
         if rows:
             self._costs.observe_pass("blend", rows, rows * length, pass_s, passes)
-        self._costs.observe_load(request.bytes_read, request.cold_tokens, trace.seconds["load"])
         if not request.kept:  # copying a cached prefix involves no rotation
             self._costs.observe_stitch(reused, trace.seconds["stitch"])
 

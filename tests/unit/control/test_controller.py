@@ -104,24 +104,24 @@ def test_selecting_costs_what_the_policy_looks_at() -> None:
 
 
 def _seen(speed: Speed, rows: list[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    return np.array([(1, r, r * r / 2, full_seconds(speed, r)) for r in rows])
+    return np.array([(1, r, r * r / 2, 0, full_seconds(speed, r)) for r in rows])
 
 
 def test_fit_finds_what_made_the_times() -> None:
-    a, b, c = fit(_seen(GPU, [50, 500, 2000, 8000, 30_000]), 1 / (6 * 4096))
+    a, b, c, _ = fit(_seen(GPU, [50, 500, 2000, 8000, 30_000]), 1 / (6 * 4096))
     assert (a, b, c) == pytest.approx((GPU.pass_s, GPU.row_s, GPU.pair_s), rel=0.03)
 
 
 def test_fit_is_never_negative_and_survives_little() -> None:
     rng = np.random.default_rng(0)
     noisy = _seen(GPU, [400, 450, 500] * 5)
-    noisy[:, 3] *= rng.uniform(0.5, 2, 15)
+    noisy[:, 4] *= rng.uniform(0.5, 2, 15)
     for seen in (noisy, noisy[:1], _seen(replace(GPU, pass_s=0, pair_s=0), [512, 512])):
-        a, b, c = fit(seen, 1 / 6000)
+        a, b, c, _ = fit(seen, 1 / 6000)
         assert min(a, b, c) >= 0
         assert a + b + c > 0
         middle = a + b * seen[:, 1] + c * seen[:, 2]
-        assert 0.4 < float(np.median(middle / seen[:, 3])) < 2.5
+        assert 0.4 < float(np.median(middle / seen[:, 4])) < 2.5
 
 
 def test_costs_need_a_pass() -> None:

@@ -81,6 +81,14 @@ FILES: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
     "qwen3-yarn": ("qwen3", "qwen3", _rope(), "F16", _YARN | {"own__rope__scaling__yarn_beta_fast": 4.0}),
     "phi3-short": ("phi3", "phi3", {"sliding_window": None}, "F16", _longrope(4096)),
     "phi3-long": ("phi3", "phi3", {"sliding_window": None}, "F16", _longrope(96)),
+    "gemma2": ("gemma2", "gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32}, "F16", {}),
+    "gemma3": (
+        "gemma3",
+        "gemma3_text",
+        {"head_dim": 32, "num_hidden_layers": 7, "layer_types": None},
+        "Q8_0",
+        {"own__rope__scaling__type": "linear", "own__rope__scaling__factor": 8.0},
+    ),
     "llama-bias": ("llama", "llama", _WIDE | {"attention_bias": True, "mlp_bias": True}, "Q3_K", {}),
     "qwen2": ("qwen2", "qwen2", _rope() | {"tie_word_embeddings": True}, "F16", {}),
     "qwen3": ("qwen3", "qwen3", _rope() | {"head_dim": 32}, "Q8_0", {}),
@@ -100,7 +108,7 @@ def test_gate(name: str, flash: int, tokenizer: Any, tmp_path: Path) -> None:
     header = read_header(str(path))
     assert header is not None
     model = LlamaModel(header, flash=flash)
-    assert model._context.layout.is_transposed == (not flash)
+    assert all(cache.is_transposed == (not flash) for cache in model._context.layout.caches)
     checks = list(verify(partial(BlendEngine, model), 60))
     assert all(check.passed for check in checks), checks
 
@@ -193,6 +201,24 @@ def test_rows_with_gaps_are_one_pass(model: LlamaModel, monkeypatch: pytest.Monk
     assert relative(kv(model, caches[1]), kv(model, caches[0])) <= FLOOR
     with pytest.raises(ValueError, match="have no KV"):
         model.forward(ids[rows[1:]][None], model.new_cache(len(ids), lambda n: layers[n], filled), rows[1:])
+
+
+def test_keys_outside_of_windows_stay(tmp_path: Path, tokenizer: Any) -> None:
+    """llama.cpp would give their cells to other positions, and leaves them out of states."""
+    hf = build("gemma2", head_dim=32, query_pre_attn_scalar=32)
+    found = Model.from_pretrained(write_gguf(tmp_path / "tiny.gguf", "gemma2", hf, tokenizer, "F16"), n_ctx=512)
+    assert isinstance(found, LlamaModel)
+    assert found.windows == (48, None) * 2
+    ids, before = torch.arange(450)[None] % 500 + 3, found.new_cache(100)
+    found.forward(ids[:, :100], before)
+    cache, whole = found.new_cache(450), found.new_cache(450)
+    found.forward(ids[:, :300], cache)
+    del before  # its cells are taken first, and then those of the beginning would be
+    for token in ids[0, 300:].tolist():
+        logits = found.forward_each([token], [cache])
+    cache.outside = found._context.take_out(cache)
+    assert relative(logits, found.forward(ids, whole)) <= FLOOR
+    assert relative(kv(found, cache), kv(found, whole)) <= FLOOR
 
 
 def test_branches_are_rows_of_their_own(model: LlamaModel) -> None:
@@ -411,10 +437,7 @@ def test_files_that_are_refused(more: dict[str, Any], said: str, write: Write) -
     assert re.search(said, refusal(write(**more), Exception))
 
 
-def test_windows_and_states_are_refused(tmp_path: Path, tokenizer: Any) -> None:
-    changes = {"head_dim": 32, "query_pre_attn_scalar": 32}
-    gemma = write_gguf(tmp_path / "a.gguf", "gemma2", build("gemma2", **changes), tokenizer, "F16")
-    assert "its layers with a window have a cache of their own: use the model's original files" in refusal(gemma)
+def test_states_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     conv = {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
     heads = {"own__attention__head_count_kv": [0, 2, 0, 2], "own__attention__layer_norm_rms_epsilon": 1e-5}
     lfm = write_gguf(tmp_path / "b.gguf", "lfm2", build("lfm2", **conv), tokenizer, "F16", **heads)

@@ -1,7 +1,7 @@
 """The state of a sequence as llama.cpp writes it: parsed, and built from KV.
 
-As in `llama_kv_cache::state_write_meta` and `state_write_data` of b11549, of one cache with one stream: magic,
-sequence, number of streams and of cells | position, number of sequences and sequence of each cell | whether values are
+As in `llama_kv_cache::state_write_meta` and `state_write_data` of b11549, with one stream: magic, sequence | of each
+cache: number of streams and of cells | position, number of sequences and sequence of each cell | whether values are
 transposed, layers, rotations of quantised KV | each layer's keys | each layer's values. Nothing in it names a version,
 so each context tries out that it parses and builds the same bytes.
 """
@@ -9,7 +9,7 @@ so each context tries out that it parses and builds the same bytes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,22 +17,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvrag.errors import ModelError
+
 Bytes = NDArray[np.uint8]
 Positions = NDArray[np.int32]
 
 _MAGIC, _F16 = 0xAF143CD8, 1
+_FIRST = 8  # bytes of magic and sequence
 _START, _KIND = struct.Struct("<IiII"), struct.Struct("<IIII")
 _ROWS, _COLUMNS = struct.Struct("<iQ"), struct.Struct("<iII")
 
 
 def positions_of(data: Bytes) -> Positions:
-    """Return a view of the positions of a state's cells."""
+    """Return a view of the positions of a cache's cells."""
     cells = _START.unpack_from(data.data)[3]
     return data[_START.size : _START.size + 12 * cells].view("<i4").reshape(cells, 3)[:, 0]
 
 
 class Layout(NamedTuple):
-    """Form of a context's states: heads and dimensions of each layer's keys and values.
+    """Form of one cache in states: heads and dimensions of each layer's keys and values.
 
     Attributes:
         is_transposed: Values are written by dimension, as without flash attention.
@@ -53,6 +56,11 @@ class Layout(NamedTuple):
     def bytes_per_token(self) -> int:
         """Bytes of a token's KV."""
         return sum(2 * heads * dim for heads, dim in self.keys + self.values)
+
+    def size(self, cells: int) -> int:
+        """Return the bytes of a state."""
+        kinds = _ROWS.size * len(self.keys + self.values)
+        return _START.size + _KIND.size + kinds + (12 + self.bytes_per_token) * cells
 
     def parse(self, data: Bytes) -> tuple[Positions, list[tuple[Tensor, Tensor]]]:
         """Return positions, ascending, and each layer's keys and values, (T, H, D) in float16.
@@ -75,24 +83,13 @@ class Layout(NamedTuple):
         cells = np.stack([positions, np.ones_like(positions), np.zeros_like(positions)], axis=1)
         start = _START.pack(_MAGIC, 0, 1, len(positions)) + cells.astype("<i4").tobytes()
         start += _KIND.pack(self.is_transposed, len(self.keys), 0, 0)
-        parts = self.keys + self.values
-        size = _ROWS.size * len(parts) + self.bytes_per_token * len(positions)
-        data = np.empty(len(start) + size, np.uint8)
+        data = np.empty(self.size(len(positions)), np.uint8)
         data[: len(start)] = np.frombuffer(start, np.uint8)
         keys, values = self._parts(data, len(start), len(positions))
         for number, (own_keys, own_values) in enumerate(layers):
             keys[number].copy_(own_keys)
             values[number].copy_(own_values)
         return data
-
-    def without(self, data: Bytes, rows: Positions, length: int) -> Bytes:
-        """Return a state without these positions, and without those from `length` on."""
-        positions = positions_of(data)
-        if not (np.isin(positions, rows) | (positions >= length)).any():
-            return data
-        positions, layers = self.parse(data)
-        kept = np.flatnonzero(~np.isin(positions, rows) & (positions < length))
-        return self.build(positions[kept], ((keys[kept], values[kept]) for keys, values in layers))
 
     def _parts(self, data: Bytes, at: int, cells: int, is_new: bool = True) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of all keys and of all values, each (T, H, D), of a state whose layers begin at `at`.
@@ -115,3 +112,86 @@ class Layout(NamedTuple):
         if at != len(data):
             raise ValueError(f"{len(data) - at} bytes are left")
         return parts[: len(self.keys)], parts[len(self.keys) :]
+
+
+class Layouts(NamedTuple):
+    """Form of a context's states. Layers with a window have a cache of their own, which follows the other one.
+
+    Attributes:
+        caches: That of each.
+        layers: Numbers of the layers in each.
+    """
+
+    caches: tuple[Layout, ...]
+    layers: tuple[list[int], ...]
+
+    @classmethod
+    def of(cls, data: Bytes, heads: Sequence[int], dims: tuple[int, int], windows: Sequence[int | None]) -> Layouts:
+        """Return the layout of a state from each layer's heads and window, and the dimensions of keys and values."""
+        caches, groups = list[Layout](), [list[int]() for _ in range(2 if any(windows) else 1)]
+        for number, window in enumerate(windows):
+            groups[window is not None].append(number)
+        for group in groups:
+            caches.append(Layout.of(data, [heads[number] for number in group], dims))
+            data = data[caches[-1].size(len(positions_of(data))) - _FIRST :]
+        return cls(tuple(caches), tuple(groups))
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return sum(map(len, self.layers))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token's KV."""
+        return sum(layout.bytes_per_token for layout in self.caches)
+
+    def split(self, data: Bytes) -> Iterator[Bytes]:
+        """Yield a view of each cache's state, of which the first 8 bytes are not read."""
+        for layout in self.caches:
+            size = layout.size(len(positions_of(data))) if layout is not self.caches[-1] else len(data)
+            yield data[:size]
+            data = data[size - _FIRST :]
+
+    def renumber(self, data: Bytes, own: Positions, others: Positions) -> None:
+        """Replace the positions of cells; raise ModelError for other positions than their own."""
+        for positions in map(positions_of, self.split(data)):
+            if not np.array_equal(positions, own):
+                raise ModelError("llama.cpp moved the cells of a prompt: use another build of it")
+            positions[:] = others
+
+    def parse(self, data: Bytes) -> tuple[Positions, list[tuple[Tensor, Tensor]]]:
+        """See `Layout.parse`."""
+        parts = [layout.parse(part) for layout, part in zip(self.caches, self.split(data), strict=True)]
+        positions = parts[0][0]
+        if not all(np.array_equal(positions, found) for found, _ in parts):
+            raise ValueError("its caches have other positions")
+        found = zip(self.layers, parts, strict=True)
+        layers = {number: layer for numbers, (_, own) in found for number, layer in zip(numbers, own, strict=True)}
+        return positions, [layers[number] for number in range(self.num_layers)]
+
+    def build(self, positions: Positions, layer: Callable[[int], tuple[Tensor, Tensor]]) -> Bytes:
+        """Return the state of a sequence with the keys and values of each layer, (T, H, D)."""
+        pairs = zip(self.caches, self.layers, strict=True)
+        parts = [layout.build(positions, map(layer, numbers)) for layout, numbers in pairs]
+        return np.concatenate([parts[0], *(part[_FIRST:] for part in parts[1:])]) if len(parts) > 1 else parts[0]
+
+    def joined(self, states: Sequence[Bytes]) -> Bytes:
+        """Return a state with the cells of several ones."""
+        positions, layers = zip(*map(self.parse, states), strict=True)
+        own = list(zip(*layers, strict=True))  # by layer and state
+
+        def layer(number: int) -> tuple[Tensor, Tensor]:
+            keys, values = zip(*own[number], strict=True)
+            return torch.cat(keys), torch.cat(values)
+
+        return self.build(np.concatenate(positions), layer)
+
+    def without(self, data: Bytes, rows: Positions, length: int) -> Bytes:
+        """Return a state without these positions, and without those from `length` on."""
+        positions = positions_of(data)
+        if not (np.isin(positions, rows) | (positions >= length)).any():
+            return data
+        positions, layers = self.parse(data)
+        kept = np.flatnonzero(~np.isin(positions, rows) & (positions < length))
+        return self.build(positions[kept], lambda number: (layers[number][0][kept], layers[number][1][kept]))

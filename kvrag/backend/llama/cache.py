@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvrag.backend.llama.blob import Bytes, Layout
+from kvrag.backend.llama.blob import Bytes, Layouts, positions_of
 from kvrag.backend.llama.graph import Inputs
 from kvrag.backend.llama.library import Loaded
 from kvrag.backend.protocol import KVCache
@@ -52,8 +52,7 @@ class LlamaCache(KVCache):
         """Return its state, which is not in the context; None without KV."""
         if self._made_from:
             (positions, layer), self._made_from = self._made_from, None  # it would keep chunks in memory
-            layout = self._context.layout
-            self.outside = layout.build(positions.numpy().astype(np.int32), map(layer, range(len(layout.keys))))
+            self.outside = self._context.layout.build(positions.numpy().astype(np.int32), layer)
         return self.outside
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
@@ -64,7 +63,7 @@ class LlamaCache(KVCache):
 
     def copied(self, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
         """See `KVCache.copied`."""
-        layers = map(self.layer, range(len(self._context.layout.keys)))
+        layers = map(self.layer, range(self._context.layout.num_layers))
         return [(keys[:, :, start:stop].clone(), values[:, :, start:stop].clone()) for keys, values in layers]
 
     def write(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -89,7 +88,7 @@ class LlamaCache(KVCache):
 class LlamaContext:
     """A llama.cpp context and the caches in it. Not thread-safe: its owner's lock is held by those that call it."""
 
-    layout: Layout  # of states; set once it is known
+    layout: Layouts  # of states; set once it is known
 
     def __init__(
         self,
@@ -106,7 +105,11 @@ class LlamaContext:
         self._library, self._lib, self.exclusive = model.library, model.library.functions, exclusive
         self.num_cells, self._num_vocab, self._inputs = num_cells, model.num_vocab, inputs
         params = self._lib.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = num_cells, BLOCK, BLOCK, SEQUENCES
+        self._window = self._lib.llama_model_n_swa(model.pointer)
+        # llama.cpp gives up cells that are outside of the window of their only sequence: so they have a second one
+        self._second = SEQUENCES if self._window else 0
+        params.n_ctx, params.n_batch, params.n_ubatch = num_cells, BLOCK, BLOCK
+        params.n_seq_max, params.swa_full = SEQUENCES + self._second + 1, True
         params.n_threads = params.n_threads_batch = torch.get_num_threads()
         params.flash_attn_type, params.kv_unified, params.no_perf = flash, True, True
         if inputs:
@@ -116,7 +119,7 @@ class LlamaContext:
             reason = self._library.reason()
             raise OutOfMemoryError(f"llama.cpp makes no context of {num_cells} tokens: pass a smaller n_ctx ({reason})")
         self._memory = self._lib.llama_get_memory(pointer)
-        self._batch = self._lib.llama_batch_init(BLOCK, 0, 1)
+        self._batch = self._lib.llama_batch_init(BLOCK, 0, 2)
         self._sequences = WeakKeyDictionary[LlamaCache, int]()  # by last use
         self._used = set[int]()  # sequences, also those of caches that are gone
         weakref.finalize(self, _close, self._lib, pointer, self._batch, (model, inputs))
@@ -174,10 +177,29 @@ class LlamaContext:
 
     def remove(self, sequence: int, start: int) -> None:
         """Remove the positions of a sequence from `start` on."""
-        self._lib.llama_memory_seq_rm(self._memory, sequence, start, -1)
+        for number in {sequence, sequence + self._second}:
+            self._lib.llama_memory_seq_rm(self._memory, number, start, -1)
+
+    def copy(self, source: int, sequence: int) -> None:
+        """Add the cells of a sequence to another one."""
+        for number in {sequence, sequence + self._second} - {source}:
+            self._lib.llama_memory_seq_cp(self._memory, source, number, -1, -1)
 
     def get(self, sequence: int) -> Bytes:
         """Return the state of a sequence."""
+        last = self._lib.llama_memory_seq_pos_max(self._memory, sequence)
+        if not self._window or last < self._window:
+            return self._get(sequence)
+        states, piece = list[Bytes](), SEQUENCES + self._second
+        # llama.cpp leaves out cells that are outside of the window of the last one
+        for start in range(0, last + 1, self._window):
+            self._lib.llama_memory_seq_cp(self._memory, sequence, piece, start, start + self._window)
+            states.append(self._get(piece))
+            self._lib.llama_memory_seq_rm(self._memory, piece, -1, -1)
+        states = [data for data in states if len(positions_of(data))]
+        return self.layout.joined(states) if len(states) > 1 else states[0]
+
+    def _get(self, sequence: int) -> Bytes:
         data = np.empty(self._lib.llama_state_seq_get_size(self._pointer, sequence), np.uint8)
         size = self._lib.llama_state_seq_get_data(self._pointer, data.ctypes.data, len(data), sequence)
         return data[:size]
@@ -187,6 +209,7 @@ class LlamaContext:
         size = self._lib.llama_state_seq_set_data(self._pointer, data.ctypes.data, len(data), sequence)
         if size != len(data):
             raise OutOfMemoryError(f"llama.cpp has no room for a prompt's KV: raise n_ctx ({self._library.reason()})")
+        self.copy(sequence, sequence)
 
     def decode(self, rows: Sequence[tuple[int, int, int]], outputs: Sequence[int]) -> Tensor:
         """Compute rows of a token, its position and its sequence; return (N, V) logits after those in `outputs`.
@@ -196,8 +219,9 @@ class LlamaContext:
         batch = self._batch
         batch.n_tokens = len(rows)
         for number, (token, position, sequence) in enumerate(rows):
-            batch.token[number], batch.pos[number], batch.n_seq_id[number] = token, position, 1
-            batch.seq_id[number][0], batch.logits[number] = sequence, 0
+            batch.token[number], batch.pos[number], batch.logits[number] = token, position, 0
+            batch.seq_id[number][0], batch.seq_id[number][1] = sequence, sequence + self._second
+            batch.n_seq_id[number] = 2 if self._second else 1
         for number in outputs:
             batch.logits[number] = 1
         if status := self._lib.llama_decode(self._pointer, batch):

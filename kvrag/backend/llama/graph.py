@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvrag.backend.llama.blob import Positions
 from kvrag.backend.llama.library import EvalCallback, GraphTensor
-from kvrag.backend.positions import Pairs, Rotation
+from kvrag.backend.positions import Pairs, Rotation, first_key
 
 _SOURCES = {b"ROPE": 1, b"SOFT_MAX": 1, b"FLASH_ATTN_EXT": 3}  # which source is positions, or a mask
 _I32, _MASKS = 26, {0: np.float32, 1: np.float16}
@@ -68,41 +68,45 @@ class Inputs:
         callback: For the context, which must not outlive this.
         error: Of the last pass, whose result then is wrong.
         ropes: Of each layer of the last observed pass; None = its keys do not rotate.
+        masks: Which cells its first row attends to, of each layer.
+        windows: Of each layer, for passes whose inputs are replaced.
     """
 
     def __init__(self, functions: Any) -> None:
         self._operation, self._set = functions.ggml_op_desc, functions.ggml_backend_tensor_set
         self._get = functions.ggml_backend_tensor_get
-        self.callback = EvalCallback(self._before)
+        self.callback, self.windows = EvalCallback(self._before), tuple[int | None, ...]()
         self.observe()
 
     def observe(self) -> None:
         """Let the next pass read its own inputs, and note what they are."""
-        self._is_observed, self.ropes = True, list[Rope | None]()
+        self._is_observed, self.ropes, self.masks = True, list[Rope | None](), list[np.ndarray[Any, Any]]()
         self._rope: Rope | None = None  # of the next attention
         self.error: BaseException | None = None
 
     def replace(self, cells: Positions, rows: Positions) -> None:
         """Let the next pass compute rows at these positions; `cells` has those of all cells, these rows included."""
         self._cells, self._rows, self._written = cells, rows, set[int]()
-        self._is_observed, self.error = False, None
+        self._is_observed, self._layer, self.error = False, 0, None
 
     def _before(self, node: Any, _asks: bool, _data: object) -> bool:
         try:
             number = _SOURCES.get(self._operation(node))
             source = None if number is None else node.contents.sources[number]
-            if source is not None and self._is_observed:
-                self._note(node.contents, source)
-            elif source is not None and source not in self._written:
-                self._write(source)
+            if source is not None:
+                (self._note if self._is_observed else self._write)(node.contents, source)
         except BaseException as error:  # ctypes would only print it
             self.error = error
         return False
 
     def _note(self, node: GraphTensor, source: int) -> None:
-        if GraphTensor.from_address(source).type == _I32:
+        tensor = GraphTensor.from_address(source)
+        if tensor.type == _I32:
             self._rope = self._settings(node)
         else:  # attention, whose keys were rotated since the last one
+            mask = np.empty(tensor.ne[0], _MASKS[tensor.type])
+            self._get(source, mask.ctypes.data, 0, mask.nbytes)
+            self.masks.append(mask == 0)
             self.ropes.append(self._rope)
             self._rope = None
 
@@ -118,12 +122,19 @@ class Inputs:
         divisors = tuple(factors.tolist())
         return Rope(_PAIRS[mode], dims, original, base, scale, yarn, magnitude, fast, slow, divisors)
 
-    def _write(self, source: int) -> None:
+    def _write(self, _node: GraphTensor, source: int) -> None:
         tensor = GraphTensor.from_address(source)
+        is_mask = tensor.type != _I32
+        self._layer += is_mask
+        if source in self._written:
+            return
         data: np.ndarray[Any, Any] = self._rows
-        if tensor.type != _I32:
+        if is_mask:
             cells = np.full(tensor.ne[0], _NEVER)
             cells[: len(self._cells)] = self._cells
-            data = np.where(cells <= self._rows[:, None], 0, -np.inf).astype(_MASKS[tensor.type])
+            rows = torch.from_numpy(self._rows)[:, None]
+            first = first_key(self.windows[self._layer - 1], rows).numpy()
+            is_seen = (first <= cells) & (cells <= self._rows[:, None])
+            data = np.where(is_seen, 0, -np.inf).astype(_MASKS[tensor.type])
         self._set(source, data.ctypes.data, 0, data.nbytes)
         self._written.add(source)

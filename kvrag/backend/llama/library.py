@@ -162,6 +162,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, and then arguments
     "llama_batch_free": (None, LlamaBatch),
     "llama_decode": (c_int32, c_void_p, LlamaBatch),
     "llama_get_logits": (POINTER(c_float), c_void_p),
+    "llama_memory_seq_cp": (None, c_void_p, c_int32, c_int32, c_int32, c_int32),
+    "llama_memory_seq_pos_max": (c_int32, c_void_p, c_int32),
     "llama_memory_seq_rm": (c_bool, c_void_p, c_int32, c_int32, c_int32),
     "llama_state_seq_get_size": (c_size_t, c_void_p, c_int32),
     "llama_state_seq_get_data": (c_size_t, c_void_p, c_void_p, c_size_t, c_int32),

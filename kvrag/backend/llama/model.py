@@ -19,17 +19,17 @@ import torch
 import xxhash
 from torch import Tensor
 
-from kvrag.backend.llama.blob import Bytes, Layout, Positions, positions_of
+from kvrag.backend.llama.blob import Bytes, Layouts, Positions, positions_of
 from kvrag.backend.llama.cache import BLOCK, SEQUENCES, LlamaCache, LlamaContext
 from kvrag.backend.llama.graph import Inputs
 from kvrag.backend.llama.library import load
-from kvrag.backend.positions import UNROTATED, Rotation
+from kvrag.backend.positions import UNROTATED, Chunked, Rotation, first_key
 from kvrag.backend.protocol import PREFILL_BLOCK, Branch, CachedKV, KVCache, LayerSource, Observer
 from kvrag.backend.transformers.gguf import Header, stand_in, tokenizer_of
 from kvrag.backend.transformers.model import Model
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import DECLARED
-from kvrag.errors import ModelError, SettingError, UnsupportedModelError
+from kvrag.errors import SettingError, UnsupportedModelError
 from kvrag.fingerprint import Fingerprint
 from kvrag.process import check_process
 from kvrag.scheduling.waiting import FairLock
@@ -43,7 +43,6 @@ _REFUSED = {
     "llama_model_has_encoder": "it has an encoder",
     "llama_model_is_recurrent": _STATES,
     "llama_model_is_hybrid": _STATES,
-    "llama_model_n_swa": "its layers with a window have a cache of their own",
 }
 _ORIGINAL = "use the model's original files, which torch runs"
 _LONG = "rope_factors_long.weight"
@@ -97,7 +96,7 @@ class LlamaModel(Model):
         self.name, self.lock = header.name, FairLock()
         self._exclusive = partial(_holding, self.lock, self._process)
         self.num_layers: int = self._library.functions.llama_model_n_layer(self._model.pointer)
-        self.windows, self._devices = (None,) * self.num_layers, [self.device] * self.num_layers
+        self._devices = [self.device] * self.num_layers
         self._refuse_unsupported(header)
         self.vocab_size = self._model.num_vocab
         tokenizer = tokenizer_of(header, self._model)
@@ -137,11 +136,35 @@ class LlamaModel(Model):
         return cls(header, **own)
 
     def _refuse_unsupported(self, header: Header) -> None:
-        """Raise UnsupportedModelError for a model whose KV is not one cache of rotated keys."""
+        """Raise UnsupportedModelError for a model that has more than KV, or no prompt to reuse."""
         lib, pointer = self._library.functions, self._model.pointer
         for name, reason in _REFUSED.items():
             if getattr(lib, name)(pointer):
                 raise _unsupported(header, reason)
+
+    def _observe(self, tokens: Sequence[int]) -> None:
+        """Set each layer's RoPE and window to those that llama.cpp has; raise ValueError for others than are known."""
+        other, inputs, window = (
+            self._other,
+            self._inputs,
+            self._library.functions.llama_model_n_swa(self._model.pointer),
+        )
+        window = window or 64
+        last = window + window // 2
+        starts = (last - window, window - 1, last - 2)  # of two rows each, where windows begin and before the last
+        for start in starts:
+            other.decode([(token, position, 1) for position, token in enumerate(tokens[:2], start)], ())
+            other.copy(1, 0)
+            other.remove(1, 0)
+        inputs.observe()
+        other.decode([(tokens[2], last, 0)], ())
+        cells = np.array([*(position for start in starts for position in (start, start + 1)), last])
+        kinds = [(own, cells >= first_key(own, last)) for own in (None, window, Chunked(window))]
+        found = [[own for own, seen in kinds if np.array_equal(seen, mask[: len(cells)])] for mask in inputs.masks]
+        if len(found) != self.num_layers or not all(found):
+            raise ValueError("not every layer has attention, or one hides other keys than windows do")
+        self._ropes, self.windows = inputs.ropes, tuple(own[0] for own in found)
+        inputs.windows = self.windows
 
     def _try_out(self, header: Header) -> None:
         """Raise UnsupportedModelError unless states are understood, and keys at other positions are what we make them.
@@ -159,11 +182,10 @@ class LlamaModel(Model):
 
         data = state_at(0)
         try:
-            self._other.decode([(token, number, 0) for number, token in enumerate(tokens)], ())
-            self._ropes = self._inputs.ropes
-            context.layout = layout = Layout.of(data, heads, header.dims)
+            self._observe(tokens)
+            context.layout = layout = Layouts.of(data, heads, header.dims, self.windows)
             (at, whole), (_, moved) = layout.parse(data), layout.parse(state_at(_SHIFT))
-            if not np.array_equal(layout.build(at, whole), data):
+            if not np.array_equal(layout.build(at, whole.__getitem__), data):
                 raise ValueError("it cannot be built")
         except ValueError as error:
             raise _unsupported(header, f"llama.cpp computes it in a way unknown to kvrag ({error})") from error
@@ -321,15 +343,16 @@ class LlamaModel(Model):
         stop, held = int(positions[-1]) + 1, cache.held
         if (data := self._context.take_out(cache)) is None:
             raise ValueError("a prompt without KV has rows with gaps")
-        data = self._context.layout.without(data, positions, held)
-        numbers = positions_of(data)
-        cells = numbers.copy()
+        layout = self._context.layout
+        data = layout.without(data, positions, held)
+        cells = positions_of(data).copy()
         if (cells < stop).sum() + len(positions) < stop:
             raise ValueError(f"positions before {stop} have no KV")
         cache.outside, cache.held = None, 0  # if this fails
-        numbers[:] = np.arange(len(cells))
+        layout.renumber(data, cells, np.arange(len(cells), dtype=np.int32))
         if self._other.num_cells < (most := len(cells) + len(positions)):
             self._other = self._new_context(min(1 << most.bit_length(), self.context_window), inputs=self._inputs)
+        self._other.layout = layout
         self._other.remove(0, 0)
         self._other.set(0, data)
         for part, place, wanted in self._blocks(tokens, outputs):
@@ -338,10 +361,7 @@ class LlamaModel(Model):
             self._inputs.replace(cells, positions[place])
             yield self._other.decode(rows, wanted)
         data = self._other.get(0)
-        numbers = positions_of(data)
-        if not np.array_equal(numbers, np.arange(most)):
-            raise ModelError("llama.cpp moved the cells of a prompt: use another build of it")
-        numbers[:] = cells
+        layout.renumber(data, np.arange(most, dtype=np.int32), cells)
         cache.outside, cache.is_stale = data, False
         cache.length, cache.held = max(cache.length, stop), max(held, stop)
 

@@ -29,11 +29,11 @@ $(BIN)/pip:
 
 # installs only what the demo needs, to start quickly
 .venv/.demo: $(PROJECTS) | $(BIN)/pip
-	$(INSTALL) -e '.[cli]'
+	$(INSTALL) -e .
 	touch $@
 
 demo: .venv/.demo
-	$(BIN)/kvrag demo
+	$(BIN)/python examples/demo.py
 
 # tests run in JOBS processes, each file in one of them; in their order, as files with few tests take longest
 JOBS ?= 2

@@ -26,9 +26,15 @@ from llama_index.vector_stores.kvrag import KVWarmVectorStore
 
 import kvrag
 from kvrag import BlendConfig, BlendEngine
-from kvrag.cli.demo import WAYS
 from kvrag.server.app import create_app
 from kvrag.server.settings import ServerSettings
+
+ARTICLES = (
+    "By all accounts, Finlon chose a yellow star as its sign. As it happens, the company has bought a green boat. "
+    "As it happens, the company can be found in Grimvik.",
+    "As it happens, Jomouth sells dried bread on its market. By all accounts, the town gets its water from the Rosuva. "
+    "The town became a town in 1957.",
+)
 
 PACKAGES = {
     "kvrag": kvrag,
@@ -51,10 +57,13 @@ def packages(version: str) -> None:
 
 
 def command_line() -> list[str]:
-    """Warm, ask and inspect; return the demo's retrieved chunks."""
-    demo = command("demo", "--store", "demo")
-    assert {outcome["way"] for outcome in demo["questions"]} == {*WAYS}
-    answer = command("ask", demo["questions"][0]["question"], "--store", "demo", "--policy", "none")
+    """Warm, ask and inspect; return the retrieved chunks."""
+    folder = Path("articles")
+    folder.mkdir()
+    for number, text in enumerate(ARTICLES):
+        (folder / f"{number}.txt").write_text(text, "utf-8")
+    assert command("warm", "articles", "--store", "demo")["new"] == len(ARTICLES)
+    answer = command("ask", "Which company has its offices in Grimvik?", "--store", "demo", "--policy", "none")
     assert answer["report"]["reused_tokens"] > 0
     assert command("store", "check", "--store", "demo")["damaged"] == 0
     assert command("verify", "--dtype", "float32", "--chunk-tokens", "32")["passed"]

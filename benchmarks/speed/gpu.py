@@ -25,6 +25,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import GenerationConfig
 
+from benchmarks.samples import FOLDER, QUESTIONS
 from benchmarks.shapes import SHAPES, one_token_words, random_model
 from benchmarks.speed import decode, first_token
 from benchmarks.speed.first_token import TtftResult, TtftSetup, messages_of
@@ -34,7 +35,6 @@ from kvrag.cli.common import add_number, at_least
 from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.inspect.gate import verify
-from kvrag.reader.samples import QUESTIONS, folder
 from kvrag.types import BlendReport, Messages
 
 _CHUNK_TOKENS = 512
@@ -187,7 +187,7 @@ def _synchronise(place: torch.device) -> None:
 
 def _prompts() -> tuple[list[str], list[Messages]]:
     """Return chunks of the sample documents, and prompts of them in random order."""
-    chunks = sorted(path.read_text().strip() for path in folder().rglob("*.txt"))
+    chunks = sorted(path.read_text().strip() for path in FOLDER.rglob("*.txt"))
     rng, questions = random.Random(5), list(QUESTIONS)
     asked = [
         messages_of(rng.sample(chunks, min(_RETRIEVED, len(chunks))), f"Question: {questions[n % len(questions)]}")

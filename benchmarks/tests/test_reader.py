@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from benchmarks.readers.first import world
 from benchmarks.readers.first.corpus import corpus
 from benchmarks.readers.first.world import KINDS, Question, Sample, draw, gather, sample
+from benchmarks.samples import FOLDER, QUESTIONS
 from kvrag.backend.transformers.loading import reader_path
-from kvrag.reader.samples import QUESTIONS, folder
 
 
 def _samples(split: str, num: int = 150, articles: int = 5) -> list[Sample]:
@@ -109,7 +109,7 @@ def test_questions_are_drawn_without_repetition_from_all_kinds() -> None:
 
 def test_the_corpus_is_of_the_readers_world() -> None:
     texts, questions = corpus(seed=0, num_articles=30)
-    articles = {file.name: file.read_text() for file in folder().glob("*.txt")}
+    articles = {file.name: file.read_text() for file in FOLDER.glob("*.txt")}
     assert articles == {f"{name.lower()}.txt": text + "\n" for name, text in texts.items()}
     known = {(question.text, question.answer) for question in questions}
     assert {*QUESTIONS.items()} <= known

@@ -192,11 +192,11 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
 
 
 def say_if_reader(args: argparse.Namespace) -> None:
-    """Say that the bundled reader is used, and what it is for, unless it is for `kvrag demo`."""
-    if args.model == READER and "parser" in args:
+    """Say that the bundled reader is used, and what it is for."""
+    if args.model == READER:
         say(
-            f"model: {READER}, the bundled one, which knows only the made-up world of `kvrag demo`. For your own "
-            "documents pass a model of the hub, such as --model Qwen/Qwen2.5-1.5B-Instruct"
+            f"model: {READER}, the bundled one, which knows only the made-up world of examples/corpus. For your "
+            "own documents pass a model of the hub, such as --model Qwen/Qwen2.5-1.5B-Instruct"
         )
 
 

@@ -14,7 +14,6 @@ from kvrag import __version__
 from kvrag.errors import KvragError, out_of_memory
 
 _COMMANDS = {  # modules of kvrag.cli, with their help
-    "demo": "run the offline demo: under a minute on two idle cores",
     "warm": "encode files and folders into a store",
     "ask": "answer a question about the warmed documents",
     "explain": "explain what was reused of a prompt, and why not more",
@@ -24,7 +23,6 @@ _COMMANDS = {  # modules of kvrag.cli, with their help
     "verify": "test that blending is exact on your model",
 }
 _EPILOG = """\
-first:                  kvrag demo
 with your own files:    kvrag warm docs/ --model Qwen/Qwen2.5-1.5B-Instruct
                         kvrag ask "Who founded the company?" --model Qwen/Qwen2.5-1.5B-Instruct
 options of a command:   kvrag COMMAND --help

@@ -27,6 +27,7 @@ OUTPUT = {
     "warm_from_chroma.py": r"30 documents: 30 encoded now, 0 before\nWhich company",
     "warm_from_qdrant.py": r"30 documents: 30 encoded now, 0 before\nWhich company",
     "llama_index.ipynb": r"query engine: .+\n.*chat engine: .+\n.*chat engine: .+\n",
+    "demo.py": r"right +5 of 5 +\d of 5\nfirst token, median +[\d.]+ s +[\d.]+ s\n",
     "terminal_chat.py": r"> .*from .*\.txt.*> .*from .*HOLRA\.TXT.*> ",
 }
 ARGUMENTS = {"terminal_chat.py": ["notes"]}

@@ -94,8 +94,6 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def test_a_wheel_has_the_package_and_nothing_else(built: Built) -> None:
     code = set(built.files)
-    if built.package == "kvrag":
-        code |= {f"kvrag/corpus/{path.name}" for path in (ROOT / "examples" / "corpus").iterdir()}
     shipped = {name for name in built.wheel if ".dist-info/" not in name}
     assert shipped == code
     typed = {name.removesuffix("py.typed") for name in shipped if name.endswith("/py.typed")}

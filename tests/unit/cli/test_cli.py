@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 from pdf import PDF, pdf
-from run_script import start
 
 import kvrag.cli.common
 import kvrag.ingest.ingest
@@ -155,7 +154,7 @@ for argv in json.loads(sys.argv[1]):
     command = [sys.executable, "-c", program, json.dumps(every)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    for name in ("demo", "warm", "ask", "estimate", "store", "verify"):
+    for name in ("warm", "ask", "estimate", "store", "verify"):
         assert f"\n    {name} " in done.stdout
     assert done.stdout.count("\n  --json ") >= len(_COMMANDS)
 
@@ -758,53 +757,6 @@ def test_store_check_reports_damage_once(folder: Path, tmp_path: Path, as_json: 
 def test_looking_at_a_store_makes_none(tmp_path: Path, fails: Callable[..., str]) -> None:
     assert "has no store" in fails("store", "stats", "--store", tmp_path / "kv")
     assert not (tmp_path / "kv").exists()
-
-
-# -------------------------------------------------------------------- demo
-
-
-@pytest.mark.slow
-def test_the_demo_is_right_by_full_prefill_and_reports_the_rest(tmp_path: Path) -> None:
-    """In a process of its own, as users run it: nothing of other tests' models and embedders is left there."""
-    process = start(
-        Path(sys.executable).with_name("kvrag"), "demo", "--json", "--store", str(tmp_path / "kv"), folder=tmp_path
-    )
-    process.join()
-    assert process.exitcode == 0, (tmp_path / "stderr").read_text()
-    result = json.loads((tmp_path / "stdout").read_text())
-    outcomes = result["questions"]
-    assert [outcome["way"] for outcome in outcomes] == ["full prefill", "kvrag"] * 5
-    for outcome in outcomes:
-        assert outcome["correct"] == (outcome["answer"] == outcome["expected"])
-        assert 1500 < outcome["report"]["prompt_tokens"] < 2048
-        if outcome["way"] == "full prefill":
-            assert (outcome["correct"], outcome["report"]["reused_tokens"]) == (True, 0)
-    assert len(keys(tmp_path / "kv")) == result["warm"]["new"] == result["warm"]["chunks"]
-
-
-def test_the_demo_ends_with_times_and_right_answers_and_fits_80_columns(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[dict[str, Any]] = []
-    generate = BlendEngine.generate
-
-    def noting(self: BlendEngine, prompt: Any, **options: Any) -> Any:
-        asked.append(options)
-        return generate(self, prompt, **options)
-
-    monkeypatch.setattr(BlendEngine, "generate", noting)
-    assert main(["demo", "--store", str(tmp_path / "kv")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert len(lines) <= 20
-    rows = [re.split("  +", line) for line in lines]
-    assert rows.count(["", "full prefill", "kvrag"]) == 1
-    assert re.fullmatch(r"first token, median +[\d.]+ s +[\d.]+ s", lines[-5])
-    assert re.fullmatch(r"right +5 of 5 +\d of 5", lines[-6])
-    assert re.match(r"1[5-9]\d\d tokens", lines[-1])
-    limits = {"max_new_tokens": 16, "temperature": 0}
-    defaults = [options for options in asked if options == limits]
-    assert len(defaults) == 1 + 5  # no ratio, policy or controller; the first one is not measured
 
 
 # -------------------------------------------------------------------- calibrate

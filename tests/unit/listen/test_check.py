@@ -17,10 +17,16 @@ from kvrag.control.agreement import DECIDED, END
 from kvrag.control.evidence import STARTS, rung
 from kvrag.control.plan import LARGE
 from kvrag.listen.check import FEW, Checker
-from kvrag.reader import samples
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0}
-QUESTIONS = [*samples.QUESTIONS]
+CORPUS = Path(__file__).parents[3] / "examples" / "corpus"
+QUESTIONS = [
+    "Which company has its offices in Grimvik?",
+    "What does Jomouth send abroad?",
+    "Which food is Kala fond of?",
+    "Who finished school in 1944?",
+    "Where was Zanlina born?",
+]
 
 pytestmark = pytest.mark.usefixtures("learning")
 
@@ -35,7 +41,7 @@ def engine(tmp_path: Path) -> Iterator[BlendEngine]:
 
 
 def _chunks() -> list[str]:
-    texts = [path.read_text() for path in sorted(samples.folder().iterdir())]
+    texts = [path.read_text() for path in sorted(CORPUS.iterdir())]
     return [part for text in texts for part in text.split("\n\n") if len(part) > 80][:5]
 
 

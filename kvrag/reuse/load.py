@@ -54,7 +54,8 @@ class Trace:
             yield
         finally:
             if synchronise and self._backend.device.type == "cuda":
-                torch.cuda.synchronize(self._backend.device)
+                # not the whole device, on which another thread may be capturing a graph
+                torch.cuda.current_stream(self._backend.device).synchronize()
             elif synchronise and self._backend.device.type == "mps":
                 torch.mps.synchronize()
             duration, cpu = self._add(name, started), time.thread_time() - cpu_started

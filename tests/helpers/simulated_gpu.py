@@ -6,8 +6,9 @@ the GPU is counted: reading a number, a shape that depends on values, and a copy
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -83,6 +84,9 @@ class _Mode(TorchDispatchMode):
 class _Stream:
     """A stream, or an event of it."""
 
+    def __init__(self, device: object = None) -> None:
+        self.device = GPU
+
     def record_event(self) -> _Stream:
         return self
 
@@ -93,6 +97,42 @@ class _Stream:
         _note("synchronize")
 
 
+class _Graph:
+    """A CUDA graph: notes a pass's operations, and repeats them where their tensors are.
+
+    The numbers that the pass computes are lost, as if it had not run.
+    """
+
+    captured: Sequence[_Graph] = ()
+    """The one that is being captured."""
+
+    def capture_begin(self, **_: object) -> None:
+        assert not _Graph.captured
+        self.operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], dict[int, Tensor]]] = []
+        _Graph.captured = [self]
+
+    def capture_end(self) -> None:
+        _Graph.captured = ()
+        for *_, results in self.operations:
+            for result in results.values():
+                if result.is_floating_point():
+                    result.fill_(math.nan)
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        given: list[int] = []
+        _mapped(lambda part: given.append(id(part)), args)
+        parts = () if func.is_view else enumerate(_several(result))
+        new = {number: part for number, part in parts if isinstance(part, Tensor) and id(part) not in given}
+        self.operations.append((func, args, kwargs, new))
+
+    def replay(self) -> None:
+        launches["replay"] += 1
+        for func, args, kwargs, results in self.operations:
+            again = _several(func(*args, **kwargs))
+            for number, result in results.items():
+                result.copy_(again[number])
+
+
 counts: Counter[str] = Counter()
 """Number of waits of the CPU and of copies to the GPU, by name."""
 
@@ -100,7 +140,13 @@ launches: Counter[str] = Counter()
 """Number of operations that launch at least one kernel on the GPU, by name: all but views and allocations."""
 
 
+def _several(result: Any) -> Sequence[Any]:
+    return result if isinstance(result, (list, tuple)) else [result]
+
+
 def _note(name: str) -> None:
+    if _Graph.captured and not name.endswith("_async"):
+        raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
     counts[name] += 1
 
 
@@ -157,8 +203,10 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return known[id(part)] if id(part) in known else OnGpu(part)
 
     with torch.inference_mode(False), torch.no_grad():  # tensors of this class cannot be inference tensors
-        result = _mapped(wrapped, func(*real_args, **real_kwargs))
-    return result
+        result = func(*real_args, **real_kwargs)
+        for graph in _Graph.captured if is_result_on_gpu else ():
+            graph.note(func, real_args, real_kwargs, result)
+        return _mapped(wrapped, result)
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
@@ -218,7 +266,8 @@ def simulated_gpu(exists: bool = True) -> Iterator[None]:
     with (
         patch("torch.cuda._lazy_init", lambda: None),
         patch("torch.cuda.get_device_name", lambda device=None: "simulated"),
-        patch("torch.cuda.Stream", lambda device: stream),
+        patch("torch.cuda.Stream", _Stream),
+        patch("torch.cuda.CUDAGraph", _Graph),
         patch("torch.cuda.current_stream", lambda device=None: stream),
         patch("torch.cuda.stream", lambda stream: nullcontext()),
         patch("torch.cuda.synchronize", lambda device=None: _note("synchronize")),

@@ -174,8 +174,8 @@ def _a_decode_step_of_unequal_rows_is_exact(engine: BlendEngine, hf: Any, ids: l
     for step in range(2):
         rows = [[*row, ids[step]] for row in rows]
         expected.append([plain_logits(hf, row)[-1] for row in rows])
-    for joins in (False, True):  # as on a CPU and on a GPU
-        with patch.object(engine.model, "joins_rows", joins):
+    for least in (99, 2):  # as on a CPU and on a GPU
+        with patch.object(engine.model, "joins_from", least):
             _steps_of_unequal_rows_are_exact(engine.model, rows, expected)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from blending import CHUNKS, messages, prepare, relative
-from families import FAMILIES, build
+from families import FAMILIES, HYBRIDS, build
 from simulated_gpu import counts, launches, simulated_gpu, to_gpu
 
 from kvrag import BlendEngine, FileStore, Model
@@ -86,7 +86,7 @@ def test_a_decode_step_waits_for_the_gpu_once_for_all_its_answers(
                     counts.clear()
                 for answer in answers:
                     next(answer)
-            assert counts == {"to_gpu": 3 * 2, "to_cpu": 3}, num_rows
+            assert counts == {"to_gpu": 3, "to_cpu": 3}, num_rows
             for answer in answers:
                 answer.close()
 
@@ -101,7 +101,7 @@ def test_a_step_launches_hardly_more_for_16_answers_than_for_one(family: str, to
             caches = [model.new_cache(len(row)) for row in rows]
             for row, cache in zip(rows, caches, strict=True):
                 model.forward(row[None], cache)
-            for _ in range(2):  # the first one joins the rows
+            for _ in range(2):  # the first one joins the rows; later ones are graphs
                 launches.clear()
                 model.forward_each([7] * num_rows, caches)
             launched.append(launches.total())
@@ -120,3 +120,58 @@ def test_a_blended_prefill_launches_little_more_than_a_plain_one(policy: str, to
                 prepare(engine, ids, ratio, name)
                 launched.append(launches.total())
         assert launched[1] <= 1.3 * launched[0]
+
+
+def _answers(model: Model, num_rows: int, steps: int) -> tuple[list[torch.Tensor], list[Counter[str]]]:
+    """Logits and launches of steps with so many rows, of which the last one leaves after half of the steps."""
+    rows = [torch.arange(5, 30 + row) for row in range(num_rows)]
+    caches = [model.new_cache(len(row)) for row in rows]
+    for row, cache in zip(rows, caches, strict=True):
+        model.forward(row[None], cache)
+    logits, launched = [], []
+    for step in range(steps):
+        if num_rows > 1 and step == steps // 2:
+            caches.pop()
+        launches.clear()
+        logits.append(model.forward_each([7 + step + row for row in range(len(caches))], caches).cpu())
+        launched.append(launches.copy())
+    return logits, launched
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "llama4", "youtu", "qwen3", "hunyuan_v1_dense"])
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_steps_are_replayed_as_a_graph(
+    num_rows: int, family: str, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _ = _answers(Model(_small(family, 4), tokenizer, family), num_rows, 12)
+    with simulated_gpu():
+        found, launched = _answers(Model(to_gpu(_small(family, 4)), tokenizer, family), num_rows, 12)
+    for own, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, wanted, atol=1e-4, rtol=1e-4)
+    replayed = [step for step, counted in enumerate(launched) if counted["replay"]]
+    captured = {2} if num_rows == 1 else {2, 8}  # other rows are another graph
+    assert replayed == ([*range(2, 12)] if num_rows == 1 else [*range(2, 6), *range(8, 12)]), caplog.text
+    assert all(launched[step].total() <= 4 for step in {*replayed} - captured)
+
+
+def test_steps_that_cannot_be_captured_are_computed_as_before(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    hf = _small("llama", 4)
+    expected, _ = _answers(Model(hf, tokenizer, "llama"), 3, 8)
+    with simulated_gpu():
+        hf = to_gpu(_small("llama", 4))
+        model = Model(hf, tokenizer, "llama")
+        hf.register_forward_pre_hook(lambda module, _: print((module.lm_head.weight == 0).all().item()))
+        for _ in range(2):
+            found, launched = _answers(model, 3, 8)
+            for own, wanted in zip(found, expected, strict=True):
+                torch.testing.assert_close(own, wanted, atol=1e-4, rtol=1e-4)
+            assert not any(counted["replay"] for counted in launched)
+    assert caplog.text.count("decode steps are launched one operation at a time") == 1
+
+
+def test_states_and_lengths_of_the_host_are_not_captured(tokenizer: Any) -> None:
+    with simulated_gpu():
+        for model_type, changes in (HYBRIDS["lfm2"], FAMILIES["llama-dynamic"]):
+            model = Model(to_gpu(build(model_type, **changes)), tokenizer, model_type)
+            _, launched = _answers(model, 2, 4)
+            assert not any(counted["replay"] for counted in launched)

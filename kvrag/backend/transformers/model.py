@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -20,6 +21,7 @@ from kvrag.backend.positions import UNROTATED, LayerRotary, Rotation
 from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer
 from kvrag.backend.transformers import loading
 from kvrag.backend.transformers.gguf import Header, read_header
+from kvrag.backend.transformers.graph import WARM_UP, StepGraph
 from kvrag.backend.transformers.rotary import probe
 from kvrag.backend.transformers.rows import (
     AttentionObserver,
@@ -36,13 +38,15 @@ from kvrag.backend.transformers.rows import (
 )
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import ModelOptions, Sampling, checked
-from kvrag.errors import ContextWindowError, SettingError, UnsupportedModelError
+from kvrag.errors import ContextWindowError, SettingError, UnsupportedModelError, first_line
 from kvrag.fingerprint import Fingerprint, hash_weights
 from kvrag.process import Shared, reporting_memory
 from kvrag.scheduling.waiting import FairLock
 
 _TRIAL_TOKENS = 8
+_NEVER = 1 << 30
 
+logger = logging.getLogger("kvrag")
 
 _shared: Shared[Model] = Shared()
 
@@ -68,7 +72,8 @@ class Model(Backend):
         state_bytes: Bytes of the states of layers that keep some.
         recompute_threshold: Length at which `model.generate` recomputes all KV; None = never.
         lock: Held during a forward pass.
-        joins_rows: The KV of a step's rows is in one tensor per layer. On a CPU, that costs more than it saves.
+        joins_from: Fewest rows of a step whose KV is in one tensor per layer. On a CPU, that costs more than it saves.
+        captures: Steps are captured as CUDA graphs, from one row on.
         is_latent: See `BlendCache`.
         of_file: Loads the GGUF file of a header with these options; `kvrag.backend.llama` sets it.
     """
@@ -94,7 +99,7 @@ class Model(Backend):
         self.lock = FairLock()
         self.dtype: torch.dtype = hf.dtype
         self.device: torch.device = hf.get_input_embeddings().weight.device
-        self.joins_rows = self.device.type != "cpu"
+        self.joins_from, self.captures = _NEVER if self.device.type == "cpu" else 2, False
         self.vocab_size: int = self.config.vocab_size
         self.context_window = loading.context_window(self.config)
         rope = loading.rope_parameters(self.config)
@@ -115,6 +120,10 @@ class Model(Backend):
             self._attending, self._places = attending, attending[: self.num_layers]
             self._check_attention()
             self._states = self._check_states() if self.keeps_states else {}
+            # a graph has no place for states, which are new tensors in each step, nor for numbers that the host reads
+            is_fixed = not (self.keeps_states or self.rope_follows_length) and {*self._devices} == {self.device}
+            if is_fixed and self.device.type == "cuda":
+                self.joins_from, self.captures = 1, True
             self.rotations(torch.arange(_TRIAL_TOKENS))
         self.state_bytes = sum(state.nbytes for state in self._states.values())
         numbers = sum(state.numel() for state in self._states.values())
@@ -166,7 +175,7 @@ class Model(Backend):
         layers = range(self.config.num_hidden_layers)
         observer = AttentionObserver(1, layers, lambda number, received: seen.add(number))
         self._forward(ids[None], self.new_cache(len(ids)), torch.arange(len(ids)), observer)
-        self._step(ids[:2, None], [self.new_cache(1), self.new_cache(1)])
+        self._step(ids[:2].tolist(), [self.new_cache(1), self.new_cache(1)])
         if len(seen) < len(self._attending):  # also those that use the KV of earlier ones
             raise UnsupportedModelError(
                 f"{self.config.model_type} models cannot be blended: their layers do not use transformers' attention "
@@ -262,9 +271,8 @@ class Model(Backend):
         It waits for other threads' passes at most twice as long as the last such step took, and for their current
         layer. Several caches need lengths for which `can_share_steps` is true.
         """
-        ids = torch.tensor(tokens)[:, None]
         with self.lock.first():
-            return self._step(ids, caches)
+            return self._step(tokens, caches)
 
     def can_share_steps(self, length: int) -> bool:
         """Return whether a cache of this length can be one of several in a decode step.
@@ -365,17 +373,40 @@ class Model(Backend):
             return logits
 
     @torch.inference_mode()
-    def _step(self, ids: Tensor, caches: Sequence[KVCache]) -> Tensor:
-        """Append (B, 1) tokens to the caches."""
+    def _step(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> Tensor:
+        """Append one token to each of the caches."""
         self._reset_rotary()
-        step = StepCache([cast(BlendCache, cache) for cache in caches], self.joins_rows, self.device)
+        step = StepCache([cast(BlendCache, cache) for cache in caches], self.joins_from, self.device)
+        inputs, joined = torch.tensor([tokens, step.lengths]).to(self.device), step.joined
+        with reporting_memory():
+            if joined is None:
+                return self._compute_step(step, inputs)
+            if self.captures and joined.graph is None and joined.steps >= WARM_UP:
+                joined.graph = self._captured(step, inputs)
+            joined.steps += 1
+            logits = joined.graph.replay(inputs) if joined.graph else self._compute_step(step, inputs)
+            step.end()
+        return logits
+
+    def _compute_step(self, step: StepCache, inputs: Tensor) -> Tensor:
+        """Compute a step from its (2, B) tokens and positions."""
+        ids, step.positions = inputs
         if self.keeps_states:
             step.begin_states()
-        with attention_of(self.config, Step(step, self.windows)), reporting_memory():
-            logits = self._logits(ids, step.positions[:, None], self._no_mask, step)
-            if self.keeps_states:
-                step.end_states()
+        with attention_of(self.config, Step(step, self.windows)):
+            logits = self._logits(ids[:, None], step.positions[:, None], self._no_mask, step)
+        if self.keeps_states:
+            step.end_states()
         return logits
+
+    def _captured(self, step: StepCache, inputs: Tensor) -> StepGraph | None:
+        """Return a step of these rows as a graph; None if it cannot be captured, as then no other one is."""
+        try:
+            return StepGraph(inputs, functools.partial(self._compute_step, step))
+        except RuntimeError as error:
+            self.joins_from, self.captures = 2, False
+            logger.warning("%s: decode steps are launched one operation at a time (%s)", self.name, first_line(error))
+            return None
 
     def _logits(self, ids: Tensor, positions: Tensor, mask: Any, cache: Cache, all_logits: bool = False) -> Tensor:
         """Run the model on (B, S) tokens; return (B, V) logits after the last ones, or (B, S, V) after all."""

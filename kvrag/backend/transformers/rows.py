@@ -26,8 +26,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvrag.backend.positions import CPU_ROWS, ROWS, Rows, attention_received, first_key
 from kvrag.backend.protocol import Branch, CachedKV, LayerSource, Observer
+from kvrag.backend.transformers.graph import StepGraph
 
 _GROWTH = 256  # positions
+_ALIGNED = 16  # positions: CUDA's attention would pad other masks
 
 
 def as_argument(hf: Any, cache: Cache) -> dict[str, Cache]:
@@ -308,12 +310,18 @@ class BlendCache(StatefulCache):
 class JoinedRows:
     """KV of a step's rows in one tensor per layer: one operation appends to all of them, and one attends for all.
 
-    The rows' caches hold views of it, until they are in a step of other rows or alone.
+    The rows' caches hold views of it, until they are in a step of other rows.
+
+    Attributes:
+        steps: Number of steps so far that were not replayed.
+        graph: A step of these rows, captured.
     """
 
-    def __init__(self, caches: Sequence[BlendCache], capacity: int) -> None:
+    def __init__(self, caches: Sequence[BlendCache], capacity: int, device: torch.device) -> None:
         """Copy the rows' KV, layer by layer, with room for `capacity` positions of each row."""
         self.num_rows, self.capacity = len(caches), capacity
+        self.steps, self.graph = 0, cast(StepGraph | None, None)
+        self._rows = torch.arange(len(caches), device=device)
         self._layers: list[tuple[Tensor, Tensor]] = []
         for layers in zip(*(cache.own_layers for cache in caches), strict=True):
             keys, values = (
@@ -327,11 +335,11 @@ class JoinedRows:
             self._layers.append((keys, values))
 
     @classmethod
-    def of(cls, caches: Sequence[BlendCache]) -> JoinedRows | None:
-        """Return these rows as joined; None for one, if they are empty, or if padding would be more than they have."""
+    def of(cls, caches: Sequence[BlendCache], least: int, device: torch.device) -> JoinedRows | None:
+        """Return these rows as joined; None if they are fewer than `least`, empty, or less than the padding."""
         lengths = [cache.get_seq_length() for cache in caches]
         longest = max(lengths)
-        if len(caches) == 1 or not longest or len(caches) * longest > 2 * sum(lengths):
+        if len(caches) < least or not longest or len(caches) * longest > 2 * sum(lengths):
             for layer in (layer for cache in caches for layer in cache.own_layers if layer.place):
                 layer.leave()  # one row would keep the tensors of all
             return None
@@ -339,11 +347,12 @@ class JoinedRows:
         rows = places[0][0] if places[0] else None
         if rows and longest < rows.capacity and places == [(rows, row) for row in range(rows.num_rows)]:
             return rows
-        return cls(caches, longest + max(_GROWTH, longest // 4))
+        capacity = longest + max(_GROWTH, longest // 4)
+        return cls(caches, capacity + -capacity % _ALIGNED, device)
 
-    def append(self, number: int, fresh: Sequence[Tensor], at: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Write (B, H, 1, D) keys and values of a layer at (B,) rows and positions; return all, (B, H, capacity, D)."""
-        rows, positions = (part.to(fresh[0].device) for part in at)
+    def append(self, number: int, fresh: Sequence[Tensor], positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Write (B, H, 1, D) keys and values of a layer at (B,) positions; return all, (B, H, capacity, D)."""
+        rows, positions = (part.to(fresh[0].device) for part in (self._rows, positions))
         for whole, part in zip(self._layers[number], fresh, strict=True):
             whole[rows, :, positions] = part[:, :, 0]
         return self._layers[number]
@@ -356,22 +365,24 @@ class StepCache(StatefulCache):
 
     Attributes:
         lengths: Of the caches before the step.
+        positions: (B,) of the new tokens, on the model's device.
         fresh: Layer -> its new keys, as the model passed them.
         states: Layer -> its keys and values by row, each (1, H, K, D); of joined rows, one pair of (B, H, K, D).
     """
 
-    def __init__(self, caches: Sequence[BlendCache], joins: bool, device: torch.device) -> None:
-        """Begin a step. The caches append from now on; if it `joins` several, their KV is in one tensor per layer."""
+    positions: Tensor
+
+    def __init__(self, caches: Sequence[BlendCache], least: int, device: torch.device) -> None:
+        """Begin a step. The caches append from now on; if they are `least`, their KV is in one tensor per layer."""
         super().__init__(layers=list(caches[0].layers))
         self.held = {}
         self._caches = caches
         for cache in caches:
             cache.rows = cache.pause = None
         self.lengths = [cache.get_seq_length() for cache in caches]
-        self._rows, self.positions = torch.tensor([range(len(caches)), self.lengths]).to(device)
         self.fresh: dict[int, Tensor] = {}
         self.states: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self.joined = JoinedRows.of(caches) if joins else None
+        self.joined = JoinedRows.of(caches, least, device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -382,15 +393,17 @@ class StepCache(StatefulCache):
             rows = zip(self._caches, key_states.unbind(), value_states.unbind(), strict=True)
             self.states[layer_idx] = [cache.update(key[None], value[None], layer_idx) for cache, key, value in rows]
             return key_states, value_states
-        swaps, stop = self._caches[0].is_latent, max(self.lengths) + 1
+        swaps = self._caches[0].is_latent
         fresh = (value_states, key_states) if swaps else (key_states, value_states)
-        number = self._caches[0].number(layer_idx)
-        keys, values = self.joined.append(number, fresh, (self._rows, self.positions))
-        for cache, length in zip(self._caches, self.lengths, strict=True):
-            cache.layers[layer_idx].length = length + 1
-        pair = keys[:, :, :stop], values[:, :, :stop]
+        pair = self.joined.append(self._caches[0].number(layer_idx), fresh, self.positions)
         self.states[layer_idx] = [pair[::-1] if swaps else pair]
         return key_states, value_states
+
+    def end(self) -> None:
+        """Count the new token in all layers of joined rows."""
+        for cache, length in zip(self._caches, self.lengths, strict=True):
+            for layer in cache.own_layers:
+                layer.length = length + 1
 
     def get_seq_length(self, *_: Any) -> int:
         """Return 0."""
@@ -457,23 +470,23 @@ class Step:
 
     cache: StepCache
     windows: Sequence[int | None]
-    masks: dict[tuple[str, int | None, torch.device], tuple[int, Tensor]] = field(default_factory=dict)
+    masks: dict[tuple[str, int | None, torch.device], Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None, like: Tensor) -> tuple[int, Tensor]:
-        """Return the first key that a row of joined ones attends to, and their (B, 1, 1, K) additive mask from it on.
+    def mask(self, window: int | None, like: Tensor) -> Tensor:
+        """Return the (B, 1, 1, capacity) additive mask of joined rows, in dtype and on the device of `like`.
 
-        In dtype and on the device of `like`. All layers with this window use the same.
+        All layers with this window use the same. Nothing in it depends on numbers that only the host knows.
         """
         name = str(type(window)), window, like.device
         if name not in self.masks:
-            lengths, positions = self.cache.lengths, self.cache.positions.to(like.device)[:, None]
-            low = max(0, first_key(window, min(lengths)))
-            keys = torch.arange(low, max(lengths) + 1, device=like.device)[None]
+            assert self.cache.joined is not None
+            positions = self.cache.positions.to(like.device)[:, None]
+            keys = torch.arange(self.cache.joined.capacity, device=like.device)[None]
             hidden = keys > positions
             if window is not None:
                 hidden |= keys < first_key(window, positions)
             mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
-            self.masks[name] = low, mask.masked_fill_(hidden, torch.finfo(like.dtype).min)[:, None, None]
+            self.masks[name] = mask.masked_fill_(hidden, torch.finfo(like.dtype).min)[:, None, None]
         return self.masks[name]
 
 
@@ -656,8 +669,7 @@ def _in_rows(module: nn.Module, query: Tensor, now: Step, source: int, **kwargs:
     query = _with_temperature(module, query, now.cache.positions[:, None])
     expand = getattr(module, "expand_kv", None)  # from latents (MLA)
     if now.cache.joined is not None:
-        low, mask = now.mask(window, query)
-        key, value = (part[:, :, low:] for part in states[0])
+        mask, (key, value) = now.mask(window, query), states[0]
         if expand is not None:
             key, value = expand(key, value)
         return cast(Tensor, attend(module, query, key, value, mask, **kwargs)[0])

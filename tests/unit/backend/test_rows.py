@@ -140,9 +140,11 @@ def test_cudnn_is_off_in_passes_on_rows_and_in_steps_only(model: Model, monkeypa
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_joined_rows_leave_the_step_go_on_alone_and_join_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("least", [1, 2])
+def test_joined_rows_leave_the_step_go_on_alone_and_join_again(
+    least: int, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kvrag.backend.transformers.rows, "_GROWTH", 3)
-    monkeypatch.setattr(model, "joins_rows", False)
     prompts = [torch.arange(5, 30 + 4 * row)[None] for row in range(3)]
     caches = [[model.new_cache(prompt.shape[1]) for prompt in prompts] for _ in range(2)]
     for own in caches:
@@ -153,7 +155,7 @@ def test_joined_rows_leave_the_step_go_on_alone_and_join_again(model: Model, mon
         tokens = [7 + row for row in rows]
         expected = model.forward_each(tokens, [caches[0][row] for row in rows])
         with monkeypatch.context() as on_gpu:
-            on_gpu.setattr(model, "joins_rows", True)
+            on_gpu.setattr(model, "joins_from", least)
             got = model.forward_each(tokens, [caches[1][row] for row in rows])
         joined.add(len({cache.layer(0)[0].untyped_storage().data_ptr() for cache in caches[1]}))
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)

@@ -18,7 +18,6 @@ _COMMANDS = {  # modules of kvrag.cli, with their help
     "ask": "answer a question about the warmed documents",
     "explain": "explain what was reused of a prompt, and why not more",
     "serve": "serve a model and a corpus with OpenAI's API",
-    "estimate": "estimate disk usage and time before you ingest",
     "store": "show, check or clean up stores",
     "verify": "test that blending is exact on your model",
 }

@@ -170,22 +170,11 @@ def load_tokenizer(name: str, **where: Any) -> Any:
         return AutoTokenizer.from_pretrained(path, **where)
 
 
-def bytes_per_token(config: Any, dtype: torch.dtype | None = None) -> int:
-    """Return the KV bytes per token, all layers; `dtype` defaults to the configuration's own, else to bfloat16."""
-    return sum(map(_numbers_per_token, _layers(config))) * (dtype or kv_dtype(config)).itemsize
-
-
 def head_dim(config: Any) -> int:
     """Return the head dimension, of the first layer where they differ."""
-    layer = _layers(config)[0]
-    return int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
-
-
-def _layers(config: Any) -> list[Any]:
-    """Return the configurations of the layers that have KV of their own."""
     text = config.get_text_config()
-    layers, own = list(text.per_layer_config), attending_layers(text)
-    return [layers[number] for number in own[: len(own) - (getattr(text, "num_kv_shared_layers", None) or 0)]]
+    layer = list(text.per_layer_config)[attending_layers(text)[0]]
+    return int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
 
 
 def attending_layers(config: Any) -> list[int]:
@@ -197,21 +186,6 @@ def attending_layers(config: Any) -> list[int]:
 def keeps_states(config: Any) -> bool:
     """Return whether layers keep states."""
     return not set(STATE_KINDS).isdisjoint(getattr(config, "layer_types", None) or ())
-
-
-def _numbers_per_token(layer: Any) -> int:
-    """Return how many numbers a layer keeps per token."""
-    if latents := getattr(layer, "kv_lora_rank", None):
-        return int(latents + layer.qk_rope_head_dim)
-    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-    keys = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-    return int(heads * (keys + (getattr(layer, "v_head_dim", None) or keys)))
-
-
-def kv_dtype(config: Any) -> torch.dtype:
-    """Return the configuration's own dtype, else bfloat16."""
-    dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
-    return dtype or torch.bfloat16
 
 
 def _check_settings(dtype: str | torch.dtype, device: str | None) -> None:

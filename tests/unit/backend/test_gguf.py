@@ -21,7 +21,6 @@ from kvrag import BlendEngine, Model, ModelError, ModelLoadError
 from kvrag.backend import gguf
 from kvrag.backend.gguf import find
 from kvrag.backend.transformers.gguf import read_header
-from kvrag.cli.main import main
 
 DIGEST, PARAMS = "ab" * 32, "ef" * 32
 
@@ -179,11 +178,6 @@ def test_a_file_without_a_chat_template_takes_texts(write: Any) -> None:
 def test_stop_tokens_are_those_of_the_file(write: Any) -> None:
     more = {"tokenizer__ggml__eot_token_id": 7, "tokenizer__ggml__eom_token_id": 9}
     assert Model.from_pretrained(write(**more)).eos_ids == {1, 7, 9}
-
-
-def test_estimate_reads_the_header_only(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", "--model", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["bytes_per_token"]["native"] == 512
 
 
 @needs_library

@@ -117,7 +117,7 @@ def keys(store: Path) -> set[str]:
 
 NEEDED = {"ask": ["x"], "explain": ["x"], "warm": [__file__], "store": ["stats"]}
 """Arguments without which a command is wrong anyway."""
-USES_MODEL = [["ask", "x"], ["estimate"], ["explain", "x"], ["verify"], ["warm", __file__]]
+USES_MODEL = [["ask", "x"], ["explain", "x"], ["verify"], ["warm", __file__]]
 WRONG = [
     *([*command.split(), *NEEDED.get(command, []), "--wrong-flag"] for command in _COMMANDS),
     *(["ask", "x", *wrong] for wrong in (["--ratio", "2"], ["--policy", "no"], ["--codec", "no"], ["--top-k", "0"])),
@@ -130,7 +130,7 @@ WRONG = [
     ["warm", "missing"],
     ["warm", __file__, "--chunk-overlap", "256"],
     ["store", "stats", "--store", "missing"],
-    ["estimate", "--dtype", "int4"],
+    ["verify", "--dtype", "int4"],
     ["explain", "missing.txt"],
     ["verify", "--chunk-tokens", "0"],
 ]
@@ -154,14 +154,14 @@ for argv in json.loads(sys.argv[1]):
     command = [sys.executable, "-c", program, json.dumps(every)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    for name in ("warm", "ask", "estimate", "store", "verify"):
+    for name in ("warm", "ask", "store", "verify"):
         assert f"\n    {name} " in done.stdout
     assert done.stdout.count("\n  --json ") >= len(_COMMANDS)
 
 
 def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    assert "estimate" in capsys.readouterr().out
+    assert "verify" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -679,7 +679,7 @@ def test_a_store_of_another_model_is_refused(warmed: Path, fails: Callable[..., 
     ],
 )
 def test_a_model_that_cannot_be_loaded_is_refused_at_once(name: str, said: str, fails: Callable[..., str]) -> None:
-    assert said in fails("estimate", "--model", name)
+    assert said in fails("verify", "--model", name)
 
 
 def test_chunks_that_do_not_fit_into_the_window_are_left_out(
@@ -699,34 +699,25 @@ def test_a_missing_device_is_reported_in_one_line(fails: Callable[..., str]) -> 
         assert "torch finds no GPU of Apple's for device 'mps'" in fails("warm", CORPUS, "--device", "mps")
 
 
-@pytest.mark.parametrize("command", [["verify"], ["estimate"], ["warm", "pyproject.toml"]], ids=lambda c: c[0])
+@pytest.mark.parametrize("command", [["verify"], ["warm", "pyproject.toml"]], ids=lambda c: c[0])
 def test_an_unknown_model_is_one_line(command: list[str], fails: Callable[..., str]) -> None:
     message = fails(*command, "--model", "nobody/nothing")
     assert "cannot load model 'nobody/nothing'" in message
     assert "HF_HUB_OFFLINE" in message
 
 
-@pytest.mark.parametrize("command", ["ask Who? --max-tokens 1", "explain Who?", "estimate", "warm README.md"])
+@pytest.mark.parametrize("command", ["ask Who? --max-tokens 1", "explain Who?", "warm README.md"])
 def test_the_bundled_reader_says_that_it_knows_only_its_own_world(
     command: str, warmed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(warmed, tmp_path / "kv")
-    store = [] if command == "estimate" else ["--store", str(tmp_path / "kv")]
-    assert main([*command.split(), *store]) == 0
+    assert main([*command.split(), "--store", str(tmp_path / "kv")]) == 0
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("model: reader, ")]
     assert len(told) == 1
     assert "pass a model of the hub, such as --model " in told[0]
 
 
-# -------------------------------------------------------------------- estimate and store
-
-
-def test_estimate_is_the_models_own_number_and_needs_no_weights(tmp_path: Path, reader: Model, as_json: Json) -> None:
-    assert as_json("estimate")["bytes_per_token"]["native"] == reader.bytes_per_token == 2 * 8 * 4 * 64 * 2
-    for file in (Path(kvrag.__file__).parent / "reader").glob("*.json"):
-        shutil.copy(file, tmp_path)
-    found = as_json("estimate", "--model", tmp_path, "--dtype", "float32")["bytes_per_token"]
-    assert found["native"] == 2 * reader.bytes_per_token
+# -------------------------------------------------------------------- store
 
 
 def test_store_stats_and_gc(warmed: Path, as_json: Json) -> None:

@@ -349,15 +349,6 @@ def test_a_damaged_packed_chunk_is_detected_and_deleted(packing: BlendEngine, hf
 # ---------------------------------------------------------------- command line
 
 
-def test_estimate_shows_every_codec(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", "--json"]) == 0
-    sizes = json.loads(capsys.readouterr().out)["bytes_per_token"]
-    assert list(sizes) == list(CODECS)
-    assert sizes["native"] / sizes["int8"] >= 1.9
-    assert main(["estimate"]) == 0
-    assert "int8        4.2 KiB per token,    4.0 GiB per million tokens" in capsys.readouterr().out
-
-
 def test_warm_and_ask_with_a_codec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("\n\n".join(CHUNKS))
     sizes = {}

@@ -134,14 +134,18 @@ def _tensors(architecture: str, hf: Any, kind: str) -> Iterator[tuple[str, Numbe
         raw, wide = _rounded(parameter, kind)
         base, _, suffix = own.rpartition(".")
         if suffix not in ("weight", "bias"):
-            base, suffix = own, "weight"
+            base, suffix = own.removesuffix("_bias"), "bias" if own.endswith("_bias") else "weight"
+        if architecture == "gpt-oss" and base.endswith(("gate_up_proj", "down_proj")) and suffix == "weight":
+            raw = raw.swapaxes(1, 2)
+        if suffix == "bias":
+            raw = raw.astype(np.float32)
         if base.endswith("gate_up_proj") and "experts" in base:
             for part, rows in zip(("gate", "up"), np.split(raw, 2, axis=1), strict=True):
-                yield f"blk.{base.split('.')[2]}.ffn_{part}_exps.weight", np.ascontiguousarray(rows), wide
+                yield f"blk.{base.split('.')[2]}.ffn_{part}_exps.{suffix}", np.ascontiguousarray(rows), wide
             continue
         name = f"{names.get_name(base)}.{suffix}"
         assert not name.startswith("None"), own
-        if architecture in ("gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
+        if architecture in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
             raw = raw + np.float32(1)
         if architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
             heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads

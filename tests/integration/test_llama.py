@@ -48,6 +48,7 @@ def _llama3_factors() -> Any:
     return (1 / ((1 - smooth) / 8.0 + smooth)).astype(np.float32)
 
 
+_GRANITE = {"attention_multiplier": 0.25, "logits_scaling": 4.0}
 _YARN = {"own__rope__scaling__type": "yarn", "own__rope__scaling__factor": 4.0}
 
 
@@ -81,6 +82,13 @@ FILES: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
     "qwen3-yarn": ("qwen3", "qwen3", _rope(), "F16", _YARN | {"own__rope__scaling__yarn_beta_fast": 4.0}),
     "phi3-short": ("phi3", "phi3", {"sliding_window": None}, "F16", _longrope(4096)),
     "phi3-long": ("phi3", "phi3", {"sliding_window": None}, "F16", _longrope(96)),
+    "mistral-window": ("llama", "mistral", {"sliding_window": 48}, "F16", {}),  # which llama.cpp does not read
+    "mixtral": ("llama", "mixtral", {}, "F16", {}),
+    "granite": ("granite", "granite", _GRANITE, "Q8_0", {"own__attention__scale": 0.25, "own__logit_scale": 4.0}),
+    "smollm3": ("smollm3", "smollm3", {"no_rope_layers": [1, 1, 1, 0]}, "F16", {}),
+    "cohere2": ("cohere2", "cohere2", {}, "F16", {"own__logit_scale": 0.25}),
+    "gpt-oss": ("gpt-oss", "gpt_oss", {}, "F16", _YARN | {"own__expert_feed_forward_length": 96}),
+    "gemma": ("gemma", "gemma", {}, "F16", {}),
     "gemma2": ("gemma2", "gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32}, "F16", {}),
     "gemma3": (
         "gemma3",
@@ -407,6 +415,10 @@ def test_a_forked_process_is_refused(model: LlamaModel) -> None:
 # ---------------------------------------------------------------- what cannot be run
 
 Write = Callable[..., Path]
+_DEEPSEEK = {"own__attention__q_lora_rank": 16, "own__attention__kv_lora_rank": 16, "own__rope__dimension_count": 8}
+_DEEPSEEK |= {"own__leading_dense_block_count": 1, "own__attention__key_length": 16, "own__attention__value_length": 16}
+_DEEPSEEK |= {"own__vocab_size": 1536, "own__expert_count": 4, "own__expert_weights_scale": 1.0}
+_DEEPSEEK |= {"own__expert_feed_forward_length": 48, "own__expert_shared_count": 1, "own__expert_gating_func": 2}
 
 
 @pytest.fixture
@@ -428,6 +440,7 @@ def refusal(path: Path, kind: type[Exception] = UnsupportedModelError) -> str:
         ({"tokenizer__ggml__pre": "unheard-of"}, "llama.cpp: error loading model vocabulary"),
         ({"own__attention__value_length": 8}, "wrong shape"),
         ({"general__architecture": "rwkv99"}, "no language model, or not its first shard"),
+        ({"own__expert_count": 2, "own__expert_used_count": 3}, r"llama.cpp aborts on it \(llama-model.cpp"),
         ({"own__block_count": 9}, "blk.4.attn_norm.weight. not found"),
     ],
 )
@@ -435,6 +448,28 @@ def test_files_that_are_refused(more: dict[str, Any], said: str, write: Write) -
     import re
 
     assert re.search(said, refusal(write(**more), Exception))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "more", "said"),
+    [
+        ("gemma-embedding", "gemma3_text", {}, "it keeps no KV"),
+        ("dream", "qwen2", {}, "it keeps no KV"),
+        ("refact", "llama", {}, "one hides other keys than windows do"),  # ALiBi
+        (
+            "qwen2vl",
+            "qwen2",
+            {"own__rope__dimension_sections": [2, 3, 3, 0]},
+            "its keys are not rotated by one position",
+        ),
+        ("deepseek2", "deepseek_v3", _DEEPSEEK, "its keys are not rotated by RoPE alone"),
+    ],
+)
+def test_families_that_are_refused(
+    architecture: str, model_type: str, more: dict[str, Any], said: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", architecture, build(model_type), tokenizer, "F16", **more)
+    assert f"{said}{')' if 'one' in said else ''}: use the model's original files" in refusal(path)
 
 
 def test_states_are_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -464,7 +499,7 @@ def test_tokens_that_occur_twice(tmp_path: Path, tokenizer: Any, monkeypatch: py
 
     monkeypatch.setattr(gguf_files, "_vocabulary", doubled)
     file = write_gguf(tmp_path / "tiny.gguf", "llama", build("llama"), tokenizer)
-    assert "llama.cpp aborts on its vocabulary (llama-vocab.cpp" in refusal(file, ModelLoadError)
+    assert "llama.cpp aborts on it (llama-vocab.cpp" in refusal(file, ModelLoadError)
 
 
 @pytest.mark.parametrize("shift", [(0, 3), (100, 0)])

@@ -89,6 +89,7 @@ class LlamaContext:
     """A llama.cpp context and the caches in it. Not thread-safe: its owner's lock is held by those that call it."""
 
     layout: Layouts  # of states; set once it is known
+    memory: int | None  # llama.cpp's; None = the model keeps no KV
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class LlamaContext:
         if not pointer:
             reason = self._library.reason()
             raise OutOfMemoryError(f"llama.cpp makes no context of {num_cells} tokens: pass a smaller n_ctx ({reason})")
-        self._memory = self._lib.llama_get_memory(pointer)
+        self.memory = self._lib.llama_get_memory(pointer)
         self._batch = self._lib.llama_batch_init(BLOCK, 0, 2)
         self._sequences = WeakKeyDictionary[LlamaCache, int]()  # by last use
         self._used = set[int]()  # sequences, also those of caches that are gone
@@ -178,24 +179,24 @@ class LlamaContext:
     def remove(self, sequence: int, start: int) -> None:
         """Remove the positions of a sequence from `start` on."""
         for number in {sequence, sequence + self._second}:
-            self._lib.llama_memory_seq_rm(self._memory, number, start, -1)
+            self._lib.llama_memory_seq_rm(self.memory, number, start, -1)
 
     def copy(self, source: int, sequence: int) -> None:
         """Add the cells of a sequence to another one."""
         for number in {sequence, sequence + self._second} - {source}:
-            self._lib.llama_memory_seq_cp(self._memory, source, number, -1, -1)
+            self._lib.llama_memory_seq_cp(self.memory, source, number, -1, -1)
 
     def get(self, sequence: int) -> Bytes:
         """Return the state of a sequence."""
-        last = self._lib.llama_memory_seq_pos_max(self._memory, sequence)
+        last = self._lib.llama_memory_seq_pos_max(self.memory, sequence)
         if not self._window or last < self._window:
             return self._get(sequence)
         states, piece = list[Bytes](), SEQUENCES + self._second
         # llama.cpp leaves out cells that are outside of the window of the last one
         for start in range(0, last + 1, self._window):
-            self._lib.llama_memory_seq_cp(self._memory, sequence, piece, start, start + self._window)
+            self._lib.llama_memory_seq_cp(self.memory, sequence, piece, start, start + self._window)
             states.append(self._get(piece))
-            self._lib.llama_memory_seq_rm(self._memory, piece, -1, -1)
+            self._lib.llama_memory_seq_rm(self.memory, piece, -1, -1)
         states = [data for data in states if len(positions_of(data))]
         return self.layout.joined(states) if len(states) > 1 else states[0]
 

@@ -29,8 +29,8 @@ _PLACES = {"xllamacpp": ("*.so", "*.pyd"), "llama_cpp": ("lib/libllama.so", "lib
 _LEVEL_ERROR = 4
 _AUTO = -1
 
-# a product of matrices, for the instructions that the library was built for, and the form of tensors; then a file's
-# vocabulary, since llama.cpp ends the process if tokens occur twice
+# a product of matrices, for the instructions that the library was built for, and the form of tensors; then a file,
+# since llama.cpp ends the process if tokens occur twice, or the header contradicts itself
 _TRIAL = """
 import ctypes, sys
 lib = ctypes.CDLL(sys.argv[1])
@@ -56,7 +56,7 @@ if list((ctypes.c_void_p * 2).from_address(product + 152)) != [matrix, matrix]:
 print("the library works", flush=True)
 from kvrag.backend.llama import library
 try:
-    library.Loaded(library._load(sys.argv[1]), *sys.argv[2:], vocab_only=True)
+    library.Loaded(library._load(sys.argv[1]), *sys.argv[2:], n_gpu_layers=0, use_extra_bufts=False)
 except library.ModelLoadError:
     pass  # said by the other process
 """
@@ -237,7 +237,7 @@ def _try_out(path: Path, name: str, file: Path, _: float) -> None:
     done = subprocess.run(command, env=own, capture_output=True, text=True, errors="replace")
     reason = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
     if done.returncode and done.stdout:
-        reason = f"llama.cpp aborts on its vocabulary ({Path(reason).name[:160]}): use another file of it"
+        reason = f"llama.cpp aborts on it ({Path(reason).name[:160]}): use another file of it"
         raise ModelLoadError(f"cannot load model {name!r}: {reason}")
     if done.returncode:
         raise _refusal(path, "it was built for other processors" if done.returncode == -signal.SIGILL else reason)

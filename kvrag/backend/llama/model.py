@@ -180,6 +180,8 @@ class LlamaModel(Model):
             context.decode([(token, start + number, 0) for number, token in enumerate(tokens)], ())
             return context.get(0)
 
+        if context.memory is None:
+            raise _unsupported(header, "it keeps no KV")
         data = state_at(0)
         try:
             self._observe(tokens)

@@ -49,7 +49,13 @@ class CachedKV(Protocol):
 
 
 class KVCache(Protocol):
-    """KV of a prompt at full length, with rotated keys."""
+    """KV of a prompt at full length, with rotated keys.
+
+    Attributes:
+        alone: How its passes are computed may not depend on other prompts.
+    """
+
+    alone: bool = False
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of one layer, each (1, H, capacity, D). Do not change them."""

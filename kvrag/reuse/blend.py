@@ -69,6 +69,7 @@ def stitch(backend: Backend, request: Request, loader: LayerLoader) -> None:
     filled[: request.kept] = False
     source, positions = loader.layer if runs else None, filled.nonzero().squeeze(1)
     request.cache = backend.new_cache(loader.capacity, source, positions, prefix)
+    request.cache.alone = request.config.deterministic
 
 
 def begins_exactly(backend: Backend, request: Request, codec: str) -> bool:

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from blending import CHUNKS, messages, prepare, relative
 from families import FAMILIES, HYBRIDS, build
 from simulated_gpu import counts, launches, simulated_gpu, to_gpu
+from torch import Tensor
 
+import kvrag
 from kvrag import BlendEngine, FileStore, Model
+from kvrag.backend.transformers.rows import FixedPlace
 from kvrag.config import Sampling
 from kvrag.generate.decode import Row, decode
+from kvrag.request import Request
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="simulates the GPU that this machine has")
 
@@ -108,18 +113,23 @@ def test_a_step_launches_hardly_more_for_16_answers_than_for_one(family: str, to
         assert launched[1] <= 1.1 * launched[0]
 
 
-@pytest.mark.parametrize("policy", ["none", "first_k"])
-def test_a_blended_prefill_launches_little_more_than_a_plain_one(policy: str, tokenizer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("policy", "first", "later"), [("none", 1.3, 0.35), ("first_k", 1.3, 0.35), ("query", 2.2, 1.3)]
+)
+def test_a_blended_prefill_launches_fewer_operations_than_a_plain_one(
+    policy: str, first: float, later: float, tokenizer: Any, tmp_path: Path
+) -> None:
     with simulated_gpu():
         model = Model(to_gpu(_small("llama", 8)), tokenizer, "llama")
         with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
             engine.warm(CHUNKS)
             ids, launched = model.tokenizer.render(messages(*CHUNKS)), []
-            for name, ratio in (("full", 1.0), (policy, 0.3)):
+            for name, ratio in (("full", 1.0), *[(policy, 0.3)] * 4):
                 launches.clear()
-                prepare(engine, ids, ratio, name)
-                launched.append(launches.total())
-        assert launched[1] <= 1.3 * launched[0]
+                with prepare(engine, ids, ratio, name).kv_freed_at_end():
+                    launched.append(launches.total())
+        assert launched[1] <= first * launched[0]
+        assert launched[-1] <= later * launched[0], launched
 
 
 def _answers(model: Model, num_rows: int, steps: int) -> tuple[list[torch.Tensor], list[Counter[str]]]:
@@ -166,7 +176,7 @@ def test_steps_that_cannot_be_captured_are_computed_as_before(tokenizer: Any, ca
             for own, wanted in zip(found, expected, strict=True):
                 torch.testing.assert_close(own, wanted, atol=1e-4, rtol=1e-4)
             assert not any(counted["replay"] for counted in launched)
-    assert caplog.text.count("decode steps are launched one operation at a time") == 1
+    assert caplog.text.count("passes are launched one operation at a time") == 1
 
 
 def test_states_and_lengths_of_the_host_are_not_captured(tokenizer: Any) -> None:
@@ -175,3 +185,107 @@ def test_states_and_lengths_of_the_host_are_not_captured(tokenizer: Any) -> None
             model = Model(to_gpu(build(model_type, **changes)), tokenizer, model_type)
             _, launched = _answers(model, 2, 4)
             assert not any(counted["replay"] for counted in launched)
+
+
+def _blended(engine: BlendEngine, chunks: list[str], policy: str, **changes: Any) -> tuple[Request, Counter[str]]:
+    """A blended prefill and its launches."""
+    launches.clear()
+    done = prepare(engine, engine.model.tokenizer.render(messages(*chunks)), 0.3, policy, **changes)
+    return done, launches.copy()
+
+
+def _logits(model: Model, folder: Path, policy: str, prompts: list[list[str]]) -> tuple[list[Tensor], list[bool]]:
+    """Logits after blended prefills and after three steps each, and whether the pass was replayed."""
+    logits, replayed = [], []
+    with BlendEngine(model, FileStore(folder, min_free_bytes=0)) as engine:
+        engine.warm(CHUNKS)
+        for chunks in prompts:
+            done, launched = _blended(engine, chunks, policy)
+            with done.kv_freed_at_end():
+                replayed.append(launched["replay"] == 1)
+                logits.append(done.logits.cpu())
+                logits += [model.forward_each([7 + step], [done.cache]).cpu() for step in range(3)]
+            del done
+    return logits, replayed
+
+
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [("llama", "none"), ("llama", "query"), ("gemma3", "first_k"), ("llama4", "none"), ("youtu", "none")],
+)
+def test_a_pass_on_few_rows_is_replayed_for_other_prompts(
+    family: str, policy: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    prompts = [CHUNKS[: 2 + number % 2] for number in range(8)]
+    expected, _ = _logits(Model(_small(family, 4), tokenizer, family), tmp_path / "cpu", policy, prompts)
+    with simulated_gpu():
+        model = Model(to_gpu(_small(family, 4)), tokenizer, family)
+        found, replayed = _logits(model, tmp_path / "gpu", policy, prompts)
+    for own, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, wanted, atol=1e-4, rtol=1e-4)
+    assert (replayed[:2], replayed[-2:]) == ([False] * 2, [True] * 2)
+
+
+def test_prompts_of_other_lengths_and_broken_ones_leave_no_trace(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A place is made anew for a longer prompt, and has nothing of the last one, not even what is not a number."""
+    monkeypatch.setattr(kvrag.backend.transformers.rows, "_GROWTH", 16)
+    monkeypatch.setattr(kvrag.prefill, "_ROOM", 16)
+    prompts = [*[CHUNKS[:1]] * 3, *[CHUNKS * 3] * 3, *[CHUNKS[:1]] * 3, CHUNKS]
+    expected, _ = _logits(Model(_small("llama", 4), tokenizer, "llama"), tmp_path / "cpu", "none", prompts)
+    take = FixedPlace.take
+
+    def after_nan(place: FixedPlace, caches: Any) -> None:
+        for side in (side for layer in place._layers for side in layer):
+            side.fill_(torch.nan)
+        take(place, caches)
+
+    with simulated_gpu(), patch.object(FixedPlace, "take", after_nan):
+        model = Model(to_gpu(_small("llama", 4)), tokenizer, "llama")
+        found, replayed = _logits(model, tmp_path / "gpu", "none", prompts)
+    for own, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, wanted, atol=1e-4, rtol=1e-4)
+    assert replayed == [False, False, True] * 3 + [False], "not of a place that was left"
+
+
+def test_a_place_is_left_to_its_prompt_until_that_is_freed(tokenizer: Any, tmp_path: Path) -> None:
+    with simulated_gpu():
+        model = Model(to_gpu(_small("llama", 4)), tokenizer, "llama")
+        with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+            engine.warm(CHUNKS)
+            for _ in range(2):
+                with _blended(engine, CHUNKS, "none")[0].kv_freed_at_end():
+                    pass
+            first, launched = _blended(engine, CHUNKS[:2], "none")
+            assert launched["replay"] == 1
+            kept = [side.cpu() for side in first.cache.layer(2)]
+            other, launched = _blended(engine, CHUNKS[2:], "none")
+            assert launched["replay"] == 0
+            for before, now in zip(kept, first.cache.layer(2), strict=True):
+                assert torch.equal(before, now.cpu())
+            both = model.forward_each([7, 8], [first.cache, other.cache])
+            with first.kv_freed_at_end(), other.kv_freed_at_end():
+                pass
+            third, launched = _blended(engine, CHUNKS[2:], "none")
+            assert launched["replay"] == 1
+            alone = model.forward_each([8], [third.cache])
+            torch.testing.assert_close(alone.cpu()[0], both.cpu()[1], atol=1e-4, rtol=1e-4)
+            with third.kv_freed_at_end():
+                pass
+            assert _blended(engine, CHUNKS[:2], "none", deterministic=True)[1]["replay"] == 0, "others decide of it"
+
+
+def test_without_memory_for_a_place_passes_are_computed_as_before(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = [CHUNKS[:2]] * 3
+    expected, _ = _logits(Model(_small("llama", 4), tokenizer, "llama"), tmp_path / "cpu", "none", prompts)
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    with simulated_gpu(), patch.object(FixedPlace, "__init__", side_effect=full):
+        model = Model(to_gpu(_small("llama", 4)), tokenizer, "llama")
+        found, replayed = _logits(model, tmp_path / "gpu", "none", prompts)
+    for own, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, wanted, atol=1e-4, rtol=1e-4)
+    assert not any(replayed)
+    assert caplog.text.count("passes are launched one operation at a time (CUDA out of memory") == 1

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: launching their operations one by one takes longer than the operations."""
+"""Steps and other small passes as CUDA graphs: launching their operations takes longer than the operations."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 
 WARM_UP = 2
-"""Steps before one is captured: they load kernels, and short answers are over by then."""
+"""Passes before one is captured: they load kernels, and short answers are over by then."""
+
+MOST_ROWS = 256
+"""Rows of a pass that is captured; the GPU takes longer for more than their launches do."""
+
+_LEAST_ROWS = 16
 
 
-class StepGraph:
-    """A captured step. Its input, its output and the KV that it appends to stay where they are."""
+class PassGraph:
+    """A captured pass. Its input, its output and the KV that it writes to stay where they are."""
 
     def __init__(self, inputs: Tensor, compute: Callable[[Tensor], Tensor]) -> None:
         """Capture `compute`, from inputs of this shape to logits, without running it. Raises RuntimeError."""
@@ -26,7 +31,14 @@ class StepGraph:
                 self._graph.capture_end()
 
     def replay(self, inputs: Tensor) -> Tensor:
-        """Return the logits of a step with these inputs."""
+        """Return the logits of a pass with these inputs."""
         self._inputs.copy_(inputs)
         self._graph.replay()
-        return self._logits.clone()  # the next step writes there
+        return self._logits.clone()  # the next pass writes there
+
+
+def padded(ids: Tensor, rows: Tensor) -> Tensor:
+    """Return (2, 1, S) tokens and positions of a pass, of which few sizes exist: the last row is repeated."""
+    inputs = torch.stack([ids.cpu(), rows.cpu()])[:, None]
+    size = max(_LEAST_ROWS, 1 << (len(rows) - 1).bit_length())
+    return torch.cat([inputs, inputs[..., -1:].expand(2, 1, size - len(rows))], dim=2)

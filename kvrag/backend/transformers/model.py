@@ -21,11 +21,13 @@ from kvrag.backend.positions import UNROTATED, LayerRotary, Rotation
 from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer
 from kvrag.backend.transformers import loading
 from kvrag.backend.transformers.gguf import Header, read_header
-from kvrag.backend.transformers.graph import WARM_UP, StepGraph
+from kvrag.backend.transformers.graph import MOST_ROWS, WARM_UP, PassGraph, padded
 from kvrag.backend.transformers.rotary import probe
 from kvrag.backend.transformers.rows import (
     AttentionObserver,
     BlendCache,
+    FixedPlace,
+    JoinedRows,
     States,
     Step,
     StepCache,
@@ -38,7 +40,7 @@ from kvrag.backend.transformers.rows import (
 )
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import ModelOptions, Sampling, checked
-from kvrag.errors import ContextWindowError, SettingError, UnsupportedModelError, first_line
+from kvrag.errors import ContextWindowError, SettingError, UnsupportedModelError, first_line, out_of_memory
 from kvrag.fingerprint import Fingerprint, hash_weights
 from kvrag.process import Shared, reporting_memory
 from kvrag.scheduling.waiting import FairLock
@@ -73,7 +75,7 @@ class Model(Backend):
         recompute_threshold: Length at which `model.generate` recomputes all KV; None = never.
         lock: Held during a forward pass.
         joins_from: Fewest rows of a step whose KV is in one tensor per layer. On a CPU, that costs more than it saves.
-        captures: Steps are captured as CUDA graphs, from one row on.
+        captures: Steps, and passes on few rows, are captured as CUDA graphs.
         is_latent: See `BlendCache`.
         of_file: Loads the GGUF file of a header with these options; `kvrag.backend.llama` sets it.
     """
@@ -100,6 +102,7 @@ class Model(Backend):
         self.dtype: torch.dtype = hf.dtype
         self.device: torch.device = hf.get_input_embeddings().weight.device
         self.joins_from, self.captures = _NEVER if self.device.type == "cpu" else 2, False
+        self._place: FixedPlace | None = None
         self.vocab_size: int = self.config.vocab_size
         self.context_window = loading.context_window(self.config)
         rope = loading.rope_parameters(self.config)
@@ -250,7 +253,7 @@ class Model(Backend):
         prefix: CachedKV | None = None,
     ) -> BlendCache:
         """See `Backend.new_cache`."""
-        return BlendCache(self._places, capacity, source, prefix, self.is_latent)
+        return BlendCache(self._places, capacity, source, prefix, self.is_latent, filled)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -348,6 +351,11 @@ class Model(Backend):
         assert isinstance(cache, BlendCache)
         with self.lock, torch.inference_mode():
             self._reset_rotary()
+            if rows is not None and not (observer or branches) and (place := self._place_of(cache, rows)):
+                with reporting_memory():
+                    return self._run(StepCache([cache], place), padded(ids[0], rows).to(self.device))
+            if observer is None and cache.last is None:
+                cache.filled = None  # these rows have KV now, too
             cache.pause = functools.partial(self.lock.pause, self._suspended)
             if rows is None:
                 start = cache.get_seq_length()
@@ -376,37 +384,70 @@ class Model(Backend):
     def _step(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> Tensor:
         """Append one token to each of the caches."""
         self._reset_rotary()
-        step = StepCache([cast(BlendCache, cache) for cache in caches], self.joins_from, self.device)
-        inputs, joined = torch.tensor([tokens, step.lengths]).to(self.device), step.joined
+        own = [cast(BlendCache, cache) for cache in caches]
+        step = StepCache(own, JoinedRows.of(own, self.joins_from, self.device))
         with reporting_memory():
-            if joined is None:
-                return self._compute_step(step, inputs)
-            if self.captures and joined.graph is None and joined.steps >= WARM_UP:
-                joined.graph = self._captured(step, inputs)
-            joined.steps += 1
-            logits = joined.graph.replay(inputs) if joined.graph else self._compute_step(step, inputs)
-            step.end()
+            logits = self._run(step, torch.tensor([tokens, step.lengths])[..., None].to(self.device))
+        step.end()
         return logits
 
+    def _place_of(self, cache: BlendCache, rows: Tensor) -> FixedPlace | None:
+        """Return where a cache is, or is moved to, for a pass on few rows; None if the pass is not replayed."""
+        place, own = cache.own_layers[0].place, self._place
+        if not self.captures or len(rows) > MOST_ROWS or cache.observer is not None or cache.alone:
+            return None
+        if own and place and place[0] is own:
+            return own
+        if place or cache.filled is None or not len(cache.filled) or (own and own.is_taken):
+            return None
+        for number in range(self.num_layers):
+            cache.layer(number)  # another thread's pass may run while chunks are read
+        if self._place is not own or (own and own.is_taken):
+            return None
+        if own is None or not own.suits(cache):
+            self._place = None  # before there are two
+            try:
+                self._place = FixedPlace(cache, self.device)
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                self._give_up(error)
+                return None
+        assert self._place
+        self._place.take([cache])
+        return self._place
+
+    def _run(self, step: StepCache, inputs: Tensor) -> Tensor:
+        """Compute or replay a pass from its (2, B, S) tokens and positions."""
+        joined, size = step.joined, inputs.shape[2]
+        if joined is None:
+            return self._compute_step(step, inputs)
+        if self.captures and size not in joined.graphs and joined.passes[size] >= WARM_UP:
+            self._capture(joined, step, inputs)
+        joined.passes[size] += 1
+        graph = joined.graphs.get(size)
+        return graph.replay(inputs) if graph else self._compute_step(step, inputs)
+
     def _compute_step(self, step: StepCache, inputs: Tensor) -> Tensor:
-        """Compute a step from its (2, B) tokens and positions."""
         ids, step.positions = inputs
         if self.keeps_states:
             step.begin_states()
         with attention_of(self.config, Step(step, self.windows)):
-            logits = self._logits(ids[:, None], step.positions[:, None], self._no_mask, step)
+            logits = self._logits(ids, step.positions, self._no_mask, step)
         if self.keeps_states:
             step.end_states()
         return logits
 
-    def _captured(self, step: StepCache, inputs: Tensor) -> StepGraph | None:
-        """Return a step of these rows as a graph; None if it cannot be captured, as then no other one is."""
+    def _capture(self, joined: JoinedRows, step: StepCache, inputs: Tensor) -> None:
+        """Capture a pass on these rows; if that fails, no other one is captured."""
         try:
-            return StepGraph(inputs, functools.partial(self._compute_step, step))
+            joined.graphs[inputs.shape[2]] = PassGraph(inputs, functools.partial(self._compute_step, step))
         except RuntimeError as error:
-            self.joins_from, self.captures = 2, False
-            logger.warning("%s: decode steps are launched one operation at a time (%s)", self.name, first_line(error))
-            return None
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self.joins_from, self.captures, self._place = 2, False, None
+        logger.warning("%s: passes are launched one operation at a time (%s)", self.name, first_line(error))
 
     def _logits(self, ids: Tensor, positions: Tensor, mask: Any, cache: Cache, all_logits: bool = False) -> Tensor:
         """Run the model on (B, S) tokens; return (B, V) logits after the last ones, or (B, S, V) after all."""

@@ -12,6 +12,8 @@ import functools
 import inspect
 import sys
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvrag.backend.positions import CPU_ROWS, ROWS, Rows, attention_received, first_key
 from kvrag.backend.protocol import Branch, CachedKV, LayerSource, Observer
-from kvrag.backend.transformers.graph import StepGraph
+from kvrag.backend.transformers.graph import PassGraph
 
 _GROWTH = 256  # positions
 _ALIGNED = 16  # positions: CUDA's attention would pad other masks
@@ -183,6 +185,8 @@ class BlendCache(StatefulCache):
         stop: With `rows`: keys from `stop` on are hidden.
         observer: Called with every layer's fresh keys and values; can end the pass.
         pause: Called in every layer of a pass, for other threads to use the model.
+        filled: Positions that have KV before the first pass; None = all before its length.
+        alone: See `KVCache.alone`.
         is_latent: The model (MLA) writes latents, which have no position, and one rotated key for all heads. Here, that
             key is the key, and the latents are the values.
     """
@@ -194,6 +198,7 @@ class BlendCache(StatefulCache):
         source: LayerSource | None = None,
         prefix: CachedKV | None = None,
         is_latent: bool = False,
+        filled: Tensor | None = None,
     ) -> None:
         """Create a cache for the model's layers with KV, which are at `places` among all of its layers, ascending."""
         own = {place: BlendLayer(number, capacity, source, prefix) for number, place in enumerate(places)}
@@ -207,6 +212,10 @@ class BlendCache(StatefulCache):
         self._before = self._now = (0, States())  # of the last pass or step, and after it
         self._given: tuple[int, States] | None = None  # for one pass
         self.held = {}
+        self.capacity, self.alone = capacity, False
+        if prefix and filled is not None:
+            filled = torch.cat([torch.arange(prefix.length), filled])
+        self.filled = filled
         self.is_latent = is_latent
         self.rows: Tensor | None = None
         self.stop = 0
@@ -307,32 +316,45 @@ class BlendCache(StatefulCache):
         return {position: states for position, states in (*self._first.items(), *self._ends, self._now) if states}
 
 
+def _room(length: int) -> int:
+    """Return a capacity for that many positions, and more."""
+    capacity = length + max(_GROWTH, length // 4)
+    return capacity + -capacity % _ALIGNED
+
+
 class JoinedRows:
     """KV of a step's rows in one tensor per layer: one operation appends to all of them, and one attends for all.
 
     The rows' caches hold views of it, until they are in a step of other rows.
 
     Attributes:
-        steps: Number of steps so far that were not replayed.
-        graph: A step of these rows, captured.
+        passes: Tokens per row -> number of passes so far.
+        graphs: Tokens per row -> a pass on these rows, captured.
     """
 
-    def __init__(self, caches: Sequence[BlendCache], capacity: int, device: torch.device) -> None:
-        """Copy the rows' KV, layer by layer, with room for `capacity` positions of each row."""
-        self.num_rows, self.capacity = len(caches), capacity
-        self.steps, self.graph = 0, cast(StepGraph | None, None)
-        self._rows = torch.arange(len(caches), device=device)
+    def __init__(self, num_rows: int, capacity: int, device: torch.device) -> None:
+        """Begin without KV, with room for `capacity` positions of each row."""
+        self.num_rows, self.capacity = num_rows, capacity
+        self.passes, self.graphs = Counter[int](), dict[int, PassGraph]()
+        self._rows = torch.arange(num_rows, device=device)[:, None]
         self._layers: list[tuple[Tensor, Tensor]] = []
+
+    def _add(self, like: BlendLayer) -> tuple[Tensor, Tensor]:
+        """Add a layer, and return its keys and values."""
+        shape = self.num_rows, like.keys.shape[1], self.capacity
+        self._layers.append(
+            (like.keys.new_zeros(*shape, like.keys.shape[3]), like.values.new_zeros(*shape, like.values.shape[3]))
+        )
+        return self._layers[-1]
+
+    def take(self, caches: Sequence[BlendCache]) -> None:
+        """Move the rows' KV here, layer by layer: there may be no room for it twice."""
         for layers in zip(*(cache.own_layers for cache in caches), strict=True):
-            keys, values = (
-                side.new_zeros(len(caches), side.shape[1], capacity, side.shape[3])
-                for side in (layers[0].keys, layers[0].values)
-            )
+            keys, values = self._add(layers[0])
             for row, layer in enumerate(layers):
                 keys[row, :, : layer.length] = layer.keys[0, :, : layer.length]
                 values[row, :, : layer.length] = layer.values[0, :, : layer.length]
                 layer.keys, layer.values, layer.place = keys[row : row + 1], values[row : row + 1], (self, row)
-            self._layers.append((keys, values))
 
     @classmethod
     def of(cls, caches: Sequence[BlendCache], least: int, device: torch.device) -> JoinedRows | None:
@@ -347,33 +369,72 @@ class JoinedRows:
         rows = places[0][0] if places[0] else None
         if rows and longest < rows.capacity and places == [(rows, row) for row in range(rows.num_rows)]:
             return rows
-        capacity = longest + max(_GROWTH, longest // 4)
-        return cls(caches, capacity + -capacity % _ALIGNED, device)
+        joined = cls(len(caches), _room(longest), device)
+        joined.take(caches)
+        return joined
 
     def append(self, number: int, fresh: Sequence[Tensor], positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Write (B, H, 1, D) keys and values of a layer at (B,) positions; return all, (B, H, capacity, D)."""
+        """Write (B, H, S, D) keys and values of a layer at (B, S) positions; return all, (B, H, capacity, D)."""
         rows, positions = (part.to(fresh[0].device) for part in (self._rows, positions))
         for whole, part in zip(self._layers[number], fresh, strict=True):
-            whole[rows, :, positions] = part[:, :, 0]
+            whole[rows, :, positions] = part.transpose(1, 2)
         return self._layers[number]
+
+
+class FixedPlace(JoinedRows):
+    """A place for the KV of one prompt after another, so that passes captured for one are replayed for the next."""
+
+    def __init__(self, cache: BlendCache, device: torch.device) -> None:
+        """Make room for caches of about this capacity, whose layers are stitched."""
+        super().__init__(1, _room(cache.capacity), device)
+        for layer in cache.own_layers:
+            self._add(layer)
+        self._taken_by = weakref.ref(cache)
+
+    def suits(self, cache: BlendCache) -> bool:
+        """Return whether a cache fits without much padding."""
+        return cache.capacity < self.capacity <= 4 * _room(cache.capacity)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the last prompt's cache is alive: other threads may be reading it."""
+        return self._taken_by() is not None
+
+    def take(self, caches: Sequence[BlendCache]) -> None:
+        """Move the KV here that one cache has before its first pass."""
+        (cache,) = caches
+        self._taken_by = weakref.ref(cache)
+        assert cache.filled is not None
+        length = int(cache.filled[-1]) + 1
+        like = cache.own_layers[0].keys
+        is_filled = torch.zeros(length, 1, dtype=torch.bool).index_fill_(0, cache.filled, True).to(like.device)
+        zero = like.new_zeros(())
+        for layer, wholes in zip(cache.own_layers, self._layers, strict=True):
+            for whole, part in zip(wholes, (layer.keys, layer.values), strict=True):
+                # what a mask hides must be finite: zero times infinity is not zero
+                torch.where(is_filled, part[:, :, :length], zero, out=whole[:, :, :length])
+                whole[:, :, length:].zero_()
+            (layer.keys, layer.values), layer.place = wholes, (self, 0)
 
 
 class StepCache(StatefulCache):
     """One decode step of several caches of different lengths: row b of the new keys and values is appended to cache b.
 
+    Or a pass on few rows of one cache, which is in a `FixedPlace`.
+
     The model sees only the new keys and values, and is given their positions.
 
     Attributes:
         lengths: Of the caches before the step.
-        positions: (B,) of the new tokens, on the model's device.
+        positions: (B, S) of the new tokens, on the model's device; S is 1 in a step.
         fresh: Layer -> its new keys, as the model passed them.
         states: Layer -> its keys and values by row, each (1, H, K, D); of joined rows, one pair of (B, H, K, D).
     """
 
     positions: Tensor
 
-    def __init__(self, caches: Sequence[BlendCache], least: int, device: torch.device) -> None:
-        """Begin a step. The caches append from now on; if they are `least`, their KV is in one tensor per layer."""
+    def __init__(self, caches: Sequence[BlendCache], joined: JoinedRows | None) -> None:
+        """Begin a step. The caches append from now on; `joined` has their KV, if it is in one tensor per layer."""
         super().__init__(layers=list(caches[0].layers))
         self.held = {}
         self._caches = caches
@@ -382,12 +443,12 @@ class StepCache(StatefulCache):
         self.lengths = [cache.get_seq_length() for cache in caches]
         self.fresh: dict[int, Tensor] = {}
         self.states: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self.joined = JoinedRows.of(caches, least, device)
+        self.joined = joined
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append one token per row; return the new keys and values."""
+        """Write the tokens of each row; return the new keys and values."""
         self.fresh[layer_idx] = key_states
         if self.joined is None:
             rows = zip(self._caches, key_states.unbind(), value_states.unbind(), strict=True)
@@ -473,20 +534,20 @@ class Step:
     masks: dict[tuple[str, int | None, torch.device], Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, like: Tensor) -> Tensor:
-        """Return the (B, 1, 1, capacity) additive mask of joined rows, in dtype and on the device of `like`.
+        """Return the (B, 1, S, capacity) additive mask of joined rows, in dtype and on the device of `like`.
 
         All layers with this window use the same. Nothing in it depends on numbers that only the host knows.
         """
         name = str(type(window)), window, like.device
         if name not in self.masks:
             assert self.cache.joined is not None
-            positions = self.cache.positions.to(like.device)[:, None]
-            keys = torch.arange(self.cache.joined.capacity, device=like.device)[None]
+            positions = self.cache.positions.to(like.device)[..., None]
+            keys = torch.arange(self.cache.joined.capacity, device=like.device)
             hidden = keys > positions
             if window is not None:
                 hidden |= keys < first_key(window, positions)
             mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
-            self.masks[name] = mask.masked_fill_(hidden, torch.finfo(like.dtype).min)[:, None, None]
+            self.masks[name] = mask.masked_fill_(hidden, torch.finfo(like.dtype).min)[:, None]
         return self.masks[name]
 
 
@@ -603,7 +664,7 @@ def _source(module: nn.Module, key: Tensor, cache: StepCache) -> int:
 def _with_temperature(module: Any, query: Tensor, positions: Tensor) -> Tensor:
     """Scale queries by their positions where a layer (Llama 4's without RoPE) did so by their numbers in the pass.
 
-    Takes (B, HG, S, D) queries and (S,) positions, or (B, 1).
+    Takes (B, HG, S, D) queries and (S,) positions, or (B, S).
     """
     if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
         return query
@@ -659,14 +720,14 @@ def _at_rows(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, now: 
 
 
 def _in_rows(module: nn.Module, query: Tensor, now: Step, source: int, **kwargs: Any) -> Tensor:
-    """Attend row by row: (B, HG, 1, D) queries, each to its own row's keys within the window -> (B, 1, HG, D).
+    """Attend row by row: (B, HG, S, D) queries, each to its own row's keys within the window -> (B, S, HG, D).
 
     `source` is the layer whose KV they attend to.
     """
     layer = cast(int, module.layer_idx)
     window, on_cpu, attend = now.windows[layer], _on_cpu(module, query), _usual_attention(module)
     states = now.cache.states[source]
-    query = _with_temperature(module, query, now.cache.positions[:, None])
+    query = _with_temperature(module, query, now.cache.positions)
     expand = getattr(module, "expand_kv", None)  # from latents (MLA)
     if now.cache.joined is not None:
         mask, (key, value) = now.mask(window, query), states[0]

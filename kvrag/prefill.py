@@ -132,7 +132,7 @@ class Recovery:
         request.match(())
         if not matches:
             return
-        ids = np.asarray(request.token_ids, np.uint32)
+        ids = request.token_ids.astype(np.uint32)
         readers: dict[str, ChunkReader] = {}
         text_keys: dict[str, str] = {}
         opened: list[Match] = []

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend, KVCache
@@ -57,11 +58,12 @@ class Request:
     """
 
     # asked
-    token_ids: Sequence[int]
+    given: InitVar[Sequence[int] | NDArray[np.int64]]
     config: BlendConfig = field(default_factory=BlendConfig)
     namespace: str = ""
     notes: Sequence[str] = ()
     created: Collection[str] = ()
+    token_ids: NDArray[np.int64] = field(init=False)  # given ones, converted once
     # begun
     conversations: Conversations | None = None
     question_end: int = 0
@@ -91,13 +93,14 @@ class Request:
     # in any state
     is_forgotten: bool = False
 
-    def __post_init__(self) -> None:
-        self.ids = torch.tensor(self.token_ids, dtype=torch.long)  # (T,)
+    def __post_init__(self, given: Sequence[int] | NDArray[np.int64]) -> None:
+        self.token_ids = np.array(given, np.int64)
+        self.ids = torch.from_numpy(self.token_ids)  # (T,)
 
     @classmethod
     def laid_out(cls, ids: Tensor, runs: Sequence[Run], reused: Tensor, exact: Tensor, cache: KVCache) -> Request:
         """Return a request whose KV is stitched already."""
-        request = cls(ids.tolist())
+        request = cls(ids.numpy())
         request.match([Match(run, run.key, 0) for run in runs])
         request.reused, request.exact, request.cache = reused, exact, cache
         return request
@@ -276,7 +279,7 @@ class Request:
         conversations, prefix, num_tokens = self.conversations, self.prefix, len(self.ids)
         if conversations is None or not self.config.reuses_prompts or sys.is_finalizing():  # torch would abort
             return
-        ids = np.array([*self.token_ids, *answer][: self.cache.get_seq_length()])
+        ids = np.concatenate([self.token_ids, np.array(answer, np.int64)])[: self.cache.get_seq_length()]
         exact = len(ids) if self.is_exact else self.num_exact(self.selected[:0])
         turn = Turn(self.kept, num_tokens - generation_prompt, num_tokens)
         # the variants that the prefix was blended from are recorded: once one of these texts gets another variant, the

@@ -445,7 +445,7 @@ class Reply:
 
         Raises SettingError for a grammar that is invalid.
         """
-        tokenizer, ids = model.tokenizer, list(request.token_ids)
+        tokenizer, ids = model.tokenizer, request.ids.tolist()
         self._model, self._sampling, self._request = model, sampling, request
         self._thoughts, self._parser = prepared.thoughts(tokenizer, ids), prepared.parser(tokenizer, ids)
         before = self._thoughts.grammar(prepared.template, bool(prepared.tools)) if self._thoughts else ""

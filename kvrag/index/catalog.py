@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrag.index.match import match
-from kvrag.index.segment import Ids, Segment, join
+from kvrag.index.segment import Ids, Segment, Tokens, join
 from kvrag.store import Entry, KVStore, visible_variant
 from kvrag.types import Run
 
@@ -73,7 +73,7 @@ class Catalog:
                 self._refreshing.release()
         return removals
 
-    def match(self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[Run]:
+    def match(self, ids: Tokens, min_run: int, namespace: str = "") -> list[Run]:
         """Return the prompt's runs in the current snapshot; see `kvrag.index.match.match`."""
         return match(self._snapshot.segments, ids, min_run, namespace)
 
@@ -121,7 +121,7 @@ class Catalog:
 
     def find(
         self,
-        ids: Sequence[int],
+        ids: Tokens,
         min_run: int,
         namespace: str = "",
         kept: int = 0,

@@ -25,7 +25,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +36,7 @@ from kvrag.index.segment import (
     Ids,
     Numbers,
     Segment,
+    Tokens,
     gram_hashes,
     salt,
     salted,
@@ -84,7 +84,7 @@ whether the prompt seems to have the text from its beginning.
 """
 
 
-def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[Run]:
+def match(segments: Sequence[Segment], ids: Tokens, min_run: int, namespace: str = "") -> list[Run]:
     """Return disjoint, ascending runs of the namespace's live texts; their `key` is a text key.
 
     Runs have at least `min_run` tokens, except continuations of another run after a small gap. No stretch of `min_run`
@@ -403,7 +403,7 @@ class DeletedTexts:
                 self._short[text.namespace].add(decode(text.ids.tolist()).strip())
         self.namespaces = {text.namespace for text in texts}
 
-    def find(self, ids: Sequence[int] | NDArray[np.integer[Any]], namespace: str) -> int | None:
+    def find(self, ids: Tokens, namespace: str) -> int | None:
         """Return the position at which the first of them begins, negative if before; None if there is none."""
         if namespace not in self.namespaces:
             return None

@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 
 Ids = NDArray[np.uint32]
+Tokens = Sequence[int] | NDArray[np.integer[Any]]
 Hashes = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
 

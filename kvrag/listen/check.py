@@ -169,7 +169,7 @@ class Checker(Listener):
     ) -> None:
         evidence = self._planner.evidence[request.namespace]
         try:
-            full = _refer(self._model, prefill, request.token_ids, request.namespace, answer)
+            full = _refer(self._model, prefill, request.ids.tolist(), request.namespace, answer)
             starts = {self._planner.plan(request.config, request.namespace).start, self._random.choice(STARTS)}
             for _ in measure(self._model, prefill, evidence, full, starts):
                 pass

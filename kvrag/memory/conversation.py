@@ -32,7 +32,7 @@ from kvrag.config import ANSWER_SETTINGS, BlendConfig
 from kvrag.errors import out_of_memory
 from kvrag.index.catalog import Match
 from kvrag.index.match import DeletedTexts, match
-from kvrag.index.segment import Segment
+from kvrag.index.segment import Segment, Tokens
 from kvrag.store.values import ChunkReader, Entry
 from kvrag.types import Run
 
@@ -206,7 +206,7 @@ class Conversations:
                 if not out_of_memory(error):
                     raise  # else it is not kept: the answer is complete
 
-    def find(self, ids: Sequence[int], config: BlendConfig, namespace: str = "") -> CachedPrefix | None:
+    def find(self, ids: Tokens, config: BlendConfig, namespace: str = "") -> CachedPrefix | None:
         """Return the longest prefix of a prompt that can be reused; None if it is not worth it.
 
         Of KV that was blended from chunks, only whole turns are reused: chunks are blended for the question that
@@ -241,7 +241,7 @@ class Conversations:
             return replace(prefix, turns=turns, with_context=blended.with_context, continued=replaced)
 
     def find_earlier(
-        self, backend: Backend, ids: Sequence[int], free: Sequence[slice], min_run: int, namespace: str
+        self, backend: Backend, ids: Tokens, free: Sequence[slice], min_run: int, namespace: str
     ) -> list[tuple[Match, ChunkReader]]:
         """Return what else of a prompt is kept, in ascending order: runs in the `free` slices of its positions.
 

@@ -17,7 +17,7 @@ and nothing of it is kept. It is kept in these steps:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -25,6 +25,7 @@ from kvrag.config import BlendConfig
 from kvrag.errors import StoreError
 from kvrag.index.catalog import Catalog
 from kvrag.index.match import Decode, DeletedTexts
+from kvrag.index.segment import Tokens
 from kvrag.memory.conversation import CachedPrefix, Conversations
 from kvrag.memory.tier import MemoryTier
 from kvrag.store import KVStore
@@ -117,7 +118,7 @@ class Forgetting:
         finally:  # chunks removed in the meantime may have been read after they were freed
             self._free_removed(since=removals)
 
-    def find_prefix(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> CachedPrefix | None:
+    def find_prefix(self, ids: Tokens, config: BlendConfig, namespace: str) -> CachedPrefix | None:
         """Return a prompt's cached prefix; conversations with chunks that may no longer be used are dropped."""
         while prefix := self._conversations.find(ids, config, namespace):
             withdrawn = self._lookup.withdrawn(prefix.with_context)

@@ -76,9 +76,9 @@ def begins_exactly(backend: Backend, request: Request, codec: str) -> bool:
     """Return whether the first run's KV is full prefill's: its chunk was encoded there, alone after the preamble."""
     if not request.runs or codec != "native" or backend.keeps_states:  # the states after it are not stored, or rounded
         return False
-    ids, run = request.token_ids, request.runs[0]
+    ids, run = request.ids, request.runs[0]
     reader = request.readers[run.key]
-    after_preamble = run.offset == 0 and tuple(ids[: run.start]) == backend.preamble
+    after_preamble = run.offset == 0 and tuple(ids[: run.start].tolist()) == backend.preamble
     # where RoPE depends on the length, the chunk may have been encoded in a pass longer than the prompt
     encoded = len(backend.preamble) + len(reader.ids)
     return after_preamble and not reader.context_tokens and max(len(ids), encoded) <= backend.stable_length

@@ -9,8 +9,8 @@ import re
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
-from itertools import takewhile
+from functools import cached_property
+from itertools import chain, pairwise, takewhile
 from typing import Any, TypeGuard, cast
 from weakref import WeakKeyDictionary
 
@@ -463,13 +463,60 @@ def _paragraphs(*texts: str | None) -> str:
 
 def apply_chat_template(hf: Any, messages: list[dict[str, Any]], **template: Any) -> list[int]:
     """Render and tokenise messages. Only control tokens written by the template itself become control tokens."""
-    rendered = partial(hf.apply_chat_template, messages, tokenize=True, return_dict=False, **template)
-    if "sanitize_control_tokens" in inspect.signature(hf.apply_chat_template).parameters:
-        return list(rendered(sanitize_control_tokens=True))
-    # transformers 5.19, which vLLM may need
+    can_sanitize = "sanitize_control_tokens" in inspect.signature(hf.apply_chat_template).parameters
+    if _can_be_cut(hf) or not can_sanitize:
+        control = _control_text(hf, messages, template)
+        if control is None:
+            text = hf.apply_chat_template(messages, tokenize=False, **template)
+            return list(chain.from_iterable(hf(_pieces(hf, text), add_special_tokens=False)["input_ids"]))
+        if not can_sanitize:  # transformers 5.19, which vLLM may need
+            raise PromptError(f"they contain the control token {control!r}: update transformers to 5.20 or newer")
+    return list(hf.apply_chat_template(messages, return_dict=False, sanitize_control_tokens=True, **template))
+
+
+def _control_text(hf: Any, messages: list[dict[str, Any]], template: Mapping[str, Any]) -> str | None:
+    """Return a control token, or another mark of transformers, that is in messages or variables; None without any."""
     source, given = hf.get_chat_template(tools=template.get("tools")), json.dumps((messages, template), default=str)
-    for token in hf.added_tokens_decoder.values():
-        is_control = token.special or (token.content in source and not token.content.isspace())
-        if is_control and json.dumps(token.content)[1:-1] in given:
-            raise PromptError(f"they contain the control token {token.content!r}: update transformers to 5.20 or newer")
-    return list(rendered())
+    named = getattr(hf, "chat_control_tokens", None) or ()
+    marks = [
+        token.content
+        for token in hf.added_tokens_decoder.values()
+        if token.special or token.content in named or (token.content in source and not token.content.isspace())
+    ]
+    return next((mark for mark in (*marks, *_MARKERS) if json.dumps(mark)[1:-1] in given), None)
+
+
+_MARKERS = "\U000f0000\U000f0001"  # transformers leaves them out
+_PIECE = 2048  # characters of a piece, at least
+_EMPTY_LINE = re.compile(r"\n\n(?=[^\W\d_])")  # before a letter
+_LINE_BREAKS = r"|\s*[\r\n]+|"  # in the patterns of GPT-4, Llama 3, Qwen and others
+_can: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+def _pieces(hf: Any, text: str) -> list[str]:
+    """Cut a text after empty lines, if that changes no token: several processors tokenise the pieces."""
+    starts = [0]
+    for line in _EMPTY_LINE.finditer(text) if _can_be_cut(hf) else ():
+        if line.end() - starts[-1] >= _PIECE:
+            starts.append(line.end())
+    return [text[start:stop] for start, stop in pairwise([*starts, len(text)])]
+
+
+def _can_be_cut(hf: Any) -> bool:
+    """Return whether a tokenizer's words end with their line breaks, whatever letter follows, and depend on no other.
+
+    It has a pattern of words, whose bytes it merges word by word.
+    """
+    if hf not in _can:
+        backend: Any = getattr(hf, "backend_tokenizer", None)
+        steps = json.loads(backend.pre_tokenizer.__getstate__()) if backend and backend.pre_tokenizer else {}
+        words, letters = (*steps.get("pretokenizers", ()), {}, {})[:2]
+        pattern = words.get("pattern", {}).get("Regex", "")
+        _can[hf] = (
+            _LINE_BREAKS in pattern
+            and "(?<" not in pattern
+            and (letters.get("type"), letters.get("add_prefix_space")) == ("ByteLevel", False)
+            and type(backend.normalizer).__name__ in ("NoneType", "NFC")
+            and not any(t.lstrip or t.rstrip or "\n" in t.content for t in hf.added_tokens_decoder.values())
+        )
+    return _can[hf]

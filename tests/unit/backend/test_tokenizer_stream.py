@@ -115,6 +115,9 @@ class _Older:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._hf, name)
 
+    def __call__(self, texts: list[str], **options: Any) -> Any:
+        return self._hf(texts, **options)
+
     def apply_chat_template(self, messages: Any, **options: Any) -> Any:
         return self._hf.apply_chat_template(messages, **options)
 

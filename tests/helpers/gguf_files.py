@@ -74,11 +74,12 @@ def _settings(config: Any) -> dict[str, Any]:
         "own.context_length": config.max_position_embeddings,
         "own.block_count": config.num_hidden_layers,
         "own.embedding_length": config.hidden_size,
-        "own.feed_forward_length": config.intermediate_size,
+        "own.feed_forward_length": getattr(config, "intermediate_size", None),
         "own.attention.head_count": config.num_attention_heads,
-        "own.attention.head_count_kv": config.num_key_value_heads,
+        "own.attention.head_count_kv": getattr(config, "num_key_value_heads", None),
     }
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    rope = getattr(config, "rope_parameters", {"rope_theta": 1})
+    rope = rope.get("full_attention", rope)
     found["own.rope.freq_base"] = float(rope["rope_theta"])
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if "partial_rotary_factor" in rope:

@@ -415,6 +415,8 @@ def test_a_forked_process_is_refused(model: LlamaModel) -> None:
 # ---------------------------------------------------------------- what cannot be run
 
 Write = Callable[..., Path]
+_STARCODER = {"own__feed_forward_length": 96, "own__attention__head_count_kv": 1}
+_STARCODER |= {"own__attention__layer_norm_epsilon": 1e-5}
 _DEEPSEEK = {"own__attention__q_lora_rank": 16, "own__attention__kv_lora_rank": 16, "own__rope__dimension_count": 8}
 _DEEPSEEK |= {"own__leading_dense_block_count": 1, "own__attention__key_length": 16, "own__attention__value_length": 16}
 _DEEPSEEK |= {"own__vocab_size": 1536, "own__expert_count": 4, "own__expert_weights_scale": 1.0}
@@ -455,6 +457,7 @@ def test_files_that_are_refused(more: dict[str, Any], said: str, write: Write) -
     [
         ("gemma-embedding", "gemma3_text", {}, "it keeps no KV"),
         ("dream", "qwen2", {}, "it keeps no KV"),
+        ("starcoder", "gpt_bigcode", _STARCODER, "its keys are not rotated by RoPE alone"),
         ("refact", "llama", {}, "one hides other keys than windows do"),  # ALiBi
         (
             "qwen2vl",
@@ -468,7 +471,8 @@ def test_files_that_are_refused(more: dict[str, Any], said: str, write: Write) -
 def test_families_that_are_refused(
     architecture: str, model_type: str, more: dict[str, Any], said: str, tmp_path: Path, tokenizer: Any
 ) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", architecture, build(model_type), tokenizer, "F16", **more)
+    changes = {"n_inner": 96} if model_type == "gpt_bigcode" else {}
+    path = write_gguf(tmp_path / "tiny.gguf", architecture, build(model_type, **changes), tokenizer, "F16", **more)
     found = refusal(path)
     assert said in found
     assert found.endswith("use the model's original files, which torch runs")

@@ -180,20 +180,21 @@ class LlamaModel(Model):
             context.decode([(token, start + number, 0) for number, token in enumerate(tokens)], ())
             return context.get(0)
 
+        shift = min(_SHIFT, header.own["context_length"] - _TRIAL)  # a table of positions may end there
         if context.memory is None:
             raise _unsupported(header, "it keeps no KV")
         data = state_at(0)
         try:
             self._observe(tokens)
             context.layout = layout = Layouts.of(data, heads, header.dims, self.windows)
-            (at, whole), (_, moved) = layout.parse(data), layout.parse(state_at(_SHIFT))
+            (at, whole), (_, moved) = layout.parse(data), layout.parse(state_at(shift))
             if not np.array_equal(layout.build(at, whole.__getitem__), data):
                 raise ValueError("it cannot be built")
         except ValueError as error:
             raise _unsupported(header, f"llama.cpp computes it in a way unknown to kvrag ({error})") from error
         context.remove(0, 0)
         positions, rows = torch.arange(_TRIAL), torch.arange(1, _TRIAL, 3)
-        rotations = zip(self.rotations(positions), self.rotations(positions + _SHIFT), strict=True)
+        rotations = zip(self.rotations(positions), self.rotations(positions + shift), strict=True)
         layers = [(keys.transpose(0, 1)[None], values.transpose(0, 1)[None]) for keys, values in whole]
         for (keys, _), (others, _), (before, after) in zip(layers, moved, rotations, strict=True):
             free = before.unrotate(keys)

@@ -457,7 +457,7 @@ def test_files_that_are_refused(more: dict[str, Any], said: str, write: Write) -
     [
         ("gemma-embedding", "gemma3_text", {}, "it keeps no KV"),
         ("dream", "qwen2", {}, "it keeps no KV"),
-        ("starcoder", "gpt_bigcode", _STARCODER, "its keys are not rotated by RoPE alone"),
+        ("starcoder", "gpt_bigcode", _STARCODER, "none of its layers has RoPE"),
         ("refact", "llama", {}, "one hides other keys than windows do"),  # ALiBi
         (
             "qwen2vl",

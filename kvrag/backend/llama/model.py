@@ -163,6 +163,8 @@ class LlamaModel(Model):
         found = [[own for own, seen in kinds if np.array_equal(seen, mask[: len(cells)])] for mask in inputs.masks]
         if len(found) != self.num_layers or not all(found):
             raise ValueError("not every layer has attention, or one hides other keys than windows do")
+        if not any(inputs.ropes):
+            raise ValueError("none of its layers has RoPE")
         self._ropes, self.windows = inputs.ropes, tuple(own[0] for own in found)
         inputs.windows = self.windows
 

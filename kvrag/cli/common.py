@@ -16,6 +16,7 @@ from kvrag.backend.hub import READER, check_model
 from kvrag.config import (
     DEFAULT_CONTEXT,
     DEFAULT_POLICY,
+    OF_GGUF,
     BlendConfig,
     EngineOptions,
     choices_of,
@@ -34,6 +35,9 @@ T = TypeVar("T")
 
 _CLEAR = "\r\x1b[K"  # removes a line of progress from a terminal
 _KINDS = {kind.__name__: kind for kind in (bool, float, int, str)}
+LOADED = ("dtype", "device", "quantization", "store_states", *OF_GGUF)
+"""Options of the model."""
+
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 _EXTRAS = {
     "cli": ("sentence_transformers", "langchain_text_splitters"),
@@ -114,6 +118,7 @@ def add_setting(parser: argparse.ArgumentParser, name: str, about: str | None = 
     else:
         choices = options.setdefault("choices", choices_of(check))
         options["type"] = kind if choices else checked(kind, partial(check, name))
+        options.setdefault("metavar", "N" if kind is int else None)
     default = f" (default: {options['default']})" if options["default"] not in (None, False, "") else ""
     about = about or setting.metadata["about"]
     parser.add_argument(f"--{name.replace('_', '-')}", help=f"{about}{default}", **options)
@@ -123,10 +128,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the model."""
     add_setting(parser, "model", default=READER)
     add_setting(parser, "dtype", choices=DTYPES)
-    add_setting(parser, "device")
-    add_setting(parser, "quantization")
-    add_setting(parser, "store_states")
-    add_setting(parser, "n_ctx", metavar="N")
+    for name in LOADED[1:]:
+        add_setting(parser, name)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +155,7 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--top-k", 4, "chunks to retrieve", least=1)
     add_number(parser, "--around", 0, "neighbours to retrieve with each chunk")
     add_blend_arguments(parser)
-    add_setting(parser, "max_tokens", metavar="N")
+    add_setting(parser, "max_tokens")
     add_setting(parser, "temperature", metavar="T")
 
 
@@ -186,7 +189,7 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
             f"model: {READER}, the bundled one, which knows only the made-up world of examples/corpus. For your "
             "own documents pass a model of the hub, such as --model Qwen/Qwen2.5-1.5B-Instruct"
         )
-    settings = {name: getattr(args, name) for name in ("dtype", "device", "quantization", "store_states", "n_ctx")}
+    settings: Any = {name: getattr(args, name) for name in LOADED}
     model = Model.from_pretrained(args.model, **settings)
     store = default_store(model, args.codec) if args.store is None else args.store
     if is_warmed and args.store is None and not (store / "chunks").is_dir():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrag.cli.common import (
+    LOADED,
     add_corpus_arguments,
     add_engine_arguments,
     open_engine,
@@ -37,8 +38,7 @@ if TYPE_CHECKING:
 _PORTION = 1000  # chunks that are encoded by one call, which has their token ids in memory
 _SUMS = ("chunks", "new", "reused", "skipped", "tokens", "bytes", "seconds")
 _NAMED = 3  # documents or files named in a message
-_LOADED = ("dtype", "device", "quantization", "store_states", "n_ctx")
-_LOCAL = ("store", "codec", *_LOADED, "context_tokens", "embedder", "tune")
+_LOCAL = ("store", "codec", *LOADED, "context_tokens", "embedder", "tune")
 _PROBE = "Déjà vu: 3.14 quick brown foxes (or 27) jumped, unbelievably; def f(x):\n\treturn x  # 漢字"
 
 

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +109,20 @@ FILES: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("flash", [0, 1])
-@pytest.mark.parametrize("name", FILES)
-def test_gate(name: str, flash: int, tokenizer: Any, tmp_path: Path) -> None:
+# llama.cpp has 8 bits for heads of a multiple of 32 dimensions
+HEADS_OF_32 = ("llama-bias", "qwen3", "stablelm", "starcoder2", "gemma2", "gemma3")
+
+
+@pytest.mark.parametrize(
+    ("name", "flash", "kv_type"),
+    [*product(FILES, (0, 1), ["f16"]), *product(HEADS_OF_32, (1,), ["q8_0"])],
+)
+def test_gate(name: str, flash: int, kv_type: str, tokenizer: Any, tmp_path: Path) -> None:
     architecture, model_type, changes, kind, metadata = FILES[name]
     path = write_gguf(tmp_path / "tiny.gguf", architecture, build(model_type, **changes), tokenizer, kind, **metadata)
     header = read_header(str(path))
     assert header is not None
-    model = LlamaModel(header, flash=flash)
+    model = LlamaModel(header, kv_type=kv_type, flash=flash)
     assert all(cache.is_transposed == (not flash) for cache in model._context.layout.caches)
     checks = list(verify(partial(BlendEngine, model), 60))
     assert all(check.passed for check in checks), checks
@@ -367,9 +374,52 @@ def test_options_of_torch_are_refused(options: dict[str, Any], path: Path) -> No
         Model.from_pretrained(path, **options)
 
 
-def test_n_ctx_is_for_gguf_files() -> None:
-    with pytest.raises(SettingError, match="n_ctx is for GGUF files"):
-        Model.from_pretrained("reader", n_ctx=512)
+@pytest.mark.parametrize("options", [{"n_ctx": 512}, {"kv_type": "q8_0"}, {"n_threads": 1}, {"n_gpu_layers": 0}])
+def test_options_of_gguf_files(options: Any, path: Path) -> None:
+    with pytest.raises(SettingError, match=f"{next(iter(options))} is for GGUF files"):
+        Model.from_pretrained("reader", **options)
+    if options.keys() & {"n_threads", "n_gpu_layers"}:
+        assert Model.from_pretrained(path, **options).own_tokens([5, 6, 7], 2)
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> LlamaModel:
+    """A tiny llama of many layers, in which rounding adds up, with 8 bits of KV."""
+    hf = build("llama", **_WIDE, num_hidden_layers=24)
+    path = write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", "llama", hf, tokenizer, "F16")
+    found = Model.from_pretrained(path, n_ctx=512, kv_type="q8_0")
+    assert isinstance(found, LlamaModel)
+    return found
+
+
+def test_kv_of_8_bits_is_restored_as_it_was(rounded: LlamaModel) -> None:
+    ids = rounded.tokenizer.encode(" ".join(CHUNKS))[:64]
+    cache, positions = rounded.new_cache(len(ids)), torch.arange(len(ids))
+    rounded.forward(torch.tensor([ids]), cache)
+    layers = [cache.layer(number) for number in range(rounded.num_layers)]
+    for layer, rotation in zip(layers, rounded.rotations(positions), strict=True):
+        keys = rotation.unrotate(layer[0]).half()
+        rotation.rotate(keys)
+        layer[0].copy_(keys)
+    restored = rounded.new_cache(len(ids), lambda number: layers[number], positions)
+    state, own = restored.state(), rounded._context.take_out(cache)
+    assert len(state) == len(own) < 0.6 * rounded.bytes_per_token * len(ids)
+    assert (state != own).mean() < 0.01
+
+
+def test_stored_kv_names_the_kind_that_it_was_made_with(rounded: LlamaModel) -> None:
+    other = Model.from_pretrained(rounded.name, n_ctx=512)
+    assert other.fingerprint.digest != rounded.fingerprint.digest
+    assert other.context_window == rounded.context_window
+
+
+def test_what_llama_cpp_cannot_keep_in_8_bits(path: Path, rounded: LlamaModel) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"does not divide .*: pass a smaller n_ctx or another kv_type"):
+        Model.from_pretrained(path, kv_type="q8_0")
+    header = read_header(rounded.name)
+    assert header is not None
+    with pytest.raises(OutOfMemoryError, match=r"requires flash_attn .*: pass a smaller n_ctx or another kv_type"):
+        LlamaModel(header, n_ctx=128, kv_type="q8_0", flash=0)
 
 
 def test_a_model_is_freed_at_once(path: Path) -> None:
@@ -401,7 +451,7 @@ def test_without_memory_for_a_longer_prompt_the_model_stays_usable(path: Path, m
     cache = model.new_cache(701)
     model.forward(torch.arange(701)[None] % 500, cache)
     monkeypatch.setattr(model._library.functions, "llama_init_from_model", lambda *_: None)
-    with pytest.raises(OutOfMemoryError, match="makes no context of 1024 tokens: pass a smaller n_ctx"):
+    with pytest.raises(OutOfMemoryError, match=r"makes no context of 1024 tokens .*: pass a smaller n_ctx"):
         model.forward(torch.tensor([[1, 2]]), cache, rows)
     monkeypatch.undo()
     assert model.own_tokens([5, 6, 7], 2)

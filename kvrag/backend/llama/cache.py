@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -95,13 +95,13 @@ class LlamaContext:
         self,
         model: Loaded,
         num_cells: int,
-        flash: int,
         exclusive: Callable[[], AbstractContextManager[None]],
+        changes: Mapping[str, int],
         inputs: Inputs | None = None,
     ) -> None:
         """Make a context whose passes read `inputs`; raise OutOfMemoryError if there is no memory for its cells.
 
-        `exclusive` returns a context manager that holds the owner's lock.
+        `exclusive` returns a context manager that holds the owner's lock, `changes` are other parameters.
         """
         self._library, self._lib, self.exclusive = model.library, model.library.functions, exclusive
         self.num_cells, self._num_vocab, self._inputs = num_cells, model.num_vocab, inputs
@@ -111,14 +111,16 @@ class LlamaContext:
         self._second = SEQUENCES if self._window else 0
         params.n_ctx, params.n_batch, params.n_ubatch = num_cells, BLOCK, BLOCK
         params.n_seq_max, params.swa_full = SEQUENCES + self._second + 1, True
-        params.n_threads = params.n_threads_batch = torch.get_num_threads()
-        params.flash_attn_type, params.kv_unified, params.no_perf = flash, True, True
+        params.kv_unified, params.no_perf = True, True
+        for name, value in changes.items():
+            setattr(params, name, value)
         if inputs:
             params.cb_eval = ctypes.cast(inputs.callback, ctypes.c_void_p)
         self._pointer = pointer = self._lib.llama_init_from_model(model.pointer, params)
         if not pointer:
             reason = self._library.reason()
-            raise OutOfMemoryError(f"llama.cpp makes no context of {num_cells} tokens: pass a smaller n_ctx ({reason})")
+            hint = "pass a smaller n_ctx or another kv_type"
+            raise OutOfMemoryError(f"llama.cpp makes no context of {num_cells} tokens ({reason}): {hint}")
         self.memory = self._lib.llama_get_memory(pointer)
         self._batch = self._lib.llama_batch_init(BLOCK, 0, 2)
         self._sequences = WeakKeyDictionary[LlamaCache, int]()  # by last use
@@ -174,7 +176,8 @@ class LlamaContext:
         held = slice(cache.held)
         if not np.array_equal(positions[held], np.arange(cache.held)):
             raise ModelError("the KV of this prompt is incomplete: a pass failed")
-        return [(keys[held].transpose(0, 1)[None], values[held].transpose(0, 1)[None]) for keys, values in layers]
+        sides = ((side[held].half().transpose(0, 1)[None] for side in layer) for layer in layers)
+        return [(keys, values) for keys, values in sides]
 
     def remove(self, sequence: int, start: int) -> None:
         """Remove the positions of a sequence from `start` on."""

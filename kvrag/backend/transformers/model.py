@@ -39,7 +39,7 @@ from kvrag.backend.transformers.rows import (
     suspended,
 )
 from kvrag.backend.transformers.tokenizer import Tokenizer
-from kvrag.config import ModelOptions, Sampling, checked
+from kvrag.config import DECLARED, OF_GGUF, ModelOptions, Sampling, checked
 from kvrag.errors import ContextWindowError, SettingError, UnsupportedModelError, first_line, out_of_memory
 from kvrag.fingerprint import Fingerprint, hash_weights
 from kvrag.process import Shared, reporting_memory
@@ -153,6 +153,8 @@ class Model(Backend):
                 about twice as fast. It is another model with other stored KV.
             n_ctx: Most tokens of a prompt and its answer, of GGUF files: these run in llama.cpp as they are
                 (`kvrag[llama]`). None = the model's window, or what fits into 2 GiB of KV.
+            kv_type, n_threads, n_gpu_layers: As llama.cpp names them. `"q8_0"` halves the memory of prompts; stored KV
+                has 16 bits all the same.
             store_states: Store the states at each chunk's end too, for models that keep some: a recomputed tail begins
                 with those of the chunk before it. Costs `bytes_per_chunk`, and chunks are encoded up to the last layer.
 
@@ -166,8 +168,9 @@ class Model(Backend):
         key = json.dumps([name, settings], default=str)
         if header := read_header(name):
             return _shared.get(key, lambda: cls.of_file(header, settings))
-        if settings.pop("n_ctx") is not None:
-            raise SettingError("n_ctx is for GGUF files: leave it out")
+        for option in OF_GGUF:
+            if settings.pop(option) != DECLARED[option].default:
+                raise SettingError(f"{option} is for GGUF files: leave it out")
         own = {option: settings.pop(option) for option in ("preamble", "store_states")}
         allow = settings["allow_unverified"]
         return _shared.get(key, lambda: cls(*loading.load(name, **settings), name, allow, **own))

@@ -24,6 +24,7 @@ from kvrag.types import Run
 logger = logging.getLogger("kvrag")
 
 _FEW, _VOCABULARY = 64, 256  # rows of a short pass; tokens that every model has
+_CAPTURED = 4  # blended passes on few rows: from the third on, they are replayed as a CUDA graph
 
 _lock, _measured = threading.Lock(), WeakKeyDictionary[Backend, list[tuple[Any, ...]]]()
 
@@ -45,12 +46,12 @@ def measure(backend: Backend) -> list[tuple[Any, ...]]:
     """Return prefills as `CostModel.observe_pass` takes them. Chunks are in RAM."""
     most, layers, found = min(PREFILL_BLOCK, backend.context_window - 1), list[Any](), list[tuple[Any, ...]]()
     reader: Any = SimpleNamespace(layer=layers.__getitem__, tier="ram", ids=(), context_tokens=1)
-    for kind, rows, reused in (
-        *(("full", most, 0), ("least", _FEW, 0)),
-        *(("blend", _FEW, _FEW), ("blend", most // 2, most // 2)),
+    for kind, rows, reused, times in (
+        *(("full", most, 0, 2), ("least", _FEW, 0, 2)),
+        *(("blend", _FEW, _FEW, _CAPTURED), ("blend", most // 2, most // 2, 2)),
     ):
         length, least_s = rows + reused, math.inf
-        for _ in range(2):  # the first one warms up
+        for _ in range(times):  # the first one warms up
             request, trace = Request([position % _VOCABULARY for position in range(length)]), Trace(backend)
             request.runs, request.readers = [Run(0, reused, "", 0)] * bool(reused), {"": reader}
             with closing(LayerLoader(backend, request, "native", trace, length)) as loader, trace.step("blend"):

@@ -213,7 +213,7 @@ def test_the_passes_are_full_and_blended(model: Model, monkeypatch: pytest.Monke
     monkeypatch.setattr(model, "forward", note)
     most = min(PREFILL_BLOCK, model.context_window - 1)
     full, least, few, many = measure.measure(model)
-    assert passes == [(most, False)] * 2 + [(64, False)] * 2 + [(64, True)] * 2 + [(most // 2, True)] * 2
+    assert passes == [(most, False)] * 2 + [(64, False)] * 2 + [(64, True)] * 4 + [(most // 2, True)] * 2
     half, seconds = most // 2, [prefill[3] for prefill in (full, least, few, many)]
     assert full == ("full", most, most**2 / 2, seconds[0], 1, 0)
     assert least == ("least", 64, 64**2 / 2, seconds[1], 1, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,7 +30,9 @@ from kvrag.backend.llama.cache import SEQUENCES, LlamaContext
 from kvrag.backend.llama.graph import Inputs
 from kvrag.backend.llama.model import LlamaModel
 from kvrag.backend.transformers.gguf import read_header
+from kvrag.errors import AbandonedError
 from kvrag.inspect.gate import verify
+from kvrag.scheduling.waiting import is_cancelled
 
 pytestmark = needs_library
 
@@ -334,6 +337,60 @@ def test_a_cancelled_prefill_leaves_the_model_usable(engine: BlendEngine, monkey
     monkeypatch.undo()
     answer = engine.generate(ids, policy="full", max_new_tokens=8, temperature=0)
     assert answer.token_ids == tuple(engine.model.own_tokens(ids, 8))
+
+
+@pytest.mark.parametrize("has_gaps", [False, True])
+def test_a_pass_ends_once_its_consumer_has_left(
+    has_gaps: bool, model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, head = torch.arange(5, 105)[None], torch.arange(5, 45)[None]
+    rows = torch.tensor([3, *range(40, 140)])
+    more = torch.cat([head[:, :1], ids], 1) if has_gaps else ids
+
+    def computed(cache: Any) -> torch.Tensor:
+        return model.forward(more, cache, rows if has_gaps else None)
+
+    whole, cache = (model.new_cache(200) for _ in range(2))
+    model.forward(head, whole)
+    model.forward(head, cache)
+    expected = computed(whole)
+    lib, left = model._library.functions, threading.Event()
+    decode, limit = lib.llama_decode, time.monotonic() + 60
+
+    def in_the_midst(*args: Any) -> Any:
+        left.set()
+        context = model._other if has_gaps else model._context
+        while context._goes_on.ne[0] and time.monotonic() < limit:
+            time.sleep(0.01)
+        return decode(*args)
+
+    monkeypatch.setattr(lib, "llama_decode", in_the_midst)
+    token = is_cancelled.set(left.is_set)
+    with pytest.raises(AbandonedError):
+        computed(cache)
+    is_cancelled.reset(token)
+    monkeypatch.undo()
+    again = model.new_cache(200) if has_gaps else cache
+    if has_gaps:
+        model.forward(head, again)
+    assert relative(computed(again), expected) <= FLOOR
+
+
+def test_an_error_in_a_shared_step_leaves_its_answers_usable(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = [model.new_cache(8) for _ in range(3)]
+    for cache in caches:
+        model.forward(torch.tensor([[5, 6, 7]]), cache)
+    lib = model._library.functions
+    decode = lib.llama_decode
+    monkeypatch.setattr(lib, "llama_decode", lambda *args: decode(*args) or -3)
+    with pytest.raises(OutOfMemoryError, match=r"could not compute a pass \(status -3"):
+        model.forward_each([9, 9, 9], caches)
+    monkeypatch.undo()
+    logits = model.forward_each([9, 9, 9], caches)
+    whole = model.forward(torch.tensor([[5, 6, 7, 9]]), model.new_cache(8))
+    assert relative(logits, whole.expand_as(logits)) <= FLOOR
 
 
 def test_namespaces_forgetting_and_damage(engine: BlendEngine) -> None:

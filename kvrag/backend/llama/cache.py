@@ -7,9 +7,10 @@ when others need cells: its state is then kept outside, and written back for the
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,9 +20,10 @@ from torch import Tensor
 
 from kvrag.backend.llama.blob import Bytes, Layouts, positions_of
 from kvrag.backend.llama.graph import Inputs
-from kvrag.backend.llama.library import Loaded
+from kvrag.backend.llama.library import GraphTensor, Loaded
 from kvrag.backend.protocol import KVCache
 from kvrag.errors import ModelError, OutOfMemoryError
+from kvrag.scheduling.waiting import POLL_S, check_cancelled, is_cancelled
 
 SEQUENCES = 32
 """Caches in a context at the same time."""
@@ -114,6 +116,10 @@ class LlamaContext:
         params.kv_unified, params.no_perf = True, True
         for name, value in changes.items():
             setattr(params, name, value)
+        # called from C before each node: true once the tensor is empty
+        self._goes_on = GraphTensor(ne=(1, 1, 1, 1))
+        params.abort_callback = ctypes.cast(self._lib.ggml_is_empty, ctypes.c_void_p)
+        params.abort_callback_data = ctypes.addressof(self._goes_on)
         if inputs:
             params.cb_eval = ctypes.cast(inputs.callback, ctypes.c_void_p)
         self._pointer = pointer = self._lib.llama_init_from_model(model.pointer, params)
@@ -125,7 +131,7 @@ class LlamaContext:
         self._batch = self._lib.llama_batch_init(BLOCK, 0, 2)
         self._sequences = WeakKeyDictionary[LlamaCache, int]()  # by last use
         self._used = set[int]()  # sequences, also those of caches that are gone
-        weakref.finalize(self, _close, self._lib, pointer, self._batch, (model, inputs))
+        weakref.finalize(self, _close, self._lib, pointer, self._batch, (model, inputs, self._goes_on))
 
     def bring_in(self, caches: Sequence[LlamaCache], more: int) -> list[int]:
         """Return the sequences of these caches, with room for so many cells more; others may have to leave."""
@@ -155,11 +161,12 @@ class LlamaContext:
             cache.read = None
             if cache.is_stale:
                 self.remove(sequence, cache.length)
-                cache.is_stale = False
+            cache.is_stale = True  # unless the pass succeeds
             rows += [(token, position, sequence) for position, token in enumerate(tokens, cache.length)]
         logits = self.decode(rows, outputs)
         for cache, tokens in parts:
             cache.length = cache.held = cache.length + len(tokens)
+            cache.is_stale = False
         return logits
 
     def take_out(self, cache: LlamaCache) -> Bytes | None:
@@ -228,8 +235,12 @@ class LlamaContext:
             batch.n_seq_id[number] = 2 if self._second else 1
         for number in outputs:
             batch.logits[number] = 1
-        if status := self._lib.llama_decode(self._pointer, batch):
-            raise OutOfMemoryError(f"llama.cpp could not compute a pass (status {status}: {self._library.reason()})")
+        with self._stopping() if len(rows) > SEQUENCES else nullcontext():  # a shared step has several consumers
+            status = self._lib.llama_decode(self._pointer, batch)
+        if status:
+            reason = self._library.reason()
+            check_cancelled()
+            raise OutOfMemoryError(f"llama.cpp could not compute a pass (status {status}: {reason})")
         if self._inputs and self._inputs.error:
             raise self._inputs.error
         if not outputs:
@@ -237,6 +248,24 @@ class LlamaContext:
         logits = self._lib.llama_get_logits(self._pointer)
         found = np.ctypeslib.as_array(logits, (len(outputs), self._num_vocab))
         return torch.from_numpy(found.copy())  # the next pass writes there
+
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """Let a pass end once its consumer has left."""
+        is_over, has_left = threading.Event(), is_cancelled.get()
+
+        def watch() -> None:
+            while not is_over.wait(POLL_S):
+                self._goes_on.ne[0] = not has_left()
+
+        watching = threading.Thread(target=watch, daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            watching.join()
+            self._goes_on.ne[0] = 1
 
 
 def _close(lib: Any, pointer: int, batch: Any, _: object) -> None:  # what the context uses is freed after it

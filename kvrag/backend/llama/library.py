@@ -168,6 +168,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, and then arguments
     "llama_state_seq_get_size": (c_size_t, c_void_p, c_int32),
     "llama_state_seq_get_data": (c_size_t, c_void_p, c_void_p, c_size_t, c_int32),
     "llama_state_seq_set_data": (c_size_t, c_void_p, c_void_p, c_size_t, c_int32),
+    "ggml_is_empty": (c_bool, POINTER(GraphTensor)),
     "ggml_op_desc": (c_char_p, POINTER(GraphTensor)),
     "ggml_backend_tensor_get": (None, c_void_p, c_void_p, c_size_t, c_size_t),
     "ggml_backend_tensor_set": (None, c_void_p, c_void_p, c_size_t, c_size_t),

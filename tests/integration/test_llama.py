@@ -424,11 +424,23 @@ def test_policies_that_need_single_layers_are_refused(policy: str, engine: Blend
 
 
 @pytest.mark.parametrize(
-    "options", [{"dtype": "float32"}, {"quantization": "int8"}, {"store_states": True}, {"revision": "main"}]
+    "options",
+    [
+        {"dtype": "float32"},
+        {"quantization": "int8"},
+        {"store_states": True},
+        {"revision": "main"},
+        {"attn_implementation": "eager"},
+    ],
 )
 def test_options_of_torch_are_refused(options: dict[str, Any], path: Path) -> None:
     with pytest.raises(SettingError, match=f"{next(iter(options))}: a GGUF file runs in llama.cpp as it is"):
         Model.from_pretrained(path, **options)
+
+
+def test_another_device_is_refused(path: Path) -> None:
+    with pytest.raises(SettingError, match="device: llama.cpp takes its own GPU, or 'cpu' for none"):
+        Model.from_pretrained(path, device="cuda")
 
 
 @pytest.mark.parametrize("options", [{"n_ctx": 512}, {"kv_type": "q8_0"}, {"n_threads": 1}, {"n_gpu_layers": 0}])
@@ -512,6 +524,15 @@ def test_without_memory_for_a_longer_prompt_the_model_stays_usable(path: Path, m
         model.forward(torch.tensor([[1, 2]]), cache, rows)
     monkeypatch.undo()
     assert model.own_tokens([5, 6, 7], 2)
+
+
+def test_memory_that_is_not_there(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  8000000 kB\nMemFree:  100 kB\nMemAvailable:     300 kB\n")
+    monkeypatch.setattr("kvrag.backend.llama.model._MEMORY", tmp_path / "meminfo")
+    said = r"1024 tokens need 512\.0 KiB of memory, and 300\.0 KiB are free: pass a smaller n_ctx or another kv_type"
+    with pytest.raises(OutOfMemoryError, match=said):
+        Model.from_pretrained(path, n_ctx=1024, preamble=False)
+    assert Model.from_pretrained(path, n_ctx=512, preamble=False).context_window == 512
 
 
 def test_a_forked_process_is_refused(model: LlamaModel) -> None:

@@ -32,6 +32,9 @@ BLOCK = 128
 """Rows per pass, between which other answers' steps run. On a CPU, larger passes are not faster per row."""
 
 
+LESS = "pass a smaller n_ctx or another kv_type"
+
+
 class LlamaCache(KVCache):
     """KV of a prompt: its state, in the context or outside, or what its state is made from at the first pass.
 
@@ -125,8 +128,7 @@ class LlamaContext:
         self._pointer = pointer = self._lib.llama_init_from_model(model.pointer, params)
         if not pointer:
             reason = self._library.reason()
-            hint = "pass a smaller n_ctx or another kv_type"
-            raise OutOfMemoryError(f"llama.cpp makes no context of {num_cells} tokens ({reason}): {hint}")
+            raise OutOfMemoryError(f"llama.cpp makes no context of {num_cells} tokens ({reason}): {LESS}")
         self.memory = self._lib.llama_get_memory(pointer)
         self._batch = self._lib.llama_batch_init(BLOCK, 0, 2)
         self._sequences = WeakKeyDictionary[LlamaCache, int]()  # by last use

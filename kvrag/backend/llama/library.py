@@ -144,6 +144,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, and then arguments
     "llama_model_is_recurrent": (c_bool, c_void_p),
     "llama_model_is_hybrid": (c_bool, c_void_p),
     "llama_model_has_encoder": (c_bool, c_void_p),
+    "llama_supports_gpu_offload": (c_bool,),
     "llama_vocab_n_tokens": (c_int32, c_void_p),
     "llama_vocab_type": (c_int32, c_void_p),
     "llama_vocab_get_text": (c_char_p, c_void_p, c_int32),

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import repeat
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +21,7 @@ import xxhash
 from torch import Tensor
 
 from kvrag.backend.llama.blob import Bytes, Layouts, Positions, positions_of
-from kvrag.backend.llama.cache import BLOCK, SEQUENCES, LlamaCache, LlamaContext
+from kvrag.backend.llama.cache import BLOCK, LESS, SEQUENCES, LlamaCache, LlamaContext
 from kvrag.backend.llama.graph import Inputs
 from kvrag.backend.llama.library import load
 from kvrag.backend.positions import UNROTATED, Chunked, Rotation, first_key
@@ -29,15 +30,17 @@ from kvrag.backend.transformers.gguf import Header, stand_in, tokenizer_of
 from kvrag.backend.transformers.model import Model
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import DECLARED, OF_GGUF
-from kvrag.errors import SettingError, UnsupportedModelError
+from kvrag.errors import OutOfMemoryError, SettingError, UnsupportedModelError
 from kvrag.fingerprint import Fingerprint
 from kvrag.process import check_process
 from kvrag.scheduling.waiting import FairLock
+from kvrag.words import human_bytes
 
 _CELLS_BYTES = 2 << 30  # of KV in the context, by default
 _OTHER_CELLS = 512  # in the other context at first; it grows with the prompts
 _KV_TYPES = {"f16": (1, 1.0), "q8_0": (8, 34 / 64)}  # llama.cpp's numbers of them, and sizes relative to 16 bits
 _TRIAL, _SHIFT, _TOLERANCE = 16, 1037, 0.02  # tokens of the trial, their second position, and the error allowed
+_MEMORY = Path("/proc/meminfo")
 _STATES = "its layers keep a state, which this backend does not restore"
 _REFUSED = {
     "llama_model_has_encoder": "it has an encoder",
@@ -113,8 +116,10 @@ class LlamaModel(Model):
         self.head_dim = header.dims[0]
         self.bytes_per_token = header.numbers_per_token * self.dtype.itemsize
         number, share = _KV_TYPES[kv_type]
-        most = int(_CELLS_BYTES / (share * self.bytes_per_token))
-        self.context_window = min(own["context_length"], n_ctx or max(most, 1024))
+        cell_bytes = share * self.bytes_per_token
+        self.context_window = min(own["context_length"], n_ctx or max(int(_CELLS_BYTES / cell_bytes), 1024))
+        if layers == 0 or not self._library.functions.llama_supports_gpu_offload():
+            _check_memory(self.context_window, cell_bytes)
         self.stable_length = self.context_window
         self._inputs = Inputs(self._library.functions)
         changes = dict.fromkeys(("type_k", "type_v"), number) | {"flash_attn_type": flash}
@@ -397,6 +402,15 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     """Return the median over heads and tokens of the relative difference."""
     off = (found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1).clamp_min(1e-6)
     return float(off.median())
+
+
+def _check_memory(cells: int, cell_bytes: float) -> None:
+    """Raise OutOfMemoryError if the KV of a context does not fit into memory: Linux would end this process later."""
+    if _MEMORY.exists():
+        free = 1024 * int(_MEMORY.read_text().partition("MemAvailable:")[2].split()[0])
+        if cells * cell_bytes > free:
+            sizes = f"{human_bytes(cells * cell_bytes)} of memory, and {human_bytes(free)} are free"
+            raise OutOfMemoryError(f"{cells} tokens need {sizes}: {LESS}")
 
 
 def _unsupported(header: Header, reason: str) -> UnsupportedModelError:

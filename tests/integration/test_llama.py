@@ -126,7 +126,7 @@ def test_gate(name: str, flash: int, kv_type: str, tokenizer: Any, tmp_path: Pat
     header = read_header(str(path))
     assert header is not None
     model = LlamaModel(header, kv_type=kv_type, flash=flash)
-    assert all(cache.is_transposed == (not flash) for cache in model._context.layout.caches)
+    assert model._context.layout.is_transposed == (not flash)
     checks = list(verify(partial(BlendEngine, model), 60))
     assert all(check.passed for check in checks), checks
 

@@ -9,8 +9,9 @@ the same bytes.
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -26,24 +27,25 @@ Positions = NDArray[np.int32]
 
 _MAGIC, _F16, _Q8 = 0xAF143CD8, 1, 8
 _BLOCK = 32  # numbers in q8_0: a scale in float16, and 8 bits of each
-_FIRST = 8  # bytes of magic and sequence
-_START, _KIND = struct.Struct("<IiII"), struct.Struct("<IIII")
+_START, _CELLS, _KIND = struct.Struct("<Ii"), struct.Struct("<II"), struct.Struct("<IIII")
 _ROWS, _COLUMNS = struct.Struct("<iQ"), struct.Struct("<iII")
 
 
 def positions_of(data: Bytes) -> Positions:
-    """Return a view of the positions of a cache's cells."""
-    cells = _START.unpack_from(data.data)[3]
-    return data[_START.size : _START.size + 12 * cells].view("<i4").reshape(cells, 3)[:, 0]
+    """Return a view of the positions of a state's cells, in its first cache."""
+    at = _START.size + _CELLS.size
+    _, cells = _CELLS.unpack_from(data.data, _START.size)
+    return data[at : at + 12 * cells].view("<i4").reshape(cells, 3)[:, 0]
 
 
 class Layout(NamedTuple):
-    """Form of one cache in states: heads and dimensions of each layer's keys and values.
+    """Form of a context's states: heads and dimensions of each layer's keys and values.
 
     Attributes:
         is_transposed: Values are written by dimension, as without flash attention.
         kind: Of the numbers, f16 or q8_0.
         widths: Of the matrices by which keys and values are multiplied.
+        caches: Numbers of the layers in each cache: those with a window have one of their own.
     """
 
     is_transposed: bool
@@ -51,37 +53,33 @@ class Layout(NamedTuple):
     widths: tuple[int, int]
     keys: tuple[tuple[int, int], ...]
     values: tuple[tuple[int, int], ...]
+    caches: tuple[list[int], ...]
 
     @classmethod
-    def of(cls, data: Bytes, heads: Sequence[int], dims: tuple[int, int]) -> Layout:
-        """Return the layout of a state from each layer's heads, and the dimensions of their keys and values."""
-        at = _START.size + 12 * len(positions_of(data))
+    def of(cls, data: Bytes, heads: Sequence[int], dims: tuple[int, int], windows: Sequence[int | None]) -> Layout:
+        """Return the layout of a state from each layer's heads and window, and the dimensions of keys and values."""
+        at = _START.size + _CELLS.size + 12 * len(positions_of(data))
         is_transposed, _, *widths = _KIND.unpack_from(data.data, at)
         kind, _ = _ROWS.unpack_from(data.data, at + _KIND.size)
         keys, values = (tuple((count, dim) for count in heads) for dim in dims)
-        return cls(bool(is_transposed), kind, (widths[0], widths[1]), keys, values)
+        full, local = ([n for n, window in enumerate(windows) if (window is None) == own] for own in (True, False))
+        caches = (full, local) if local else (full,)
+        return cls(bool(is_transposed), kind, (widths[0], widths[1]), keys, values, caches)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a token's KV."""
         return sum(self._row_bytes(heads * dim) for heads, dim in self.keys + self.values)
 
-    def size(self, cells: int) -> int:
-        """Return the bytes of a state."""
-        kinds = _ROWS.size * len(self.keys + self.values)
-        return _START.size + _KIND.size + kinds + (12 + self.bytes_per_token) * cells
-
     def parse(self, data: Bytes) -> tuple[Positions, list[tuple[Tensor, Tensor]]]:
         """Return positions, ascending, and each layer's keys and values, (T, H, D) in float16; of q8_0, in float32.
 
         Raises ValueError unless every byte is understood.
         """
-        _, _, streams, cells = _START.unpack_from(data.data)
-        at = _START.size + 12 * cells
-        if (streams, *_KIND.unpack_from(data.data, at)) != (1, self.is_transposed, len(self.keys), *self.widths):
-            raise ValueError("it has other streams, layers or rotations")
         found = positions_of(data)
-        keys, values = self._parts(data, at + _KIND.size, cells, is_new=False)
+        tables, keys, values = self._views(data, len(found))
+        if not all(np.array_equal(table[:, 0], found) for table in tables):
+            raise ValueError("its caches have other positions")
         if (np.diff(found) < 0).any():  # cells are in the order in which they were free
             order = torch.from_numpy(np.argsort(found))
             found, keys, values = np.sort(found), [part[order] for part in keys], [part[order] for part in values]
@@ -92,46 +90,87 @@ class Layout(NamedTuple):
             )
         return found, list(zip(keys, values, strict=True))
 
-    def build(self, positions: Positions, layers: Iterable[tuple[Tensor, Tensor]]) -> Bytes:
-        """Return the state of a sequence with these keys and values, (T, H, D) of each layer."""
-        cells = np.stack([positions, np.ones_like(positions), np.zeros_like(positions)], axis=1)
-        start = _START.pack(_MAGIC, 0, 1, len(positions)) + cells.astype("<i4").tobytes()
-        start += _KIND.pack(self.is_transposed, len(self.keys), *self.widths)
-        data = np.empty(self.size(len(positions)), np.uint8)
-        data[: len(start)] = np.frombuffer(start, np.uint8)
-        keys, values = self._parts(data, len(start), len(positions))
-        for number, layer in enumerate(layers):
-            for part, numbers, width in zip((keys[number], values[number]), layer, self.widths, strict=True):
+    def build(self, positions: Positions, layer: Callable[[int], tuple[Tensor, Tensor]]) -> Bytes:
+        """Return the state of a sequence with the keys and values of each layer, (T, H, D)."""
+        data = np.empty(self._size(len(positions)), np.uint8)
+        data[: _START.size] = np.frombuffer(_START.pack(_MAGIC, 0), np.uint8)
+        tables, *sides = self._views(data, len(positions), is_new=True)
+        for table in tables:
+            table[:] = np.stack([positions, np.ones_like(positions), np.zeros_like(positions)], axis=1)
+        for number, *parts in zip(range(len(self.keys)), *sides, strict=True):
+            for part, numbers, width in zip(parts, layer(number), self.widths, strict=True):
                 part.copy_(_quantised(numbers, width) if self.kind == _Q8 else numbers)
         return data
 
-    def _parts(self, data: Bytes, at: int, cells: int, is_new: bool = True) -> tuple[list[Tensor], list[Tensor]]:
-        """Return views of all keys and of all values of a state whose layers begin at `at`.
+    def renumber(self, data: Bytes, own: Positions, others: Positions) -> None:
+        """Replace the positions of cells; raise ModelError for other positions than their own."""
+        for table in self._views(data, len(positions_of(data)))[0]:
+            if not np.array_equal(table[:, 0], own):
+                raise ModelError("llama.cpp moved the cells of a prompt: use another build of it")
+            table[:, 0] = others
 
-        Each is (T, H, D); of q8_0, bytes of (T, blocks, 34).
+    def without(self, states: Sequence[Bytes], rows: Positions, length: int) -> Bytes:
+        """Return a state with the cells of several, but without these positions and those from `length` on."""
+        positions = np.concatenate([*map(positions_of, states)])
+        if len(states) == 1 and not (np.isin(positions, rows) | (positions >= length)).any():
+            return states[0]
+        found, layers = zip(*map(self.parse, states), strict=True)
+        positions = np.concatenate(found)
+        kept = np.flatnonzero(~np.isin(positions, rows) & (positions < length))
 
-        Writes their kinds and sizes if it `is_new`, else raises ValueError for others.
+        def layer(number: int) -> tuple[Tensor, Tensor]:
+            keys, values = zip(*(own[number] for own in layers), strict=True)
+            return torch.cat(keys)[kept], torch.cat(values)[kept]
+
+        return self.build(positions[kept], layer)
+
+    def _views(self, data: Bytes, cells: int, is_new: bool = False) -> tuple[list[Bytes], list[Tensor], list[Tensor]]:
+        """Return views of each cache's (T, 3) cells, and of each layer's keys and values.
+
+        These are (T, H, D); of q8_0, bytes of (T, blocks, 34). Writes all other bytes if it `is_new`, else raises
+        ValueError if they are others.
         """
-        parts = []
-        for number, (heads, dim) in enumerate(self.keys + self.values):
-            width, is_by_column = heads * dim, self.is_transposed and number >= len(self.keys)
-            size = self._row_bytes(width)
-            kind = _COLUMNS.pack(_F16, 2, width) if is_by_column else _ROWS.pack(self.kind, size)
-            stop = at + len(kind) + size * cells
+        if len(data) != self._size(cells):
+            raise ValueError(f"{len(data)} bytes in place of {self._size(cells)}")
+        at, tables, sides = _START.size, list[Bytes](), (dict[int, Tensor](), dict[int, Tensor]())
+
+        def take(size: int) -> Bytes:
+            nonlocal at
+            at += size
+            return data[at - size : at]
+
+        def match(expected: bytes) -> None:
+            own = take(len(expected))
             if is_new:
-                data[at : at + len(kind)] = np.frombuffer(kind, np.uint8)
-            elif bytes(data[at : at + len(kind)]) != kind or stop > len(data):
-                raise ValueError(f"part {number} is of another kind or size")
-            own, at = data[at + len(kind) : stop], stop
-            if self.kind == _Q8:
-                parts.append(torch.from_numpy(own).view(cells, width // _BLOCK, 2 + _BLOCK))
-                continue
-            numbers = torch.from_numpy(own.view(np.float16))
-            rows = numbers.view(width, cells).T if is_by_column else numbers.view(cells, width)
-            parts.append(rows.view(cells, heads, dim))
-        if at != len(data):
-            raise ValueError(f"{len(data) - at} bytes are left")
-        return parts[: len(self.keys)], parts[len(self.keys) :]
+                own[:] = np.frombuffer(expected, np.uint8)
+            elif own.tobytes() != expected:
+                raise ValueError(f"it has another form at byte {at}")
+
+        for layers in self.caches:
+            match(_CELLS.pack(1, cells))
+            tables.append(take(12 * cells).view("<i4").reshape(cells, 3))
+            match(_KIND.pack(self.is_transposed, len(layers), *self.widths))
+            for is_values, forms in enumerate((self.keys, self.values)):
+                is_by_column = self.is_transposed and is_values
+                for number in layers:
+                    (heads, dim), width = forms[number], math.prod(forms[number])
+                    size = self._row_bytes(width)
+                    match(_COLUMNS.pack(_F16, 2, width) if is_by_column else _ROWS.pack(self.kind, size))
+                    own = take(size * cells)
+                    if self.kind == _Q8:
+                        part = torch.from_numpy(own).view(cells, width // _BLOCK, 2 + _BLOCK)
+                    else:
+                        numbers = torch.from_numpy(own.view(np.float16))
+                        rows = numbers.view(width, cells).T if is_by_column else numbers.view(cells, width)
+                        part = rows.view(cells, heads, dim)
+                    sides[is_values][number] = part
+        keys, values = ([side[number] for number in range(len(self.keys))] for side in sides)
+        return tables, keys, values
+
+    def _size(self, cells: int) -> int:
+        """Return the bytes of a state."""
+        kinds = _ROWS.size * len(self.keys + self.values) + len(self.caches) * (_CELLS.size + _KIND.size)
+        return _START.size + kinds + (12 * len(self.caches) + self.bytes_per_token) * cells
 
     def _row_bytes(self, width: int) -> int:
         return width // _BLOCK * (2 + _BLOCK) if self.kind == _Q8 else 2 * width
@@ -160,86 +199,3 @@ def _hadamard(width: int) -> Tensor:
     while len(matrix) < width:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
     return matrix / width**0.5
-
-
-class Layouts(NamedTuple):
-    """Form of a context's states. Layers with a window have a cache of their own, which follows the other one.
-
-    Attributes:
-        caches: That of each.
-        layers: Numbers of the layers in each.
-    """
-
-    caches: tuple[Layout, ...]
-    layers: tuple[list[int], ...]
-
-    @classmethod
-    def of(cls, data: Bytes, heads: Sequence[int], dims: tuple[int, int], windows: Sequence[int | None]) -> Layouts:
-        """Return the layout of a state from each layer's heads and window, and the dimensions of keys and values."""
-        caches, groups = list[Layout](), [list[int]() for _ in range(2 if any(windows) else 1)]
-        for number, window in enumerate(windows):
-            groups[window is not None].append(number)
-        for group in groups:
-            caches.append(Layout.of(data, [heads[number] for number in group], dims))
-            data = data[caches[-1].size(len(positions_of(data))) - _FIRST :]
-        return cls(tuple(caches), tuple(groups))
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers."""
-        return sum(map(len, self.layers))
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of a token's KV."""
-        return sum(layout.bytes_per_token for layout in self.caches)
-
-    def split(self, data: Bytes) -> Iterator[Bytes]:
-        """Yield a view of each cache's state, of which the first 8 bytes are not read."""
-        for layout in self.caches:
-            size = layout.size(len(positions_of(data))) if layout is not self.caches[-1] else len(data)
-            yield data[:size]
-            data = data[size - _FIRST :]
-
-    def renumber(self, data: Bytes, own: Positions, others: Positions) -> None:
-        """Replace the positions of cells; raise ModelError for other positions than their own."""
-        for positions in map(positions_of, self.split(data)):
-            if not np.array_equal(positions, own):
-                raise ModelError("llama.cpp moved the cells of a prompt: use another build of it")
-            positions[:] = others
-
-    def parse(self, data: Bytes) -> tuple[Positions, list[tuple[Tensor, Tensor]]]:
-        """See `Layout.parse`."""
-        parts = [layout.parse(part) for layout, part in zip(self.caches, self.split(data), strict=True)]
-        positions = parts[0][0]
-        if not all(np.array_equal(positions, found) for found, _ in parts):
-            raise ValueError("its caches have other positions")
-        found = zip(self.layers, parts, strict=True)
-        layers = {number: layer for numbers, (_, own) in found for number, layer in zip(numbers, own, strict=True)}
-        return positions, [layers[number] for number in range(self.num_layers)]
-
-    def build(self, positions: Positions, layer: Callable[[int], tuple[Tensor, Tensor]]) -> Bytes:
-        """Return the state of a sequence with the keys and values of each layer, (T, H, D)."""
-        pairs = zip(self.caches, self.layers, strict=True)
-        parts = [layout.build(positions, map(layer, numbers)) for layout, numbers in pairs]
-        return np.concatenate([parts[0], *(part[_FIRST:] for part in parts[1:])]) if len(parts) > 1 else parts[0]
-
-    def joined(self, states: Sequence[Bytes]) -> Bytes:
-        """Return a state with the cells of several ones."""
-        positions, layers = zip(*map(self.parse, states), strict=True)
-        own = list(zip(*layers, strict=True))  # by layer and state
-
-        def layer(number: int) -> tuple[Tensor, Tensor]:
-            keys, values = zip(*own[number], strict=True)
-            return torch.cat(keys), torch.cat(values)
-
-        return self.build(np.concatenate(positions), layer)
-
-    def without(self, data: Bytes, rows: Positions, length: int) -> Bytes:
-        """Return a state without these positions, and without those from `length` on."""
-        positions = positions_of(data)
-        if not (np.isin(positions, rows) | (positions >= length)).any():
-            return data
-        positions, layers = self.parse(data)
-        kept = np.flatnonzero(~np.isin(positions, rows) & (positions < length))
-        return self.build(positions[kept], lambda number: (layers[number][0][kept], layers[number][1][kept]))

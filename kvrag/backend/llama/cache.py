@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvrag.backend.llama.blob import Bytes, Layouts, positions_of
+from kvrag.backend.llama.blob import Bytes, Layout, positions_of
 from kvrag.backend.llama.graph import Inputs
 from kvrag.backend.llama.library import GraphTensor, Loaded
 from kvrag.backend.protocol import KVCache
@@ -68,7 +68,7 @@ class LlamaCache(KVCache):
 
     def copied(self, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
         """See `KVCache.copied`."""
-        layers = map(self.layer, range(self._context.layout.num_layers))
+        layers = map(self.layer, range(len(self._context.layout.keys)))
         return [(keys[:, :, start:stop].clone(), values[:, :, start:stop].clone()) for keys, values in layers]
 
     def write(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -93,8 +93,9 @@ class LlamaCache(KVCache):
 class LlamaContext:
     """A llama.cpp context and the caches in it. Not thread-safe: its owner's lock is held by those that call it."""
 
-    layout: Layouts  # of states; set once it is known
+    layout: Layout  # of states; set once it is known
     memory: int | None  # llama.cpp's; None = the model keeps no KV
+    window: int  # of layers that have one; 0 = none has
 
     def __init__(
         self,
@@ -111,9 +112,9 @@ class LlamaContext:
         self._library, self._lib, self.exclusive = model.library, model.library.functions, exclusive
         self.num_cells, self._num_vocab, self._inputs = num_cells, model.num_vocab, inputs
         params = self._lib.llama_context_default_params()
-        self._window = self._lib.llama_model_n_swa(model.pointer)
+        self.window = self._lib.llama_model_n_swa(model.pointer)
         # llama.cpp gives up cells that are outside of the window of their only sequence: so they have a second one
-        self._second = SEQUENCES if self._window else 0
+        self._second = SEQUENCES if self.window else 0
         params.n_ctx, params.n_batch, params.n_ubatch = num_cells, BLOCK, BLOCK
         params.n_seq_max, params.swa_full = SEQUENCES + self._second + 1, True
         params.kv_unified, params.no_perf = True, True
@@ -201,16 +202,16 @@ class LlamaContext:
     def get(self, sequence: int) -> Bytes:
         """Return the state of a sequence."""
         last = self._lib.llama_memory_seq_pos_max(self.memory, sequence)
-        if not self._window or last < self._window:
+        if not self.window or last < self.window:
             return self._get(sequence)
         states, piece = list[Bytes](), SEQUENCES + self._second
         # llama.cpp leaves out cells that are outside of the window of the last one
-        for start in range(0, last + 1, self._window):
-            self._lib.llama_memory_seq_cp(self.memory, sequence, piece, start, start + self._window)
+        for start in range(0, last + 1, self.window):
+            self._lib.llama_memory_seq_cp(self.memory, sequence, piece, start, start + self.window)
             states.append(self._get(piece))
             self._lib.llama_memory_seq_rm(self.memory, piece, -1, -1)
         states = [data for data in states if len(positions_of(data))]
-        return self.layout.joined(states) if len(states) > 1 else states[0]
+        return self.layout.without(states, np.empty(0, np.int32), last + 1)
 
     def _get(self, sequence: int) -> Bytes:
         data = np.empty(self._lib.llama_state_seq_get_size(self._pointer, sequence), np.uint8)

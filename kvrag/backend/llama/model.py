@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from kvrag.backend.llama.blob import Bytes, Layouts, Positions, positions_of
+from kvrag.backend.llama.blob import Bytes, Layout, Positions, positions_of
 from kvrag.backend.llama.cache import BLOCK, LESS, SEQUENCES, LlamaCache, LlamaContext
 from kvrag.backend.llama.graph import Inputs
 from kvrag.backend.llama.library import load
@@ -106,7 +106,9 @@ class LlamaModel(Model):
         self._exclusive = partial(_holding, self.lock, self._process)
         self.num_layers: int = self._library.functions.llama_model_n_layer(self._model.pointer)
         self._devices = [self.device] * self.num_layers
-        self._refuse_unsupported(header)
+        for name, reason in _REFUSED.items():
+            if getattr(self._library.functions, name)(self._model.pointer):
+                raise _unsupported(header, reason)
         self.vocab_size = self._model.num_vocab
         tokenizer = tokenizer_of(header, self._model)
         self.hf = stand_in(tokenizer, self.vocab_size)
@@ -150,21 +152,9 @@ class LlamaModel(Model):
             raise SettingError("device: llama.cpp takes its own GPU, or 'cpu' for none")
         return cls(header, **own)
 
-    def _refuse_unsupported(self, header: Header) -> None:
-        """Raise UnsupportedModelError for a model that has more than KV, or no prompt to reuse."""
-        lib, pointer = self._library.functions, self._model.pointer
-        for name, reason in _REFUSED.items():
-            if getattr(lib, name)(pointer):
-                raise _unsupported(header, reason)
-
     def _observe(self, tokens: Sequence[int]) -> None:
         """Set each layer's RoPE and window to those that llama.cpp has; raise ValueError for others than are known."""
-        other, inputs, window = (
-            self._other,
-            self._inputs,
-            self._library.functions.llama_model_n_swa(self._model.pointer),
-        )
-        window = window or 64
+        other, inputs, window = self._other, self._inputs, self._other.window or 64
         last = window + window // 2
         starts = (last - window, window - 1, last - 2)  # of two rows each, where windows begin and before the last
         for start in starts:
@@ -203,7 +193,7 @@ class LlamaModel(Model):
         data = state_at(0)
         try:
             self._observe(tokens)
-            context.layout = layout = Layouts.of(data, heads, header.dims, self.windows)
+            context.layout = layout = Layout.of(data, heads, header.dims, self.windows)
             (at, whole), (_, moved) = layout.parse(data), layout.parse(state_at(shift))
             if not np.array_equal(layout.build(at, whole.__getitem__), data):
                 raise ValueError("it cannot be built")
@@ -371,7 +361,7 @@ class LlamaModel(Model):
         if (data := self._context.take_out(cache)) is None:
             raise ValueError("a prompt without KV has rows with gaps")
         layout = self._context.layout
-        data = layout.without(data, positions, held)
+        data = layout.without([data], positions, held)
         cells = positions_of(data).copy()
         if (cells < stop).sum() + len(positions) < stop:
             raise ValueError(f"positions before {stop} have no KV")

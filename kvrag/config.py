@@ -340,7 +340,9 @@ class ModelOptions(TypedDict, total=False):
     store_states: Annotated[bool, switch("of models that keep states (hybrids), store those at each chunk's end")]
     n_ctx: Annotated[int | None, number(None, "window of a GGUF model; default: 2 GiB of KV", least=64, whole=True)]
     kv_type: Annotated[str, choice("f16", ("f16", "q8_0"), "KV in memory of a GGUF model: 16 or 8 bits")]
-    n_threads: Annotated[int | None, number(None, "threads of a GGUF model; default: all cores", least=1, whole=True)]
+    n_threads: Annotated[
+        int | None, number(None, "threads of a GGUF model; default: all cores", least=1, most=512, whole=True)
+    ]
     n_gpu_layers: Annotated[int | None, number(None, "layers of a GGUF model on a GPU; default: all", whole=True)]
 
 

@@ -30,7 +30,7 @@ from kvrag.backend.llama.cache import SEQUENCES, LlamaContext
 from kvrag.backend.llama.graph import Inputs
 from kvrag.backend.llama.model import LlamaModel
 from kvrag.backend.transformers.gguf import read_header
-from kvrag.errors import AbandonedError
+from kvrag.errors import AbandonedError, ContextWindowError
 from kvrag.inspect.gate import verify
 from kvrag.scheduling.waiting import is_cancelled
 
@@ -439,7 +439,7 @@ def test_options_of_torch_are_refused(options: dict[str, Any], path: Path) -> No
 
 
 def test_another_device_is_refused(path: Path) -> None:
-    with pytest.raises(SettingError, match="device: llama.cpp takes its own GPU, or 'cpu' for none"):
+    with pytest.raises(SettingError, match=r"device: llama\.cpp takes its own GPU, or 'cpu' for none"):
         Model.from_pretrained(path, device="cuda")
 
 
@@ -447,6 +447,8 @@ def test_another_device_is_refused(path: Path) -> None:
 def test_options_of_gguf_files(options: Any, path: Path) -> None:
     with pytest.raises(SettingError, match=f"{next(iter(options))} is for GGUF files"):
         Model.from_pretrained("reader", **options)
+    with pytest.raises(SettingError, match=r"n_threads must be an integer in \[1, 512\]"):
+        Model.from_pretrained(path, n_threads=513)  # of many thousands, OpenMP would end this process
     if options.keys() & {"n_threads", "n_gpu_layers"}:
         assert Model.from_pretrained(path, **options).own_tokens([5, 6, 7], 2)
 
@@ -489,6 +491,13 @@ def test_what_llama_cpp_cannot_keep_in_8_bits(path: Path, rounded: LlamaModel) -
     assert header is not None
     with pytest.raises(OutOfMemoryError, match=r"requires flash_attn .*: pass a smaller n_ctx or another kv_type"):
         LlamaModel(header, n_ctx=128, kv_type="q8_0", flash=0)
+
+
+def test_a_prompt_that_is_too_long(path: Path) -> None:
+    for n_ctx, way_out in ((64, "use fewer or shorter chunks, or raise n_ctx$"), (1 << 40, "shorter chunks$")):
+        model = Model.from_pretrained(path, n_ctx=n_ctx)
+        with pytest.raises(ContextWindowError, match=way_out):
+            model.check_window(model.context_window)
 
 
 def test_a_model_is_freed_at_once(path: Path) -> None:

@@ -120,6 +120,8 @@ class LlamaModel(Model):
         number, share = _KV_TYPES[kv_type]
         cell_bytes = share * self.bytes_per_token
         self.context_window = min(own["context_length"], n_ctx or max(int(_CELLS_BYTES / cell_bytes), 1024))
+        if self.context_window < own["context_length"]:
+            self.if_too_long += ", or raise n_ctx"
         if layers == 0 or not self._library.functions.llama_supports_gpu_offload():
             _check_memory(self.context_window, cell_bytes)
         self.stable_length = self.context_window

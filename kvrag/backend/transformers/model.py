@@ -77,10 +77,12 @@ class Model(Backend):
         joins_from: Fewest rows of a step whose KV is in one tensor per layer. On a CPU, that costs more than it saves.
         captures: Steps, and passes on few rows, are captured as CUDA graphs.
         is_latent: See `BlendCache`.
+        if_too_long: What to do about a prompt that does not fit into the window.
         of_file: Loads the GGUF file of a header with these options; `kvrag.backend.llama` sets it.
     """
 
     of_file: ClassVar[Callable[[Header, Mapping[str, Any]], Model]]
+    if_too_long = "use fewer or shorter chunks"
 
     def __init__(
         self,
@@ -224,7 +226,7 @@ class Model(Backend):
         if over > 0:
             raise ContextWindowError(
                 f"{what} has {num_tokens} tokens, {over} too many for the window of {self.name} "
-                f"({self.context_window} tokens, one of them for the answer): use fewer or shorter chunks"
+                f"({self.context_window} tokens, one of them for the answer): {self.if_too_long}"
             )
 
     # ---------------------------------------------------------------- rotary

@@ -54,6 +54,10 @@ def _llama3_factors() -> Any:
 
 _GRANITE = {"attention_multiplier": 0.25, "logits_scaling": 4.0}
 _YARN = {"own__rope__scaling__type": "yarn", "own__rope__scaling__factor": 4.0}
+_MINISTRAL = _YARN | {
+    "own__attention__temperature_scale": 0.1,
+    "own__rope__scaling__original_context_length": 1024,
+}
 
 
 def _longrope(original: int) -> dict[str, Any]:
@@ -88,6 +92,7 @@ FILES: dict[str, tuple[str, str, dict[str, Any], str, dict[str, Any]]] = {
     "phi3-long": ("phi3", "phi3", {"sliding_window": None}, "F16", _longrope(96)),
     "mistral-window": ("llama", "mistral", {"sliding_window": 48}, "F16", {}),  # which llama.cpp does not read
     "mixtral": ("llama", "mixtral", {}, "F16", {}),
+    "ministral": ("mistral3", "ministral3", _rope(), "F16", _MINISTRAL),
     "granite": ("granite", "granite", _GRANITE, "Q8_0", {"own__attention__scale": 0.25, "own__logit_scale": 4.0}),
     "smollm3": ("smollm3", "smollm3", {"no_rope_layers": [1, 1, 1, 0]}, "F16", {}),
     "cohere2": ("cohere2", "cohere2", {}, "F16", {"own__logit_scale": 0.25}),
@@ -613,6 +618,14 @@ def test_families_that_are_refused(
     found = refusal(path)
     assert said in found
     assert found.endswith("use the model's original files, which torch runs")
+
+
+def test_queries_that_depend_on_positions(tmp_path: Path, tokenizer: Any) -> None:
+    """llama.cpp would take them from the numbers of cells."""
+    own = _MINISTRAL | {"own__rope__scaling__original_context_length": 256}
+    path = write_gguf(tmp_path / "tiny.gguf", "mistral3", build("ministral3", **_rope()), tokenizer, "F16", **own)
+    assert r"its queries depend on their position after 256 (pass n_ctx=256)" in refusal(path)
+    assert Model.from_pretrained(path, n_ctx=256).context_window == 256
 
 
 def test_states_are_refused(tmp_path: Path, tokenizer: Any) -> None:

@@ -24,7 +24,7 @@ from kvrag.backend.llama.blob import Bytes, Layout, Positions, positions_of
 from kvrag.backend.llama.cache import BLOCK, LESS, SEQUENCES, LlamaCache, LlamaContext
 from kvrag.backend.llama.graph import Inputs
 from kvrag.backend.llama.library import load
-from kvrag.backend.positions import UNROTATED, Chunked, Rotation, first_key
+from kvrag.backend.positions import UNROTATED, Rotation, first_key
 from kvrag.backend.protocol import PREFILL_BLOCK, Branch, CachedKV, KVCache, LayerSource, Observer
 from kvrag.backend.transformers.gguf import Header, stand_in, tokenizer_of
 from kvrag.backend.transformers.model import Model
@@ -48,7 +48,7 @@ _REFUSED = {
     "llama_model_is_hybrid": _STATES,
 }
 _ORIGINAL = "use the model's original files, which torch runs"
-_LONG = "rope_factors_long.weight"
+_LONG, _SCALE = "rope_factors_long.weight", "attention.temperature_scale"
 _SAMPLES, _SAMPLE = 4096, 256  # of a file: fine-tuning changes nearly every weight
 
 
@@ -124,6 +124,9 @@ class LlamaModel(Model):
             self.if_too_long += ", or raise n_ctx"
         if layers == 0 or not self._library.functions.llama_supports_gpu_offload():
             _check_memory(self.context_window, cell_bytes)
+        same = own.get("rope.scaling.original_context_length", 0) if _SCALE in own else self.context_window
+        if self.context_window > same:
+            raise _unsupported(header, f"its queries depend on their position after {same} (pass n_ctx={same})")
         self.stable_length = self.context_window
         self._inputs = Inputs(self._library.functions)
         changes = dict.fromkeys(("type_k", "type_v"), number) | {"flash_attn_type": flash}
@@ -166,7 +169,7 @@ class LlamaModel(Model):
         inputs.observe()
         other.decode([(tokens[2], last, 0)], ())
         cells = np.array([*(position for start in starts for position in (start, start + 1)), last])
-        kinds = [(own, cells >= first_key(own, last)) for own in (None, window, Chunked(window))]
+        kinds = [(own, cells >= first_key(own, last)) for own in (None, window)]
         found = [[own for own, seen in kinds if np.array_equal(seen, mask[: len(cells)])] for mask in inputs.masks]
         if len(found) != self.num_layers or not all(found):
             raise ValueError("not every layer has attention, or one hides other keys than windows do")

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
@@ -222,7 +222,7 @@ class _Cover:
             is_covered[run.start : run.stop] = b"\1" * (run.stop - run.start)
         candidates = candidates[:, ~np.frombuffer(is_covered, bool)[candidates[0]]]
         groups = np.flatnonzero(np.diff(candidates[0], prepend=-1)).tolist()  # of one anchor each
-        anchors, places = candidates[0, groups].tolist(), candidates[1:-1].tolist()
+        anchors, places = candidates[0, groups].tolist(), candidates[1:-1].T
         self._budget = max(int(_FROM_START * self._end), _LEAST) if from_start else _COMPARED * self._end
         for p, (group, next_group) in zip(anchors, pairwise([*groups, candidates.shape[1]]), strict=True):
             if from_start and self._budget <= 0:
@@ -234,14 +234,14 @@ class _Cover:
             if p + GRAM > high or high - low < self._min_run:
                 continue  # too little is left of the gap
             tried = slice(group, next_group if self._budget > 0 else group + 1)
-            best = self._best(p, zip(*(column[tried] for column in places), strict=True), low, high, from_start)
+            best = self._best(p, places[tried].tolist(), low, high, from_start)
             if best is not None:
                 self.runs.insert(k, best)
                 starts.insert(k, best.start)
                 is_covered[best.start : best.stop] = b"\1" * (best.stop - best.start)
         self._bridge(bridged)
 
-    def _best(self, p: int, places: Iterable[_Place], low: int, high: int, from_start: bool) -> _Run | None:
+    def _best(self, p: int, places: Sequence[_Place], low: int, high: int, from_start: bool) -> _Run | None:
         """Return the best run around `p` that lies between `low` and `high`; None if all are too short.
 
         The longest is the best, of several the one that is closest to the end of its text. With `from_start`, no more

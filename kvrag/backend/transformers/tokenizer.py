@@ -468,7 +468,8 @@ def apply_chat_template(hf: Any, messages: list[dict[str, Any]], **template: Any
         control = _control_text(hf, messages, template)
         if control is None:
             text = hf.apply_chat_template(messages, tokenize=False, **template)
-            return list(chain.from_iterable(hf(_pieces(hf, text), add_special_tokens=False)["input_ids"]))
+            pieces = hf(_pieces(hf, text), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+            return list(chain.from_iterable(pieces))
         if not can_sanitize:  # transformers 5.19, which vLLM may need
             raise PromptError(f"they contain the control token {control!r}: update transformers to 5.20 or newer")
     return list(hf.apply_chat_template(messages, return_dict=False, sanitize_control_tokens=True, **template))

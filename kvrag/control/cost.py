@@ -125,7 +125,7 @@ class CostModel:
     """Running estimates of a Speed. Thread-safe."""
 
     def __init__(self, hidden_size: int, by_kind: bool = False) -> None:
-        """Create an empty model, with one fit for all prefills or `by_kind`.
+        """Create an empty model, which fits all passes together, or `by_kind` those of full and blended prefills.
 
         `hidden_size` relates pairs to rows while all passes have the same length.
         """
@@ -202,13 +202,11 @@ class CostModel:
             return self._speed
 
 
-def fit(
-    passes: NDArray[np.float64], pair_rows: float, usual_row_s: float | None = None
-) -> tuple[float, float, float, float]:
+def fit(passes: NDArray[np.float64], pair_rows: float, usual_s: float = 0.0) -> tuple[float, float, float, float]:
     """Fit a, b, c >= 0 to the observed passes by relative error, and the seconds per reused token.
 
     Passes of a single length determine one number, not four. Weak priors then decide: a pass has a fixed cost of 100
-    rows, or a row costs `usual_row_s`, and a pair costs `pair_rows` of a row.
+    rows, or a row costs `usual_s`, if that is known; and a pair costs `pair_rows` of a row.
 
     Args:
         passes: (N, 5) number of passes, rows, pairs, reused tokens, seconds.
@@ -216,10 +214,10 @@ def fit(
     seconds = passes[:, -1]
     scaled = passes[:, :-1] * [1.0, 1.0, pair_rows, 1.0]  # pairs in units of rows
     row_s = float((seconds / scaled[:, 1].clip(min=1)).min())  # about the seconds of a row
-    first = [0.01, -1.0, 0.0, 0.0] if usual_row_s is None else [0.0, 1.0, 0.0, 0.0]
+    first = [0.0, 1.0, 0.0, 0.0] if usual_s else [0.01, -1.0, 0.0, 0.0]
     priors = np.array([first, [0.0, -1.0, 1.0, 0.0]]) * 0.02 / row_s
     table = np.vstack([scaled / seconds[:, None], priors])
-    target = np.append(np.ones(len(seconds)), [0.02 * (usual_row_s or 0.0) / row_s, 0.0])
+    target = np.append(np.ones(len(seconds)), [0.02 * usual_s / row_s, 0.0])
     least_error, fitted = math.inf, np.zeros(4)
     for size in (4, 3, 2, 1):  # four unknowns: trying every set of zeros solves non-negative least squares
         for columns in map(list, itertools.combinations(range(4), size)):

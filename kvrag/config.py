@@ -303,7 +303,8 @@ class EngineOptions(TypedDict, total=False):
             would exceed it waits.
         store_cache: Folder of the local copies of a shared store; None = `~/.cache/kvrag/shared`.
         device_bytes: Size of a tier of unpacked KV on the model's device, in front of the RAM tier, for chunks that are
-            used repeatedly; 0 = none. Of use on a GPU, if it holds most chunks in frequent use.
+            used repeatedly; 0 = none. None = on GPUs, half of what the model, `conversation_bytes` and `batch_bytes`
+            leave free, at most 16 GiB. It shrinks where memory runs out.
         learn: Encode texts that two prompts of a namespace contain, while no answer is in progress: paragraphs, and
             messages of tools, of at least 64 tokens. See `BlendEngine.forget_learned`.
         check: Share of the greedy answers, after a namespace's first ones, that are compared with full prefill while no
@@ -317,7 +318,9 @@ class EngineOptions(TypedDict, total=False):
     store_cache: Annotated[
         str | Path | None, option(None, "local copies of a shared store; default: ~/.cache/kvrag/shared")
     ]
-    device_bytes: Annotated[int, number(0, "stored KV kept on the GPU", whole=True)]
+    device_bytes: Annotated[
+        int | None, number(None, "stored KV kept on the GPU; default: half of what is free, at most 16 GiB", whole=True)
+    ]
     learn: Annotated[bool, switch("when idle, encode texts that two prompts of a namespace contain")]
     check: Annotated[float, number(0.05, "share of answers to compare with full prefill when idle; 0 = none", most=1)]
 

@@ -39,12 +39,11 @@ from kvrag.inspect.explain import explain
 from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.gate import Check, verify
 from kvrag.listen.check import FEW, self_test
-from kvrag.memory.tier import MemoryTier
 from kvrag.prefill import Pipeline
 from kvrag.process import Shared, check_process, releasing_threads
 from kvrag.progress import watched
 from kvrag.request import Request
-from kvrag.reuse.load import device_tier
+from kvrag.reuse.load import tiers
 from kvrag.scheduling.bridge import off_loop, once, together
 from kvrag.scheduling.waiting import is_cancelled
 from kvrag.store import KVStore, open_store
@@ -91,7 +90,7 @@ class BlendEngine:
         self.store.bind(self.fingerprint)
         self._planner = Planner(model, self.store, codec)
         self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint)
-        memory = MemoryTier(chosen["ram_bytes"], faster=device_tier(model, codec, chosen["device_bytes"]))
+        memory = tiers(model, chosen)
         self._lookup = Catalog(self.store, alone_only=not self.config.context_tokens)
         self._pipeline = Pipeline(model, self.store, memory, self._lookup, self._planner, codec)
         self._answering = Answering(model, self._pipeline, self._ingestion, chosen)

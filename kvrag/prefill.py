@@ -21,7 +21,7 @@ import numpy as np
 
 from kvrag.backend.protocol import Backend
 from kvrag.control.plan import Plan, Planner
-from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError
+from kvrag.errors import ChunkUnreadableError, DamagedChunkError, OutOfMemoryError, StoreError, out_of_memory
 from kvrag.index.catalog import Catalog, Match
 from kvrag.memory.tier import MemoryTier
 from kvrag.process import reporting_memory
@@ -92,7 +92,7 @@ class Pipeline:
 
 
 class Recovery:
-    """Opens the chunks of one prompt, and repeats its prefill without those that fail.
+    """Opens the chunks of one prompt, and repeats its prefill without those that fail, or without the device's tier.
 
     A chunk that fails during a forward pass wastes that pass. After a few failures, the chunks of an unreadable store
     are therefore skipped, and the chunks of a damaged store are read completely before the pass. `notes`, for the
@@ -111,8 +111,14 @@ class Recovery:
             try:
                 with reporting_memory():
                     return attempt()
-            except (DamagedChunkError, ChunkUnreadableError) as error:
-                self._leave_out(error)
+            except (DamagedChunkError, ChunkUnreadableError, OutOfMemoryError) as error:
+                slower = self._memory.relieved() if out_of_memory(error) else None
+                if slower is not None:  # once: it has no faster tier
+                    self._memory = slower
+                elif isinstance(error, OutOfMemoryError):
+                    raise
+                else:
+                    self._leave_out(error)
 
     def agree(self, work: Callable[[], T]) -> T:
         """Return the first process's result. If reading a chunk fails in one process, all raise that error."""

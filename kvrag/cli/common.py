@@ -83,14 +83,15 @@ def add_number(
     most: float = math.inf,
     **options: Any,
 ) -> None:
-    """Add an option for a number of the default's type, with the default in its help.
+    """Add an option for a number of the default's type, with the default in its help unless that is None.
 
     Args:
         options: Further arguments of `add_argument`; with a `type`, the bounds and the default's type do not count.
     """
     options.setdefault("type", at_least(least, type(default), most))
     options.setdefault("metavar", "N")
-    parser.add_argument(name, default=default, help=f"{what} (default: {default})", **options)
+    shown = "" if default is None else f" (default: {default})"
+    parser.add_argument(name, default=default, help=f"{what}{shown}", **options)
 
 
 def add_corpus_arguments(parser: argparse._ActionsContainer) -> None:

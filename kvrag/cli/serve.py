@@ -73,7 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits")
     for tier in ("ram", "device", "conversation", "batch"):
         name, kind = f"{tier}_bytes", _size(30, may_be_zero=tier != "batch")
-        gib, about = f"{DECLARED[name].default >> 30}", DECLARED[name].metadata["about"]
+        default, about = DECLARED[name].default, DECLARED[name].metadata["about"]
+        gib = None if default is None else f"{default >> 30}"
         add_number(limits, f"--{tier}-gib", gib, about, type=kind, dest=name)
     add_number(limits, "--token-limit", 4096, "maximum answer length; longer requests are cut to it", least=1)
     add_number(limits, "--concurrency", 16, "concurrent requests", least=1)

@@ -9,10 +9,10 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
-from itertools import pairwise
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, groupby, pairwise
 from typing import NoReturn
 
 import torch
@@ -20,12 +20,13 @@ from torch import Tensor
 
 from kvrag.backend.positions import Rotation
 from kvrag.backend.protocol import Backend
+from kvrag.config import EngineOptions
 from kvrag.errors import ChunkUnreadableError, out_of_memory
-from kvrag.memory.tier import MemoryTier
+from kvrag.memory.tier import TOGETHER, Keeping, MemoryTier, Pinned, log_once
 from kvrag.process import releasing_threads
 from kvrag.request import Request
 from kvrag.store import ChunkReader
-from kvrag.store.values import unpack
+from kvrag.store.values import Layer, unpack
 
 
 class Trace:
@@ -91,6 +92,7 @@ class Trace:
 
 _AHEAD = 4  # layers read before they are needed
 _LANES = 4  # chunks of a layer that are read at the same time
+_LEAST_SPARE, _MOST_SPARE = 256 << 20, 16 << 30  # bytes of a tier on the device by default, if there is one
 
 
 @functools.cache
@@ -109,8 +111,9 @@ _Laid = tuple[Tensor, Tensor, torch.cuda.Event | None]
 class LayerLoader:
     """Loads the matched runs layer by layer, laid out in prompt order; background threads read ahead.
 
-    All runs of a layer are laid out by one concatenation and, for a GPU, in pinned memory and by one copy on a separate
-    stream: an operation per run and layer would cost more than the bytes.
+    All runs of a layer are laid out by one concatenation per side: an operation per run and layer would cost more than
+    the bytes. For a GPU, it is done there, on a separate stream: concatenating in pinned memory, for one copy of all,
+    took the host several times as long as the bus takes. Several layers of a chunk are copied at once, to launch less.
     """
 
     def __init__(self, backend: Backend, request: Request, codec: str, trace: Trace, capacity: int) -> None:
@@ -127,9 +130,10 @@ class LayerLoader:
         self._parts = [(run.key, slice(run.offset, run.offset + run.stop - run.start)) for run in self._runs]
         self._gaps = [after.start - before.stop for before, after in pairwise(self._runs)]
         # then no read has to queue after those of a slow disk
-        self._is_in_memory = codec == "native" and not request.cold and backend.device.type == "cpu"
+        self._is_cold = bool(request.cold)
+        self._is_in_memory = codec == "native" and not self._is_cold and backend.device.type == "cpu"
         self._ahead = _AHEAD if backend.passes_may_wait else backend.num_layers
-        self._reads: dict[int, Future[_Laid | _Chunks]] = {}
+        self._reads: dict[int, Future[dict[int, _Laid | _Chunks]]] = {}
         self._start(0)
         if not backend.passes_may_wait:
             self._read_ahead(0)
@@ -150,7 +154,7 @@ class LayerLoader:
         with self.trace.step("load_stall", synchronise=False):
             read = self._read(number) if self._is_in_memory else self._await(number)
         with self.trace.step("stitch", synchronise=False):
-            keys, values, copied = self._lay_out(number, read) if isinstance(read, dict) else read
+            keys, values, copied = self._lay_out({number: read})[number] if isinstance(read, dict) else read
             if copied is not None:
                 stream = torch.cuda.current_stream(keys.device)
                 stream.wait_event(copied)
@@ -174,7 +178,7 @@ class LayerLoader:
             with self._backend.waiting():
                 read.exception()
         self._read_ahead(number)  # not before: the pass waits for this layer
-        return read.result()
+        return read.result().pop(number)
 
     def _read_ahead(self, number: int) -> None:
         for layer in range(number, min(number + 1 + self._ahead, self._backend.num_layers)):
@@ -183,16 +187,24 @@ class LayerLoader:
     def _start(self, number: int) -> None:
         if self._is_in_memory or not self._runs or number in self._reads:
             return
-        # all layers at once would fill a device whose memory the engine has divided up
-        prepare = self._prepare if self._backend.passes_may_wait else self._read
-        self._reads[number] = _pools(os.getpid())[0].submit(prepare, number)
+        layers = self._together(number)
+        self._reads |= dict.fromkeys(layers, _pools(os.getpid())[0].submit(self._prepare, layers))
+
+    def _together(self, first: int) -> list[int]:
+        """Return the layers to copy with the first one: fewer in the beginning, and no more than are in memory."""
+        device = self._devices[first]
+        most = 1 if self._is_cold or device.type != "cuda" else min(1 << max(first.bit_length() - 1, 0), TOGETHER)
+        layers = range(first, min(first + most, self._backend.num_layers))
+        return [layer for layer in layers if layer not in self._reads and self._devices[layer] == device]
 
     @releasing_threads()
-    def _prepare(self, number: int) -> _Laid:
-        return self._lay_out(number, self._read(number))
+    def _prepare(self, layers: Sequence[int]) -> dict[int, _Laid | _Chunks]:
+        read = {number: self._read(number) for number in layers}
+        # all layers at once would fill a device whose memory the engine has divided up
+        return {**(self._lay_out(read) if self._backend.passes_may_wait else read)}
 
     def _read(self, number: int) -> _Chunks:
-        if self._is_in_memory:
+        if not self._is_cold:
             return self._read_some(number, self._readers)
         parts = [self._readers[lane::_LANES] for lane in range(min(_LANES, len(self._readers)))]
         lanes = [_pools(os.getpid())[1].submit(self._read_some, number, part) for part in parts]
@@ -201,7 +213,8 @@ class LayerLoader:
 
     def _read_some(self, number: int, readers: Sequence[tuple[str, ChunkReader]]) -> _Chunks:
         chunks: _Chunks = {}
-        with self.trace.reading():
+        # the stream that lays out what conversations rotate on the device
+        with self.trace.reading(), _beside_passes(self._devices[number]):
             for key, reader in readers:
                 try:
                     chunks[key] = reader.layer(number)
@@ -209,75 +222,80 @@ class LayerLoader:
                     _raise_unreadable(key, error)
         return chunks
 
-    def _lay_out(self, number: int, chunks: _Chunks) -> _Laid:
-        device = self._devices[number]
-        # beside the model's stream; without a GPU, torch would look for one
-        with torch.cuda.stream(_copy_stream(device)) if device.type == "cuda" else nullcontext():
-            for key, packed in chunks.items() if self.codec != "native" else ():
+    def _lay_out(self, read: Mapping[int, _Chunks]) -> dict[int, _Laid]:
+        """Return layers that are on one device."""
+        device, heads = self._devices[min(read)], self._backend.heads
+        with _beside_passes(device):
+            for key, reader in self._readers:
                 try:
-                    chunks[key] = unpack(packed, self.codec, device)
+                    layers = [unpack(chunks[key], self.codec, device) for chunks in read.values()]
                 except (MemoryError, RuntimeError) as error:
                     _raise_unreadable(key, error)
-            keys, values = (self._lay_out_side(side, chunks, device) for side in (0, 1))
+                own = [(keys[heads], values[heads]) for keys, values in layers]
+                for (number, chunks), layer in zip(read.items(), _moved(own, device), strict=True):
+                    chunks[key] = layer
+                    if isinstance(reader, Keeping):
+                        reader.moved(number, layer)
+            laid = {number: [self._lay_out_side(side, chunks) for side in (0, 1)] for number, chunks in read.items()}
             copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        return keys, values, copied
+        return {number: (keys, values, copied) for number, (keys, values) in laid.items()}
 
-    def _lay_out_side(self, side: int, chunks: _Chunks, device: torch.device) -> Tensor:
-        """Return the (1, H, capacity, D) keys (side 0) or values (1) of a layer."""
-        span, heads = self.span, self._backend.heads
-        parts = [chunks[key][side][heads, part] for key, part in self._parts]
-        laid = _empty(parts[0], self.capacity, device)
-        target = laid[0, :, span]
-        if all(part.device == device for part in parts):
-            torch.cat(self._with_gaps(parts), dim=1, out=target)
-        else:
-            pinned = torch.empty(target.shape, dtype=laid.dtype, pin_memory=device.type == "cuda")
-            # with room for those that are on the device already
-            on_cpu = [torch.empty_like(part, device="cpu") if part.device == device else part for part in parts]
-            target.copy_(torch.cat(self._with_gaps(on_cpu), dim=1, out=pinned), non_blocking=device.type == "cuda")
-            for run, part in zip(self._runs, parts, strict=True):
-                if part.device == device:
-                    target[:, run.start - span.start : run.stop - span.start] = part
-        if device.type == "cuda":
-            for part in parts:
-                if part.device == device:
-                    part.record_stream(torch.cuda.current_stream(device))  # its tier may drop it in the meantime
+    def _lay_out_side(self, side: int, chunks: _Chunks) -> Tensor:
+        """Return the (1, H, capacity, D) keys (side 0) or values (1) of a layer, where its chunks are."""
+        parts = [chunks[key][side][:, part] for key, part in self._parts]
+        laid = _empty(parts[0], self.capacity)
+        torch.cat(self._with_gaps(parts), dim=1, out=laid[0, :, self.span])
         return laid
 
     def _with_gaps(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the runs' (H, T, D) tensors with uninitialised ones between them, as long as the gaps."""
-        gap = _empty(parts[0], max(self._gaps, default=0), parts[0].device)[0]
+        gap = _empty(parts[0], max(self._gaps, default=0))[0]
         spaced = [parts[0]]
         for part, length in zip(parts[1:], self._gaps, strict=True):
             spaced += [gap[:, :length], part] if length else [part]
         return spaced
 
 
-def device_tier(backend: Backend, codec: str, max_bytes: int) -> MemoryTier | None:
-    """Return a tier of unpacked KV on the devices of the layers; None if `max_bytes` is 0."""
-    if not max_bytes:
-        return None
-
-    def place(number: int, layer: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
-        if number == backend.num_layers:  # states
-            return layer
-        device = backend.layer_device(number)
-        try:
-            keys, values = (part.to(device) for part in unpack(layer, codec, device))
-        except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
-                raise
-            return None
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # other streams read it
-        return keys, values
-
-    return MemoryTier(max_bytes, name="device", place=place)
+def tiers(backend: Backend, options: EngineOptions) -> MemoryTier:
+    """Return an engine's tier in RAM, behind one on the devices of the layers if that has a size."""
+    size, devices = options["device_bytes"], {*map(backend.layer_device, range(backend.num_layers))}
+    is_on_gpus = all(device.type == "cuda" for device in devices)
+    if size is None and is_on_gpus:
+        free = min(torch.cuda.mem_get_info(device)[0] for device in devices)
+        # the other half is for passes, and for chunks on their way into the tier
+        size = min((free - options["conversation_bytes"] - options["batch_bytes"]) // 2, _MOST_SPARE)
+        if size < _LEAST_SPARE:
+            log_once("the GPU has no memory left for a tier of chunks, so they come from RAM: see device_bytes")
+            size = 0
+    faster = MemoryTier(size, name="device") if size else None
+    return MemoryTier(options["ram_bytes"], faster, allocate=Pinned if is_on_gpus else None)
 
 
-def _empty(like: Tensor, num_tokens: int, device: torch.device) -> Tensor:
+def _moved(layers: Sequence[Layer], device: torch.device) -> Sequence[Layer]:
+    """Return layers of a chunk on a device, by one copy of those that are in one piece of memory, in order.
+
+    A GPU copies from pinned memory while everybody goes on. Torch hands that out again only after the copy, so a tier
+    may drop the chunk at once.
+    """
+    parts, is_async = [*chain.from_iterable(layers)], device.type == "cuda"
+    if parts[0].device == device:
+        for part in parts if is_async else ():
+            part.record_stream(torch.cuda.current_stream(device))  # its owner may drop it in the meantime
+        return layers
+    moved: list[Tensor] = []
+    parts = [part.contiguous() for part in parts]
+    for _, piece in groupby(parts, lambda part: (part.untyped_storage().data_ptr(), part.dtype)):
+        row = list(piece)
+        start = min(part.storage_offset() for part in row)
+        size = max(part.storage_offset() + part.numel() for part in row) - start
+        flat = row[0].as_strided((size,), (1,), start).to(device, non_blocking=is_async)
+        moved += [flat.as_strided(part.shape, part.stride(), part.storage_offset() - start) for part in row]
+    return list(zip(moved[::2], moved[1::2], strict=True))
+
+
+def _empty(like: Tensor, num_tokens: int) -> Tensor:
     """Return an uninitialised (1, H, num_tokens, D) tensor: fresh positions are written before they are read."""
-    return torch.empty(1, like.shape[0], num_tokens, like.shape[2], dtype=like.dtype, device=device)
+    return torch.empty(1, like.shape[0], num_tokens, like.shape[2], dtype=like.dtype, device=like.device)
 
 
 def _raise_unreadable(key: str, error: Exception) -> NoReturn:
@@ -285,6 +303,12 @@ def _raise_unreadable(key: str, error: Exception) -> NoReturn:
     if not out_of_memory(error):
         raise error
     raise ChunkUnreadableError(key, "out of memory") from error
+
+
+def _beside_passes(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context for work on a GPU that does not queue behind its passes."""
+    # without a GPU, torch would look for one
+    return torch.cuda.stream(_copy_stream(device)) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache

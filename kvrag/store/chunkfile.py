@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +80,13 @@ def estimate(record: ChunkRecord) -> int:
 
 
 class PackedChunk:
-    """A chunk as written by `serialise`, read by byte ranges. Its content is verified against the requested key."""
+    """A chunk as written by `serialise`, read by byte ranges. Its content is verified against the requested key.
+
+    `allocate` returns the memory that a layer is read into, by its number and its bytes; None = any memory.
+    """
 
     tier = ""
+    allocate: Callable[[int, int], Tensor] | None = None
     _is_open = False
 
     def __init__(self, key: str, fingerprint: str, size: int) -> None:
@@ -98,7 +102,7 @@ class PackedChunk:
             self._read_tokens(fingerprint)
         self._is_open = True
 
-    def _range(self, start: int, stop: int) -> Tensor:
+    def _range(self, start: int, stop: int, into: Tensor | None = None) -> Tensor:
         """Read a range of bytes: (stop - start,) uint8, not shared with anything."""
         raise NotImplementedError
 
@@ -149,7 +153,7 @@ class PackedChunk:
         """See ChunkReader.layer."""
         with self._noticing_faults():
             start, stop = self._span(number)
-            content = self._range(start, stop)
+            content = self._range(start, stop, self.allocate(number, stop - start) if self.allocate else None)
             self.bytes_read += stop - start
             if _digest(content.numpy().data) != self._digests[number]:
                 raise DamagedChunkError(self.key, f"layer {number} does not match its digest")
@@ -191,8 +195,8 @@ class ChunkFile(PackedChunk):
             size = path.stat().st_size
         super().__init__(key, fingerprint, size)
 
-    def _range(self, start: int, stop: int) -> Tensor:
-        content = torch.empty(stop - start, dtype=torch.uint8)
+    def _range(self, start: int, stop: int, into: Tensor | None = None) -> Tensor:
+        content = torch.empty(stop - start, dtype=torch.uint8) if into is None else into
         view, position = content.numpy().data, start
         descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:

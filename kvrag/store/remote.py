@@ -90,13 +90,14 @@ class RemoteChunk(PackedChunk):
             self._range(0, 1)  # its size is known from then on
         super().__init__(key, fingerprint, download.size)
 
-    def _range(self, start: int, stop: int) -> Tensor:
+    def _range(self, start: int, stop: int, into: Tensor | None = None) -> Tensor:
         try:
             content = self._download.read(start, stop)
         except StoreError as error:
             self._failed(error)
             raise ChunkUnreadableError(self.key, error) from error
-        return torch.from_numpy(np.frombuffer(content, np.uint8))
+        received = torch.from_numpy(np.frombuffer(content, np.uint8))
+        return received if into is None else into.copy_(received)
 
     def close(self) -> None:
         """See ChunkReader.close."""

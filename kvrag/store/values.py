@@ -248,7 +248,7 @@ def _unpack(packed: Tensor, codec: str, along: int, device: torch.device) -> Ten
     dtype, grouped = _DTYPES[number], list(shape)
     grouped[along : along + 1] = _groups(shape[along], _FORMATS[codec][1])
     common = [*grouped[: along + 1], 1, *grouped[along + 2 :]]
-    packed = packed[_HEADER:].to(device)
+    packed = packed[_HEADER:].to(device, non_blocking=device.type == "cuda")
     border = 2 * torch.Size(common).numel() * dtype.itemsize
     low, scale = packed[:border].clone().view(dtype).view(2, *common).to(torch.promote_types(dtype, torch.float32))
     codes = packed[border:]

@@ -194,3 +194,14 @@ def build(model_type: str, images: bool = False, **changes: Any) -> Any:
             elif "norm" not in name and "layernorm" not in name:
                 parameter.normal_(0, 0.3)
     return model.eval()
+
+
+def stacked(family: str, num_layers: int) -> Any:
+    """Build a model of a multiple of four layers."""
+    model_type, changes = FAMILIES[family]
+    config = build(model_type, **changes).config
+    changes = changes | {"num_hidden_layers": num_layers}
+    for name in ("layer_types", "no_rope_layers"):
+        if getattr(config, name, None):
+            changes[name] = list(getattr(config, name)) * (num_layers // 4)
+    return build(model_type, **changes)

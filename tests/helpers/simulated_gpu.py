@@ -1,7 +1,8 @@
 """A GPU that a test can count on a machine without one: tensors that say "cuda" and compute on the CPU.
 
 An operation on tensors of both devices is refused as CUDA refuses it, and every operation that makes the CPU wait for
-the GPU is counted: reading a number, a shape that depends on values, and a copy that is not `non_blocking`.
+the GPU is counted: reading a number, a shape that depends on values, and a copy that is not `non_blocking`, or not from
+pinned memory. Another stream than the model's does its work when the model's waits for it; until then, results are NaN.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 _aten = torch.ops.aten
@@ -69,6 +70,10 @@ class OnGpu(Tensor):
         """Copy them to the CPU, as the tensor of a GPU does; torch refuses it to other tensors."""
         return self.cpu().tolist()
 
+    def untyped_storage(self) -> Any:
+        """The memory of its numbers."""
+        return self.numbers.untyped_storage()
+
     def record_stream(self, stream: Any) -> None:
         """Do nothing."""
 
@@ -82,16 +87,30 @@ class _Mode(TorchDispatchMode):
 
 
 class _Stream:
-    """A stream, or an event of it."""
+    """A stream beside the model's, or an event of it, or the model's own."""
 
     def __init__(self, device: object = None) -> None:
         self.device = GPU
+        self.work: list[Callable[[], object]] = []
 
     def record_event(self) -> _Stream:
         return self
 
     def wait_event(self, event: _Stream) -> None:
-        """Do nothing: the CPU does not wait."""
+        """Let the other stream work. The CPU does not wait."""
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            for work in event.work:
+                work()
+        event.work.clear()
+
+    def later(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Do again what was done to know the result's shape."""
+        if not isinstance(result, Tensor) or func._schema.is_mutable:
+            self.work.append(lambda: func(*args, **kwargs))
+            return
+        self.work.append(lambda: result.copy_(func(*args, **kwargs)))
+        if result.is_floating_point():
+            result.fill_(torch.nan)
 
     def synchronize(self) -> None:
         _note("synchronize")
@@ -136,6 +155,12 @@ class _Graph:
 counts: Counter[str] = Counter()
 """Number of waits of the CPU and of copies to the GPU, by name."""
 
+_streams: list[_Stream] = []
+"""Streams beside the model's in which this thread works."""
+
+_pinned: dict[int, Any] = {}
+"""Pinned memory by its address; kept, so that no other has that address."""
+
 launches: Counter[str] = Counter()
 """Number of operations that launch at least one kernel on the GPU, by name: all but views and allocations."""
 
@@ -169,14 +194,19 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if to is not None:
         to = CPU if torch.device(to).type == "cpu" else GPU
         real_kwargs["device"] = CPU
-    if real_kwargs.pop("pin_memory", None):
+    is_pinned = real_kwargs.pop("pin_memory", None)
+    if is_pinned:
         _note("pinned")
+    if packet is _aten.cat and not on_gpu and on_cpu[0].is_floating_point():
+        _note("cat_on_host")
     if packet is _aten._fused_sdp_choice:
         return 0  # the plain one: the others have kernels for each device
     if packet in _COPIES:
         goes_to = _device(args[0]) if packet is _aten.copy_ else (to or _device(args[0]))
         comes_from = _device(args[1]) if packet is _aten.copy_ else _device(args[0])
         waits = not (kwargs.get("non_blocking") or (packet is _aten.copy_ and args[2:] == (True,)))
+        if comes_from.type == "cpu" and on_cpu[-1].untyped_storage().data_ptr() not in _pinned:
+            waits = waits or goes_to.type == "cuda"
         if goes_to.type != comes_from.type:
             _note(("to_cpu" if goes_to.type == "cpu" else "to_gpu") + ("" if waits else "_async"))
         is_result_on_gpu = goes_to.type == "cuda"
@@ -204,8 +234,13 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     with torch.inference_mode(False), torch.no_grad():  # tensors of this class cannot be inference tensors
         result = func(*real_args, **real_kwargs)
+        if is_pinned:
+            _pinned[result.untyped_storage().data_ptr()] = result
         for graph in _Graph.captured if is_result_on_gpu else ():
             graph.note(func, real_args, real_kwargs, result)
+        is_work = is_result_on_gpu and not func.is_view and packet not in _ALLOCATIONS
+        if _streams and is_work and not _Graph.captured:
+            _streams[-1].later(func, real_args, real_kwargs, result)
         return _mapped(wrapped, result)
 
 
@@ -257,19 +292,30 @@ def _lifting() -> Iterator[None]:
 
 
 @contextmanager
-def simulated_gpu(exists: bool = True) -> Iterator[None]:
-    """Run this thread with such a GPU."""
+def _working_in(stream: _Stream) -> Iterator[None]:
+    _streams.append(stream)
+    try:
+        yield
+    finally:
+        _streams.pop()
+
+
+@contextmanager
+def simulated_gpu(exists: bool = True, free_bytes: int = 16 << 30) -> Iterator[None]:
+    """Run this thread with such a GPU, which has so much memory left."""
     if not exists:
         yield
         return
     stream = _Stream()
+    _pinned.clear()
     with (
         patch("torch.cuda._lazy_init", lambda: None),
         patch("torch.cuda.get_device_name", lambda device=None: "simulated"),
+        patch("torch.cuda.mem_get_info", lambda device: (free_bytes, free_bytes)),
         patch("torch.cuda.Stream", _Stream),
         patch("torch.cuda.CUDAGraph", _Graph),
-        patch("torch.cuda.current_stream", lambda device=None: stream),
-        patch("torch.cuda.stream", lambda stream: nullcontext()),
+        patch("torch.cuda.current_stream", lambda device=None: _streams[-1] if _streams else stream),
+        patch("torch.cuda.stream", _working_in),
         patch("torch.cuda.synchronize", lambda device=None: _note("synchronize")),
         _lifting(),
         patch("kvrag.reuse.load._pools", lambda process: (_Now(), _Now())),

@@ -14,7 +14,7 @@ from kvrag.index.catalog import Catalog, Match
 from kvrag.ingest.ingest import Ingestion
 from kvrag.memory.conversation import CachedPrefix
 from kvrag.memory.forgetting import forget
-from kvrag.memory.tier import MemoryTier
+from kvrag.memory.tier import MemoryTier, Pinned
 from kvrag.prefill import Pipeline
 from kvrag.request import Request
 from vllm_kvrag.params import RequestParams
@@ -83,7 +83,8 @@ class TaskHandler:
 
     def __init__(self, backend: VllmBackend, store: KVStore, config: BlendConfig, codec: str, ram_bytes: int) -> None:
         self._backend, self._store, self._config, self._codec = backend, store, config, codec
-        self._memory = MemoryTier(ram_bytes)
+        allocate = Pinned if backend.device.type == "cuda" else None
+        self._memory = MemoryTier(ram_bytes, allocate=allocate)
         self._planner = Planner(backend, store, codec)
         self._lookup = Catalog(store, alone_only=not config.context_tokens)
         self._removals = store.removals()

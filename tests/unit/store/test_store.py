@@ -1552,29 +1552,6 @@ def test_chunks_in_frequent_use_come_from_the_device(
         assert engine.generate(messages(*CHUNKS[:2]), max_new_tokens=1).report.stored_tokens == 0
 
 
-def test_a_full_device_does_without_its_tier(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with BlendEngine(model, tmp_path, device_bytes=1 << 30) as engine:
-        engine.warm(CHUNKS)
-        ids = engine.model.tokenizer.render(messages(*CHUNKS[:2]))
-        first = prepare(engine, ids, 0.2, "query")
-
-        def unpack(*_: object) -> NoReturn:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-        memory = engine._pipeline.memory
-        assert memory._faster is not None
-        place = memory._faster.place
-        assert place is not None
-        with monkeypatch.context() as full:
-            full.setattr(torch.Tensor, "to", unpack)
-            assert place(0, (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3))) is None
-        monkeypatch.setattr(memory._faster, "place", lambda *_: None)
-        for _ in range(2):
-            again = prepare(engine, ids, 0.2, "query")
-            assert (again.report.tier, again.report.notes) == ("ram", ())
-            assert torch.equal(again.logits, first.logits)
-
-
 def test_a_forgotten_chunk_is_served_by_no_tier(engine: BlendEngine) -> None:
     engine.warm(CHUNKS, document="d")
     prompt = messages(*CHUNKS)

@@ -146,10 +146,11 @@ class _Graph:
 
     def replay(self) -> None:
         launches["replay"] += 1
-        for func, args, kwargs, results in self.operations:
-            again = _several(func(*args, **kwargs))
-            for number, result in results.items():
-                result.copy_(again[number])
+        with _disable_current_modes():
+            for func, args, kwargs, results in self.operations:
+                again = _several(func(*args, **kwargs))
+                for number, result in results.items():
+                    result.copy_(again[number])
 
 
 counts: Counter[str] = Counter()

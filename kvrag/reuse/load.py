@@ -113,7 +113,7 @@ class LayerLoader:
 
     All runs of a layer are laid out by one concatenation per side: an operation per run and layer would cost more than
     the bytes. For a GPU, it is done there, on a separate stream: concatenating in pinned memory, for one copy of all,
-    took the host several times as long as the bus takes. Several layers of a chunk are copied at once, to launch less.
+    took the host several times as long as the bus. Several layers are copied and laid out at once, to launch less.
     """
 
     def __init__(self, backend: Backend, request: Request, codec: str, trace: Trace, capacity: int) -> None:
@@ -132,7 +132,8 @@ class LayerLoader:
         # then no read has to queue after those of a slow disk
         self._is_cold = bool(request.cold)
         self._is_in_memory = codec == "native" and not self._is_cold and backend.device.type == "cpu"
-        self._ahead = _AHEAD if backend.passes_may_wait else backend.num_layers
+        ahead = _AHEAD if backend.device.type == "cpu" else TOGETHER
+        self._ahead = ahead if backend.passes_may_wait else backend.num_layers
         self._reads: dict[int, Future[dict[int, _Laid | _Chunks]]] = {}
         self._start(0)
         if not backend.passes_may_wait:
@@ -152,7 +153,7 @@ class LayerLoader:
         be requested once. Other threads can use the model while this one waits.
         """
         with self.trace.step("load_stall", synchronise=False):
-            read = self._read(number) if self._is_in_memory else self._await(number)
+            read = self._read([number])[number] if self._is_in_memory else self._await(number)
         with self.trace.step("stitch", synchronise=False):
             keys, values, copied = self._lay_out({number: read})[number] if isinstance(read, dict) else read
             if copied is not None:
@@ -191,25 +192,28 @@ class LayerLoader:
         self._reads |= dict.fromkeys(layers, _pools(os.getpid())[0].submit(self._prepare, layers))
 
     def _together(self, first: int) -> list[int]:
-        """Return the layers to copy with the first one: fewer in the beginning, and no more than are in memory."""
+        """Return the layers to copy to a GPU with the first one: fewer in the beginning, for which a pass waits."""
         device = self._devices[first]
-        most = 1 if self._is_cold or device.type != "cuda" else min(1 << max(first.bit_length() - 1, 0), TOGETHER)
+        most = min(1 << max(first.bit_length() - 1, 0), TOGETHER) if device.type == "cuda" else 1
         layers = range(first, min(first + most, self._backend.num_layers))
         return [layer for layer in layers if layer not in self._reads and self._devices[layer] == device]
 
     @releasing_threads()
     def _prepare(self, layers: Sequence[int]) -> dict[int, _Laid | _Chunks]:
-        read = {number: self._read(number) for number in layers}
+        read = self._read(layers)
         # all layers at once would fill a device whose memory the engine has divided up
         return {**(self._lay_out(read) if self._backend.passes_may_wait else read)}
 
-    def _read(self, number: int) -> _Chunks:
+    def _read(self, layers: Sequence[int]) -> dict[int, _Chunks]:
         if not self._is_cold:
-            return self._read_some(number, self._readers)
+            return {number: self._read_some(number, self._readers) for number in layers}
         parts = [self._readers[lane::_LANES] for lane in range(min(_LANES, len(self._readers)))]
-        lanes = [_pools(os.getpid())[1].submit(self._read_some, number, part) for part in parts]
-        wait(lanes)  # also if one fails: the readers are closed then
-        return {key: layer for lane in lanes for key, layer in lane.result().items()}
+        pool, read = _pools(os.getpid())[1], {number: _Chunks() for number in layers}
+        lanes = [(number, pool.submit(self._read_some, number, part)) for number in layers for part in parts]
+        wait([lane for _, lane in lanes])  # also if one fails: the readers are closed then
+        for number, lane in lanes:
+            read[number] |= lane.result()
+        return read
 
     def _read_some(self, number: int, readers: Sequence[tuple[str, ChunkReader]]) -> _Chunks:
         chunks: _Chunks = {}
@@ -236,23 +240,30 @@ class LayerLoader:
                     chunks[key] = layer
                     if isinstance(reader, Keeping):
                         reader.moved(number, layer)
-            laid = {number: [self._lay_out_side(side, chunks) for side in (0, 1)] for number, chunks in read.items()}
+            keys_of, values_of = (self._lay_out_side(side, [*read.values()]) for side in (0, 1))
             copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        return {number: (keys, values, copied) for number, (keys, values) in laid.items()}
+        return {
+            number: (*laid, copied) for number, laid in zip(read, zip(keys_of, values_of, strict=True), strict=True)
+        }
 
-    def _lay_out_side(self, side: int, chunks: _Chunks) -> Tensor:
-        """Return the (1, H, capacity, D) keys (side 0) or values (1) of a layer, where its chunks are."""
-        parts = [chunks[key][side][:, part] for key, part in self._parts]
+    def _lay_out_side(self, side: int, layers: Sequence[_Chunks]) -> list[Tensor]:
+        """Return the (1, H, capacity, D) keys (side 0) or values (1) of each layer, where its chunks are."""
+        stacked: dict[str, Tensor] = {}
+        for key in layers[0]:
+            if (chunk := _stacked([chunks[key][side] for chunks in layers])) is None:
+                return [laid for chunks in layers for laid in self._lay_out_side(side, [chunks])]
+            stacked[key] = chunk
+        parts = [stacked[key][:, :, part] for key, part in self._parts]  # (L, H, T, D) each
         laid = _empty(parts[0], self.capacity)
-        torch.cat(self._with_gaps(parts), dim=1, out=laid[0, :, self.span])
-        return laid
+        torch.cat(self._with_gaps(parts), dim=2, out=laid[:, :, self.span])
+        return [laid[number : number + 1] for number in range(len(layers))]
 
     def _with_gaps(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the runs' (H, T, D) tensors with uninitialised ones between them, as long as the gaps."""
-        gap = _empty(parts[0], max(self._gaps, default=0))[0]
+        """Return the runs' (L, H, T, D) tensors with uninitialised ones between them, as long as the gaps."""
+        gap = _empty(parts[0], max(self._gaps, default=0))
         spaced = [parts[0]]
         for part, length in zip(parts[1:], self._gaps, strict=True):
-            spaced += [gap[:, :length], part] if length else [part]
+            spaced += [gap[:, :, :length], part] if length else [part]
         return spaced
 
 
@@ -293,9 +304,26 @@ def _moved(layers: Sequence[Layer], device: torch.device) -> Sequence[Layer]:
     return list(zip(moved[::2], moved[1::2], strict=True))
 
 
+def _stacked(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return (H, T, D) tensors as one, (L, H, T, D), without a copy; None if they are not at equal distances."""
+    first, *others = parts
+    if not others:
+        return first[None]
+    memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    step = others[0].storage_offset() - start
+    for number, part in enumerate(others, 1):
+        is_like = part.shape == first.shape and part.stride() == first.stride() and part.dtype == first.dtype
+        if not is_like or part.storage_offset() != start + number * step:
+            return None
+        if part.untyped_storage().data_ptr() != memory:
+            return None
+    return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
+
+
 def _empty(like: Tensor, num_tokens: int) -> Tensor:
-    """Return an uninitialised (1, H, num_tokens, D) tensor: fresh positions are written before they are read."""
-    return torch.empty(1, like.shape[0], num_tokens, like.shape[2], dtype=like.dtype, device=like.device)
+    """Return an uninitialised (L, H, num_tokens, D) tensor: fresh positions are written before they are read."""
+    num_layers, num_heads, _, width = like.shape
+    return torch.empty(num_layers, num_heads, num_tokens, width, dtype=like.dtype, device=like.device)
 
 
 def _raise_unreadable(key: str, error: Exception) -> NoReturn:

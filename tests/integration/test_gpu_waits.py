@@ -56,7 +56,7 @@ def test_a_prefill_waits_for_the_gpu_a_few_times_whatever_its_size(
     # read into pinned memory, of which a chunk has a piece or two, and copied while nobody waits
     for counted, num_layers, num_chunks in ((few, 4, 2), (many, 8, 4)):
         assert counted.pop("pinned") <= 2 * num_chunks
-        assert counted.pop("to_gpu_async") == num_layers * num_chunks
+        assert counted.pop("to_gpu_async") <= num_layers * num_chunks
     assert few == many
     assert many.total() <= 12, many
     assert many.keys() <= {"to_cpu", "to_gpu", "synchronize"}
@@ -207,9 +207,9 @@ def test_a_pass_on_few_rows_is_replayed_for_other_prompts(
     family: str, policy: str, tokenizer: Any, tmp_path: Path
 ) -> None:
     prompts = [CHUNKS[: 2 + number % 2] for number in range(8)]
-    expected, _ = _logits(Model(_small(family, 4), tokenizer, family), tmp_path / "cpu", policy, prompts)
+    expected, _ = _logits(Model(stacked(family, 4), tokenizer, family), tmp_path / "cpu", policy, prompts)
     with simulated_gpu():
-        model = Model(to_gpu(_small(family, 4)), tokenizer, family)
+        model = Model(to_gpu(stacked(family, 4)), tokenizer, family)
         found, replayed = _logits(model, tmp_path / "gpu", policy, prompts)
     for own, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(own, wanted, atol=1e-4, rtol=1e-4)
@@ -223,7 +223,7 @@ def test_prompts_of_other_lengths_and_broken_ones_leave_no_trace(
     monkeypatch.setattr(kvrag.backend.transformers.rows, "_GROWTH", 16)
     monkeypatch.setattr(kvrag.prefill, "_ROOM", 16)
     prompts = [*[CHUNKS[:1]] * 3, *[CHUNKS * 3] * 3, *[CHUNKS[:1]] * 3, CHUNKS]
-    expected, _ = _logits(Model(_small("llama", 4), tokenizer, "llama"), tmp_path / "cpu", "none", prompts)
+    expected, _ = _logits(Model(stacked("llama", 4), tokenizer, "llama"), tmp_path / "cpu", "none", prompts)
     take = FixedPlace.take
 
     def after_nan(place: FixedPlace, caches: Any) -> None:
@@ -232,7 +232,7 @@ def test_prompts_of_other_lengths_and_broken_ones_leave_no_trace(
         take(place, caches)
 
     with simulated_gpu(), patch.object(FixedPlace, "take", after_nan):
-        model = Model(to_gpu(_small("llama", 4)), tokenizer, "llama")
+        model = Model(to_gpu(stacked("llama", 4)), tokenizer, "llama")
         found, replayed = _logits(model, tmp_path / "gpu", "none", prompts)
     for own, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(own, wanted, atol=1e-4, rtol=1e-4)
@@ -241,7 +241,7 @@ def test_prompts_of_other_lengths_and_broken_ones_leave_no_trace(
 
 def test_a_place_is_left_to_its_prompt_until_that_is_freed(tokenizer: Any, tmp_path: Path) -> None:
     with simulated_gpu():
-        model = Model(to_gpu(_small("llama", 4)), tokenizer, "llama")
+        model = Model(to_gpu(stacked("llama", 4)), tokenizer, "llama")
         with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
             engine.warm(CHUNKS)
             for _ in range(2):
@@ -270,10 +270,10 @@ def test_without_memory_for_a_place_passes_are_computed_as_before(
     tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts = [CHUNKS[:2]] * 3
-    expected, _ = _logits(Model(_small("llama", 4), tokenizer, "llama"), tmp_path / "cpu", "none", prompts)
+    expected, _ = _logits(Model(stacked("llama", 4), tokenizer, "llama"), tmp_path / "cpu", "none", prompts)
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     with simulated_gpu(), patch.object(FixedPlace, "__init__", side_effect=full):
-        model = Model(to_gpu(_small("llama", 4)), tokenizer, "llama")
+        model = Model(to_gpu(stacked("llama", 4)), tokenizer, "llama")
         found, replayed = _logits(model, tmp_path / "gpu", "none", prompts)
     for own, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(own, wanted, atol=1e-4, rtol=1e-4)

@@ -40,7 +40,7 @@ def main() -> None:
     args = parser.parse_args()
     request = read(args.prompt)
     with BlendEngine.from_pretrained(args.model, store=args.store) as engine:
-        prompt = request.get("messages") or request.get("prompt") or engine.as_prompt(request["text"])
+        prompt = engine.as_prompt(request["text"]) if "text" in request else request.get("messages") or request["prompt"]
         options = {"tools": request.get("tools"), "template": request.get("chat_template_kwargs")}
         explanation = engine.explain(prompt, namespace=args.namespace, ratio=args.ratio, **options)
     print(explanation)

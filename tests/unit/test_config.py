@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvrag import BlendConfig, KvragError, LLMSettings, Sampling, SettingError
-from kvrag.cli import ask, serve
+from kvrag.cli import ask, explain, serve
 from kvrag.cli.main import Parser
 from kvrag.client.remote_engine import _checked
 from kvrag.config import (
@@ -77,7 +77,7 @@ def test_an_option_that_is_offered_says_what_it_is_for() -> None:
 def _parse(module: Any, *words: str) -> argparse.Namespace:
     parser = Parser(prog="kvrag")
     module.add_arguments(parser)
-    return parser.parse_args([*(["What?"] if module is ask else []), *words])
+    return parser.parse_args([*(["What?"] if module in (ask, explain) else []), *words])
 
 
 DOORS: dict[str, Callable[..., Any]] = {
@@ -88,7 +88,7 @@ DOORS: dict[str, Callable[..., Any]] = {
     "a call of an LLM": lambda **given: LLMSettings(model="reader").request(**given),
     **{
         module.__name__: lambda module=module, **given: _parse(module, *(f"--{key}={given[key]}" for key in given))
-        for module in (ask, serve)
+        for module in (ask, explain, serve)
     },
 }
 

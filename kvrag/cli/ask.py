@@ -7,12 +7,13 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvrag.backend.hub import READER
 from kvrag.cli.common import (
     add_answer_arguments,
     add_engine_arguments,
+    blend_settings,
     nothing_warmed,
     open_engine,
     open_index,
@@ -52,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
         hits = fitting(found, engine.model, _prompt(engine, [], args.question))
         if len(hits) < len(found):
             say(f"{len(hits)} of {len(found)} chunks fit into the window of {engine.context_window} tokens")
-        names = ("ratio", "margin", "policy", "controller", "temperature", "namespace")
-        settings: Any = {name: getattr(args, name) for name in names}
+        settings = blend_settings(args) | {"temperature": args.temperature, "namespace": args.namespace}
         text, report = "", None
         for delta in engine.stream(_prompt(engine, hits, args.question), max_new_tokens=args.max_tokens, **settings):
             new_text = delta.text if text else delta.text.lstrip()

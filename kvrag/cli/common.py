@@ -143,16 +143,26 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "namespace", namespace, metavar="NAME")
 
 
-def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of retrieval, blending and sampling."""
-    add_number(parser, "--top-k", 4, "chunks to retrieve", least=1)
-    add_number(parser, "--around", 0, "neighbours to retrieve with each chunk")
+def add_blend_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of blending."""
     add_setting(parser, "ratio", metavar="R")
     add_setting(parser, "margin", metavar="NATS")
     add_setting(parser, "policy", f"{SETTINGS['policy'].metadata['about']} (default: {DEFAULT_POLICY})")
     add_setting(parser, "controller")
+
+
+def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of retrieval, blending and sampling."""
+    add_number(parser, "--top-k", 4, "chunks to retrieve", least=1)
+    add_number(parser, "--around", 0, "neighbours to retrieve with each chunk")
+    add_blend_arguments(parser)
     add_setting(parser, "max_tokens")
     add_setting(parser, "temperature", metavar="T")
+
+
+def blend_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of the options of `add_blend_arguments`."""
+    return {name: getattr(args, name) for name in ("ratio", "margin", "policy", "controller")}
 
 
 def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, is_warmed: bool = False) -> BlendEngine:

@@ -16,6 +16,7 @@ from kvrag.errors import KvragError, out_of_memory
 _COMMANDS = {  # modules of kvrag.cli, with their help
     "warm": "encode files and folders into a store",
     "ask": "answer a question about the warmed documents",
+    "explain": "explain what was reused of a prompt, and why not more",
     "serve": "serve a model and a corpus with OpenAI's API",
     "store": "show, check or clean up stores",
 }

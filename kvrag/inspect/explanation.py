@@ -120,7 +120,7 @@ class Explanation:
 
     def html(self) -> str:
         """Return a self-contained HTML page."""
-        head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>Explanation of a prompt</title>'
+        head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>kvrag explain</title>'
         return f"{head}<body>{self._repr_html_()}</body></html>\n"
 
     def _repr_html_(self) -> str:

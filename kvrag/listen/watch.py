@@ -36,8 +36,8 @@ class Watch(Listener):
             if self._misses < 2:
                 return
         logger.warning(
-            "only %d of %d tokens of a prompt are stored: `print(engine.explain())`, and `explain()` of the LLM class, "
-            "say why. (Logged once.)",
+            "only %d of %d tokens of a prompt are stored: `print(engine.explain())`, `explain()` of the LLM class and "
+            "`kvrag explain PROMPT` say why. (Logged once.)",
             report.stored_tokens,
             report.prompt_tokens,
         )

@@ -32,7 +32,7 @@ OUTPUT = {
 }
 ARGUMENTS = {"terminal_chat.py": ["notes"]}
 TIMES = {"llama_index.ipynb": 3, "terminal_chat.py": 2}
-ELSEWHERE = {"explain.py", "openai_client.py", "open_webui_warm.py", "vllm_rag.py", "warm_from_file.py"}
+ELSEWHERE = {"openai_client.py", "open_webui_warm.py", "vllm_rag.py", "warm_from_file.py"}
 SAID = {"terminal_chat.py": ["Which company has its offices in Danvik?", "What does Holra play?", ""]}
 KVRAG = Path(sys.executable).with_name("kvrag")
 
@@ -92,21 +92,6 @@ def test_warmed_chunks_stay_warm(tmp_path: Path) -> None:
         output = run(EXAMPLES / "warm_from_file.py", tmp_path)
         assert f"30 documents: {encoded}\nWhich company" in output
         check_reuse(output, 1)
-
-
-@pytest.mark.parametrize("kind", ["text", "messages", "request"])
-def test_an_explanation_of_a_prompt(kind: str, tmp_path: Path) -> None:
-    run(KVRAG, tmp_path / "warm", "warm", str(EXAMPLES / "corpus"), "--store", str(tmp_path / "kv"))
-    text = (EXAMPLES / "corpus" / "holra.txt").read_text() + "\n\nQuestion: What does Holra play?"
-    messages = [{"role": "user", "content": text}]
-    said = {"text": text, "messages": json.dumps(messages), "request": json.dumps({"messages": messages})}[kind]
-    (tmp_path / "prompt.txt").write_text(said)
-    page = tmp_path / "why.html"
-    arguments = [str(tmp_path / "prompt.txt"), "--store", str(tmp_path / "kv"), "--html", str(page)]
-    output = run(EXAMPLES / "explain.py", tmp_path / "explained", *arguments)
-    assert re.search(r"\d+ prompt tokens: [1-9]\d* reused", output), output
-    assert "stored" in output
-    assert "holra.txt" in page.read_text()
 
 
 def test_an_openai_client_and_the_server(tmp_path: Path) -> None:

@@ -115,9 +115,9 @@ def keys(store: Path) -> set[str]:
 # -------------------------------------------------------------------- help and usage
 
 
-NEEDED = {"ask": ["x"], "warm": [__file__], "store": ["stats"]}
+NEEDED = {"ask": ["x"], "explain": ["x"], "warm": [__file__], "store": ["stats"]}
 """Arguments without which a command is wrong anyway."""
-USES_MODEL = [["ask", "x"], ["warm", __file__]]
+USES_MODEL = [["ask", "x"], ["explain", "x"], ["warm", __file__]]
 WRONG = [
     *([*command.split(), *NEEDED.get(command, []), "--wrong-flag"] for command in _COMMANDS),
     *(["ask", "x", *wrong] for wrong in (["--ratio", "2"], ["--policy", "no"], ["--codec", "no"], ["--top-k", "0"])),
@@ -131,6 +131,7 @@ WRONG = [
     ["warm", __file__, "--chunk-overlap", "256"],
     ["store", "stats", "--store", "missing"],
     ["ask", "x", "--dtype", "int4"],
+    ["explain", "missing.txt"],
 ]
 
 
@@ -159,7 +160,7 @@ for argv in json.loads(sys.argv[1]):
 
 def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    assert "store" in capsys.readouterr().out
+    assert "explain" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -444,7 +445,8 @@ def test_namespaces_have_their_own_documents(
     for namespace, count in (("alice", 3), ("bob", 2)):
         found = as_json("ask", QUESTION, "--top-k", 99, "--namespace", namespace, *store)["context"]
         assert len({hit["document"] for hit in found}) == count
-    assert "namespace" in fails("ask", QUESTION, "--namespace", "a\0b", *store)
+    for command in ("ask", "explain"):
+        assert "namespace" in fails(command, QUESTION, "--namespace", "a\0b", *store)
 
 
 def test_an_interrupted_ingestion_continues_where_it_stopped(
@@ -676,7 +678,7 @@ def test_a_store_of_another_model_is_refused(warmed: Path, fails: Callable[..., 
     ],
 )
 def test_a_model_that_cannot_be_loaded_is_refused_at_once(name: str, said: str, fails: Callable[..., str]) -> None:
-    assert said in fails("ask", "Who?", "--model", name)
+    assert said in fails("explain", "Who?", "--model", name)
 
 
 def test_chunks_that_do_not_fit_into_the_window_are_left_out(
@@ -696,14 +698,14 @@ def test_a_missing_device_is_reported_in_one_line(fails: Callable[..., str]) -> 
         assert "torch finds no GPU of Apple's for device 'mps'" in fails("warm", CORPUS, "--device", "mps")
 
 
-@pytest.mark.parametrize("command", [["ask", "Who?"], ["warm", "pyproject.toml"]], ids=lambda c: c[0])
+@pytest.mark.parametrize("command", [["explain", "Who?"], ["warm", "pyproject.toml"]], ids=lambda c: c[0])
 def test_an_unknown_model_is_one_line(command: list[str], fails: Callable[..., str]) -> None:
     message = fails(*command, "--model", "nobody/nothing")
     assert "cannot load model 'nobody/nothing'" in message
     assert "HF_HUB_OFFLINE" in message
 
 
-@pytest.mark.parametrize("command", ["ask Who? --max-tokens 1", "warm README.md"])
+@pytest.mark.parametrize("command", ["ask Who? --max-tokens 1", "explain Who?", "warm README.md"])
 def test_the_bundled_reader_says_that_it_knows_only_its_own_world(
     command: str, warmed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

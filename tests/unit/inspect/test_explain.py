@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import io
 import json
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from blending import CHUNKS, QUESTION, messages, prepare
 from bs4 import BeautifulSoup
 
 from kvrag import BlendEngine, Explanation, Model, PromptError
+from kvrag.cli.main import main
 from kvrag.inspect.explain import _texts
 from kvrag.inspect.explanation import summary_of
 from kvrag.types import BlendReport, Completed
@@ -369,6 +372,7 @@ def test_two_prompts_in_a_row_without_warmed_text_cause_a_warning(
     (warning,) = warnings()
     assert warning.startswith("only 0 of ")
     assert "explain()" in warning
+    assert "`kvrag explain PROMPT`" in warning
     answered(engine, *LONG)
     assert warnings() == []
 
@@ -400,3 +404,103 @@ def test_no_warning_for_intended_settings(engine: BlendEngine, warnings: Callabl
         answered(engine, *LONG, policy="full")
         answered(engine, *CHUNKS, *CHUNKS, *CHUNKS, *CHUNKS)
     assert warnings() == []
+
+
+# -------------------------------------------------------------------- the command
+
+
+@pytest.fixture(scope="module")
+def reader() -> Model:
+    """Stays loaded."""
+    return Model.from_pretrained("reader")
+
+
+@pytest.fixture(scope="module")
+def store(reader: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """OTHER and CHUNKS, warmed for the reader."""
+    path = tmp_path_factory.mktemp("warmed") / "kv"
+    with BlendEngine(reader, path) as engine:
+        engine.warm([OTHER], document="grelville.txt")
+        engine.warm(CHUNKS, document="people.txt")
+    return path
+
+
+@pytest.fixture
+def explained(store: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Run `kvrag explain --json`; return its result."""
+
+    def call(*argv: object) -> Any:
+        assert main(["explain", *map(str, argv), "--store", str(store), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return call
+
+
+def test_a_prompt_may_be_a_text_a_file_messages_a_request_or_stdin(
+    explained: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"{OTHER}\n\n{QUESTION}"
+    spoken = [{"role": "user", "content": text}]
+    plain = f"{text}\n\nAnswer:"  # rendered by the reader's template, without the BOS
+    forms = {"a.txt": text, "b.json": json.dumps(spoken), "c.json": json.dumps({"messages": spoken, "model": "x"})}
+    forms["d.json"] = json.dumps({"prompt": plain, "max_tokens": 1})
+    results = [explained(text)]
+    for name, content in forms.items():
+        (tmp_path / name).write_text(content)
+        results.append(explained(tmp_path / name))
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    results.append(explained("-"))
+    for result in results:
+        assert [chunk["reason"] for chunk in result["chunks"]] == ["stored"]
+        assert result["chunks"][0]["documents"] == ["grelville.txt"]
+        assert result["stretches"] == results[0]["stretches"]
+
+
+def test_the_settings_are_used(explained: Callable[..., Any]) -> None:
+    result = explained(f"Hello.\n\n{OTHER}\n\nWho?", "--ratio", 0.5, "--policy", "hkvd")
+    assert result["report"]["policy"] == "hkvd"
+    assert result["report"]["recomputed_tokens"] == pytest.approx(result["report"]["reused_tokens"], abs=1)
+
+
+def test_text_and_a_page(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "why.html"
+    command = ["explain", f"{OTHER} [bold]{TEXT}", "--store", str(store), "--html", str(page), "--ratio", "0.3"]
+    assert main(command) == 0
+    said = capsys.readouterr()
+    assert "prompt tokens:" in said.out
+    assert "never warmed" in said.out
+    assert str(page) in said.err
+    assert "grelville.txt" in page.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["  "], "the prompt is empty"),
+        (["[]"], "at least one message"),
+        (["nothing.txt"], "nothing.txt does not exist"),
+        (["documents.json"], "documents"),
+        (["prompts.json"], "one string"),
+        (["message.json"], "must be a list"),
+        (["binary.txt"], "not UTF-8"),
+        (["text", "--html", "no/such/folder/why.html"], "no/such/folder"),
+    ],
+)
+def test_mistakes_are_reported_in_one_line(
+    argv: list[str],
+    reason: str,
+    store: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "documents.json").write_text('{"messages": [{"role": "user", "content": "Who?"}], "documents": ["A."]}')
+    (tmp_path / "message.json").write_text('{"messages": {"role": "user", "content": "Who?"}}')
+    (tmp_path / "prompts.json").write_text('{"prompt": ["Who?", "What?"]}')
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    assert main(["explain", *argv, "--store", str(store)]) == 1
+    captured = capsys.readouterr()
+    assert reason in captured.err.splitlines()[-1]
+    assert captured.err.splitlines()[-1].startswith("kvrag: ")
+    assert captured.out == ""

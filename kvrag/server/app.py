@@ -63,7 +63,7 @@ async def chat(body: ChatRequest, request: Request, state: Server, tenant: Calle
 async def respond_to_input(body: ResponsesRequest, request: Request, state: Server, tenant: Caller) -> Response:
     """Answer a conversation, in the form of OpenAI's Responses API. Nothing is stored."""
     work = chat_work(state, tenant, await result(request, state.parsing, body.chat))
-    return await respond(request, state, tenant, work, ResponsesBuilder(body))
+    return await respond(request, state, tenant, work, ResponsesBuilder(body, state.engine))
 
 
 @router.post("/v1/completions")

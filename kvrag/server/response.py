@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from kvrag.engine import BlendEngine
@@ -28,10 +29,12 @@ class Choice:
 
     Attributes:
         calls: Tool calls, valid or not, in order.
+        offset: Length of the text of the tokens whose log probabilities were sent.
     """
 
     deltas: list[Delta] = field(default_factory=list)
     calls: list[ToolCall | InvalidCall] = field(default_factory=list)
+    offset: int = 0
 
     @cached_property
     def answer(self) -> Answer:
@@ -52,8 +55,9 @@ class Choice:
 class Builder:
     """Builds the response to one request from the pieces of its answer."""
 
-    def __init__(self, is_stream: bool | None) -> None:
+    def __init__(self, is_stream: bool | None, engine: BlendEngine) -> None:
         self.is_stream = bool(is_stream)
+        self._token_text = engine.model.tokenizer.token_text
         self._created = int(time.time())
         self._extras: dict[str, Any] = {}  # the citations, once something was retrieved
 
@@ -79,13 +83,22 @@ class Builder:
         """Return the body of a response that is not streamed."""
         raise NotImplementedError
 
+    def _logprob(self, row: TokenLogprob) -> dict[str, Any]:
+        """Return a token's log probability in the form of chats and responses."""
+
+        def entry(token: int, value: float) -> dict[str, Any]:
+            text, content = self._token_text(token)
+            return {"token": text, "logprob": value, "bytes": list(content)}
+
+        return entry(row.token, row.logprob) | {"top_logprobs": [entry(token, value) for token, value in row.top]}
+
 
 class ResponseBuilder(Builder):
     """Builds the response to a chat or a completion."""
 
     def __init__(self, request: AnswerFields, engine: BlendEngine) -> None:
-        super().__init__(request.stream)
-        self._request, self._token_text = request, engine.model.tokenizer.token_text
+        super().__init__(request.stream, engine)
+        self._request = request
         self._is_chat = isinstance(request, ChatRequest)
         self._wants_usage = request.stream_options is not None and request.stream_options.include_usage
         self._fingerprint = f"kvrag-{engine.fingerprint.digest[:12]}"
@@ -103,7 +116,7 @@ class ResponseBuilder(Builder):
         choice.add(delta)
         calls = [{"index": index, **_call(call)} for index, call in enumerate(choice.calls)][num_calls:]
         if delta.text or calls or delta.logprobs or (delta.reasoning and self._is_chat):
-            yield self._chunk(number, self._content(delta, calls), self._logprobs(delta.logprobs))
+            yield self._chunk(number, self._content(delta, calls), self._logprobs(delta.logprobs, choice))
         if delta.finish_reason is not None:
             last = self._chunk(number, {} if self._is_chat else "", finish_reason=choice.finish_reason)
             yield last | {"kvrag": choice.answer.report.to_dict()}
@@ -122,8 +135,8 @@ class ResponseBuilder(Builder):
         return (*usage, "[DONE]")
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        answer = choice.answer
-        body: dict[str, Any] = {"index": index, "logprobs": self._logprobs(answer.logprobs)}
+        answer, choice.offset = choice.answer, 0
+        body: dict[str, Any] = {"index": index, "logprobs": self._logprobs(answer.logprobs, choice)}
         body |= {"finish_reason": choice.finish_reason, "kvrag": answer.report.to_dict()}
         if not self._is_chat:
             return body | {"text": answer.text}
@@ -138,20 +151,17 @@ class ResponseBuilder(Builder):
         content: dict[str, Any] = _thought(delta.reasoning) | ({"content": delta.text} if delta.text else {})
         return content | ({"tool_calls": calls} if calls else {})
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        """Return log probabilities in OpenAI's form."""
+    def _logprobs(self, logprobs: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any] | None:
+        """Return the next log probabilities of a choice in OpenAI's form. Advances `choice.offset`."""
         if self._request.num_logprobs() is None:
             return None
-        return {"content": [self._logprob(row) for row in logprobs], "refusal": None}
-
-    def _logprob(self, row: TokenLogprob) -> dict[str, Any]:
-        """Return a token's log probability in the form of chats."""
-
-        def entry(token: int, value: float) -> dict[str, Any]:
-            text, content = self._token_text(token)
-            return {"token": text, "logprob": value, "bytes": list(content)}
-
-        return entry(row.token, row.logprob) | {"top_logprobs": [entry(token, value) for token, value in row.top]}
+        if self._is_chat:
+            return {"content": [self._logprob(row) for row in logprobs], "refusal": None}
+        texts = [self._token_text(row.token)[0] for row in logprobs]
+        top = [{self._token_text(token)[0]: value for token, value in row.top} for row in logprobs]
+        *starts, choice.offset = accumulate(map(len, texts), initial=choice.offset)
+        values = [row.logprob for row in logprobs]
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": starts}
 
     def _usage(self) -> dict[str, Any]:
         # the choices of one prompt follow each other

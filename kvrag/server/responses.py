@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from kvrag.engine import BlendEngine
 from kvrag.server.api_errors import ApiError
 from kvrag.server.response import Builder, Choice, Event, arguments_text
 from kvrag.server.schemas import Body, ChatRequest, Common, Contextual, Effort, Many, Part, Verbosity
 from kvrag.types import Delta, InvalidCall, Messages, ToolCall, openai_usage
 
+_LOGPROBS = "message.output_text.logprobs"
 _STATUS = {"stop": "completed", "length": "incomplete"}  # by the engine's finish reason
 
 # items with text: the start of the id, fields, and the part that takes the text
@@ -75,7 +77,8 @@ class ResponsesRequest(Common, Contextual):
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     tools: Many[FunctionTool] | None = None
-    include: Many[Literal["reasoning.encrypted_content"]] | None = None
+    include: Many[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     # accepted with their default values only
     background: Literal[False] | None = None
@@ -100,6 +103,8 @@ class ResponsesRequest(Common, Contextual):
         fields = {name: getattr(self, name) for name in (*Common.model_fields, *Contextual.model_fields)}
         fields["messages"] = self._messages()
         fields["max_completion_tokens"] = self.max_output_tokens
+        if _LOGPROBS in (self.include or ()):
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.tools:
             functions = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in self.tools]
             fields["tools"] = [{"type": "function", "function": function} for function in functions]
@@ -166,11 +171,12 @@ def _text(content: str | list[TextPart], between: str = "") -> str:
 class ResponsesBuilder(Builder):
     """Builds the response to a request of `/v1/responses`."""
 
-    def __init__(self, request: ResponsesRequest) -> None:
-        super().__init__(request.stream)
+    def __init__(self, request: ResponsesRequest, engine: BlendEngine) -> None:
+        super().__init__(request.stream, engine)
         self._choice = Choice()
         self._output: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None  # the last one, while text is added to it
+        self._logprobs: list[dict[str, Any]] = []  # of the next text
         self._num_events = 0
         self._body = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -192,7 +198,7 @@ class ResponsesBuilder(Builder):
             "text": {"format": (request.text and request.text.format) or {"type": "text"}},
             "tool_choice": _shown_choice(request.tool_choice or "auto"),
             "tools": [tool.model_dump() for tool in request.tools or ()],
-            "top_logprobs": 0,
+            "top_logprobs": request.top_logprobs or 0,
             "top_p": request.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -203,6 +209,7 @@ class ResponsesBuilder(Builder):
             yield self._event("response.created", response=self._body)
             yield self._event("response.in_progress", response=self._body)
         self._choice.add(delta)
+        self._logprobs += map(self._logprob, delta.logprobs[delta.reasoning_tokens :])  # those of the text
         if delta.reasoning:
             yield from self._add_text("reasoning", delta.reasoning)
         if delta.text:
@@ -250,9 +257,11 @@ class ResponsesBuilder(Builder):
             yield from self._close()
             yield from self._open(kind)
         assert self._item is not None
-        part = self._item["content"][0]
+        part, more = self._item["content"][0], {}
         part["text"] += text
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        if kind == "message":
+            more["logprobs"], self._logprobs = self._logprobs, []
+            part["logprobs"] += more["logprobs"]
         yield self._item_event(f"{part['type']}.delta", self._item, content_index=0, delta=text, **more)
 
     def _open(self, kind: str) -> Iterator[Event]:

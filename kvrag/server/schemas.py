@@ -168,7 +168,7 @@ class AnswerFields(Sampled):
 
     def num_logprobs(self) -> int | None:
         """Return how many of the likeliest tokens to report with each token; None = report nothing."""
-        return None
+        raise NotImplementedError
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
@@ -256,6 +256,7 @@ class CompletionRequest(AnswerFields):
     """The body of `/v1/completions`. Prompts are used unchanged, control tokens included."""
 
     prompt: Inputs
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
@@ -265,6 +266,10 @@ class CompletionRequest(AnswerFields):
         if self.best_of not in (None, self.n):
             raise ApiError(400, "best_of must be equal to n: choose among the answers yourself", "unsupported_value")
         return self
+
+    def num_logprobs(self) -> int | None:
+        """See AnswerFields.num_logprobs."""
+        return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts: texts or token ids."""

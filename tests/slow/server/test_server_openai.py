@@ -79,6 +79,19 @@ def test_a_chat_reports_log_probabilities(client: OpenAI, engine: BlendEngine, s
     assert all(each.top_logprobs[0].logprob >= each.logprob for each in found)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_reports_log_probabilities(client: OpenAI, stream: bool) -> None:
+    said: Any = client.completions.create(**CALL, prompt="Mira Brel was", logprobs=3, stream=stream)
+    choices = [piece.choices[0] for piece in said] if stream else said.choices
+    text = "".join(choice.text for choice in choices)
+    parts = [choice.logprobs for choice in choices if choice.logprobs]
+    tokens = [token for part in parts for token in part.tokens]
+    offsets = [offset for part in parts for offset in part.text_offset]
+    assert "".join(tokens) == text
+    assert [text[start:][: len(token)] for start, token in zip(offsets, tokens, strict=True)] == tokens
+    assert {len(top) for part in parts for top in part.top_logprobs} == {3}
+
+
 def test_penalties_and_biases_change_the_answer_as_in_the_engine(client: OpenAI, engine: BlendEngine) -> None:
     first = engine.generate(MESSAGES, **PLAIN).token_ids[0]
     changes: dict[str, Any] = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
@@ -176,8 +189,12 @@ def test_a_response_has_the_answer_of_a_chat(client: OpenAI, engine: BlendEngine
         ],
         temperature=0,
         max_output_tokens=8,
+        include=["message.output_text.logprobs"],
+        top_logprobs=1,
     )
     assert listed.output_text == said.output_text
+    [part] = listed.output[0].content  # type: ignore[union-attr]
+    assert len(part.logprobs) == 8  # type: ignore[union-attr, arg-type]
 
 
 def test_a_streamed_response_has_openais_events(client: OpenAI, served: Served) -> None:

@@ -133,12 +133,13 @@ def test_thoughts_of_earlier_turns_reach_the_template(served: Served, script: Sc
 
 
 def test_a_response_has_a_reasoning_item(client: OpenAI, script: Script) -> None:
-    said: Any = client.responses.create(model=NAME, input=MESSAGES)
+    options: Any = {"include": ["message.output_text.logprobs"]}
+    said: Any = client.responses.create(model=NAME, input=MESSAGES, **options)
     thought, message = said.output
     assert (thought.type, thought.status, thought.summary) == ("reasoning", "completed", [])
     assert [(part.type, part.text) for part in thought.content] == [("reasoning_text", "Mira, surely.")]
     assert said.output_text == " Mira."
-    assert (message.type, message.status) == ("message", "completed")
+    assert len(message.content[0].logprobs) == 2  # those of the text
     assert said.usage.output_tokens_details.reasoning_tokens == 3
     # sent back with a call, as agents do
     script.deltas = CALL

@@ -43,10 +43,10 @@ CHATS: list[dict[str, Any]] = [
     {"logprobs": True, "top_logprobs": 2, "n": 2, "stream_options": {"include_usage": True}},
     {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required", "parallel_tool_calls": False},
 ]
-COMPLETIONS: list[dict[str, Any]] = [{}, {"n": 2, "stream_options": {"include_usage": True}}]
+COMPLETIONS: list[dict[str, Any]] = [{}, {"logprobs": 2, "n": 2, "stream_options": {"include_usage": True}}]
 RESPONSES: list[dict[str, Any]] = [
     {},
-    {"include": ["reasoning.encrypted_content"], "temperature": 0.5, "top_p": 0.5},
+    {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "temperature": 0.5, "top_p": 0.5},
     {"tools": [{"type": "function", **FUNCTION}], "tool_choice": {"type": "function", "name": "look"}},
     {"tools": [{"type": "function", "name": "look"}], "tool_choice": "none", "parallel_tool_calls": False},
     {"text": {"format": {"type": "json_schema", **SCHEMA}, "verbosity": "low"}, "reasoning": {"effort": "low"}},

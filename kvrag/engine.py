@@ -362,10 +362,7 @@ class BlendEngine:
 
     @releasing_threads()
     def verify(self) -> list[Check]:
-        """Return the checks of the correctness gate on this engine's model, in a temporary folder; print them.
-
-        Blending is not correct on a model that fails one; see `kvrag.inspect.gate`.
-        """
+        """Run the correctness gate on this engine's model, in a temporary folder; see `kvrag.inspect.gate`."""
         return list(verify(partial(BlendEngine, self.model, codec=self.codec)))
 
     @releasing_threads()

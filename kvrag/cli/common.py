@@ -185,11 +185,7 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
     from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine, default_store
 
-    if args.model == READER:
-        say(
-            f"model: {READER}, the bundled one, which knows only the made-up world of examples/corpus. For your "
-            "own documents pass a model of the hub, such as --model Qwen/Qwen2.5-1.5B-Instruct"
-        )
+    say_if_reader(args)
     settings: Any = {name: getattr(args, name) for name in LOADED}
     model = Model.from_pretrained(args.model, **settings)
     store = default_store(model, args.codec) if args.store is None else args.store
@@ -197,6 +193,15 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
         raise nothing_warmed(store)
     options: Any = {name: getattr(args, name) for name in declared(EngineOptions) if name in args}
     return BlendEngine(model, store, config, **options)
+
+
+def say_if_reader(args: argparse.Namespace) -> None:
+    """Say that the bundled reader is used, and what it is for."""
+    if args.model == READER:
+        say(
+            f"model: {READER}, the bundled one, which knows only the made-up world of examples/corpus. For your "
+            "own documents pass a model of the hub, such as --model Qwen/Qwen2.5-1.5B-Instruct"
+        )
 
 
 def open_index(store: KVStore, namespace: str, embedder: str | None = None) -> ChunkIndex:

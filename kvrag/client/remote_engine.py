@@ -196,7 +196,7 @@ class RemoteEngine:
         """Raise SettingError: this needs the model."""
         raise SettingError(
             "explain, calibrate and verify need the model and its store: run it where they are, with the method of a "
-            "BlendEngine"
+            "BlendEngine or with `kvrag explain` or `kvrag verify`"
         )
 
     calibrate = reset_calibration = verify = explain

@@ -42,10 +42,6 @@ class Check:
     passed: bool
     detail: str = ""
 
-    def __str__(self) -> str:
-        limit = f"{'>=' if self.detail else '<='} {self.limit:.3g}"
-        return f"{'ok  ' if self.passed else 'FAIL'} {self.name:52} {self.value:9.3g} {self.detail:6} {limit}"
-
 
 def verify(
     open_engine: Callable[..., Any],

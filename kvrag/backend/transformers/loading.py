@@ -251,7 +251,7 @@ def refuse_unsupported(config: Any, allow_unverified: bool = False) -> None:
     elif getattr(text, "use_bidirectional_attention", None) in (True, "all"):  # "vision": for images only
         reason = "its attention is bidirectional"
     elif text.model_type not in FAMILIES and not allow_unverified:
-        reason = "this family is untested; load it with allow_unverified=True, and print(*engine.verify())"
+        reason = "this family is untested; test your model with `kvrag verify --allow-unverified`"
     if reason:
         raise UnsupportedModelError(f"{config.model_type} models cannot be blended: {reason}")
 

@@ -149,7 +149,7 @@ class Model(Backend):
             device: "cuda", "mps", "cpu", ...; None = a GPU if there is one.
             device_map: Distribute over devices with accelerate; excludes `device`.
             revision, attn_implementation, trust_remote_code: As in transformers.
-            allow_unverified: Accept a family that is not in `loading.FAMILIES`; check it with `engine.verify()`.
+            allow_unverified: Accept a family that is not in `loading.FAMILIES`; check it with `kvrag verify`.
             preamble: False = encode chunks without a preamble, for comparison.
             quantization: `"int8"` rounds the weights of the linear layers to 8 bits: on CPUs, an answer's tokens come
                 about twice as fast. It is another model with other stored KV.

@@ -117,7 +117,7 @@ def keys(store: Path) -> set[str]:
 
 NEEDED = {"ask": ["x"], "explain": ["x"], "warm": [__file__], "store": ["stats"]}
 """Arguments without which a command is wrong anyway."""
-USES_MODEL = [["ask", "x"], ["explain", "x"], ["warm", __file__]]
+USES_MODEL = [["ask", "x"], ["explain", "x"], ["verify"], ["warm", __file__]]
 WRONG = [
     *([*command.split(), *NEEDED.get(command, []), "--wrong-flag"] for command in _COMMANDS),
     *(["ask", "x", *wrong] for wrong in (["--ratio", "2"], ["--policy", "no"], ["--codec", "no"], ["--top-k", "0"])),
@@ -130,8 +130,9 @@ WRONG = [
     ["warm", "missing"],
     ["warm", __file__, "--chunk-overlap", "256"],
     ["store", "stats", "--store", "missing"],
-    ["ask", "x", "--dtype", "int4"],
+    ["verify", "--dtype", "int4"],
     ["explain", "missing.txt"],
+    ["verify", "--chunk-tokens", "0"],
 ]
 
 
@@ -153,14 +154,14 @@ for argv in json.loads(sys.argv[1]):
     command = [sys.executable, "-c", program, json.dumps(every)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    for name in ("warm", "ask", "store"):
+    for name in ("warm", "ask", "store", "verify"):
         assert f"\n    {name} " in done.stdout
     assert done.stdout.count("\n  --json ") >= len(_COMMANDS)
 
 
 def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    assert "explain" in capsys.readouterr().out
+    assert "verify" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -678,7 +679,7 @@ def test_a_store_of_another_model_is_refused(warmed: Path, fails: Callable[..., 
     ],
 )
 def test_a_model_that_cannot_be_loaded_is_refused_at_once(name: str, said: str, fails: Callable[..., str]) -> None:
-    assert said in fails("explain", "Who?", "--model", name)
+    assert said in fails("verify", "--model", name)
 
 
 def test_chunks_that_do_not_fit_into_the_window_are_left_out(
@@ -698,7 +699,7 @@ def test_a_missing_device_is_reported_in_one_line(fails: Callable[..., str]) -> 
         assert "torch finds no GPU of Apple's for device 'mps'" in fails("warm", CORPUS, "--device", "mps")
 
 
-@pytest.mark.parametrize("command", [["explain", "Who?"], ["warm", "pyproject.toml"]], ids=lambda c: c[0])
+@pytest.mark.parametrize("command", [["verify"], ["warm", "pyproject.toml"]], ids=lambda c: c[0])
 def test_an_unknown_model_is_one_line(command: list[str], fails: Callable[..., str]) -> None:
     message = fails(*command, "--model", "nobody/nothing")
     assert "cannot load model 'nobody/nothing'" in message

@@ -367,8 +367,9 @@ def test_warm_and_ask_with_a_codec(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "codec int8 instead of native" in capsys.readouterr().err
 
 
-def test_verify_with_a_codec(model: Model, tmp_path: Path) -> None:
-    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0), codec="int4") as engine:
-        checks = engine.verify()
-    assert all(check.passed for check in checks)
-    assert [str(check).split()[0] for check in checks] == ["ok"] * len(checks)
+def test_verify_with_a_codec(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--chunk-tokens", "40", "--codec", "int4", "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["passed"]
+    assert [line.split()[0] for line in said.err.splitlines()[-len(found["checks"]) :]] == ["ok"] * len(found["checks"])

@@ -143,16 +143,15 @@ def splitter(count: Callable[[str], int], chunk_tokens: int, overlap: int) -> Ca
     """
     check_lengths(chunk_tokens, overlap)
     with needing(EXTRA):
-        from langchain_text_splitters import Language, RecursiveCharacterTextSplitter
+        from kvrag.retrieval.split import MarkdownSplitter
     of_word = lru_cache(1 << 16)(count)  # a long line is measured word by word
 
     def length(text: str) -> int:
         return of_word(text) if len(text) <= _WORD else count(text)
 
     def split(text: str, size: int) -> list[str]:
-        found = RecursiveCharacterTextSplitter.from_language(
-            Language.MARKDOWN, chunk_size=size, chunk_overlap=min(overlap, size - 1), length_function=length
-        ).split_text(text)
+        chunks = MarkdownSplitter(chunk_size=size, chunk_overlap=min(overlap, size - 1), length_function=length)
+        found = chunks.split_text(text)
         excess = max(map(length, found), default=0) - chunk_tokens
         return found if excess <= 0 or excess >= size else split(text, size - excess)
 

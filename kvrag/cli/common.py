@@ -40,7 +40,7 @@ LOADED = ("dtype", "device", "quantization", "store_states", *OF_GGUF)
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 _EXTRAS = {
-    "cli": ("sentence_transformers", "langchain_text_splitters"),
+    "cli": ("faiss", "sentence_transformers", "langchain_text_splitters"),
     "server": ("fastapi", "uvicorn", "prometheus_client"),
 }
 

@@ -1,7 +1,7 @@
 """ChunkIndex: vector search over chunks, for the CLI, the server and the examples. Frameworks have their own.
 
 One SQLite file holds texts, documents and vectors, so every change is one transaction and several processes can share
-the file; a copy of the vectors in memory is searched.
+the file; faiss searches a copy in memory.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class ChunkIndex:
         """
         self.path = Path(path)
         self._lock = threading.RLock()  # chains retrieve in their own threads
-        self._copy: tuple[int, NDArray[np.int64], NDArray[np.float32]] | None = None  # data version, chunk ids, vectors
+        self._faiss: tuple[int, NDArray[np.int64], Any] | None = None  # data version, chunk ids, index
         try:
             self._db = connect(self.path)
             self._db.execute("PRAGMA secure_delete=ON")  # a deleted text is overwritten
@@ -176,18 +176,18 @@ class ChunkIndex:
         if not len(self):
             return []
         turns = [question, *before[:-_TURNS:-1]]  # the newest first: embedders cut off the end of long texts
-        mean = self.embed(["\n".join(turns[: number + 1]) for number in range(len(turns))]).mean(axis=0)
+        mean = self.embed(["\n".join(turns[: number + 1]) for number in range(len(turns))]).mean(axis=0, keepdims=True)
         vector = mean / np.linalg.norm(mean)
         with self._lock:
-            ids, vectors = self._vectors()
+            ids, index = self._vectors()
             if not len(ids):
                 return []
-            scores = vectors @ vector  # (N,)
+            scores, rows = index.search(vector, min(k, len(ids)))
             hits: dict[int, Hit] = {}
-            for row in np.argsort(-scores, kind="stable")[:k].tolist():
+            for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True):
                 for chunk, document, text, first, last in self._neighbours(int(ids[row]), around):
                     pages = None if first is None else (first, last)
-                    hits.setdefault(chunk, Hit(text, document, float(scores[row]), pages))
+                    hits.setdefault(chunk, Hit(text, document, score, pages))
             return list(hits.values())
 
     def documents(self) -> list[str]:
@@ -229,7 +229,7 @@ class ChunkIndex:
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         with self._lock:
-            self._copy = None
+            self._faiss = None
             try:
                 with self._db:  # commits, or rolls back
                     self._db.execute("BEGIN IMMEDIATE")
@@ -284,15 +284,20 @@ class ChunkIndex:
             (chunk, around, around),
         )
 
-    def _vectors(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return chunk ids and their (N, E) vectors; read again after a change by this or another process."""
+    def _vectors(self) -> tuple[NDArray[np.int64], Any]:
+        """Return chunk ids and the faiss index over them; read again after a change by this or another process."""
         ((version,),) = self._read("PRAGMA data_version")
-        if self._copy is None or self._copy[0] != version:
+        if self._faiss is None or self._faiss[0] != version:
             rows = self._read("SELECT id, vector FROM chunks ORDER BY id")
-            vectors = np.frombuffer(b"".join(vector for _, vector in rows), np.float32)
-            ids = np.array([number for number, _ in rows], np.int64)
-            self._copy = version, ids, vectors.reshape(max(len(rows), 1), -1)
-        return self._copy[1:]
+            index = None
+            if rows:
+                vectors = np.frombuffer(b"".join(vector for _, vector in rows), np.float32).reshape(len(rows), -1)
+                with needing("kvrag[cli]"):
+                    import faiss
+                index = faiss.IndexFlatIP(vectors.shape[1])
+                index.add(vectors)
+            self._faiss = version, np.array([number for number, _ in rows], np.int64), index
+        return self._faiss[1:]
 
 
 def load_embedder(name: str, extra: str = "kvrag[cli]", **settings: Any) -> Any:

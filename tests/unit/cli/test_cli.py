@@ -184,7 +184,7 @@ def test_wrong_usage_is_one_line(command: str, said: str, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("command", [["warm", "README.md"], ["ask", "Who?"]], ids=lambda c: c[0])
-@pytest.mark.parametrize("missing", ["sentence_transformers", "langchain_text_splitters"])
+@pytest.mark.parametrize("missing", ["faiss", "sentence_transformers", "langchain_text_splitters"])
 def test_without_its_extra_a_command_fails_before_it_loads_a_model(
     missing: str, command: list[str], fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -306,17 +306,11 @@ def _moved(layers: Sequence[Layer], device: torch.device) -> Sequence[Layer]:
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor | None:
     """Return (H, T, D) tensors as one, (L, H, T, D), without a copy; None if they are not at equal distances."""
-    first, *others = parts
-    if not others:
-        return first[None]
-    memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
-    step = others[0].storage_offset() - start
-    for number, part in enumerate(others, 1):
-        is_like = part.shape == first.shape and part.stride() == first.stride() and part.dtype == first.dtype
-        if not is_like or part.storage_offset() != start + number * step:
-            return None
-        if part.untyped_storage().data_ptr() != memory:
-            return None
+    first, starts = parts[0], [part.storage_offset() for part in parts]
+    step = (starts[-1] - starts[0]) // max(len(parts) - 1, 1)
+    alike = {(part.untyped_storage().data_ptr(), part.shape, part.stride(), part.dtype) for part in parts}
+    if len(alike) > 1 or starts != [starts[0] + number * step for number in range(len(parts))]:
+        return None
     return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
 
 

@@ -58,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     origins = "web origin that may send requests"
     where.add_argument("--cors-origin", action="append", default=[], metavar="URL", help=origins)
     where.add_argument("--served-model-name", metavar="NAME", help="model name in requests (default: --model)")
+    page = "folder of a page to serve at /, such as examples/chat of a checkout"
+    where.add_argument("--page", type=Path, metavar="FOLDER", help=page)
     corpus = parser.add_argument_group("corpus")
     corpus.add_argument("--no-corpus", action="store_true", help="disable retrieval and /v1/corpus")
     corpus.add_argument("--prompt-template", metavar="FILE", help="prompt template with {context} and {question}")
@@ -188,7 +190,8 @@ def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, stat
     if args.json:
         print(json.dumps({"url": url, "model": settings.name, "pid": os.getpid(), "chunks": chunks}), flush=True)
     else:
-        say(f"serving {settings.name} on {url}/v1, a chat page on {url}/; stop with Ctrl-C")
+        also = f", and {settings.page} on {url}/" if settings.page else ""
+        say(f"serving {settings.name} on {url}/v1{also}; stop with Ctrl-C")
     if corpora and not chunks:
         say(f"the corpus is empty: add documents before using the model {settings.rag_name!r}")
     shares = {share.namespace: share.documents for share in state.engine.store.stats().namespaces}

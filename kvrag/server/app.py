@@ -239,7 +239,8 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[
     )
     app.state.kvrag = state
     app.include_router(router)
-    app.include_router(page.router)
+    if settings.page is not None:
+        app.include_router(page.router)
     handle_errors(app)
     app.add_middleware(Guard, settings=settings)
     if settings.hosts and not settings.api_keys:

@@ -16,7 +16,7 @@ from kvrag.server.api_errors import ApiError, error_response
 from kvrag.server.page import FILES
 from kvrag.server.settings import ServerSettings
 
-# for load balancers, and for browsers, which send no key with a page; the chat page asks for the key itself
+# for load balancers, and for browsers, which send no key with a page; that of examples/chat asks for the key itself
 _OPEN = ("/health", "/openapi.json", *FILES)
 _READING = 64  # requests per namespace beyond those in the admission queue; each may hold a body
 UPLOADS = 16  # per namespace; each may hold a file

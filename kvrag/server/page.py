@@ -1,25 +1,22 @@
-"""The chat page at `/`: static files."""
+"""A page at `/`: the files of a folder, such as `examples/chat` of a checkout."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response
 
 # path -> file; they hold no data, so they need no API key
 FILES = {"/": "index.html", "/style.css": "style.css", "/app.js": "app.js"}
-_FOLDER = Path(__file__).parent / "web"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-cache",  # a new version of the server must not meet an old script
+    "Cache-Control": "no-cache",  # a new version of the page must not meet an old script
 }
 router = APIRouter(include_in_schema=False)
 
 
 async def _file(request: Request) -> Response:
-    return FileResponse(_FOLDER / FILES[request.scope["path"]], headers=_HEADERS)
+    return FileResponse(request.app.state.kvrag.settings.page / FILES[request.scope["path"]], headers=_HEADERS)
 
 
 for _path in FILES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvrag.config import check_namespace, check_number
 from kvrag.errors import SettingError
@@ -45,6 +46,7 @@ class ServerSettings:
     namespace: str = ""  # of all requests without keys
     hosts: tuple[str, ...] = ()  # host names in requests without keys, against DNS rebinding; empty = any
     origins: tuple[str, ...] = ()  # web origins, such as "http://localhost:3000", of browser clients; "*" = all
+    page: Path | None = None  # folder of the page at `/`; None = there is none
     template: str = TEMPLATE  # of the last user message; `{context}` becomes the chunks, joined by blank lines
     top_k: int = 4  # as in `ChunkIndex.search`, like `around`
     around: int = 0
@@ -70,6 +72,8 @@ class ServerSettings:
         check_namespace(self.namespace)
         if len({key.secret for key in self.api_keys}) < len(self.api_keys):
             raise SettingError("two API keys are equal: pass each key once")
+        if self.page is not None and not (self.page / "index.html").is_file():
+            raise SettingError(f"{self.page} has no index.html: pass the folder of a page, such as examples/chat")
         for part in ("{context}", "{question}"):
             if self.template.count(part) != 1:
                 raise SettingError(f"the prompt template must contain {part} exactly once")

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 
 import kvrag
 from benchmarks.speed import serve
-from kvrag import BlendConfig, BlendEngine, FileStore, Grammar, Model
+from kvrag import BlendConfig, BlendEngine, FileStore, Grammar, Model, SettingError
 from kvrag.retrieval import sandbox
 from kvrag.server.answers import EventStream
 from kvrag.server.corpus import Corpus
@@ -42,6 +42,7 @@ from kvrag.server.schemas import ChatRequest
 from kvrag.server.settings import ApiKey, ServerSettings, fill
 
 PAGE = Path(__file__).parents[3] / "docs" / "server.md"
+CHAT = Path(__file__).parents[3] / "examples" / "chat"
 QUESTION = "Who likes curry?"
 PLAIN = {"temperature": 0, "max_new_tokens": 12}
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -98,6 +99,7 @@ def narrow(engine: BlendEngine) -> Iterator[Served]:
         timeout=120,
         max_body=100_000,
         max_tokens=900,
+        page=CHAT,
     ) as served:
         yield served
 
@@ -597,15 +599,18 @@ def test_web_pages_of_other_origins_are_rejected(engine: BlendEngine) -> None:
 
 
 def test_the_servers_own_page_is_accepted(engine: BlendEngine) -> None:
-    with serving(engine, hosts=("127.0.0.1",)) as served:
+    with serving(engine, hosts=("127.0.0.1",), page=CHAT) as served:
         page = served.http.get("/")
         assert page.headers["Content-Type"].startswith("text/html")
         assert "default-src 'self'" in page.headers["Content-Security-Policy"]
         for file in re.findall(r'(?:src|href)="([a-z]+\.\w+)"', page.text):
             assert served.http.get(f"/{file}").status_code == 200
         assert served.http.get("/v1/models", headers={"Origin": served.url}).status_code == 200
+    with pytest.raises(SettingError, match=r"has no index.html"):
+        ServerSettings(name="x", page=CHAT.parent)
     with serving(engine) as served:  # on 0.0.0.0, any host name: an attacker's is no address
         assert served.http.get("/v1/models", headers={"Origin": served.url}).status_code == 200
+        assert served.http.get("/").status_code == 404
         rebound = {"Origin": "http://evil.example", "Host": "evil.example"}
         assert served.http.get("/v1/models", headers=rebound).status_code == 403
 
@@ -623,7 +628,7 @@ def test_a_key_is_needed(narrow: Served) -> None:
         for path in ("/v1/models", "/metrics", "/v1/responses"):
             said = httpx.get(narrow.url + path, headers=headers)
             assert (said.status_code, said.json()["error"]["code"]) == (401, "invalid_api_key")
-    for path in ("/health", "/openapi.json", "/"):  # the chat page asks for the key
+    for path in ("/health", "/openapi.json", "/"):  # a page asks for the key
         assert httpx.get(narrow.url + path).status_code == 200
     for key in ("one", "two"):
         assert OpenAI(base_url=f"{narrow.url}/v1", api_key=key).models.list().data[0].id == NAME

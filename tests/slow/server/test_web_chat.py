@@ -25,7 +25,8 @@ BROWSER = next(filter(None, map(which, ("chromium", "chromium-browser", "google-
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt-get install chromium, as .ci/run does")
 
 KVRAG = Path(sys.executable).with_name("kvrag")
-HANDBOOK = sorted((Path(__file__).parents[3] / "examples" / "handbook").iterdir())
+EXAMPLES = Path(__file__).parents[3] / "examples"
+HANDBOOK = sorted((EXAMPLES / "handbook").iterdir())
 FLAGS = [
     "--no-sandbox",  # CI is root
     "--disable-gpu",
@@ -63,6 +64,7 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """A process of `kvrag serve` with documents, and its `url`; most tests script its answers. The last one ends it."""
     folder = tmp_path_factory.mktemp("server")
     options = ["--model", str(model_folder), "--store", "kv", "--top-k", "5", "--max-tokens", "12", "--ratio", "0.15"]
+    options += ["--page", str(EXAMPLES / "chat")]
     process = start(KVRAG, "serve", "--port", "0", "--json", *options, folder=folder)
     try:
         while not (said := folder / "stdout").exists() or "\n" not in said.read_text():

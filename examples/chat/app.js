@@ -1,5 +1,5 @@
-// The chat page of `kvrag serve`. It calls the server's public API only: /v1/models, /v1/corpus, /v1/checks,
-// /v1/chat/completions.
+// A chat page for `kvrag serve --page examples/chat`. It calls the server's public API only: /v1/models, /v1/corpus,
+// /v1/checks, /v1/chat/completions.
 
 const $ = (id) => document.getElementById(id);
 const MAX_TURNS = 4; // earlier turns that are sent with a question

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from functools import cache, partial
 from itertools import chain
 from numbers import Integral, Real
@@ -119,6 +120,23 @@ def check_fields(settings: Any) -> None:
         value = getattr(settings, declared.name)
         if declared.metadata and not (value is None and declared.default is None):
             object.__setattr__(settings, declared.name, declared.metadata["check"](declared.name, value))
+
+
+_FORMER = {"history": "edited_history"}
+"""Former names of options, with the present ones: they work for one release."""
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, FutureWarning, stacklevel=4)
+
+
+def renamed(options: Mapping[str, Any], warn: Callable[[str], None] = _warn) -> dict[str, Any]:
+    """Return options by their present names; `warn` of former ones."""
+    present = dict(options)
+    for former in _FORMER.keys() & present.keys():
+        present[_FORMER[former]] = present.pop(former)
+        warn(f"the option {former} is now {_FORMER[former]}: the former name works in this release only")
+    return present
 
 
 check_bytes = partial(check_number, whole=True)
@@ -232,8 +250,11 @@ class BlendConfig:
     edited_history: str = choice("exact", HISTORIES, "'blend' = also reuse KV of earlier turns behind an edit")
     deterministic: bool = switch("the same answer at every load and after any prompts; slower")
     context_tokens: int = number(DEFAULT_CONTEXT, whole=True)
+    history: InitVar[str | None] = None  # the former name of `edited_history`
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, history: str | None) -> None:
+        if history is not None:
+            object.__setattr__(self, "edited_history", renamed({"history": history})["edited_history"])
         check_fields(self)
         clash = 'deterministic=True reuses nothing of earlier prompts: leave edited_history at "exact"'
         _require(not self.deterministic or self.edited_history == "exact", clash)
@@ -521,7 +542,8 @@ def blend_of(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _filled(function: str, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with the defaults of those not given; raise SettingError for an unknown name."""
-    for name in options:
+    given = renamed(options)
+    for name in given:
         if name not in defaults:
             raise SettingError(f"{function} got an unknown option {name!r}: it accepts {', '.join(defaults)}")
-    return {**defaults, **options}
+    return {**defaults, **given}

@@ -27,6 +27,7 @@ from kvrag.config import (
     check_type,
     checked_answer,
     option,
+    renamed,
     without_password,
 )
 from kvrag.errors import KvragError, PromptError, SettingError
@@ -227,7 +228,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
     @staticmethod
     def _checked_call(call: Mapping[str, Any]) -> dict[str, Any]:
         """Return the overrides of a call by the engine's names."""
-        call = {name: value for name, value in call.items() if name not in _WITHOUT_EFFECT}
+        call = {name: value for name, value in renamed(call).items() if name not in _WITHOUT_EFFECT}
         if call.pop("n", None) not in (None, 1):
             raise SettingError("n must be 1: call several times for several answers")
         known = (*_ANSWER, *_ONLY_PER_CALL)

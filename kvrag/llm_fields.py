@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, field_validator, model_validator
 
+from kvrag.config import renamed
 from kvrag.engine import BlendEngine
 from kvrag.llm import AnswerSettings, LazyEngine, LLMBase, LLMSettings
 
@@ -33,6 +34,11 @@ class LLMFields(BaseModel, LLMBase):
     _lazy: LazyEngine = PrivateAttr(default_factory=LazyEngine)
     _plain = field_validator("model", "store", "dtype", mode="before")(LLMSettings.plain)
     _length = field_validator("max_tokens", mode="before")(_or_default)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, given: Any) -> Any:
+        return renamed(given) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvrag.config import ANSWER_SETTINGS, DECLARED, Grammar, check_option
+from kvrag.config import ANSWER_SETTINGS, DECLARED, Grammar, check_option, renamed
 from kvrag.errors import SettingError
 from kvrag.server.api_errors import ApiError
 from kvrag.server.settings import ServerSettings
@@ -50,7 +50,7 @@ class Part(BaseModel):
         fields = cls.model_fields
         return {
             name: value
-            for name, value in sent.items()
+            for name, value in renamed(sent).items()
             if value is not None or (name in fields and fields[name].is_required())
         }
 

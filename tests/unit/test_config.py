@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from kvrag.config import (
     declared,
 )
 from kvrag.llm import SETTINGS, AnswerSettings, EngineSettings
+from kvrag.llm_fields import LLMFields
 from kvrag.server.schemas import ChatRequest
 
 POLICY = "hkvd"
@@ -118,6 +119,28 @@ def test_serve_passes_all_options_of_blending_on() -> None:
     args = _parse(serve, "--no-corpus", "--margin", "3", "--policy", POLICY, "--edited-history", "blend")
     assert serve.read_config(args) == BlendConfig(POLICY, margin=3.0, edited_history="blend", controller="off")
     assert serve.read_config(_parse(serve, "--no-corpus")) == BlendConfig()
+
+
+FORMER: dict[str, Callable[[], Any]] = {
+    "config": lambda: BlendConfig(history="blend"),
+    "change": lambda: replace(BlendConfig(), history="blend"),
+    "server": lambda: ChatRequest.model_validate(REQUEST | {"history": "blend"}),
+    "LLM classes": lambda: LLMFields.model_validate({"model": "reader", "history": "blend"}),
+}
+
+
+@pytest.mark.parametrize("door", FORMER)
+def test_former_names_work_with_a_warning(door: str) -> None:
+    with pytest.warns(FutureWarning, match="the option history is now edited_history"):
+        assert FORMER[door]().edited_history == "blend"
+
+
+def test_former_names_of_options_of_calls_and_flags_work(capsys: pytest.CaptureFixture[str]) -> None:
+    for take in (DOORS["client"], DOORS["a call of an LLM"]):
+        with pytest.warns(FutureWarning, match="history"):
+            assert take(history="blend")["edited_history"] == "blend"
+    assert _parse(serve, "--history=blend").edited_history == "blend"
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_sizes_that_serve_offers_are_the_engines() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrag import BlendConfig, SettingError
-from kvrag.config import check_bytes, check_names, check_namespace, check_option
+from kvrag.config import check_bytes, check_names, check_namespace, check_option, renamed
 from kvrag.store import is_shared
 
 MODES = ("blend", "warm", "off", "forget", "documents", "report")
@@ -45,7 +45,7 @@ class ConnectorSettings:
         Raises:
             SettingError: A setting is unknown or out of range, or the store is missing.
         """
-        values = dict(extra)
+        values = renamed(extra)
         name = values.pop("store", None)
         if not isinstance(name, str) or not name:
             raise SettingError('kv_connector_extra_config needs "store": the folder of the chunks, or a URL')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -22,7 +23,7 @@ class PassGraph:
     def __init__(self, inputs: Tensor, compute: Callable[[Tensor], Tensor]) -> None:
         """Capture `compute`, from inputs of this shape to logits, without running it. Raises RuntimeError."""
         self._inputs, self._graph = inputs.clone(), torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.Stream(inputs.device)):  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(_stream(inputs.device)):
             # other threads may copy chunks to the device meanwhile
             self._graph.capture_begin(capture_error_mode="thread_local")
             try:
@@ -35,6 +36,12 @@ class PassGraph:
         self._inputs.copy_(inputs)
         self._graph.replay()
         return self._logits.clone()  # the next pass writes there
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for captures: each stream has a workspace for products, which is never freed."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def padded(ids: Tensor, rows: Tensor) -> Tensor:

@@ -326,7 +326,7 @@ def folder(tmp_path: Path) -> Path:
     half = len(PROSE) // 2
     (folder / "one.md").write_text("\n\n".join(PROSE[:half]))
     (folder / "two.txt").write_text("\n\n".join(PROSE[half:]))
-    (folder / "three.txt").write_bytes(b"\0")
+    (folder / "three.txt").write_bytes(b"\0\1\2")
     return folder
 
 

@@ -109,10 +109,9 @@ def test_the_wheel_out_of_the_sdist_is_the_wheel(built: Built) -> None:
     assert built.wheel_of_sdist == built.wheel
 
 
-def test_the_reader_and_the_corpus_are_shipped(built: Built) -> None:
+def test_the_reader_is_shipped(built: Built) -> None:
     if built.package != "kvrag":
         pytest.skip("has none")
-    assert len([name for name in built.wheel if re.fullmatch(r"kvrag/corpus/[a-z-]+\.txt", name)]) == 30
     reader = {name.removeprefix("kvrag/reader/") for name in built.wheel if name.startswith("kvrag/reader/")}
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "README.md"} <= reader
     assert not [name for name in reader if name.endswith(".pt")], "the state of a training"
@@ -207,7 +206,6 @@ def test_packages_install_from_git(tmp_path: Path) -> None:
     for package in ("kvrag", "langchain_kvrag"):
         assert {path.name for path in (tmp_path / package).glob("*.py")} > {"__init__.py"}
     assert (tmp_path / "kvrag" / "reader" / "model.safetensors").stat().st_size > 1e6
-    assert any((tmp_path / "kvrag" / "corpus").iterdir())
 
 
 def test_nothing_shipped_or_kept_is_large(built: Built) -> None:

@@ -1,7 +1,7 @@
 """Correctness gate for the user's own model.
 
 Blending everything must equal full prefill, and storing must not change KV. Both are compared with transformers' own
-forward pass and `generate`, or llama.cpp's,, on the same token ids.
+forward pass and `generate`, or llama.cpp's, on the same token ids.
 """
 
 from __future__ import annotations

@@ -126,20 +126,14 @@ _FORMER = {"history": "edited_history"}
 """Former names of options, with the present ones: they work for one release."""
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, FutureWarning, stacklevel=4)
-
-
-def renamed(options: Mapping[str, Any], warn: Callable[[str], None] = _warn) -> dict[str, Any]:
-    """Return options by their present names; `warn` of former ones."""
+def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by their present names; warn of former ones."""
     present = dict(options)
     for former in _FORMER.keys() & present.keys():
         present[_FORMER[former]] = present.pop(former)
-        warn(f"the option {former} is now {_FORMER[former]}: the former name works in this release only")
+        message = f"the option {former} is now {_FORMER[former]}: the former name works in this release only"
+        warnings.warn(message, FutureWarning, stacklevel=3)
     return present
-
-
-check_bytes = partial(check_number, whole=True)
 
 
 def _check_temperature(name: str, value: Any) -> float:

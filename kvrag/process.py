@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 import sys
 import weakref
@@ -92,6 +93,12 @@ class Shared(Generic[T]):
             if instance is None or not is_usable(instance):
                 instance = self._instances[own] = create()
         return instance
+
+
+@functools.cache
+def log_once(message: str) -> None:
+    """Log a warning, once in this process."""
+    logging.getLogger("kvrag").warning("%s (logged once)", message)
 
 
 _SOFT = 1  # omp_pause_soft

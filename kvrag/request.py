@@ -97,14 +97,6 @@ class Request:
         self.token_ids = np.array(given, np.int64)
         self.ids = torch.from_numpy(self.token_ids)  # (T,)
 
-    @classmethod
-    def laid_out(cls, ids: Tensor, runs: Sequence[Run], reused: Tensor, exact: Tensor, cache: KVCache) -> Request:
-        """Return a request whose KV is stitched already."""
-        request = cls(ids.numpy())
-        request.match([Match(run, run.key, 0) for run in runs])
-        request.reused, request.exact, request.cache = reused, exact, cache
-        return request
-
     # ---------------------------------------------------------------- looked up
 
     def match(self, matches: Sequence[Match]) -> None:

@@ -21,7 +21,6 @@ from kvrag.config import (
     EngineOptions,
     choices_of,
     declared,
-    renamed,
 )
 from kvrag.errors import KvragError, SettingError, StoreError
 from kvrag.llm import SETTINGS
@@ -103,14 +102,6 @@ def add_corpus_arguments(parser: argparse._ActionsContainer) -> None:
     context = "encode chunks with N preceding tokens as context, to resolve pronouns and references; 0 = alone"
     add_number(parser, "--context-tokens", DEFAULT_CONTEXT, context)
     parser.add_argument("--embedder", help="sentence-transformers model for retrieval (default: the one in kvrag[cli])")
-
-
-class FormerName(argparse.Action):
-    """A former name of an option: sets the present one, and says so."""
-
-    def __call__(self, _: object, namespace: argparse.Namespace, value: Any, option_string: str | None = None) -> None:
-        """Set the present option."""
-        vars(namespace).update(renamed({self.dest: value}, say))
 
 
 def add_setting(parser: argparse.ArgumentParser, name: str, about: str | None = None, **options: Any) -> None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvrag.cli.ask import template
 from kvrag.cli.common import (
-    FormerName,
     add_answer_arguments,
     add_corpus_arguments,
     add_engine_arguments,
@@ -71,7 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "deterministic")
     add_setting(parser, "learn")
     add_setting(parser, "check", metavar="SHARE")
-    parser.add_argument("--history", action=FormerName, help=argparse.SUPPRESS, default=argparse.SUPPRESS)
     limits = parser.add_argument_group("limits")
     for tier in ("ram", "device", "conversation", "batch"):
         name, kind = f"{tier}_bytes", _size(30, may_be_zero=tier != "batch")

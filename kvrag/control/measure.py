@@ -5,7 +5,6 @@ On a CPU, blending loses by little where it loses, so that the first prompts can
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from contextlib import closing
@@ -15,13 +14,11 @@ from weakref import WeakKeyDictionary
 
 from kvrag.backend.protocol import PREFILL_BLOCK, Backend
 from kvrag.errors import ChunkUnreadableError, OutOfMemoryError, first_line
-from kvrag.process import reporting_memory
+from kvrag.process import log_once, reporting_memory
 from kvrag.request import Request
 from kvrag.reuse.blend import blend, stitch
 from kvrag.reuse.load import LayerLoader, Trace
 from kvrag.types import Run
-
-logger = logging.getLogger("kvrag")
 
 _FEW, _VOCABULARY = 64, 256  # rows of a short pass; tokens that every model has
 _CAPTURED = 4  # blended passes on few rows: from the third on, they are replayed as a CUDA graph
@@ -38,7 +35,7 @@ def measured(backend: Backend) -> list[tuple[Any, ...]]:
                 with reporting_memory():
                     _measured[backend] = measure(backend)
             except (OutOfMemoryError, ChunkUnreadableError) as error:
-                logger.warning("the speed of the GPU is unknown before its first prompts: %s", first_line(error))
+                log_once(f"the speed of the GPU is unknown before its first prompts: {first_line(error)}")
         return _measured[backend]
 
 

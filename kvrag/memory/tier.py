@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -16,17 +14,9 @@ from cachetools import LRUCache
 from torch import Tensor
 
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, out_of_memory
+from kvrag.process import log_once
 from kvrag.store.chunkfile import PackedChunk
 from kvrag.store.values import ChunkReader, Layer
-
-logger = logging.getLogger("kvrag")
-
-
-@functools.cache
-def log_once(message: str) -> None:
-    """Log a warning, once in this process."""
-    logger.warning("%s (logged once)", message)
-
 
 TOGETHER = 8
 """Number of layers that are copied to a GPU at once, at most."""

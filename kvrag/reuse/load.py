@@ -22,8 +22,8 @@ from kvrag.backend.positions import Rotation
 from kvrag.backend.protocol import Backend
 from kvrag.config import EngineOptions
 from kvrag.errors import ChunkUnreadableError, out_of_memory
-from kvrag.memory.tier import TOGETHER, Keeping, MemoryTier, Pinned, log_once
-from kvrag.process import releasing_threads
+from kvrag.memory.tier import TOGETHER, Keeping, MemoryTier, Pinned
+from kvrag.process import log_once, releasing_threads
 from kvrag.request import Request
 from kvrag.store import ChunkReader
 from kvrag.store.values import Layer, unpack

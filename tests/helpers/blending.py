@@ -60,7 +60,10 @@ def blend_selected(model: Model, request: Request, selected: torch.Tensor) -> to
 def full_prefill(model: Model, ids: torch.Tensor, capacity: int) -> tuple[torch.Tensor, Request]:
     """(1, V) logits after the last of (T,) ids, and the prompt with a complete cache and nothing reused."""
     nothing = torch.zeros(len(ids), dtype=torch.bool)
-    request = Request.laid_out(ids, (), nothing, nothing, model.new_cache(capacity))
+    request = Request(ids.numpy())
+    request.match(())
+    request.reused = request.exact = nothing
+    request.cache = model.new_cache(capacity)
     return blend_selected(model, request, request.inexact), request
 
 

@@ -19,7 +19,8 @@ from simulated_gpu import counts, launches, simulated_gpu, to_gpu
 
 from kvrag import BlendEngine, FileStore, Model
 from kvrag.config import EngineOptions, checked
-from kvrag.memory.tier import TOGETHER, MemoryTier, Pinned, log_once
+from kvrag.memory.tier import TOGETHER, MemoryTier, Pinned
+from kvrag.process import log_once
 from kvrag.reuse.load import LayerLoader, tiers
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="simulates the GPU that this machine has")

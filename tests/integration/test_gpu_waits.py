@@ -19,6 +19,7 @@ from kvrag import BlendEngine, FileStore, Model
 from kvrag.backend.transformers.rows import FixedPlace
 from kvrag.config import Sampling
 from kvrag.generate.decode import Row, decode
+from kvrag.process import log_once
 from kvrag.request import Request
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="simulates the GPU that this machine has")
@@ -269,6 +270,7 @@ def test_a_place_is_left_to_its_prompt_until_that_is_freed(tokenizer: Any, tmp_p
 def test_without_memory_for_a_place_passes_are_computed_as_before(
     tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    log_once.cache_clear()
     prompts = [CHUNKS[:2]] * 3
     expected, _ = _logits(Model(stacked("llama", 4), tokenizer, "llama"), tmp_path / "cpu", "none", prompts)
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

@@ -135,12 +135,10 @@ def test_former_names_work_with_a_warning(door: str) -> None:
         assert FORMER[door]().edited_history == "blend"
 
 
-def test_former_names_of_options_of_calls_and_flags_work(capsys: pytest.CaptureFixture[str]) -> None:
+def test_former_names_of_options_of_calls_work() -> None:
     for take in (DOORS["client"], DOORS["a call of an LLM"]):
         with pytest.warns(FutureWarning, match="history"):
             assert take(history="blend")["edited_history"] == "blend"
-    assert _parse(serve, "--history=blend").edited_history == "blend"
-    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_sizes_that_serve_offers_are_the_engines() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrag import BlendConfig, SettingError
-from kvrag.config import check_bytes, check_names, check_namespace, check_option, renamed
+from kvrag.config import check_names, check_namespace, check_number, check_option, renamed
 from kvrag.store import is_shared
 
 MODES = ("blend", "warm", "off", "forget", "documents", "report")
@@ -68,7 +68,7 @@ class ConnectorSettings:
                 raise SettingError(f"store_cache must be a folder, got {settings.store_cache!r:.80}")
         for name in ("max_bytes", "rows_per_step"):
             if getattr(settings, name) is not None:
-                check_bytes(name, getattr(settings, name))
+                check_number(name, getattr(settings, name), whole=True)
         return settings
 
 

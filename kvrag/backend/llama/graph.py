@@ -1,4 +1,4 @@
-"""What the graphs of passes read, through `cb_eval`, which llama.cpp calls before it computes the nodes of a graph."""
+"""Inputs of passes, read and replaced through `cb_eval`, which llama.cpp calls before each node of a graph."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -42,13 +41,11 @@ from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import DECLARED, OF_GGUF, ModelOptions, Sampling, checked
 from kvrag.errors import ContextWindowError, SettingError, UnsupportedModelError, first_line, out_of_memory
 from kvrag.fingerprint import Fingerprint, hash_weights
-from kvrag.process import Shared, reporting_memory
+from kvrag.process import Shared, log_once, reporting_memory
 from kvrag.scheduling.waiting import FairLock
 
 _TRIAL_TOKENS = 8
 _NEVER = 1 << 30
-
-logger = logging.getLogger("kvrag")
 
 _shared: Shared[Model] = Shared()
 
@@ -452,7 +449,7 @@ class Model(Backend):
 
     def _give_up(self, error: Exception) -> None:
         self.joins_from, self.captures, self._place = 2, False, None
-        logger.warning("%s: passes are launched one operation at a time (%s)", self.name, first_line(error))
+        log_once(f"{self.name}: passes are launched one operation at a time ({first_line(error)})")
 
     def _logits(self, ids: Tensor, positions: Tensor, mask: Any, cache: Cache, all_logits: bool = False) -> Tensor:
         """Run the model on (B, S) tokens; return (B, V) logits after the last ones, or (B, S, V) after all."""

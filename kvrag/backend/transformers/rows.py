@@ -397,7 +397,7 @@ class FixedPlace(JoinedRows):
 
     @property
     def is_taken(self) -> bool:
-        """Whether the last prompt's cache is alive: other threads may be reading it."""
+        """True while the last prompt's cache is alive: other threads may be reading it."""
         return self._taken_by() is not None
 
     def take(self, caches: Sequence[BlendCache]) -> None:

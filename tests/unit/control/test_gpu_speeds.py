@@ -21,6 +21,7 @@ from kvrag.backend.protocol import PREFILL_BLOCK
 from kvrag.control import measure
 from kvrag.control.cost import CostModel, Workload, deepening_seconds
 from kvrag.control.plan import decide
+from kvrag.process import log_once
 from kvrag.reuse.blend import selecting
 from kvrag.reuse.policy import NO_PASSES, Passes
 
@@ -245,11 +246,12 @@ def test_without_memory_to_measure_nothing_is_known_and_this_is_said_once(
     def fail(backend: Model) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
+    log_once.cache_clear()
     monkeypatch.setattr(measure, "measure", fail)
     with caplog.at_level(logging.WARNING, "kvrag"):
         assert all("no measurements" in _decision(gpu, tmp_path / folder) for folder in ("1", "2"))
     assert [record.message for record in caplog.records if "speed" in record.message] == [
         "the speed of the GPU is unknown before its first prompts: memory ran out: use a shorter prompt, fewer or "
         "shorter chunks, a smaller dtype or a smaller conversation_bytes or ram_bytes (CUDA out of memory. Tried to "
-        "allocate 2 GiB)"
+        "allocate 2 GiB) (logged once)"
     ]

@@ -15,7 +15,8 @@ from blending import CHUNKS, messages, prepare
 
 from kvrag import BlendEngine, Model
 from kvrag.errors import ChunkUnreadableError, OutOfMemoryError
-from kvrag.memory.tier import Keeping, MemoryTier, log_once
+from kvrag.memory.tier import Keeping, MemoryTier
+from kvrag.process import log_once
 from kvrag.reuse.blend import blend
 
 KIB = 1024

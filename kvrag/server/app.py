@@ -82,9 +82,8 @@ async def models(state: Server) -> Response:
 @router.get("/v1/models/{name:path}")
 async def model(name: str, state: Server) -> Response:
     """Return one model."""
-    if name not in (known := state.models()):
-        raise ApiError(404, f"unknown model {name!r:.280}: see /v1/models", "model_not_found", "model")
-    return json_response(known[name])
+    state.check_model(name)
+    return json_response(state.models()[name])
 
 
 _FILE = {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}

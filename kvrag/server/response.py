@@ -46,10 +46,12 @@ class Choice:
         """OpenAI's finish reason of the complete answer."""
         return "tool_calls" if self.calls and self.answer.finish_reason == "stop" else self.answer.finish_reason
 
-    def add(self, delta: Delta) -> None:
-        """Add a delta."""
-        self.calls += (*delta.tool_calls, *delta.invalid_calls)
+    def add(self, delta: Delta) -> Sequence[ToolCall | InvalidCall]:
+        """Add a delta; return its calls."""
         self.deltas.append(delta)
+        calls: list[ToolCall | InvalidCall] = [*delta.tool_calls, *delta.invalid_calls]
+        self.calls += calls
+        return calls
 
 
 class Builder:
@@ -113,8 +115,7 @@ class ResponseBuilder(Builder):
                 yield self._chunk(number, {"role": "assistant", "content": ""}) | extras
         choice = self._choices[number]
         num_calls = len(choice.calls)
-        choice.add(delta)
-        calls = [{"index": index, **_call(call)} for index, call in enumerate(choice.calls)][num_calls:]
+        calls = [{"index": index, **_call(call)} for index, call in enumerate(choice.add(delta), num_calls)]
         if delta.text or calls or delta.logprobs or (delta.reasoning and self._is_chat):
             yield self._chunk(number, self._content(delta, calls), self._logprobs(delta.logprobs, choice))
         if delta.finish_reason is not None:

@@ -208,16 +208,14 @@ class ResponsesBuilder(Builder):
         if not self._num_events:
             yield self._event("response.created", response=self._body)
             yield self._event("response.in_progress", response=self._body)
-        self._choice.add(delta)
+        calls = self._choice.add(delta)
         self._logprobs += map(self._logprob, delta.logprobs[delta.reasoning_tokens :])  # those of the text
         if delta.reasoning:
             yield from self._add_text("reasoning", delta.reasoning)
         if delta.text:
             yield from self._add_text("message", delta.text)
-        for call in delta.tool_calls:
+        for call in calls:
             yield from self._add_call(call)
-        for invalid in delta.invalid_calls:
-            yield from self._add_call(invalid)
         if delta.finish_reason is not None:
             if not self._output:
                 yield from self._open("message")

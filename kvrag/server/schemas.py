@@ -32,8 +32,7 @@ Inputs = str | Many[str] | Ids | Annotated[Many[Ids], Field(max_length=4096)]
 """A text or its token ids, or several."""
 
 # options that the engine has under the same name
-_EXTENSIONS = ("top_k", "min_p", "repetition_penalty", *ANSWER_SETTINGS)
-_PENALTIES = ("frequency_penalty", "presence_penalty")
+_OPTIONS = ("top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", *ANSWER_SETTINGS)
 
 
 class Part(BaseModel):
@@ -44,15 +43,10 @@ class Part(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, sent: Any) -> Any:
-        """Drop fields that are null; required ones stay, and are an error."""
+        """Drop fields that are null."""
         if not isinstance(sent, dict):
             return sent
-        fields = cls.model_fields
-        return {
-            name: value
-            for name, value in renamed(sent).items()
-            if value is not None or (name in fields and fields[name].is_required())
-        }
+        return {name: value for name, value in renamed(sent).items() if value is not None}
 
 
 class Body(Part):
@@ -74,16 +68,10 @@ def _accept(name: str, value: Any) -> Any:
         raise PydanticCustomError("setting", "{reason}", {"reason": str(error)}) from None
 
 
-def _with_options(base: type[Body], *names: str) -> type[Body]:
-    """Return a request that also has these options of an answer."""
-    optional: dict[str, Any] = {name: (_type_of(name), None) for name in names}
-    return create_model(base.__name__, __base__=base, **optional)
-
-
 if TYPE_CHECKING:
     Tunable = Body
 else:
-    Tunable = _with_options(Body, *_EXTENSIONS)
+    Tunable = create_model("Tunable", __base__=Body, **{name: (_type_of(name), None) for name in _OPTIONS})
 
 
 class StreamOptions(Body):
@@ -149,13 +137,7 @@ class Contextual(Body):
     chat_template_kwargs: TemplateVariables | None = None
 
 
-if TYPE_CHECKING:
-    Sampled = Common
-else:
-    Sampled = _with_options(Common, *_PENALTIES)
-
-
-class AnswerFields(Sampled):
+class AnswerFields(Common):
     """Shared fields of `/v1/chat/completions` and `/v1/completions`."""
 
     stream_options: StreamOptions | None = None
@@ -180,7 +162,7 @@ class AnswerFields(Sampled):
         """Return the arguments of `BlendEngine.stream`, but for the seed."""
         wanted = getattr(self, "max_completion_tokens", None) or self.max_tokens or settings.max_tokens
         return {
-            **{name: getattr(self, name) for name in ("top_p", *_EXTENSIONS, *_PENALTIES)},
+            **{name: getattr(self, name) for name in ("top_p", *_OPTIONS)},
             "max_new_tokens": min(wanted, settings.token_limit),
             "temperature": settings.temperature if self.temperature is None else self.temperature,
             "logit_bias": {int(token): value for token, value in (self.logit_bias or {}).items()} or None,

@@ -169,7 +169,7 @@ def test_null_is_absent_in_known_and_unknown_fields(path: str) -> None:
     ]
     assert kind.model_validate(named | body | dict.fromkeys([*optional, "audio", "best_of_all"])) == plain
     for field in (name for name, field in kind.model_fields.items() if field.is_required()):
-        with pytest.raises(ApiError, match=rf"^{field}[.\w]*: Input should be "):
+        with pytest.raises(ApiError, match=f"^{field}: Field required"):
             parse(json.dumps(named | body | {field: None}).encode(), kind)
     with pytest.raises(ApiError, match="audio: Extra inputs are not permitted"):
         parse(json.dumps(named | body | {"audio": {}}).encode(), kind)

@@ -11,6 +11,7 @@ from serving import NAME, Served, serving
 from kvrag import BlendEngine, BlendReport, Delta
 
 MESSAGES = [{"role": "user", "content": "Who plays the harp?"}]
+PROMPTS = {"chat/completions": {"messages": MESSAGES}, "completions": {"prompt": "?"}, "responses": {"input": "?"}}
 REPORT = BlendReport.unblended(5, 2)
 
 
@@ -33,20 +34,21 @@ def served(engine: BlendEngine, asked: dict[str, Any]) -> Iterator[Served]:
         yield served
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+@pytest.mark.parametrize("path", PROMPTS)
 def test_more_tokens_than_the_servers_limit_are_cut_to_it(path: str, served: Served, asked: dict[str, Any]) -> None:
     field = "max_output_tokens" if path == "responses" else "max_tokens"
-    prompts = {"chat/completions": {"messages": MESSAGES}, "completions": {"prompt": "?"}, "responses": {"input": "?"}}
-    response = served.http.post(f"/v1/{path}", json={"model": NAME, field: 100_000, **prompts[path]})
+    response = served.http.post(f"/v1/{path}", json={"model": NAME, field: 100_000, **PROMPTS[path]})
     assert response.status_code == 200, response.text
     assert asked["max_new_tokens"] == 1000
 
 
-def test_min_p_is_an_option(served: Served, asked: dict[str, Any]) -> None:
-    body = {"model": NAME, "messages": MESSAGES, "min_p": 0.05}
-    assert served.http.post("/v1/chat/completions", json=body).status_code == 200
-    assert asked["min_p"] == 0.05
-    assert served.http.post("/v1/chat/completions", json=body | {"min_p": 2}).status_code == 400
+@pytest.mark.parametrize("path", PROMPTS)
+@pytest.mark.parametrize("name", ["min_p", "frequency_penalty", "presence_penalty"])
+def test_options_of_the_engine_are_passed_on(name: str, path: str, served: Served, asked: dict[str, Any]) -> None:
+    body = {"model": NAME, name: 0.05, **PROMPTS[path]}
+    assert served.http.post(f"/v1/{path}", json=body).status_code == 200
+    assert asked[name] == 0.05
+    assert served.http.post(f"/v1/{path}", json=body | {name: 2.5}).status_code == 400
 
 
 @pytest.mark.parametrize("field", ["suffix", "options"])

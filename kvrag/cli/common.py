@@ -27,13 +27,13 @@ from kvrag.llm import SETTINGS
 from kvrag.progress import progress as progress
 
 if TYPE_CHECKING:
+    from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine
     from kvrag.retrieval.index import ChunkIndex
     from kvrag.store import KVStore
 
 T = TypeVar("T")
 
-_CLEAR = "\r\x1b[K"  # removes a line of progress from a terminal
 _KINDS = {kind.__name__: kind for kind in (bool, float, int, str)}
 LOADED = ("dtype", "device", "quantization", "store_states", *OF_GGUF)
 """Options of the model."""
@@ -182,12 +182,9 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
     elif is_warmed and not any((cache := Path.home() / ".cache" / "kvrag").glob("*/chunks")):
         raise nothing_warmed(cache)
     config = config or BlendConfig(context_tokens=getattr(args, "context_tokens", DEFAULT_CONTEXT))
-    from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine, default_store
 
-    say_if_reader(args)
-    settings: Any = {name: getattr(args, name) for name in LOADED}
-    model = Model.from_pretrained(args.model, **settings)
+    model = load_model(args)
     store = default_store(model, args.codec) if args.store is None else args.store
     if is_warmed and args.store is None and not (store / "chunks").is_dir():
         raise nothing_warmed(store)
@@ -195,13 +192,17 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
     return BlendEngine(model, store, config, **options)
 
 
-def say_if_reader(args: argparse.Namespace) -> None:
-    """Say that the bundled reader is used, and what it is for."""
+def load_model(args: argparse.Namespace, **options: Any) -> Model:
+    """Load the model of `add_model_arguments`, with further options of `Model.from_pretrained`."""
+    from kvrag.backend.transformers import Model
+
     if args.model == READER:
         say(
             f"model: {READER}, the bundled one, which knows only the made-up world of examples/corpus. For your "
             "own documents pass a model of the hub, such as --model Qwen/Qwen2.5-1.5B-Instruct"
         )
+    options |= {name: getattr(args, name) for name in LOADED}
+    return Model.from_pretrained(args.model, **options)
 
 
 def open_index(store: KVStore, namespace: str, embedder: str | None = None) -> ChunkIndex:
@@ -264,4 +265,4 @@ def read_text(path: Path) -> str:
 
 def say(message: str) -> None:
     """Print a line to stderr; stdout is reserved for results."""
-    print(f"{_CLEAR if sys.stderr.isatty() else ''}{message}", file=sys.stderr, flush=True)
+    print(message, file=sys.stderr, flush=True)

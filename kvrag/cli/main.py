@@ -19,7 +19,7 @@ _COMMANDS = {  # modules of kvrag.cli, with their help
     "explain": "explain what was reused of a prompt, and why not more",
     "serve": "serve a model and a corpus with OpenAI's API",
     "store": "show, check or clean up stores",
-    "verify": "test that blending is exact on your model",
+    "verify": "test that blending is exact on your model, most strictly in float32",
 }
 _EPILOG = """\
 with your own files:    kvrag warm docs/ --model Qwen/Qwen2.5-1.5B-Instruct

@@ -8,18 +8,12 @@ from dataclasses import asdict
 from functools import partial
 
 from kvrag.backend.hub import check_model
-from kvrag.cli.common import DTYPES, add_setting, at_least, say, say_if_reader
-from kvrag.config import OF_GGUF
+from kvrag.cli.common import add_model_arguments, add_setting, at_least, load_model, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag verify`."""
-    add_setting(parser, "model", default="reader")
-    add_setting(parser, "dtype", "dtype to compute in; float32 is the strictest test", choices=DTYPES)
-    add_setting(parser, "quantization")
-    add_setting(parser, "store_states")
-    for name in OF_GGUF:
-        add_setting(parser, name)
+    add_model_arguments(parser)
     add_setting(parser, "codec", "codec of stored chunks, to see its error")
     parser.add_argument("--chunk-tokens", type=at_least(1), metavar="N", help="length of the four test chunks")
     parser.add_argument("--allow-unverified", action="store_true", help="allow an untested model family")
@@ -28,14 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the checks; return 1 if one failed."""
     check_model(args.model)
-    say_if_reader(args)
-    from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine
     from kvrag.inspect.gate import Check, verify
 
-    names = ("allow_unverified", "quantization", "store_states", *OF_GGUF)
-    options = {name: getattr(args, name) for name in names}
-    model = Model.from_pretrained(args.model, dtype=args.dtype, **options)
+    model = load_model(args, allow_unverified=args.allow_unverified)
     facts = f"{model.fingerprint.dtype}, {model.num_layers} layers, window {model.context_window}, codec {args.codec}"
     show, checks = say if args.json else partial(print, flush=True), list[Check]()
     show(f"{model.name} ({facts})\n")

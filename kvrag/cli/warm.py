@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,8 @@ from kvrag.cli.common import (
     say,
 )
 from kvrag.client.connection import KEY_VARIABLE
+from kvrag.client.servers import whole_documents
+from kvrag.config import NamedText
 from kvrag.errors import KvragError, SettingError
 from kvrag.retrieval import documents
 from kvrag.retrieval.content import Problem
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
     from kvrag.retrieval.index import ChunkIndex
 
-_PORTION = 1000  # chunks that are encoded by one call, which has their token ids in memory
+_PORTION_BYTES = 1 << 20  # of texts that are encoded by one call, which has their token ids in memory
 _SUMS = ("chunks", "new", "reused", "skipped", "tokens", "bytes", "seconds")
 _NAMED = 3  # documents or files named in a message
 _LOCAL = ("store", "codec", *LOADED, "context_tokens", "embedder", "tune")
@@ -152,33 +154,20 @@ def _encode(
     engine: BlendEngine | RemoteEngine, chunks: dict[str, list[str]], args: argparse.Namespace
 ) -> dict[str, Any]:
     """Encode documents, and drop the chunks that they no longer have."""
-    reports, done, total = list[WarmReport](), 0, sum(map(len, chunks.values()))
+    reports, done = list[WarmReport](), 0
+    rows = [NamedText(text, name, name) for name, texts in chunks.items() for text in texts]
     with progress("encoding", args.json) as update:
-        for portion in _portions(chunks):
-            texts = [text for name in portion for text in chunks[name]]
-            names = [name for name in portion for _ in chunks[name]]
+        for portion in whole_documents(rows, _PORTION_BYTES):
+            texts, names, _ = map(list, zip(*portion, strict=True))
 
             def count(part: int, whole: int, before: int = done, size: int = len(texts)) -> None:
-                update(before + size * part // max(whole, 1), total)
+                update(before + size * part // max(whole, 1), len(rows))
 
             namespace = args.namespace
             reports.append(engine.warm(texts, document=names, namespace=namespace, progress=count, skip_invalid=True))
             done += len(texts)
     sums = {name: sum(getattr(report, name) for report in reports) for name in _SUMS}
     return sums | {"warnings": [text for report in reports for text in report.warnings], "files": len(chunks)}
-
-
-def _portions(chunks: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:
-    """Yield documents of about `_PORTION` chunks in all."""
-    names, size = list[str](), 0
-    for name, texts in chunks.items():
-        names.append(name)
-        size += len(texts)
-        if size >= _PORTION:
-            yield names
-            names, size = [], 0
-    if names:
-        yield names
 
 
 def _tokenizer(name: str, engine: RemoteEngine) -> Callable[[str], list[int]]:

@@ -483,7 +483,7 @@ def test_documents_are_encoded_in_portions(
         return warm(engine, texts, document=document, **options)
 
     monkeypatch.setattr(BlendEngine, "warm", counted)
-    monkeypatch.setattr("kvrag.cli.warm._PORTION", 1)
+    monkeypatch.setattr("kvrag.cli.warm._PORTION_BYTES", 1)
     parts = as_json("warm", folder, "--store", tmp_path / "parts", *CUT)
     assert [len(names) for names in calls] == [1] * whole["files"]
     assert len(set.union(*calls)) == whole["files"] > 1

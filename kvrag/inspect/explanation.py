@@ -96,11 +96,10 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the explanation in plain JSON types."""
-        fields = asdict(self)
+        fields = asdict(self) | {"report": self.report.to_dict()}
         for stretch in fields["stretches"]:
             stretch["pieces"] = [{"text": text, "recomputed": recomputed} for text, recomputed in stretch["pieces"]]
-        lists = {name: list(fields[name]) for name in ("summary", "stretches", "chunks")}
-        return {**lists, "report": self.report.to_dict()}
+        return fields
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

@@ -56,6 +56,3 @@ class Listener:
 
     def stats(self, namespace: str | None) -> object:
         """Return statistics of a namespace; None = of all."""
-
-    def close(self) -> None:
-        """End all work."""

@@ -40,7 +40,6 @@ from kvrag.index.segment import (
     gram_hashes,
     salt,
     salted,
-    spread,
     window_minima,
 )
 from kvrag.store import Entry
@@ -114,7 +113,7 @@ def _find_candidates(segments: Sequence[Segment], prompt: Ids, min_run: int, nam
         positions = minima[np.concatenate([[True], minima[1:] != minima[:-1]])]
     else:
         positions = np.arange(len(hashes))  # shorter stretches need not share an anchor
-    grams, gram = np.unique(spread(hashes[positions]), return_inverse=True)  # repeated ones are looked up once
+    grams, gram = np.unique(hashes[positions], return_inverse=True)  # repeated ones are looked up once
     firsts, counts = (np.stack(parts) for parts in zip(*(segment.find(grams) for segment in segments), strict=True))
     stops = counts.cumsum(axis=0)  # (S, G): an anchor's postings, those of one segment after those of another
     anchors, choices = _choose(stops[-1, gram], _PER_TOKEN * len(prompt))

@@ -5,8 +5,7 @@ every window of 8 consecutive 8-gram hashes is kept, so a text and a prompt that
 are salted with the text's namespace, so namespaces share no postings.
 
 A posting is one 64-bit number, `hash << 32 | address`; the address counts tokens from the start of the segment.
-Postings are sorted, and a directory over the hash's top bits finds them in one step. Ids are compared after every
-lookup.
+Postings are sorted, for binary search. Ids are compared after every lookup.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ WINDOW = 8
 PAD = 32  # tokens before the first and after the last text, so that a window around any address lies inside
 MAX_TOKENS = 1 << 31  # addresses have 32 bits
 _REPEATS = 4  # postings of one hash in one text: a rule of dashes has the same gram everywhere
-_PER_BUCKET = 8  # postings that share an entry of the directory, on average, at most
-_NEAR = 2 * _PER_BUCKET  # postings compared from a bucket's start; few buckets are larger
 _BATCH = 1 << 16  # tokens hashed at once: temporaries stay in the CPU's cache
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _POWERS = [pow(_MULTIPLIER, GRAM - 1 - i, 1 << 64) for i in range(GRAM)]
@@ -71,11 +68,6 @@ def salted(hashes: Hashes, salts: Hashes | np.uint64) -> Hashes:
     return mixed
 
 
-def spread(hashes: Hashes) -> Hashes:
-    """Map 32-bit hashes one to one: winnowing chose small ones, and the directory needs them evenly distributed."""
-    return (hashes * np.uint64(0x9E3779B1)) & _LOW
-
-
 def window_minima(hashes: Hashes) -> NDArray[np.int64]:
     """Return the position of the first smallest 32-bit hash of every window; ascending, with repetitions."""
     minima = hashes << _SHIFT
@@ -99,7 +91,7 @@ def _postings(ids: Ids, starts: Numbers, salts: Hashes) -> Hashes:
     for end in ends:
         chosen[end[lengths >= GRAM]] = True
     at = np.flatnonzero(chosen)
-    return spread(hashes[at]) << _SHIFT | (at + starts[0]).astype(np.uint64)
+    return hashes[at] << _SHIFT | (at + starts[0]).astype(np.uint64)
 
 
 @dataclass(frozen=True)
@@ -108,7 +100,6 @@ class Segment:
 
     ids: Ids  # (N,) all texts in sequence, padded at both ends
     postings: Hashes  # (M,) `hash << 32 | address`, ascending
-    directory: NDArray[np.uint32]  # (2**b + 1,) start of the postings of each value of the hash's top bits
     starts: Numbers  # (R + 1,) addresses of the starts of the texts, and of the end of the last one
     numbers: Numbers  # (R,) the store's numbers, ascending
     keys: NDArray[np.bytes_]  # (R,) text keys
@@ -134,11 +125,9 @@ class Segment:
             stop = min(max(int(np.searchsorted(starts, starts[row] + _BATCH)), row + 1), len(entries))
             parts.append(_postings(ids, starts[row : stop + 1], salts[row:stop]))
             row = stop
-        postings = _thinned(np.sort(np.concatenate(parts)), starts)
         return cls(
             ids=ids,
-            postings=postings,
-            directory=_directory(postings),
+            postings=_thinned(np.sort(np.concatenate(parts)), starts),
             starts=starts,
             numbers=np.array([entry.number for entry in entries], np.int64),
             keys=np.array([entry.text_key.encode() for entry in entries] or [b""], np.bytes_)[: len(entries)],
@@ -166,25 +155,10 @@ class Segment:
         return int(self.alive.sum())
 
     def find(self, hashes: Hashes) -> tuple[Numbers, Numbers]:
-        """Return the first posting and the number of postings of every hash."""
-        if len(self.postings) == 0:
-            return np.zeros(len(hashes), np.int64), np.zeros(len(hashes), np.int64)
-        shift = np.uint64(32 - (len(self.directory) - 1).bit_length() + 1)
-        bucket = (hashes >> shift).astype(np.int64)
-        low = self.directory.take(bucket).astype(np.int64)
-        high = self.directory.take(bucket + 1).astype(np.int64)
-        near = low + np.arange(_NEAR)[:, None]
-        same = self.postings.take(near, mode="clip") >> _SHIFT == hashes  # (_NEAR, A)
-        same &= near < high
-        first, count = low.copy(), np.count_nonzero(same, axis=0)
-        found = np.flatnonzero(count)
-        first[found] += same[:, found].argmax(axis=0)
-        large = np.flatnonzero(high - low > _NEAR)
-        if len(large):
-            smallest = hashes[large] << _SHIFT
-            first[large] = np.searchsorted(self.postings, smallest)
-            count[large] = np.searchsorted(self.postings, smallest | _LOW, "right") - first[large]
-        return first, count.clip(0)
+        """Return the first posting and the number of postings of every hash; fastest if the hashes are ascending."""
+        lowest = hashes << _SHIFT
+        firsts = np.searchsorted(self.postings, lowest)
+        return firsts, np.searchsorted(self.postings, lowest | _LOW, "right") - firsts
 
     def row(self, text_key: str) -> int | None:
         """Return the row of a text; None if it is missing or not live."""
@@ -221,13 +195,6 @@ def _thinned(postings: Hashes, starts: Numbers) -> Hashes:
     addresses = postings[np.stack([repeated, repeated - _REPEATS])] & _LOW
     rows, earlier_rows = np.searchsorted(starts, addresses.astype(np.int64), "right")
     return np.delete(postings, repeated[rows == earlier_rows])
-
-
-def _directory(postings: Hashes) -> NDArray[np.uint32]:
-    """Return where the postings of each value of the hashes' top bits begin. More postings take more bits."""
-    bits = min(max(len(postings) // _PER_BUCKET, 1).bit_length(), 28)
-    values = (postings >> np.uint64(64 - bits)).astype(np.int64)
-    return np.concatenate([[0], np.bincount(values, minlength=1 << bits).cumsum()]).astype(np.uint32)
 
 
 def join(segments: Sequence[Segment]) -> Segment:

@@ -224,7 +224,7 @@ def test_a_joined_segment_is_one_of_all_texts(rng: random.Random) -> None:
     entries = [*store.entries(0)]
     whole = Segment.of(entries)
     joined = join([Segment.of(entries[i : i + 13]) for i in range(0, 40, 13)])
-    for name in ("ids", "postings", "starts", "numbers", "keys", "spaces", "alive", "directory"):
+    for name in ("ids", "postings", "starts", "numbers", "keys", "spaces", "alive"):
         assert np.array_equal(getattr(joined, name), getattr(whole, name)), name
     assert joined.namespaces == whole.namespaces
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from kvrag.index.match import match
 from kvrag.index.segment import Ids, Segment, Tokens, join
 from kvrag.store import Entry, KVStore, visible_variant
 from kvrag.types import Run
+
+T = TypeVar("T")
 
 _LARGEST = 1 << 23  # tokens of joined segments; indexing that many takes a third of a second
 
@@ -55,10 +57,8 @@ class Catalog:
         self._store, self._alone_only = store, alone_only
         self._snapshot = _Snapshot()
         self._removed: deque[Entry] = deque()  # for `take_removed`
-        self._removing: list[Entry] | None = None  # for `removing`, under _refreshing
         self._refreshing = threading.Lock()  # held while building the next snapshot; prompts do not wait for it
         self.refresh()
-        self._removed.clear()
 
     def update(self) -> int:
         """Index what was stored or removed; return the store's counter of removals. Call it once per prompt.
@@ -82,16 +82,12 @@ class Catalog:
         with self._refreshing:
             self._advance()
 
-    @contextmanager
-    def removing(self) -> Iterator[list[Entry]]:
-        """Yield a list that gets the texts which the body removes from the store."""
+    def removing(self, remove: Callable[[], T]) -> tuple[T, list[Entry]]:
+        """Call a function that removes texts from the store; return its result, and these texts."""
         with self._refreshing:
-            texts = self._removing = []
-            try:
-                yield texts
-                self._advance()
-            finally:
-                self._removing = None
+            self._advance()
+            result = remove()
+            return result, self._advance()
 
     def take_removed(self) -> list[Entry]:
         """Return the texts that were removed from the store and from the snapshot since the last call."""
@@ -134,11 +130,12 @@ class Catalog:
         runs = self.match(ids[kept:], min_run, namespace)
         variants = self._variants(run.key for run in runs)
         if withheld is not None:
-            withheld.update(text_key for text_key, variant in variants.items() if variant is None)
+            withheld.update(run.key for run in runs if run.key not in variants)
         return [
-            Match(Run(run.start + kept, run.stop + kept, variant[0], run.offset), run.key, variant[1])
+            Match(Run(run.start + kept, run.stop + kept, chunk_key, run.offset), run.key, context_tokens)
             for run in runs
-            if (variant := variants.get(run.key))
+            if run.key in variants
+            for chunk_key, context_tokens in [variants[run.key]]
         ]
 
     def find_chunks(self, ids: Sequence[int], min_run: int, namespace: str = "") -> list[tuple[Run, Ids]]:
@@ -152,15 +149,13 @@ class Catalog:
 
     def usable(self, text_keys: Iterable[str]) -> dict[str, str]:
         """Return the chunk key of each text's usable variant, by text key; texts without one are left out."""
-        return {text_key: variant[0] for text_key, variant in self._variants(text_keys).items() if variant}
+        return {text_key: chunk_key for text_key, (chunk_key, _) in self._variants(text_keys).items()}
 
-    def _variants(self, text_keys: Iterable[str]) -> dict[str, tuple[str, int] | None]:
-        """Return chunk key and context tokens of each text's usable variant, by text key; None without one."""
-        variants: dict[str, tuple[str, int] | None] = {}
-        for text_key, state in self._store.look_up(list(dict.fromkeys(text_keys))).items():
-            chunk_key = visible_variant(state, self._alone_only)
-            variants[text_key] = None if chunk_key is None else (chunk_key, state.variants[chunk_key])
-        return variants
+    def _variants(self, text_keys: Iterable[str]) -> dict[str, tuple[str, int]]:
+        """Return chunk key and context tokens of each text's usable variant, by text key."""
+        states = self._store.look_up(list(dict.fromkeys(text_keys)))
+        chosen = ((text_key, visible_variant(state, self._alone_only)) for text_key, state in states.items())
+        return {text_key: (key, states[text_key].variants[key]) for text_key, key in chosen if key is not None}
 
     def withdrawn(self, variants: Mapping[str, str]) -> list[str]:
         """Return those of the chunk keys (by text key) that may no longer be used: other sources have the text too."""
@@ -172,38 +167,35 @@ class Catalog:
 
     # ---------------------------------------------------------------- refreshing
 
-    def _advance(self, removals: int | None = None) -> None:
-        """Build the next snapshot."""
-        snapshot = self._without_removed(self._snapshot, removals)
+    def _advance(self, removals: int | None = None) -> list[Entry]:
+        """Build the next snapshot; return the texts that were removed since the last one."""
+        snapshot, removed = self._without_removed(self._snapshot, removals)
         if entries := list(self._store.entries(snapshot.last)):
             segments = [*snapshot.segments, Segment.of(entries)]
             while _are_alike(segments[-2:]):  # like a binary counter: few segments, and every text is rarely moved
                 segments[-2:] = [join(segments[-2:])]
             # again, so that a text removed in the meantime is covered
-            snapshot = self._without_removed(_Snapshot(tuple(segments), entries[-1].number, snapshot.removals))
+            extended = _Snapshot(tuple(segments), entries[-1].number, snapshot.removals)
+            snapshot, also_removed = self._without_removed(extended)
+            removed += also_removed
+        self._removed += removed
         self._snapshot = snapshot
+        return removed
 
-    def _without_removed(self, snapshot: _Snapshot, removals: int | None = None) -> _Snapshot:
-        """Mark removed texts, if the store's counter has changed."""
+    def _without_removed(self, snapshot: _Snapshot, removals: int | None = None) -> tuple[_Snapshot, list[Entry]]:
+        """Mark removed texts, if the store's counter has changed; return these, too."""
         if removals is None:
             removals = self._store.removals()
         if removals == snapshot.removals:
-            return snapshot
-        stored, segments = self._store.numbers(), list[Segment]()
+            return snapshot, []
+        stored, segments, removed = self._store.numbers(), list[Segment](), list[Entry]()
         for segment in snapshot.segments:
             left = segment.only(stored)
-            if left is not segment:
-                self._note_removed(segment.entries(segment.alive & ~left.alive))
+            removed += segment.entries(segment.alive & ~left.alive)
             if 2 * left.num_alive < len(left):
                 left = join([left])
             segments += [left] * bool(len(left))
-        return replace(snapshot, segments=tuple(segments), removals=removals)
-
-    def _note_removed(self, entries: Iterable[Entry]) -> None:
-        for entry in entries:
-            self._removed.append(entry)
-            if self._removing is not None:
-                self._removing.append(entry)
+        return replace(snapshot, segments=tuple(segments), removals=removals), removed
 
 
 def _are_alike(segments: Sequence[Segment]) -> bool:

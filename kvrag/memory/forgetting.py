@@ -46,9 +46,7 @@ def forget(
         drop: Called with the keys of chunks that have just been deleted: drops what is in memory. First for the texts,
             so that a prompt which stores a copy from then on is marked.
     """
-    catalog.refresh()
-    with catalog.removing() as texts:
-        removed = remove()
+    removed, texts = catalog.removing(remove)
     drop(removed)
     find = DeletedTexts(texts, decode).find
     copies = store.forget_requests(namespace, partial(catalog.containing, find))

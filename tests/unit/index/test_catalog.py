@@ -173,8 +173,7 @@ def test_removed_texts_are_reported_once(rng: random.Random) -> None:
     catalog.update()
     assert [entry.text_key for entry in catalog.take_removed()] == [text]
     assert catalog.take_removed() == []
-    with catalog.removing() as removed:
-        store.remove(other)
+    _, removed = catalog.removing(lambda: store.remove(other))
     assert [entry.text_key for entry in removed] == [other]
 
 

@@ -229,39 +229,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A complete generation. `text` is the answer without its tool calls, valid or not.
-
-    `num_tokens` is the number of generated tokens. Servers send no `token_ids`. `logprobs` has one entry per token if
-    requested. `reasoning` is the model's thought before the answer, `reasoning_tokens` of the tokens belong to it.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    report: BlendReport
-    tool_calls: tuple[ToolCall, ...] = ()
-    num_tokens: int = 0
-    invalid_calls: tuple[InvalidCall, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    reasoning: str = ""
-    reasoning_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        _count(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """A piece of a streamed answer.
-
-    The last one has `finish_reason` and `report` set; its `text` may be empty. `token_ids` are the tokens generated
-    since the previous delta, `num_tokens` their number, `logprobs` their log probabilities if requested. `tool_calls`
-    and `invalid_calls` are the calls that end here. `reasoning` is the next part of the model's thought, and
-    `reasoning_tokens` of the tokens belong to a thought. Servers send no `token_ids`, and the calls and the numbers of
-    all tokens with the last delta.
-    """
-
+class _Generated:
     text: str
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
@@ -274,7 +242,32 @@ class Delta:
     reasoning_tokens: int = 0
 
     def __post_init__(self) -> None:
-        _count(self)
+        object.__setattr__(self, "num_tokens", self.num_tokens or len(self.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(_Generated):
+    """A complete generation. `text` is the answer without its tool calls, valid or not.
+
+    `num_tokens` is the number of generated tokens. Servers send no `token_ids`. `logprobs` has one entry per token if
+    requested. `reasoning` is the model's thought before the answer, `reasoning_tokens` of the tokens belong to it.
+    """
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    report: BlendReport
+
+
+@dataclass(frozen=True, slots=True)
+class Delta(_Generated):
+    """A piece of a streamed answer.
+
+    The last one has `finish_reason` and `report` set; its `text` may be empty. `token_ids` are the tokens generated
+    since the previous delta, `num_tokens` their number, `logprobs` their log probabilities if requested. `tool_calls`
+    and `invalid_calls` are the calls that end here. `reasoning` is the next part of the model's thought, and
+    `reasoning_tokens` of the tokens belong to a thought. Servers send no `token_ids`, and the calls and the numbers of
+    all tokens with the last delta.
+    """
 
 
 def openai_usage(answers: Sequence[Answer], per_prompt: int = 1) -> dict[str, Any]:
@@ -312,7 +305,3 @@ def join(deltas: Iterable[Delta]) -> Answer:
         "".join(delta.reasoning for delta in parts),
         sum(delta.reasoning_tokens for delta in parts),
     )
-
-
-def _count(tokens: Answer | Delta) -> None:
-    object.__setattr__(tokens, "num_tokens", tokens.num_tokens or len(tokens.token_ids))

@@ -141,25 +141,20 @@ class PackedChunk:
             raise DamagedChunkError(self.key, f"its {name} are not token ids")
         return ids
 
-    def _span(self, number: int) -> tuple[int, int]:
-        """Return the byte range of a layer."""
-        keys, values = self._tensors[f"{number:03d}.k"], self._tensors[f"{number:03d}.v"]
-        return self._start + keys["data_offsets"][0], self._start + values["data_offsets"][1]
-
     def close(self) -> None:
         """See ChunkReader.close."""
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """See ChunkReader.layer."""
         with self._noticing_faults():
-            start, stop = self._span(number)
+            keys, values = self._tensors[f"{number:03d}.k"], self._tensors[f"{number:03d}.v"]
+            (first, border), (_, last) = keys["data_offsets"], values["data_offsets"]
+            start, stop = self._start + first, self._start + last
             content = self._range(start, stop, self.allocate(number, stop - start) if self.allocate else None)
             self.bytes_read += stop - start
             if _digest(content.numpy().data) != self._digests[number]:
                 raise DamagedChunkError(self.key, f"layer {number} does not match its digest")
-            keys, values = self._tensors[f"{number:03d}.k"], self._tensors[f"{number:03d}.v"]
-            border = self._start + keys["data_offsets"][1] - start
-            return _tensor(content[:border], keys), _tensor(content[border:], values)
+            return _tensor(content[: border - first], keys), _tensor(content[border - first :], values)
 
     def record(self) -> ChunkRecord:
         """Read the whole chunk, each layer as it was stored; raises as `layer`."""

@@ -14,7 +14,6 @@ import json
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,27 +124,25 @@ class Manifest(Database):
         """Call one of the methods of `OPERATIONS`."""
         return getattr(self, op)(**fields)
 
-    def add(self, rows: Iterable[ManifestRow]) -> list[ManifestRow]:
+    def add(self, rows: Sequence[ManifestRow]) -> list[ManifestRow]:
         """Insert chunks and their texts in one transaction; return the rows whose key had another file already."""
-        now, rows = time.time(), iter(rows)
-        known: list[ManifestRow] = []
+        now = time.time()
         with self.transaction() as connection:
-            while page := list(islice(rows, PAGE)):
-                connection.executemany(
-                    "INSERT OR IGNORE INTO texts (text, namespace, num_tokens, ids) VALUES (?, ?, ?, ?)",
-                    [(row.text_key, row.namespace, len(row.ids) // 4, row.ids) for row in page],
-                )
-                clock, before = clock_of(connection), len(known)
-                connection.executemany(
-                    "INSERT OR IGNORE INTO chunks"
-                    " (key, text, context_tokens, file, num_bytes, created, used, chunk_namespace, score)"
-                    f" VALUES (?1, ?2, ?3, ?4, ?5, {now}, {now}, ?6, raised(NULL, {_STORED}, ?7, ?5, {clock}))",
-                    [(*row[:2], *row[4:], row.namespace, len(row.ids) // 4) for row in page],
-                )
-                query = f"SELECT key, file FROM chunks WHERE key IN {_LISTED}"
-                files = dict(connection.execute(query, (json.dumps([row.key for row in page]),)).fetchall())
-                known += [row for row in page if files[row.key] != row.file]
-                advance(connection, len(page) - (len(known) - before))
+            connection.executemany(
+                "INSERT OR IGNORE INTO texts (text, namespace, num_tokens, ids) VALUES (?, ?, ?, ?)",
+                [(row.text_key, row.namespace, len(row.ids) // 4, row.ids) for row in rows],
+            )
+            clock = clock_of(connection)
+            connection.executemany(
+                "INSERT OR IGNORE INTO chunks"
+                " (key, text, context_tokens, file, num_bytes, created, used, chunk_namespace, score)"
+                f" VALUES (?1, ?2, ?3, ?4, ?5, {now}, {now}, ?6, raised(NULL, {_STORED}, ?7, ?5, {clock}))",
+                [(*row[:2], *row[4:], row.namespace, len(row.ids) // 4) for row in rows],
+            )
+            query = f"SELECT key, file FROM chunks WHERE key IN {_LISTED}"
+            files = dict(connection.execute(query, (json.dumps([row.key for row in rows]),)).fetchall())
+            known = [row for row in rows if files[row.key] != row.file]
+            advance(connection, len(rows) - len(known))
         return known
 
     def remove(

@@ -29,12 +29,8 @@ logger = logging.getLogger("kvrag")
 PAGE = 2000
 """Rows per read or write."""
 
-CLOCK = "clock"
-"""Counter with the clock of the scores, see `kvrag.store.manifest`."""
-
-TICKS = 10**9
-"""Value of that counter per unit of the clock."""
-
+_CLOCK = "clock"  # counter with the clock of the scores, see `kvrag.store.manifest`
+_TICKS = 10**9  # value of that counter per unit of the clock
 _HALF_LIFE = 4.0  # of a use, on the clock
 
 # A text row lives as long as one of its chunks. A trigger guarantees it on every code path.
@@ -285,14 +281,14 @@ def raised(score: float | None, uses: int, tokens: int, num_bytes: int, clock: f
 
 def clock_of(connection: sqlite3.Connection) -> float:
     """Return the time on the clock of the scores."""
-    row = connection.execute("SELECT value FROM counters WHERE name = ?", (CLOCK,)).fetchone()
-    return row[0] / TICKS if row else 0.0
+    row = connection.execute("SELECT value FROM counters WHERE name = ?", (_CLOCK,)).fetchone()
+    return row[0] / _TICKS if row else 0.0
 
 
 def advance(connection: sqlite3.Connection, uses: int) -> None:
     """Advance the clock by this many uses."""
     (chunks,) = connection.execute("SELECT count(*) FROM chunks").fetchone()
-    connection.execute(COUNT, (CLOCK, int(uses * TICKS / max(chunks, 1))))
+    connection.execute(COUNT, (_CLOCK, int(uses * _TICKS / max(chunks, 1))))
 
 
 def _in_memory() -> contextlib.closing[sqlite3.Connection]:
@@ -327,15 +323,6 @@ _DAMAGED = (sqlite3.DatabaseError, UnicodeDecodeError)  # SQLite's messages repe
 _FULL = sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE  # the second one: no room for the index of the log
 
 
-def _is_damage(error: BaseException | None) -> bool:
-    return isinstance(error, _DAMAGED) and not isinstance(error, sqlite3.OperationalError)
-
-
-def _primary(error: Exception) -> int:
-    """Return SQLite's primary error code, without the extended code in the upper bits."""
-    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
-
-
 @contextlib.contextmanager
 def translated(folder: Path) -> Iterator[None]:
     """Raise StoreError for an error of SQLite or the operating system in a store folder."""
@@ -344,12 +331,14 @@ def translated(folder: Path) -> Iterator[None]:
     except sqlite3.ProgrammingError as error:
         raise StoreError(f"the store {folder} is closed") from error
     except (*_DAMAGED, OSError) as error:
-        number, code = getattr(error, "errno", None), getattr(error, "sqlite_errorcode", None)
+        number, code = getattr(error, "errno", None), getattr(error, "sqlite_errorcode", 0)
         if code in _FULL or number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StoreFullError(
                 f"the disk of {folder} is full: free space, set a smaller max_bytes, or choose another store folder"
             ) from error
-        if _primary(error) == sqlite3.SQLITE_READONLY or number in (errno.EROFS, errno.EACCES, errno.EPERM):
+        primary = code & 0xFF  # an extended code has more in the upper bits
+        if primary == sqlite3.SQLITE_READONLY or number in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise StoreReadOnlyError(f"{folder} is not writable ({error}): choose another store folder") from error
-        remedy = "; the manifest is damaged: delete the folder and warm again" if _is_damage(error) else ""
+        is_damage = not isinstance(error, OSError | sqlite3.OperationalError)
+        remedy = "; the manifest is damaged: delete the folder and warm again" if is_damage else ""
         raise StoreError(f"cannot use {folder}: {error}{remedy}") from error

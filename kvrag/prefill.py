@@ -56,6 +56,7 @@ class Pipeline:
                 one, with the chunks, sets the final policy and ratio.
             matches: Chunks to use; None = look them up.
         """
+        request.relieve = self.memory.relieved
         recovery = Recovery(self.backend, self.store, self.memory)
         recovery.run(lambda: self._prefill(request, plan, matches, recovery))
         self.store.touch([run.key for run in request.report.runs])
@@ -107,18 +108,24 @@ class Recovery:
 
     def run(self, attempt: Callable[[], T]) -> T:
         """Return the result of the first attempt in which no chunk fails."""
+        relieved = False
         while True:
             try:
                 with reporting_memory():
                     return attempt()
             except (DamagedChunkError, ChunkUnreadableError, OutOfMemoryError) as error:
-                slower = self._memory.relieved() if out_of_memory(error) else None
-                if slower is not None:  # once: it has no faster tier
-                    self._memory = slower
-                elif isinstance(error, OutOfMemoryError):
+                if out_of_memory(error) and not relieved and (relieved := self._relieve()):
+                    continue
+                if isinstance(error, OutOfMemoryError):
                     raise
-                else:
-                    self._leave_out(error)
+                self._leave_out(error)
+
+    def _relieve(self) -> bool:
+        """Free memory that only makes prompts faster; return whether there was some."""
+        slower = self._memory.relieved()
+        if slower is not None:
+            self._memory = slower
+        return self._backend.relieve() or slower is not None
 
     def agree(self, work: Callable[[], T]) -> T:
         """Return the first process's result. If reading a chunk fails in one process, all raise that error."""

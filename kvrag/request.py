@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
@@ -54,6 +54,7 @@ class Request:
         recomputed: (S,) reused positions that were recomputed.
         report: Without `ttft_s`, which the caller sets.
         late: None = the ratio is fixed.
+        relieve: Frees memory that only makes its prefill faster; returns None if there is none.
         is_forgotten: A chunk or a text in it was deleted: its KV is not kept, and it is not explained.
     """
 
@@ -90,6 +91,7 @@ class Request:
     recomputed: Tensor = field(init=False)
     report: BlendReport = field(init=False)
     late: Any = None  # a LateRecompute while more can be recomputed
+    relieve: Callable[[], object] = lambda: None
     # in any state
     is_forgotten: bool = False
 

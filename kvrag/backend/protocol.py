@@ -221,6 +221,10 @@ class Backend(Outline, Protocol):
         to the last of the layers, which is written, and changes `cache` accordingly.
         """
 
+    def relieve(self) -> bool:
+        """Free memory that only makes passes faster; return whether there was some. Memory ran out."""
+        return False
+
     def gather(self, value: T) -> Sequence[T]:
         """Return the values of all processes, in the same order everywhere."""
         return (value,)

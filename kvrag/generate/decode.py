@@ -25,7 +25,7 @@ from kvrag.backend.protocol import KVCache
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.tokenizer import TextStream
 from kvrag.config import Sampling
-from kvrag.errors import ModelError, SettingError
+from kvrag.errors import ModelError, OutOfMemoryError, SettingError, out_of_memory
 from kvrag.generate.grammar import Constraint, constrain
 from kvrag.generate.parse import Thoughts
 from kvrag.generate.prompt import Prepared
@@ -130,7 +130,7 @@ class Batch:
             if len(self._rows) > 1:
                 release_team()  # another thread may run the next step
 
-    def _advance(self, rows: Sequence[Row]) -> None:
+    def _advance(self, rows: Sequence[Row], is_repeated: bool = False) -> None:
         """Compute the next token of these rows in one pass, or in smaller passes if it fails."""
         lengths = [row.cache.get_seq_length() for row in rows]
         try:
@@ -142,19 +142,32 @@ class Batch:
             _rewind(rows, lengths)  # some layers may have been written
             if not isinstance(error, Exception):
                 raise
-            self._retry(rows, error)
+            self._retry(rows, error, is_repeated)
         else:
             _append_tokens(rows, lengths, logits)
 
-    def _retry(self, rows: Sequence[Row], error: Exception) -> None:
-        """Compute the rows of a failed pass in two passes; one alone ends with the error."""
+    def _retry(self, rows: Sequence[Row], error: Exception, is_repeated: bool) -> None:
+        """Compute the rows of a failed pass once more if memory is freed, then in two; one alone ends with the error."""
+        if not is_repeated and _relieved(rows, error):
+            self._advance(rows, is_repeated=True)
+            return
         if len(rows) == 1:
             rows[0].error = error
             return
         self._max_rows = half = (len(rows) + 1) // 2
         error.__traceback__ = None  # its frames would keep the tensors of the failed pass
-        self._advance(rows[:half])
-        self._advance(rows[half:])
+        self._advance(rows[:half], is_repeated)
+        self._advance(rows[half:], is_repeated)
+
+
+def _relieved(rows: Sequence[Row], error: Exception) -> bool:
+    """If memory ran out, free what only makes prompts faster; return whether there was some."""
+    if not out_of_memory(error):
+        return False
+    freed = [relieve() is not None for relieve in {row.relieve for row in rows}]
+    if is_relieved := rows[0].model.relieve() or any(freed):
+        error.__traceback__ = None  # its frames would keep the tensors of the failed pass
+    return is_relieved
 
 
 def _append_tokens(rows: Sequence[Row], lengths: Sequence[int], logits: Tensor) -> None:
@@ -216,6 +229,7 @@ class Row:
         thoughts: Thoughts | None = None,
         alone: bool = False,
         late: LateRecompute | None = None,
+        relieve: Callable[[], object] = lambda: None,
     ) -> None:
         """Begin an answer, and draw its first token.
 
@@ -227,13 +241,14 @@ class Row:
             thoughts: Splits the answer from its thoughts. It is changed.
             alone: Share no step, so that the answer does not depend on others: kernels round by the number of rows.
             late: Recomputes more of the prompt before a token of which the model is unsure.
+            relieve: See `Request.relieve`.
         """
         if unknown := [token for token in sampling.logit_bias or () if token >= logits.shape[-1]]:
             known = f"this model has tokens 0 to {logits.shape[-1] - 1}"
             raise SettingError(f"logit_bias: unknown token {unknown[0]}: {known}")
         self.model, self.cache, self._alone, self._is_cancelled = model, cache, alone, is_cancelled.get()
         self.deltas: deque[Delta] = deque()
-        self._late, self._num_tokens = late, 0
+        self._late, self._num_tokens, self.relieve = late, 0, relieve
         self.is_done = self.is_unsure = False
         self.error: Exception | None = None
         self._sampling, self._constraint = sampling, constraint
@@ -284,7 +299,13 @@ class Row:
         """Recompute more of the prompt, or all of it, and take the next token. Waits for the model."""
         late = self._late
         assert late is not None
-        logits = late.recompute(self._ids[0], self._num_tokens)
+        try:
+            logits = late.recompute(self._ids[0], self._num_tokens)
+        except OutOfMemoryError as error:
+            # the states before the first rows may be lost
+            if self.model.keeps_states or not _relieved([self], error):
+                raise
+            logits = late.recompute(self._ids[0], self._num_tokens)
         before, drawn = self._doubt, self.draw(logits).tolist()
         late.judge(self._num_tokens, before, (int(drawn[4]), drawn[3]))
         if late.completed:
@@ -477,7 +498,7 @@ class Reply:
         request, alone = self._request, self._request.config.deterministic
         start = self._model, request.ids, request.cache, request.logits, self._sampling
         control_tokens = {token for part in (self._thoughts, self._parser) if part for token in part.control_tokens}
-        row = Row(*start, self._constraint, control_tokens, self._thoughts, alone, request.late)
+        row = Row(*start, self._constraint, control_tokens, self._thoughts, alone, request.late, request.relieve)
         for delta in decode(row):
             if not self._has_begun:
                 self._has_begun = True

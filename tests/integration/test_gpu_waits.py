@@ -16,7 +16,7 @@ from torch import Tensor
 
 import kvrag
 from kvrag import BlendEngine, FileStore, Model
-from kvrag.backend.transformers.rows import FixedPlace
+from kvrag.backend.transformers.rows import FixedPlace, JoinedRows
 from kvrag.config import Sampling
 from kvrag.generate.decode import Row, decode
 from kvrag.process import log_once
@@ -281,3 +281,71 @@ def test_without_memory_for_a_place_passes_are_computed_as_before(
         torch.testing.assert_close(own, wanted, atol=1e-4, rtol=1e-4)
     assert not any(replayed)
     assert caplog.text.count("passes are launched one operation at a time (CUDA out of memory") == 1
+
+
+def test_a_step_whose_rows_were_joined_in_part_is_computed_again(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = _answers(Model(stacked("llama", 4), tokenizer, "llama"), 3, 4)
+    add, calls, step = JoinedRows._add, [], Model._step
+
+    def failing(rows: JoinedRows, like: Any) -> Any:
+        calls.append(0)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return add(rows, like)
+
+    def repeated(model: Model, tokens: Any, caches: Any) -> Tensor:
+        lengths = [cache.get_seq_length() for cache in caches]
+        try:
+            return step(model, tokens, caches)
+        except (torch.OutOfMemoryError, kvrag.OutOfMemoryError):
+            for cache, length in zip(caches, lengths, strict=True):
+                cache.set_length(length)
+            return step(model, tokens, caches)
+
+    with simulated_gpu():
+        model = Model(to_gpu(stacked("llama", 4)), tokenizer, "llama")
+        monkeypatch.setattr(JoinedRows, "_add", failing)
+        monkeypatch.setattr(Model, "_step", repeated)
+        found, _ = _answers(model, 3, 4)
+    assert len(calls) > 3
+    for own, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_the_place_is_given_up_when_memory_runs_out_and_the_next_one_is_smaller(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvrag.backend.transformers.rows, "_GROWTH", 16)
+    monkeypatch.setattr(kvrag.prefill, "_ROOM", 16)
+    blend, left = kvrag.prefill.blend, [0]
+
+    def full(*args: Any) -> Tensor:
+        result = blend(*args)
+        left[0] -= 1
+        if left[0] >= 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return result
+
+    monkeypatch.setattr(kvrag.prefill, "blend", full)
+    with simulated_gpu():
+        model = Model(to_gpu(stacked("llama", 4)), tokenizer, "llama")
+        with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0), device_bytes=0) as engine:
+            engine.warm(CHUNKS)
+
+            def place_after(chunks: list[str], errors: int = 0) -> FixedPlace | None:
+                left[0] = errors
+                with _blended(engine, chunks, "none")[0].kv_freed_at_end():
+                    return model._place
+
+            place = place_after(CHUNKS * 2)
+            assert place is not None
+            assert place_after(CHUNKS * 2, errors=1) is None, "repeated without one"
+            assert place_after(CHUNKS * 2) is None, "as large a one is not made again"
+            smaller = place_after(CHUNKS[:1])
+            assert smaller is not None
+            assert smaller.capacity <= place.capacity // 2
+            with pytest.raises(kvrag.OutOfMemoryError):
+                place_after(CHUNKS[:1], errors=2)
+            assert model._place is None

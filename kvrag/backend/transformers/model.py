@@ -102,6 +102,7 @@ class Model(Backend):
         self.device: torch.device = hf.get_input_embeddings().weight.device
         self.joins_from, self.captures = _NEVER if self.device.type == "cpu" else 2, False
         self._place: FixedPlace | None = None
+        self._most_positions = _NEVER  # of a place
         self.vocab_size: int = self.config.vocab_size
         self.context_window = loading.context_window(self.config)
         rope = loading.rope_parameters(self.config)
@@ -402,6 +403,8 @@ class Model(Backend):
             return own
         if place or cache.filled is None or not len(cache.filled) or (own and own.is_taken):
             return None
+        if cache.capacity > self._most_positions:
+            return None
         for number in range(self.num_layers):
             cache.layer(number)  # another thread's pass may run while chunks are read
         if self._place is not own or (own and own.is_taken):
@@ -446,6 +449,14 @@ class Model(Backend):
             joined.graphs[inputs.shape[2]] = PassGraph(inputs, functools.partial(self._compute_step, step))
         except RuntimeError as error:
             self._give_up(error)
+
+    def relieve(self) -> bool:
+        """See `Backend.relieve`. The next place for passes on few rows is half as large."""
+        with self.lock:
+            place, self._place = self._place, None
+            if place is not None:
+                self._most_positions = place.capacity // 2
+            return place is not None
 
     def _give_up(self, error: Exception) -> None:
         self.joins_from, self.captures, self._place = 2, False, None

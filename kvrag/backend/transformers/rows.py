@@ -354,7 +354,10 @@ class JoinedRows:
             for row, layer in enumerate(layers):
                 keys[row, :, : layer.length] = layer.keys[0, :, : layer.length]
                 values[row, :, : layer.length] = layer.values[0, :, : layer.length]
-                layer.keys, layer.values, layer.place = keys[row : row + 1], values[row : row + 1], (self, row)
+                layer.keys, layer.values, layer.place = keys[row : row + 1], values[row : row + 1], None
+        for row, cache in enumerate(caches):  # not before: there may be no memory for all layers
+            for layer in cache.own_layers:
+                layer.place = self, row
 
     @classmethod
     def of(cls, caches: Sequence[BlendCache], least: int, device: torch.device) -> JoinedRows | None:

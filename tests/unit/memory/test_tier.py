@@ -17,7 +17,7 @@ from kvrag import BlendEngine, Model
 from kvrag.errors import ChunkUnreadableError, OutOfMemoryError
 from kvrag.memory.tier import Keeping, MemoryTier
 from kvrag.process import log_once
-from kvrag.reuse.blend import blend
+from kvrag.reuse.blend import LateRecompute, blend
 
 KIB = 1024
 
@@ -143,3 +143,59 @@ def test_a_pass_is_repeated_once(model: Model, tmp_path: Path, monkeypatch: pyte
                     prepare(engine, ids, 0.2, "query")
             assert len(fail.errors) == 5 - times
             assert prepare(engine, ids, 0.2, "query").report.reused_tokens
+
+
+class OutOfMemory:
+    """A function that runs out of memory after it has computed so many times."""
+
+    def __init__(self, times: int, compute: Any) -> None:
+        self.left, self.compute = times, compute
+
+    def __call__(self, *args: Any) -> Any:
+        result = self.compute(*args)
+        self.left -= 1
+        if self.left >= 0:
+            raise OutOfMemoryError("memory ran out (CUDA out of memory)")
+        return result
+
+
+@pytest.mark.parametrize("margin", [0.0, 1e8])
+def test_a_step_without_memory_is_repeated_once_without_the_tier_on_the_device(
+    margin: float, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, settings = messages(*CHUNKS[:2]), {"margin": margin, "controller": "off"}
+    with BlendEngine(model, tmp_path, device_bytes=1 << 30, conversation_bytes=0) as engine:
+        engine.warm(CHUNKS)
+        first = [engine.generate(prompt, max_new_tokens=4, temperature=0, **settings) for _ in range(3)][-1]
+        device = engine._pipeline.memory._faster
+        assert device is not None
+        assert (first.report.tier, len(device)) == ("device", 2)
+        owner, name = (LateRecompute, "_forward") if margin else (model, "forward_each")
+        for times, fails in ((1, False), (2, True), (0, False)):
+            compute = OutOfMemory(times, getattr(owner, name))
+            with monkeypatch.context() as patches:
+                patches.setattr(owner, name, lambda *args, compute=compute: compute(*args))
+                if fails:
+                    with pytest.raises(OutOfMemoryError, match="memory ran out"):
+                        engine.generate(prompt, max_new_tokens=4, temperature=0, **settings)
+                else:
+                    again = engine.generate(prompt, max_new_tokens=4, temperature=0, **settings)
+                    assert again.text == first.text
+            assert compute.left < 0 or fails
+            if times:
+                assert (len(device), device.max_bytes) == (0, (1 << 30) >> (1 + fails))
+
+
+def test_the_tier_on_the_device_becomes_smaller_once_for_all_rows_of_a_step(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with BlendEngine(model, tmp_path, device_bytes=1 << 30) as engine:
+        engine.warm(CHUNKS)
+        device = engine._pipeline.memory._faster
+        assert device is not None
+        compute = OutOfMemory(1, model.forward_each)
+        monkeypatch.setattr(model, "forward_each", compute)
+        prompts = [messages(*CHUNKS[:2]), messages(*CHUNKS[1:])]
+        assert len(engine.generate_batch(prompts, max_new_tokens=3, temperature=0)) == 2
+        assert compute.left < 0
+        assert device.max_bytes == 1 << 29

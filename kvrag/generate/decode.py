@@ -147,7 +147,7 @@ class Batch:
             _append_tokens(rows, lengths, logits)
 
     def _retry(self, rows: Sequence[Row], error: Exception, is_repeated: bool) -> None:
-        """Compute the rows of a failed pass once more if memory is freed, then in two; one alone ends with the error."""
+        """Repeat a failed pass if that frees memory, then as two passes; a row alone ends with the error."""
         if not is_repeated and _relieved(rows, error):
             self._advance(rows, is_repeated=True)
             return

@@ -135,6 +135,9 @@ class LayerLoader:
         ahead = _AHEAD if backend.device.type == "cpu" else TOGETHER
         self._ahead = ahead if backend.passes_may_wait else backend.num_layers
         self._reads: dict[int, Future[dict[int, _Laid | _Chunks]]] = {}
+        for device in {*self._devices} if len(request.runs) > len(request.stored) else ():
+            if device.type == "cuda":  # the others are KV that passes computed
+                _copy_stream(device).wait_stream(torch.cuda.current_stream(device))
         self._start(0)
         if not backend.passes_may_wait:
             self._read_ahead(0)

@@ -3,6 +3,7 @@
 An operation on tensors of both devices is refused as CUDA refuses it, and every operation that makes the CPU wait for
 the GPU is counted: reading a number, a shape that depends on values, and a copy that is not `non_blocking`, or not from
 pinned memory. Another stream than the model's does its work when the model's waits for it; until then, results are NaN.
+It may not read what the model's computes without having waited for that.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ _ALLOCATIONS = (_aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_stri
 
 
 class OnGpu(Tensor):
-    """A tensor on the GPU; `numbers` has its numbers."""
+    """A tensor on the GPU; `numbers` has its numbers, and `made` says when the model's stream computed them, or 0."""
+
+    made = 0
 
     @staticmethod
     def __new__(cls, real: Tensor) -> OnGpu:
@@ -86,12 +89,19 @@ class _Mode(TorchDispatchMode):
         return _run(func, args, kwargs or {})
 
 
+class _Time:
+    """Number of operations of the model's stream so far, and of those for which the CPU has waited."""
+
+    now = done = 0
+
+
 class _Stream:
     """A stream beside the model's, or an event of it, or the model's own."""
 
     def __init__(self, device: object = None) -> None:
         self.device = GPU
         self.work: list[Callable[[], object]] = []
+        self.seen = 0  # the model's work up to here is done before its own
 
     def record_event(self) -> _Stream:
         return self
@@ -102,6 +112,10 @@ class _Stream:
             for work in event.work:
                 work()
         event.work.clear()
+
+    def wait_stream(self, stream: _Stream) -> None:
+        """Wait for the model's stream."""
+        self.seen = _Time.now
 
     def later(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Do again what was done to know the result's shape."""
@@ -125,8 +139,12 @@ class _Graph:
     captured: Sequence[_Graph] = ()
     """The one that is being captured."""
 
+    has_generator = False
+    """One has torch's random numbers, from its beginning to the next end of a capture that does not fail."""
+
     def capture_begin(self, **_: object) -> None:
         assert not _Graph.captured
+        _Graph.has_generator, self.is_broken = True, False
         self.operations: list[tuple[Any, tuple[Any, ...], dict[str, Any], dict[int, Tensor]]] = []
         _Graph.captured = [self]
 
@@ -136,6 +154,9 @@ class _Graph:
             for result in results.values():
                 if result.is_floating_point():
                     result.fill_(math.nan)
+        if self.is_broken:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        _Graph.has_generator = False
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         given: list[int] = []
@@ -172,8 +193,11 @@ def _several(result: Any) -> Sequence[Any]:
 
 def _note(name: str) -> None:
     if _Graph.captured and not name.endswith("_async"):
+        _Graph.captured[0].is_broken = True
         raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
     counts[name] += 1
+    if name not in ("to_gpu", "to_gpu_async", "pinned", "cat_on_host"):
+        _Time.done = _Time.now
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -227,11 +251,23 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if is_result_on_gpu and not func.is_view and packet not in _ALLOCATIONS:
         launches[packet.__name__] += 1
     known = {id(tensor.numbers): tensor for tensor in on_gpu}
+    made = max((tensor.made for tensor in on_gpu), default=0)
+    is_beside = _streams and not _Graph.captured
+    if is_beside and made > max(_streams[-1].seen, _Time.done) and packet not in _ALLOCATIONS and not func.is_view:
+        raise RuntimeError(f"{func} reads what the model's stream may not have computed yet")
+    if not func.is_view:
+        _Time.now += not is_beside
+        made = 0 if is_beside else _Time.now
+    is_drawn = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+    if is_result_on_gpu and is_drawn and _Graph.has_generator and not _Graph.captured:
+        raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
 
     def wrapped(part: Any) -> Any:
         if not isinstance(part, Tensor) or isinstance(part, OnGpu) or not is_result_on_gpu:
             return part
-        return known[id(part)] if id(part) in known else OnGpu(part)
+        on_device = known[id(part)] if id(part) in known else OnGpu(part)
+        on_device.made = made
+        return on_device
 
     with torch.inference_mode(False), torch.no_grad():  # tensors of this class cannot be inference tensors
         result = func(*real_args, **real_kwargs)
@@ -301,6 +337,10 @@ def _working_in(stream: _Stream) -> Iterator[None]:
         _streams.pop()
 
 
+def _refused(device: object = None) -> None:
+    raise RuntimeError("another thread may be capturing a graph: wait for a stream")
+
+
 @contextmanager
 def simulated_gpu(exists: bool = True, free_bytes: int = 16 << 30) -> Iterator[None]:
     """Run this thread with such a GPU, which has so much memory left."""
@@ -317,7 +357,7 @@ def simulated_gpu(exists: bool = True, free_bytes: int = 16 << 30) -> Iterator[N
         patch("torch.cuda.CUDAGraph", _Graph),
         patch("torch.cuda.current_stream", lambda device=None: _streams[-1] if _streams else stream),
         patch("torch.cuda.stream", _working_in),
-        patch("torch.cuda.synchronize", lambda device=None: _note("synchronize")),
+        patch("torch.cuda.synchronize", _refused),
         _lifting(),
         patch("kvrag.reuse.load._pools", lambda process: (_Now(), _Now())),
         _Mode(),

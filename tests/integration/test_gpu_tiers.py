@@ -203,3 +203,17 @@ def test_the_tier_in_ram_counts_the_memory_that_is_locked(tokenizer: Any, tmp_pa
         ids = sum(chunk.ids.nbytes for chunk in memory._chunks.values())
         assert memory.bytes == sum(locked.values()) + ids
         assert all(size & (size - 1) == 0 for size in locked.values())
+
+
+def test_an_edited_history_is_rotated_after_it_was_computed(tokenizer: Any, tmp_path: Path) -> None:
+    texts = []
+    for on_gpu in (False, True):
+        options: dict[str, Any] = {"ratio": 0.3, "max_new_tokens": 4, "temperature": 0}
+        with _engine(on_gpu, tmp_path, tokenizer) as engine:
+            system = {"role": "system", "content": "Answer in one word."}
+            prompt = messages(*CHUNKS, " ".join(str(number) for number in range(60)))
+            engine.generate([system, *prompt], **options)
+            answer = engine.generate(prompt, edited_history="blend", **options)
+            assert answer.report.moved_tokens > 40
+            texts.append(answer.text)
+    assert texts[0] == texts[1]

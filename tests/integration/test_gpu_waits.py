@@ -349,3 +349,24 @@ def test_the_place_is_given_up_when_memory_runs_out_and_the_next_one_is_smaller(
             with pytest.raises(kvrag.OutOfMemoryError):
                 place_after(CHUNKS[:1], errors=2)
             assert model._place is None
+
+
+def test_after_a_capture_that_failed_tokens_are_drawn(tokenizer: Any) -> None:
+    with simulated_gpu():
+        hf = to_gpu(stacked("llama", 4))
+        model = Model(hf, tokenizer, "llama")
+        hf.register_forward_pre_hook(lambda module, _: print((module.lm_head.weight == 0).all().item()))
+        _answers(model, 1, 4)
+        assert not model.captures
+        ids, cache = torch.arange(5, 25), model.new_cache(40)
+        sampling = Sampling(max_new_tokens=4, temperature=1.0)
+        answer = decode(Row(model, ids, cache, model.forward(ids[None], cache), sampling))
+        assert next(answer).token_ids
+
+
+def test_threads_that_take_turns_within_a_pass_wait_for_no_other_models_stream(tokenizer: Any) -> None:
+    with simulated_gpu():
+        model = Model(to_gpu(stacked("llama", 4)), tokenizer, "llama")
+        counts.clear()
+        with model._suspended():
+            assert counts == {"synchronize": 1}

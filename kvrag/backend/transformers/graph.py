@@ -22,20 +22,30 @@ class PassGraph:
 
     def __init__(self, inputs: Tensor, compute: Callable[[Tensor], Tensor]) -> None:
         """Capture `compute`, from inputs of this shape to logits, without running it. Raises RuntimeError."""
-        self._inputs, self._graph = inputs.clone(), torch.cuda.CUDAGraph()
+        self._inputs = inputs.clone()
         with torch.cuda.stream(_stream(inputs.device)):
-            # other threads may copy chunks to the device meanwhile
-            self._graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self._logits = compute(self._inputs)
-            finally:
-                self._graph.capture_end()
+                self._graph, self._logits = _captured(self._inputs, compute)
+            except RuntimeError:
+                # torch's default generator waits for the end of a capture: until then, no token could be drawn
+                _captured(self._inputs, torch.zeros_like)
+                raise
 
     def replay(self, inputs: Tensor) -> Tensor:
         """Return the logits of a pass with these inputs."""
         self._inputs.copy_(inputs)
         self._graph.replay()
         return self._logits.clone()  # the next pass writes there
+
+
+def _captured(inputs: Tensor, compute: Callable[[Tensor], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Capture a function in the current stream."""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")  # other threads may copy chunks to the device meanwhile
+    try:
+        return graph, compute(inputs)
+    finally:
+        graph.capture_end()
 
 
 @functools.cache

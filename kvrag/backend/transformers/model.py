@@ -477,7 +477,9 @@ class Model(Backend):
     def _suspended(self) -> AbstractContextManager[None]:
         """Return a context for other threads' passes between two layers."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # the step's kernels would wait for those of the layers so far in any case
+            # the step's kernels would wait for those of the layers so far in any case; not the whole device, on which
+            # another model may be capturing a graph
+            torch.cuda.current_stream(self.device).synchronize()
         return suspended(self.config)
 
     @functools.cached_property

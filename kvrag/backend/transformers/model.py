@@ -80,6 +80,8 @@ class Model(Backend):
 
     of_file: ClassVar[Callable[[Header, Mapping[str, Any]], Model]]
     if_too_long = "use fewer or shorter chunks"
+    _place: FixedPlace | None = None
+    _most_positions = _NEVER  # of a place
 
     def __init__(
         self,
@@ -101,8 +103,6 @@ class Model(Backend):
         self.dtype: torch.dtype = hf.dtype
         self.device: torch.device = hf.get_input_embeddings().weight.device
         self.joins_from, self.captures = _NEVER if self.device.type == "cpu" else 2, False
-        self._place: FixedPlace | None = None
-        self._most_positions = _NEVER  # of a place
         self.vocab_size: int = self.config.vocab_size
         self.context_window = loading.context_window(self.config)
         rope = loading.rope_parameters(self.config)

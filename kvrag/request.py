@@ -129,11 +129,6 @@ class Request:
         return {match.text_key: match.run.key for match in self.matches if match.context_tokens}
 
     @property
-    def cold(self) -> list[ChunkReader]:
-        """Readers of the chunks that are not in memory."""
-        return [reader for reader in self.readers.values() if reader.tier not in _MEMORY]
-
-    @property
     def cold_tokens(self) -> int:
         """Number of tokens that are read from below the tiers in memory."""
         return sum(len(run) for run in self.runs if self.readers[run.key].tier not in _MEMORY)

@@ -49,7 +49,7 @@ class Match(NamedTuple):
 class Catalog:
     """The texts of a store, for matching. Thread-safe.
 
-    After `update`, `match` sees what this and other processes have stored and removed.
+    After `update`, `find` sees what this and other processes have stored and removed.
     """
 
     def __init__(self, store: KVStore, alone_only: bool = False) -> None:
@@ -72,10 +72,6 @@ class Catalog:
             finally:
                 self._refreshing.release()
         return removals
-
-    def match(self, ids: Tokens, min_run: int, namespace: str = "") -> list[Run]:
-        """Return the prompt's runs in the current snapshot; see `kvrag.index.match.match`."""
-        return match(self._snapshot.segments, ids, min_run, namespace)
 
     def refresh(self) -> None:
         """Index everything that has been stored or removed. Call it after ingestion, before the next prompt."""
@@ -110,9 +106,9 @@ class Catalog:
     def ids(self, text_key: str) -> Ids:
         """Return a text's token ids; raises KeyError."""
         for segment in reversed(self._snapshot.segments):
-            row = segment.row(text_key)
-            if row is not None:
-                return segment.text(row)
+            rows = np.flatnonzero(segment.alive & (segment.keys == text_key.encode()))
+            if len(rows):
+                return segment.text(int(rows[-1]))
         raise KeyError(text_key)
 
     def find(
@@ -127,7 +123,7 @@ class Catalog:
 
         Adds the keys of the matched texts without a usable variant to `withheld`.
         """
-        runs = self.match(ids[kept:], min_run, namespace)
+        runs = match(self._snapshot.segments, ids[kept:], min_run, namespace)
         variants = self._variants(run.key for run in runs)
         if withheld is not None:
             withheld.update(run.key for run in runs if run.key not in variants)
@@ -192,9 +188,8 @@ class Catalog:
         for segment in snapshot.segments:
             left = segment.only(stored)
             removed += segment.entries(segment.alive & ~left.alive)
-            if 2 * left.num_alive < len(left):
-                left = join([left])
-            segments += [left] * bool(len(left))
+            if left.num_alive:
+                segments.append(left if 2 * left.num_alive >= len(left) else join([left]))
         return replace(snapshot, segments=tuple(segments), removals=removals), removed
 
 

@@ -160,12 +160,6 @@ class Segment:
         firsts = np.searchsorted(self.postings, lowest)
         return firsts, np.searchsorted(self.postings, lowest | _LOW, "right") - firsts
 
-    def row(self, text_key: str) -> int | None:
-        """Return the row of a text; None if it is missing or not live."""
-        rows = np.flatnonzero(self.keys == text_key.encode())
-        rows = rows[self.alive[rows]]
-        return int(rows[-1]) if len(rows) else None
-
     def text(self, row: int) -> Ids:
         """Return the ids of a text."""
         return self.ids[self.starts[row] : self.starts[row + 1]]

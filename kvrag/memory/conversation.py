@@ -33,14 +33,13 @@ from kvrag.errors import out_of_memory
 from kvrag.index.catalog import Match
 from kvrag.index.match import DeletedTexts, match
 from kvrag.index.segment import Segment, Tokens
-from kvrag.store.values import ChunkReader, Entry
+from kvrag.store.values import ChunkReader, Entry, Layer
 from kvrag.types import Run
 
 _BEFORE = 64  # tokens before a stretch in which a text may begin that is recognised in the stretch
 _SEARCHED = 64  # stretches used last, in which the text of an edited history is looked for
 _QUESTION = 32  # tokens at the end of a prompt that are not reused from elsewhere: they select what is recomputed
 
-Layer = tuple[Tensor, Tensor]
 States = Mapping[Any, Tensor]
 """States of layers after the tokens before a position."""
 Placed = tuple[int, str]
@@ -223,7 +222,9 @@ class Conversations:
             exact = sum(length for _, length in path)
             whole = [stretch for stretch, length in path if length == len(stretch.ids)]
             below = [child for stretch in whole for child in stretch.children_with(prompt[stretch.stop])]
-            continued = _longest(prompt, below, config)
+            usable = [child for child in below if child.blended and child.blended.is_as_good_as(config)]
+            ended = (_turns(prompt, child) for child in usable)
+            continued = max(ended, key=lambda turns: turns.length, default=None)
             if continued and continued.length > exact:
                 last, length, exact = continued.stretch, continued.length, continued.stretch.start
                 path = [*((parent, len(parent.ids)) for parent in last.parents()), (last, length - exact)]
@@ -508,12 +509,6 @@ class _Continued(NamedTuple):
     length: int
     number: int  # of turns
     is_all: bool  # the prompt has no further tokens in common with the stretch
-
-
-def _longest(prompt: NDArray[np.int64], children: Sequence[KeptStretch], config: BlendConfig) -> _Continued | None:
-    """Return the longest prefix of a prompt that ends in one of the blended stretches; None without any."""
-    usable = [child for child in children if child.blended and child.blended.is_as_good_as(config)]
-    return max((_turns(prompt, child) for child in usable), key=lambda turns: turns.length, default=None)
 
 
 def _turns(prompt: NDArray[np.int64], stretch: KeptStretch) -> _Continued:

@@ -130,7 +130,7 @@ class LayerLoader:
         self._parts = [(run.key, slice(run.offset, run.offset + run.stop - run.start)) for run in self._runs]
         self._gaps = [after.start - before.stop for before, after in pairwise(self._runs)]
         # then no read has to queue after those of a slow disk
-        self._is_cold = bool(request.cold)
+        self._is_cold = request.cold_tokens > 0
         self._is_in_memory = codec == "native" and not self._is_cold and backend.device.type == "cpu"
         ahead = _AHEAD if backend.device.type == "cpu" else TOGETHER
         self._ahead = ahead if backend.passes_may_wait else backend.num_layers

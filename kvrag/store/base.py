@@ -134,14 +134,14 @@ class KVStore(ABC):
 
     def check(self, progress: Progress = no_progress) -> StoreCheck:
         """Read all chunks, and delete those that are damaged or differ from their rows."""
-        rows, found = self._manifest.rows(), Counter(dict.fromkeys(("sound", "damaged", "unreadable"), 0))
+        rows, found = self._manifest.rows(), Counter[str]()
         for done, row in enumerate(rows, 1):
-            found.update(self._check_chunk(row))
+            found[self._check_chunk(row)] += 1
             progress(done, len(rows))
-        return StoreCheck(**found)
+        return StoreCheck(found["sound"], found["damaged"], found["unreadable"])
 
-    def _check_chunk(self, row: ManifestRow) -> list[str]:
-        """Check one chunk; return the counters of StoreCheck that it adds to."""
+    def _check_chunk(self, row: ManifestRow) -> str:
+        """Check one chunk; return the field of StoreCheck that counts it, or "removed"."""
         try:
             chunk = self._open_file(row.file, row.key)
             is_sound = ManifestRow.of(chunk.record(), row.file, chunk.size) == row
@@ -149,10 +149,10 @@ class KVStore(ABC):
             is_sound = False
         except StoreError as error:
             logger.warning("%s", error)
-            return ["unreadable"]
-        if not is_sound and not self._discard(row.key, row.file):
-            return []  # removed meanwhile, and maybe stored again
-        return ["sound" if is_sound else "damaged"]
+            return "unreadable"
+        if is_sound:
+            return "sound"
+        return "damaged" if self._discard(row.key, row.file) else "removed"  # meanwhile, and maybe stored again
 
     def check_room(self, needed: float) -> None:
         """Raise StoreFullError if the disk has no room for that many bytes. A bucket has no size."""

@@ -42,11 +42,6 @@ _BLANK = b"0" * 32
 _DIGEST = re.compile(rb'"digest":"([0-9a-f]{32})"')
 
 
-def key_of(file: str) -> str:
-    """Return the key of the chunk in a file: the file name begins with it."""
-    return file.rpartition("/")[2].removesuffix(SUFFIX).partition("-")[0]
-
-
 def serialise(record: ChunkRecord, fingerprint: str) -> tuple[bytes, memoryview]:
     """Return the file's content: header and body."""
     tensors: dict[str, Tensor] = {

@@ -30,7 +30,7 @@ from kvrag.errors import (
 )
 from kvrag.fingerprint import Fingerprint
 from kvrag.store.base import MANIFEST, KVStore
-from kvrag.store.chunkfile import SUFFIX, ChunkFile, PackedChunk, key_of
+from kvrag.store.chunkfile import SUFFIX, ChunkFile, PackedChunk
 from kvrag.store.durable import TEMPORARY, write_file
 from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.owner import OWNER, owner_file, read_owner
@@ -188,7 +188,8 @@ class FileStore(KVStore):
         """Delete files without a row, unless a process is writing; return their number."""
         with self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB) as is_alone:
             paths = [path for pattern in patterns for path in self.path.glob(pattern)]
-            known = self._manifest.files() if paths else ()  # after listing the folder: it has the rows of all of them
+            files = self._manifest.files() if paths else {}  # after listing the folder: it has the rows of all of them
+            known = {*files.values()}
             left = [path for path in paths if is_alone and path.name not in known]
             for path in left:
                 path.unlink(missing_ok=True)
@@ -196,7 +197,7 @@ class FileStore(KVStore):
 
     def keys(self) -> list[str]:
         """Return the keys of all chunks."""
-        return list(map(key_of, self._manifest.files()))
+        return list(self._manifest.files())
 
     def close(self) -> None:
         with self._lock:

@@ -23,11 +23,9 @@ from kvrag.errors import StoreError
 from kvrag.store.schema import COUNT, PAGE, Database, advance, clock_of, translated
 from kvrag.store.values import ON_REQUEST, ChunkRecord, Entry, Holding, NamespaceStats, TextState, text_key
 
-_ROWS = "SELECT key, text, namespace, ids, context_tokens, file, num_bytes FROM chunks"  # in the order of ManifestRow
 _WITH_PREFIX = (  # a range condition, so that SQLite uses the index
     "WHERE namespace = ?1 AND document > '' AND document >= ?2 AND document < ?2 || char(1114111) AND document != ?3"
 )
-_HOLDERS = "holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?, ?)"
 _LISTED = "(SELECT value FROM json_each(?1))"  # SQLite limits the number of parameters
 _UNHELD = "key NOT IN (SELECT key FROM holders)"
 _BUDGET = "budget "  # and a namespace: counter with its budget in bytes
@@ -173,7 +171,8 @@ class Manifest(Database):
             requests = [(namespace, ON_REQUEST, text) for text in {text for text, _ in let_go} - texts]
             let_go += _let_go(connection, "namespace = ? AND document = ? AND text = ?", requests)
             rows = [(*name, text_key, source, key) for text_key, key, source in holdings]
-            connection.executemany(f"INSERT OR REPLACE INTO {_HOLDERS}", rows)
+            holders = "holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?, ?)"
+            connection.executemany(f"INSERT OR REPLACE INTO {holders}", rows)
             return _remove_rows(connection, sorted({key for _, key in let_go}), unheld=True)
 
     def unused_requests(self, since: float) -> list[tuple[str, str]]:
@@ -298,7 +297,6 @@ class Manifest(Database):
             NamespaceStats(name, texts, chunks, tokens, size, documents.get(name, 0), budgets.get(name))
             for name in sorted({*documents, *counts, *budgets})
             for texts, chunks, tokens, size in [counts.get(name, [0, 0, 0, 0])]
-            if chunks or name in documents or name in budgets
         ]
 
     def held(self, keys: Sequence[str], document: str | None = None) -> set[str]:
@@ -308,11 +306,12 @@ class Manifest(Database):
 
     def rows(self) -> list[ManifestRow]:
         """Return the rows of all chunks."""
-        return [ManifestRow(*row) for row in self._all(f"{_ROWS} LEFT JOIN texts USING (text)")]
+        fields = "key, text, namespace, ids, context_tokens, file, num_bytes"
+        return [ManifestRow(*row) for row in self._all(f"SELECT {fields} FROM chunks LEFT JOIN texts USING (text)")]
 
-    def files(self) -> set[str]:
-        """Return the names of all chunks' files."""
-        return {row[0] for row in self._all("SELECT file FROM chunks")}
+    def files(self) -> dict[str, str]:
+        """Return the name of each chunk's file, by the chunk's key."""
+        return dict(self._all("SELECT key, file FROM chunks"))
 
 
 def _let_go(connection: sqlite3.Connection, where: str, values: Sequence[tuple[str, ...]]) -> list[tuple[str, str]]:

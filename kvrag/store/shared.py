@@ -353,7 +353,7 @@ class SharedStore(KVStore):
         """See KVStore.delete_leftovers. Also compacts the log, and deletes local copies of removed chunks."""
         listed = list(self._remote.listed("chunks/"))
         self._log.pull()  # the rows of all listed chunks
-        known = set(map(_object, self._manifest.files()))
+        known = set(map(_object, self._manifest.files().values()))
         leftovers = [name for name, age in listed if name not in known and age > _STALE_S]
         self._remote.delete(leftovers)
         self._log.compact()

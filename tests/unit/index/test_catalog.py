@@ -14,6 +14,7 @@ import pytest
 
 from kvrag.index import catalog as catalog_module
 from kvrag.index.catalog import Catalog
+from kvrag.index.match import match
 from kvrag.index.segment import Segment, join
 from kvrag.store import FileStore
 from kvrag.store.base import MANIFEST
@@ -69,7 +70,7 @@ def _text(rng: random.Random, length: int = 100) -> list[int]:
 def _match(catalog: Catalog, ids: Any, min_run: int, namespace: str = "") -> list[Run]:
     """Match as a prompt does."""
     catalog.update()
-    return catalog.match(ids, min_run, namespace)
+    return match(catalog._snapshot.segments, ids, min_run, namespace)
 
 
 def _check(catalog: Catalog, present: dict[str, list[int]], absent: dict[str, list[int]]) -> None:

@@ -39,7 +39,6 @@ from kvrag import (
 from kvrag.cli.main import main
 from kvrag.store import ON_REQUEST, chunkfile, log, open_store, remote, shared, visible_variant
 from kvrag.store import follower as following
-from kvrag.store.chunkfile import key_of
 from kvrag.store.urls import connect
 from kvrag.store.values import chunk_key, text_key
 
@@ -123,7 +122,7 @@ def test_removals_reach_other_machines_and_their_copies(machine: Machine) -> Non
     assert two.missing([A.key]) == [A.key]
     assert two.open(A.key) is None
     assert soon(lambda: two.local_stats().chunks == 0), "the follower deletes them right after its transaction"
-    assert [key_of(name) for name in chunks_in(one)] == [B.key]
+    assert [Path(name).name.partition("-")[0] for name in chunks_in(one)] == [B.key]
 
 
 def test_two_machines_that_store_the_same_keep_one_object(machine: Machine) -> None:
@@ -776,7 +775,7 @@ def test_check_finds_damage_and_losses(machine: Machine) -> None:
     one = machine("one")
     one.put([A, B, C])
     _spoil(one, A.key)
-    one._remote.delete([name for name in chunks_in(one) if key_of(name) == B.key])
+    one._remote.delete([name for name in chunks_in(one) if B.key in name])
     found = one.check()
     assert (found.sound, found.damaged, found.unreadable) == (1, 2, 0)
     assert one.missing([A.key, B.key, C.key]) == [A.key, B.key]

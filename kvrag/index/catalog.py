@@ -186,8 +186,9 @@ class Catalog:
             return snapshot, []
         stored, segments, removed = self._store.numbers(), list[Segment](), list[Entry]()
         for segment in snapshot.segments:
-            left = segment.only(stored)
-            removed += segment.entries(segment.alive & ~left.alive)
+            is_stored = np.isin(segment.numbers, stored)
+            removed += segment.entries(segment.alive & ~is_stored)
+            left = replace(segment, alive=segment.alive & is_stored)
             if left.num_alive:
                 segments.append(left if 2 * left.num_alive >= len(left) else join([left]))
         return replace(snapshot, segments=tuple(segments), removals=removals), removed

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -173,11 +173,6 @@ class Segment:
         for row in np.flatnonzero(chosen).tolist():
             namespace = self.namespaces[self.spaces[row]]
             yield Entry(int(self.numbers[row]), self.text_key(row), namespace, self.text(row))
-
-    def only(self, numbers: Numbers) -> Segment:
-        """Return the same segment with those of its texts alive that have one of these numbers."""
-        alive = self.alive & np.isin(self.numbers, numbers)
-        return self if np.array_equal(alive, self.alive) else replace(self, alive=alive)
 
 
 def _thinned(postings: Hashes, starts: Numbers) -> Hashes:

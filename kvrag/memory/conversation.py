@@ -60,7 +60,7 @@ class Blended:
 
     config: BlendConfig
     turns: tuple[Turn, ...]  # all of the conversation, each a prefix of the next
-    with_context: Mapping[str, str]  # as `Prompt.with_context`
+    with_context: Mapping[str, str]  # as `Request.with_context`
 
     def is_as_good_as(self, config: BlendConfig) -> bool:
         """Return whether it may be used for a prompt with these settings."""

@@ -29,7 +29,6 @@ from kvrag.store.chunkfile import SUFFIX, PackedChunk
 from kvrag.store.log import Log
 from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.owner import check_owner, codec_of
-from kvrag.store.schema import translated
 from kvrag.store.values import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
 
 logger = logging.getLogger("kvrag")
@@ -401,16 +400,15 @@ class KVStore(ABC):
         without a row. Token ids of deleted texts are deleted from the manifest and its log.
         """
         check_number("unused_days", unused_days, least=-math.inf)
-        with translated(self.path):
-            self._record_uses()
-            if requests := self._manifest.unused_requests(time.time() - unused_days * 86400):
-                self._changes.change("release", requests=requests)
-            # another process or machine may record a document that relies on them at this moment
-            unheld = self._remove(self._manifest.unheld(), unheld=True)
-            self.keep_budgets()  # a killed writer did not
-            leftovers = self.delete_leftovers()
-            self.purge()
-            return len(unheld), leftovers
+        self._record_uses()
+        if requests := self._manifest.unused_requests(time.time() - unused_days * 86400):
+            self._changes.change("release", requests=requests)
+        # another process or machine may record a document that relies on them at this moment
+        unheld = self._remove(self._manifest.unheld(), unheld=True)
+        self.keep_budgets()  # a killed writer did not
+        leftovers = self.delete_leftovers()
+        self.purge()
+        return len(unheld), leftovers
 
     def purge(self) -> None:
         """Delete what may contain deleted texts: the manifest's log."""

@@ -67,15 +67,14 @@ class FileStore(KVStore):
         self._owner = read_owner(self.path)
         self._flushing: threading.Timer | None = None  # under _lock
         self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvrag-write")  # fsync only waits
-        with translated(self.path):
-            try:
-                for folder in (self.path, self._chunks):  # the content is as confidential as the documents
-                    folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # parents keep the default mode
-            except OSError as error:
-                raise StoreError(
-                    f"cannot create the store folder {folder} ({error.strerror}): choose another one"
-                ) from error
-            self._manifest = self._changes = Manifest(self.path / MANIFEST)
+        try:
+            for folder in (self.path, self._chunks):  # the content is as confidential as the documents
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # parents keep the default mode
+        except OSError as error:
+            raise StoreError(
+                f"cannot create the store folder {folder} ({error.strerror}): choose another one"
+            ) from error
+        self._manifest = self._changes = Manifest(self.path / MANIFEST)
         self.clean()
 
     def _file(self, name: str) -> Path:

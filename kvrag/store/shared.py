@@ -126,8 +126,7 @@ class SharedStore(KVStore):
         self.path = self._cache.with_name(f"{self._cache.name}-{self._fingerprint}")
         local = self.path / "local"
         try:
-            for folder in (self.path, local):
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_file(local / OWNER, owner_file(Fingerprint.of(self._owner)))
         except OSError as error:
             raise StoreError(
@@ -330,15 +329,13 @@ class SharedStore(KVStore):
 
     def check(self, progress: Progress = no_progress) -> StoreCheck:
         """See KVStore.check; also checks the local copies."""
-        self._check_open()
-        self._log.pull()
+        self.sync()
         self._local.check()
         return super().check(progress)
 
     def gc(self, unused_days: float = 7.0) -> tuple[int, int]:
         """See KVStore.gc. Token ids of deleted texts are also erased from the log."""
-        self._check_open()
-        self._log.pull()
+        self.sync()
         return super().gc(unused_days)
 
     def clean(self) -> int:

@@ -196,7 +196,8 @@ def test_removed_chunks_are_not_matched() -> None:
     chunks = _random_chunks(rng, 20)
     gone = set(list(chunks)[::2])
     left = np.arange(2, 21, 2)
-    segments = [segment.only(left).only(left) for segment in _segments(chunks, portions=4)]
+    whole = _segments(chunks, portions=4)
+    segments = [replace(segment, alive=np.isin(segment.numbers, left)) for segment in whole]
     prompt = [token for chunk in chunks.values() for token in chunk]
     for some in (segments, [join(segments)]):
         assert sum(segment.num_alive for segment in some) == 10

@@ -15,13 +15,13 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 from filelock import FileLock
 
 from kvrag.errors import StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.fingerprint import FORMAT
-from kvrag.process import check_process, refuse
+from kvrag.process import refuse
 from kvrag.store.owner import old_format
 
 logger = logging.getLogger("kvrag")
@@ -205,18 +205,6 @@ class Database:
             self._writer.close()
 
 
-def _in_its_process(name: str) -> Any:
-    """Return a method of connections that raises SettingError in a forked process."""
-    run = getattr(sqlite3.Connection, name)
-
-    def method(self: SQLiteFile, *arguments: Any) -> Any:
-        if self._process != os.getpid():
-            raise refuse(str(self.path))
-        return run(self, *arguments)
-
-    return method
-
-
 class SQLiteFile(sqlite3.Connection):
     """A connection that a forked process does not use, and whose file it does not open; see `connect`."""
 
@@ -224,20 +212,24 @@ class SQLiteFile(sqlite3.Connection):
         """Open the file."""
         if (file := _file(path)) and file in _inherited:
             raise refuse(str(path))
-        self.path, self._process = path, os.getpid()
+        self.path = path
         super().__init__(
             f"{path.absolute().as_uri()}{options}", uri=True, timeout=60, isolation_level=None, check_same_thread=False
         )
         self.file = _file(path)
         _connections.add(self)
 
-    execute, executemany, executescript = map(_in_its_process, ("execute", "executemany", "executescript"))
-
     def close(self) -> None:
         """Close the file, for children as well."""
-        check_process(self._process, str(self.path))
         super().close()
         _connections.discard(self)
+
+
+class _Inherited(SQLiteFile):
+    """A connection that was open when this process was forked."""
+
+    def __getattribute__(self, name: str) -> NoReturn:
+        raise refuse(str(object.__getattribute__(self, "path")))
 
 
 _connections: weakref.WeakSet[SQLiteFile] = weakref.WeakSet()
@@ -265,6 +257,7 @@ def _after_fork() -> None:
     for connection in list(_connections):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))  # or its end would close the file, also for the parent
         _inherited.add(connection.file)
+        connection.__class__ = _Inherited
     _connections.clear()
 
 

@@ -52,9 +52,11 @@ class KVCache(Protocol):
     """KV of a prompt at full length, with rotated keys.
 
     Attributes:
+        num_layers: Number of its layers.
         alone: How its passes are computed may not depend on other prompts.
     """
 
+    num_layers: int = 0
     alone: bool = False
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
@@ -62,6 +64,8 @@ class KVCache(Protocol):
 
     def copied(self, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
         """Return a copy of the keys and values of these positions, of each layer."""
+        layers = map(self.layer, range(self.num_layers))
+        return [(keys[:, :, start:stop].clone(), values[:, :, start:stop].clone()) for keys, values in layers]
 
     def write(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values, each (1, H, S, D), of (S,) positions of one layer."""
@@ -129,6 +133,7 @@ class Backend(Outline, Protocol):
         num_processes: Number of processes that share the model by tensor parallelism. All of them run the same
             requests, in the same order.
         heads: The KV heads of this process.
+        devices: Those of the layers.
     """
 
     num_layers: int
@@ -149,13 +154,11 @@ class Backend(Outline, Protocol):
     leaves_tail: bool = False
     num_processes: int = 1
     heads: slice = slice(None)
+    devices: Sequence[torch.device]
 
     @property
     def waits(self) -> int:
         """Number of times that the calling thread waited for other requests: durations then include their work."""
-
-    def layer_device(self, number: int) -> torch.device:
-        """Return the device of a layer."""
 
     def rotations(self, positions: Tensor) -> list[Rotation]:
         """Return the rotation of each layer's keys at (T,) positions."""

@@ -124,7 +124,7 @@ class LayerLoader:
         self.rotations: Sequence[Rotation] = ()  # to all positions, see `layer`
         self.codec, self.trace, self.capacity = codec, trace, capacity
         self._backend, self._runs, self._readers = backend, request.runs, list(request.readers.items())
-        self._devices = [*map(backend.layer_device, range(backend.num_layers))]
+        self._devices = backend.devices
         # the positions from the first run's start to the last run's end
         self.span = slice(self._runs[0].start, self._runs[-1].stop) if self._runs else slice(0, 0)
         self._parts = [(run.key, slice(run.offset, run.offset + run.stop - run.start)) for run in self._runs]
@@ -272,7 +272,7 @@ class LayerLoader:
 
 def tiers(backend: Backend, options: EngineOptions) -> MemoryTier:
     """Return an engine's tier in RAM, behind one on the devices of the layers if that has a size."""
-    size, devices = options["device_bytes"], {*map(backend.layer_device, range(backend.num_layers))}
+    size, devices = options["device_bytes"], {*backend.devices}
     is_on_gpus = all(device.type == "cuda" for device in devices)
     if size is None and is_on_gpus:
         free = min(torch.cuda.mem_get_info(device)[0] for device in devices)
@@ -319,8 +319,7 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor | None:
 
 def _empty(like: Tensor, num_tokens: int) -> Tensor:
     """Return an uninitialised (L, H, num_tokens, D) tensor: fresh positions are written before they are read."""
-    num_layers, num_heads, _, width = like.shape
-    return torch.empty(num_layers, num_heads, num_tokens, width, dtype=like.dtype, device=like.device)
+    return like.new_empty(*like.shape[:2], num_tokens, like.shape[3])
 
 
 def _raise_unreadable(key: str, error: Exception) -> NoReturn:

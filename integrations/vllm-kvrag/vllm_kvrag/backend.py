@@ -75,6 +75,9 @@ class PagedCache(KVCache):
     laid_out: set[int] = field(default_factory=set)
     branches: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.num_layers = self.backend.num_layers
+
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Return copies of keys and values of one layer, each (1, H, capacity, D), followed by the branches'."""
         backend = self.backend
@@ -86,11 +89,6 @@ class PagedCache(KVCache):
         parts = [backend.call(read), *(branch[number] for branch in self.branches)]
         keys, values = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
         return keys, values
-
-    def copied(self, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
-        """Return a copy of the keys and values of these positions, of each layer."""
-        layers = map(self.layer, range(self.backend.num_layers))
-        return [(keys[:, :, start:stop].clone(), values[:, :, start:stop].clone()) for keys, values in layers]
 
     def write(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values, each (1, H, S, D), of (S,) positions of one layer."""
@@ -171,6 +169,7 @@ class VllmBackend(Backend):
         by_name = get_layers_from_vllm_config(vllm_config, Attention)
         self.layers: list[Any] = [by_name[name] for name in sorted(by_name, key=extract_layer_index)]
         self.num_layers = len(self.layers)
+        self.devices = [self.device] * self.num_layers
         if reason := unsupported_layers(self.layers, caches_of(kv_cache_config)):
             raise UnsupportedModelError(reason)
         self.hidden_size, self.vocab_size = int(config.get_hidden_size()), int(config.get_vocab_size())
@@ -224,10 +223,6 @@ class VllmBackend(Backend):
                 f"{what} has {num_tokens} tokens, too many for the window of {self.context_window} (one for the "
                 "answer): use shorter chunks"
             )
-
-    def layer_device(self, number: int) -> torch.device:
-        """Return the device of a layer."""
-        return self.device
 
     # ---------------------------------------------------------------- processes
 

@@ -105,7 +105,7 @@ class LlamaModel(Model):
         self.name, self.lock = header.name, FairLock()
         self._exclusive = partial(_holding, self.lock, self._process)
         self.num_layers: int = self._library.functions.llama_model_n_layer(self._model.pointer)
-        self._devices = [self.device] * self.num_layers
+        self.devices = [self.device] * self.num_layers
         for name, reason in _REFUSED.items():
             if getattr(self._library.functions, name)(self._model.pointer):
                 raise _unsupported(header, reason)

@@ -118,13 +118,13 @@ class Model(Backend):
         with loading.refuse_failures(hf.config):
             attending = loading.attending_layers(self.config)
             found = probe(hf, attending, self.keeps_states, shift=min(37, self.stable_length // 4))
-            self._rotary, self._devices, self.bytes_per_token, self.is_latent = found
+            self._rotary, self.devices, self.bytes_per_token, self.is_latent = found
             self.num_layers = len(self._rotary)
             self._attending, self._places = attending, attending[: self.num_layers]
             self._check_attention()
             self._states = self._check_states() if self.keeps_states else {}
             # a graph has no place for states, which are new tensors in each step, nor for numbers that the host reads
-            is_fixed = not (self.keeps_states or self.rope_follows_length) and {*self._devices} == {self.device}
+            is_fixed = not (self.keeps_states or self.rope_follows_length) and {*self.devices} == {self.device}
             if is_fixed and self.device.type == "cuda":
                 self.joins_from, self.captures = 1, True
             self.rotations(torch.arange(_TRIAL_TOKENS))
@@ -213,10 +213,6 @@ class Model(Backend):
     def waits(self) -> int:
         """See `Backend.waits`."""
         return self.lock.waits
-
-    def layer_device(self, number: int) -> torch.device:
-        """Return the device of a layer."""
-        return self._devices[number]
 
     def check_window(self, num_tokens: int, what: str = "the prompt") -> None:
         """Raise ContextWindowError unless `num_tokens` and one new token fit."""
@@ -314,7 +310,8 @@ class Model(Backend):
     def states_after(self, cache: KVCache, row: int) -> tuple[Tensor, Tensor]:
         """See `Backend.states_after`."""
         assert isinstance(cache, BlendCache)
-        parts: tuple[list[Tensor], list[Tensor]] = [self._empty], [self._empty]
+        empty = torch.empty(0, dtype=self.dtype)
+        parts: tuple[list[Tensor], list[Tensor]] = [empty], [empty]
         for key in sorted(self._states):
             parts[key[1] != "conv"].append(cache.states[key][row].flatten().to("cpu", self.dtype))
         return torch.cat(parts[0]), torch.cat(parts[1])
@@ -481,10 +478,6 @@ class Model(Backend):
             # another model may be capturing a graph
             torch.cuda.current_stream(self.device).synchronize()
         return suspended(self.config)
-
-    @functools.cached_property
-    def _empty(self) -> Tensor:
-        return torch.empty(0, dtype=self.dtype)
 
     @functools.cached_property
     def _no_mask(self) -> Tensor | dict[str, Tensor]:

@@ -26,8 +26,8 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvrag.backend.positions import CPU_ROWS, ROWS, Rows, attention_received, first_key
-from kvrag.backend.protocol import Branch, CachedKV, LayerSource, Observer
+from kvrag.backend.positions import CPU_ROWS, ROWS, Rows, attention_received, causal_mask, first_key
+from kvrag.backend.protocol import Branch, CachedKV, KVCache, LayerSource, Observer
 from kvrag.backend.transformers.graph import PassGraph
 
 _GROWTH = 256  # positions
@@ -81,9 +81,7 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         start, self.length = self.length, self.length + key_states.shape[2]
         if self.length > self.keys.shape[2]:
-            capacity = self.length + max(_GROWTH, self.length // 4)
-            self.keys, self.values = (_resized(tensor, start, capacity) for tensor in (self.keys, self.values))
-            self.place = None
+            self.resize(start, _room(self.length))
         self.keys[:, :, start : self.length] = key_states
         self.values[:, :, start : self.length] = value_states
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
@@ -97,10 +95,9 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
         self.values.index_copy_(2, rows, value_states)
         return self.keys[:, :, :stop], self.values[:, :, :stop]
 
-    def leave(self) -> None:
-        """Copy keys and values out of a shared tensor."""
-        capacity = self.keys.shape[2]
-        self.keys, self.values = (_resized(tensor, self.length, capacity) for tensor in (self.keys, self.values))
+    def resize(self, used: int, capacity: int) -> None:
+        """Copy the first `used` positions to tensors of its own."""
+        self.keys, self.values = (_resized(tensor, used, capacity) for tensor in (self.keys, self.values))
         self.place = None
 
     def get_seq_length(self) -> int:
@@ -177,16 +174,17 @@ class StatefulCache(Cache):  # type: ignore[misc]
         return False
 
 
-class BlendCache(StatefulCache):
+class BlendCache(StatefulCache, KVCache):
     """A cache whose `update` can write at given positions of full-length tensors that are already filled.
 
     Attributes:
+        own_layers: Layers with KV of their own, in order.
+        numbers: The model's layers with KV -> their numbers among these.
         rows: (S,) ascending positions to write (blending), or None to append (prefill, decode).
         stop: With `rows`: keys from `stop` on are hidden.
         observer: Called with every layer's fresh keys and values; can end the pass.
         pause: Called in every layer of a pass, for other threads to use the model.
         filled: Positions that have KV before the first pass; None = all before its length.
-        alone: See `KVCache.alone`.
         is_latent: The model (MLA) writes latents, which have no position, and one rotated key for all heads. Here, that
             key is the key, and the latents are the values.
     """
@@ -204,7 +202,8 @@ class BlendCache(StatefulCache):
         own = {place: BlendLayer(number, capacity, source, prefix) for number, place in enumerate(places)}
         first = own[places[0]]  # stands for the others, of which transformers asks the length only
         super().__init__(layers=[own.get(place, first) for place in range(places[-1] + 1)])
-        self._own_layers, self._numbers = list(own.values()), {place: number for number, place in enumerate(places)}
+        self.own_layers, self.numbers = list(own.values()), {place: number for number, place in enumerate(places)}
+        self.num_layers = len(places)
         self._first: dict[int, States] = {0: {}}
         if prefix and prefix.states:
             self._first[prefix.length] = prefix.states
@@ -212,7 +211,7 @@ class BlendCache(StatefulCache):
         self._before = self._now = (0, States())  # of the last pass or step, and after it
         self._given: tuple[int, States] | None = None  # for one pass
         self.held = {}
-        self.capacity, self.alone = capacity, False
+        self.capacity = capacity
         if prefix and filled is not None:
             filled = torch.cat([torch.arange(prefix.length), filled])
         self.filled = filled
@@ -232,8 +231,8 @@ class BlendCache(StatefulCache):
         if self.pause is not None:
             self.pause()
         if self.observer is not None:
-            self.observer(self._numbers[layer_idx], key_states, value_states)
-        if self._numbers[layer_idx] == self.last:
+            self.observer(self.numbers[layer_idx], key_states, value_states)
+        if self.numbers[layer_idx] == self.last:
             raise StopForward
         layer: BlendLayer = self.layers[layer_idx]
         if self.rows is None:
@@ -244,40 +243,26 @@ class BlendCache(StatefulCache):
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of one layer at full capacity; stitch them if no pass has reached the layer yet."""
-        layer = self._own_layers[number]
+        layer = self.own_layers[number]
         if not layer.is_initialized:
             layer.lazy_initialization(None, None)
         return layer.keys, layer.values
 
-    def copied(self, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
-        """See `KVCache.copied`."""
-        layers = map(self.layer, range(len(self._own_layers)))
-        return [(keys[:, :, start:stop].clone(), values[:, :, start:stop].clone()) for keys, values in layers]
-
     def write(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values, each (1, H, S, D), of (S,) positions of one layer."""
-        self._own_layers[number].write(keys, values, rows, 0)
-
-    def number(self, place: int) -> int:
-        """Return the number of one of the model's layers among those with KV."""
-        return self._numbers[place]
-
-    @property
-    def own_layers(self) -> Sequence[BlendLayer]:
-        """Layers with KV of their own, in order."""
-        return self._own_layers
+        self.own_layers[number].write(keys, values, rows, 0)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the layers reached so far, including their room to grow."""
-        own = [layer for layer in self._own_layers if layer.is_initialized]
+        own = [layer for layer in self.own_layers if layer.is_initialized]
         states = sum(state.nbytes for state in self._now[1].values())
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in own) + states
 
     def set_length(self, length: int) -> None:
         """Declare the positions before `length` complete: from now on the cache grows like a DynamicCache."""
         self.rows = None
-        for layer in self._own_layers:
+        for layer in self.own_layers:
             layer.length = length
 
     def begin_states(self, start: int, stop: int) -> None:
@@ -366,7 +351,7 @@ class JoinedRows:
         longest = max(lengths)
         if len(caches) < least or not longest or len(caches) * longest > 2 * sum(lengths):
             for layer in (layer for cache in caches for layer in cache.own_layers if layer.place):
-                layer.leave()  # one row would keep the tensors of all
+                layer.resize(layer.length, layer.keys.shape[2])  # one row would keep the tensors of all
             return None
         places = [cache.own_layers[0].place for cache in caches]
         rows = places[0][0] if places[0] else None
@@ -459,7 +444,7 @@ class StepCache(StatefulCache):
             return key_states, value_states
         swaps = self._caches[0].is_latent
         fresh = (value_states, key_states) if swaps else (key_states, value_states)
-        pair = self.joined.append(self._caches[0].number(layer_idx), fresh, self.positions)
+        pair = self.joined.append(self._caches[0].numbers[layer_idx], fresh, self.positions)
         self.states[layer_idx] = [pair[::-1] if swaps else pair]
         return key_states, value_states
 
@@ -544,13 +529,8 @@ class Step:
         name = str(type(window)), window, like.device
         if name not in self.masks:
             assert self.cache.joined is not None
-            positions = self.cache.positions.to(like.device)[..., None]
-            keys = torch.arange(self.cache.joined.capacity, device=like.device)
-            hidden = keys > positions
-            if window is not None:
-                hidden |= keys < first_key(window, positions)
-            mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
-            self.masks[name] = mask.masked_fill_(hidden, torch.finfo(like.dtype).min)[:, None]
+            positions = self.cache.positions.to(like.device)
+            self.masks[name] = causal_mask(positions, 0, self.cache.joined.capacity, window, like.dtype)[:, None]
         return self.masks[name]
 
 
@@ -705,9 +685,7 @@ def _at_rows(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, now: 
         softcap = kwargs.get("softcap")
         observer.observe(layer, attention_received(query, key, now, layer, observer.num_queries, scaling, softcap))
     blocks = []
-    window = now.windows[layer]
-    masked = now.masked.get((type(window), window, query.device))
-    for low, mask, block in masked or now.masked_blocks(layer, CPU_ROWS if on_cpu else ROWS, on_cpu, query):
+    for low, mask, block in now.masked_blocks(layer, CPU_ROWS if on_cpu else ROWS, on_cpu, query):
         queries = query[:, :, block.start : block.end]
         keys, values = (part[:, :, low : block.stop] for part in (key, value))
         if on_cpu:

@@ -7,13 +7,12 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvrag.backend.hub import READER
 from kvrag.cli.common import (
     add_answer_arguments,
     add_engine_arguments,
-    blend_settings,
     nothing_warmed,
     open_engine,
     open_index,
@@ -53,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
         hits = fitting(found, engine.model, _prompt(engine, [], args.question))
         if len(hits) < len(found):
             say(f"{len(hits)} of {len(found)} chunks fit into the window of {engine.context_window} tokens")
-        settings = blend_settings(args) | {"temperature": args.temperature, "namespace": args.namespace}
-        text, report = "", None
-        for delta in engine.stream(_prompt(engine, hits, args.question), max_new_tokens=args.max_tokens, **settings):
+        prompt, text, report = _prompt(engine, hits, args.question), "", None
+        options: Any = {"max_new_tokens": args.max_tokens, "temperature": args.temperature, "namespace": args.namespace}
+        for delta in engine.stream(prompt, **options):
             new_text = delta.text if text else delta.text.lstrip()
             text += new_text
             report = delta.report or report

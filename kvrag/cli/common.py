@@ -160,16 +160,15 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "temperature", metavar="T")
 
 
-def blend_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of the options of `add_blend_arguments`."""
-    return {name: getattr(args, name) for name in ("ratio", "margin", "policy", "controller")}
+def read_config(args: argparse.Namespace) -> BlendConfig:
+    """Return the configuration of the engine by the command's options of encoding and blending."""
+    return BlendConfig(context_tokens=getattr(args, "context_tokens", DEFAULT_CONTEXT)).overridden(vars(args))
 
 
-def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, is_warmed: bool = False) -> BlendEngine:
+def open_engine(args: argparse.Namespace, *, is_warmed: bool = False) -> BlendEngine:
     """Open the engine for `add_engine_arguments`, and for the command's other options of model and engine.
 
     Args:
-        config: None = the default, with the command's --context-tokens.
         is_warmed: Create no store.
 
     Raises:
@@ -181,7 +180,7 @@ def open_engine(args: argparse.Namespace, config: BlendConfig | None = None, *, 
             existing_store(args.store)
     elif is_warmed and not any((cache := Path.home() / ".cache" / "kvrag").glob("*/chunks")):
         raise nothing_warmed(cache)
-    config = config or BlendConfig(context_tokens=getattr(args, "context_tokens", DEFAULT_CONTEXT))
+    config = read_config(args)
     from kvrag.engine import BlendEngine, default_store
 
     model = load_model(args)

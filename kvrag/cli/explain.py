@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvrag.cli.common import add_blend_arguments, add_engine_arguments, blend_settings, open_engine, read_text, say
+from kvrag.cli.common import add_blend_arguments, add_engine_arguments, open_engine, read_text, say
 from kvrag.errors import PromptError
 
 _FILES = (".txt", ".md", ".json")
@@ -33,7 +33,6 @@ def run(args: argparse.Namespace) -> int:
             namespace=args.namespace,
             tools=request.get("tools"),
             template=request.get("chat_template_kwargs"),
-            **blend_settings(args),
         )
     if args.html:
         Path(args.html).write_text(explanation.html(), "utf-8")

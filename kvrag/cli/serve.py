@@ -23,11 +23,12 @@ from kvrag.cli.common import (
     add_setting,
     open_engine,
     open_index,
+    read_config,
     read_text,
     require_extra,
     say,
 )
-from kvrag.config import DECLARED, BlendConfig
+from kvrag.config import DECLARED
 from kvrag.errors import SettingError
 from kvrag.retrieval import documents
 from kvrag.server.settings import ApiKey, ServerSettings
@@ -102,27 +103,27 @@ def _size(bits: int, may_be_zero: bool = False) -> Callable[[str], int]:
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
     require_extra("server")
-    settings, config = read_settings(args), read_config(args)  # report mistakes before the slow imports
+    settings = read_settings(args)  # reports mistakes before the slow imports
     from kvrag.server.run import bind, make_server, share_arenas, url
 
     share_arenas()  # before the engine starts threads
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     with ExitStack() as stack:
         taken = stack.enter_context(bind(args.host, args.port))
-        app = build(args, settings, config, stack)
+        app = build(args, settings, stack)
         taken.listen()  # whoever reads the announcement may connect at once
         _announce(args, settings, url(taken), app.state.kvrag)
         make_server(app, args.shutdown_timeout).run([taken])
     return 0
 
 
-def build(args: argparse.Namespace, settings: ServerSettings, config: BlendConfig, stack: ExitStack) -> Any:
+def build(args: argparse.Namespace, settings: ServerSettings, stack: ExitStack) -> Any:
     """Open the engine and the corpora, as long as `stack` is open, and return the ASGI app."""
     from kvrag.server.app import create_app
     from kvrag.server.corpus import Corpus
 
     say(f"loading {args.model}")
-    engine = stack.enter_context(open_engine(args, config))
+    engine = stack.enter_context(open_engine(args))
     if args.store_bytes is not None:
         engine.store.max_bytes = args.store_bytes
     if args.prompt_template is None:  # same prompt as `kvrag ask`
@@ -141,7 +142,11 @@ def build(args: argparse.Namespace, settings: ServerSettings, config: BlendConfi
 
 
 def read_settings(args: argparse.Namespace) -> ServerSettings:
-    """Return the settings of the server."""
+    """Return the settings of the server; also check the options of the engine and the corpus."""
+    read_config(args)
+    if not args.no_corpus:
+        require_extra()
+        documents.check_lengths(args.chunk_tokens, args.chunk_overlap)
     keys = _keys(args)
     if not (keys or args.no_api_key or _is_local(args.host)):
         how = f"pass --api-key or set {_KEYS}, or let everyone in with --no-api-key"
@@ -174,14 +179,6 @@ def _keys(args: argparse.Namespace) -> tuple[ApiKey, ...]:
     if len(given) > 1 and not all(":" in key for key in given):
         raise SettingError("several API keys need names: pass --api-key NAME:KEY, where NAME is the key's namespace")
     return tuple(ApiKey.parse(key, args.namespace) for key in given)
-
-
-def read_config(args: argparse.Namespace) -> BlendConfig:
-    """Return the engine's configuration; also check the options of the corpus."""
-    if not args.no_corpus:
-        require_extra()
-        documents.check_lengths(args.chunk_tokens, args.chunk_overlap)
-    return BlendConfig(context_tokens=args.context_tokens).overridden(vars(args))
 
 
 def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, state: State) -> None:

@@ -36,7 +36,6 @@ def chat_work(state: State, tenant: Tenant, request: ChatRequest) -> Work:
     """Return the engine's work for a chat, not started yet."""
     engine, settings = state.engine, state.settings
     calls = _calls(state, tenant, request)
-    messages: Messages = [message.plain() for message in request.messages]
     retrieves = request.model == settings.rag_name
     if request.retrieval is not None and not retrieves:
         raise ApiError(400, f"`retrieval` requires the model {settings.rag_name!r}", "invalid_value", "retrieval")
@@ -45,11 +44,12 @@ def chat_work(state: State, tenant: Tenant, request: ChatRequest) -> Work:
             raise ApiError(400, f"`{field}` require the model {settings.name!r}", "invalid_value", field)
 
     def work() -> Generator[Piece, None, None]:
+        messages = [engine.model.tokenizer.checked_message(message.plain()) for message in request.messages]
         if retrieves:
             wanted = (request.retrieval or Retrieval()).model_dump(exclude_none=True)
             wanted = {"top_k": settings.top_k, "around": settings.around} | wanted
             number, question = _question(messages)
-            before = [_text(message) for message in messages[:number] if message["role"] == "user"]
+            before = [message["content"] for message in messages[:number] if message["role"] == "user"]
             found = tenant.require_corpus().search(question, **wanted, before=before)
             hits = fitting(found, engine.model, _with_context(messages, settings, []))
             yield hits
@@ -86,7 +86,7 @@ def _calls(state: State, tenant: Tenant, request: AnswerFields) -> list[dict[str
 
 
 def _with_context(messages: Messages, settings: ServerSettings, texts: list[str]) -> Messages:
-    """Return the messages with these texts in the last user message, by the template."""
+    """Return the messages, whose content is text, with these texts in the last user message, by the template."""
     number, question = _question(messages)
     filled = {**messages[number], "content": fill(settings.template, texts, question)}
     return [*messages[:number], filled, *messages[number + 1 :]]
@@ -97,20 +97,10 @@ def _question(messages: Messages) -> tuple[int, str]:
     numbers = [number for number, message in enumerate(messages) if message["role"] == "user"]
     if not numbers:
         raise PromptError("the messages contain no user message: add one with the question")
-    content = _text(messages[numbers[-1]])
+    content = messages[numbers[-1]]["content"]
     if not content.strip():
         raise PromptError("the last user message is empty: put the question into it")
     return numbers[-1], content
-
-
-def _text(message: dict[str, Any]) -> str:
-    """Return the text of a user message."""
-    content = message["content"]
-    if isinstance(content, list):
-        if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
-            raise PromptError("only text is supported: a user message has other content")
-        return "".join(part["text"] for part in content)
-    return str(content)
 
 
 async def respond(request: Request, state: State, tenant: Tenant, work: Work, builder: Builder) -> Response:

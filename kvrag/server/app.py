@@ -114,7 +114,7 @@ async def upload_document(document: str, request: Request, state: Server, tenant
     content = await result(request, state.reading, read)
     add = partial(corpus.add, document, content.texts, content.pages)
     status = await result(request, state.encoding, add)
-    return json_response(status.to_dict() | {"problems": [problem.to_dict() for problem in content.problems]})
+    return json_response(status | {"problems": [problem.to_dict() for problem in content.problems]})
 
 
 @router.get("/v1/corpus")
@@ -127,16 +127,15 @@ async def list_documents(
 ) -> Response:
     """List the documents by id."""
     statuses = await result(request, state.working, tenant.require_corpus().statuses)
-    rest = [status for status in statuses if status.id > after]
-    data = [status.to_dict() for status in rest[:limit]]
-    return json_response({"object": "list", "data": data, "has_more": len(rest) > limit, "total": len(statuses)})
+    rest = [status for status in statuses if status["id"] > after]
+    numbers = {"has_more": len(rest) > limit, "total": len(statuses)}
+    return json_response({"object": "list", "data": rest[:limit], **numbers})
 
 
 @router.get("/v1/corpus/{document:path}")
 async def show_document(document: str, request: Request, state: Server, tenant: Caller) -> Response:
     """Return a document's status."""
-    status = await result(request, state.working, partial(tenant.require_corpus().status, document))
-    return json_response(status.to_dict())
+    return json_response(await result(request, state.working, partial(tenant.require_corpus().status, document)))
 
 
 @router.delete("/v1/corpus/{document:path}")

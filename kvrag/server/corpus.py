@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvrag.engine import BlendEngine
@@ -20,17 +19,8 @@ from kvrag.store.base import no_progress
 _MAX_ID = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
-    """A document that can be retrieved, with the number of its chunks, and the tokens of those that are stored."""
-
-    id: str
-    chunks: int
-    tokens: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return {"object": "corpus.document", "status": "ready", **asdict(self)}
+Status = dict[str, Any]
+"""JSON of a document that can be retrieved, with the number of its chunks, and the tokens of those that are stored."""
 
 
 class Corpus:
@@ -92,7 +82,9 @@ class Corpus:
         counts = self.index.counts()
         tokens = self._engine.store.count_tokens(document or "", namespace=self.namespace)
         names = sorted({*counts} - {""}) if document is None else [document]
-        return [Status(name, counts[name], tokens.get(name, 0)) for name in names if name in counts]
+        ready = {"object": "corpus.document", "status": "ready"}
+        sizes = {name: {"chunks": counts[name], "tokens": tokens.get(name, 0)} for name in names if name in counts}
+        return [{"id": name, **ready, **size} for name, size in sizes.items()]
 
     def search(self, question: str, top_k: int, around: int, before: Sequence[str] = ()) -> list[Hit]:
         """Return the chunks nearest to a question, see `ChunkIndex.search`; raise ApiError if the corpus is empty."""

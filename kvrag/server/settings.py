@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvrag.config import check_namespace, check_number
+from kvrag.config import check_fields, check_namespace, check_number, number
 from kvrag.errors import SettingError
 
 TEMPLATE = "{context}\n\nQuestion: {question}"
@@ -48,25 +48,22 @@ class ServerSettings:
     origins: tuple[str, ...] = ()  # web origins, such as "http://localhost:3000", of browser clients; "*" = all
     page: Path | None = None  # folder of the page at `/`; None = there is none
     template: str = TEMPLATE  # of the last user message; `{context}` becomes the chunks, joined by blank lines
-    top_k: int = 4  # as in `ChunkIndex.search`, like `around`
-    around: int = 0
-    max_tokens: int = 256  # default of requests without a limit ...
-    token_limit: int = 4096  # ... and maximum, to which requests are cut
-    temperature: float | None = None  # default of requests; None = the model's own generation config
-    concurrency: int = 16  # requests whose answers are decoded together
-    queue: int = 32  # waiting requests per namespace; more are rejected with 429
+    top_k: int = number(4, least=1, whole=True)  # as in `ChunkIndex.search`, like `around`
+    around: int = number(0, whole=True)
+    max_tokens: int = number(256, least=1, whole=True)  # default of requests without a limit ...
+    token_limit: int = number(4096, least=1, whole=True)  # ... and maximum, to which requests are cut
+    temperature: float | None = number(None, most=2)  # default of requests; None = the model's own generation config
+    concurrency: int = number(16, least=1, whole=True)  # requests whose answers are decoded together
+    queue: int = number(32, whole=True)  # waiting requests per namespace; more are rejected with 429
     timeout: float = 600.0  # of a request's body, and of its answer, waiting included
-    max_body: int = 8 << 20  # of a request ...
-    max_upload: int = 64 << 20  # ... and of an uploaded document
+    max_body: int = number(8 << 20, least=1, whole=True)  # of a request ...
+    max_upload: int = number(64 << 20, least=1, whole=True)  # ... and of an uploaded document
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(("top_k", "max_tokens", "concurrency", "max_body", "max_upload"), 1)
-        for name, bound in {**least, "token_limit": self.max_tokens, "around": 0, "queue": 0}.items():
-            check_number(name, getattr(self, name), bound, whole=True)
+        check_fields(self)
+        check_number("token_limit", self.token_limit, self.max_tokens)
         if not 0 < self.timeout < float("inf"):
             raise SettingError(f"timeout must be a positive number of seconds, got {self.timeout}")
-        if self.temperature is not None:
-            check_number("temperature", self.temperature, most=2)
         if not self.name:
             raise SettingError("the model name must not be empty")
         check_namespace(self.namespace)

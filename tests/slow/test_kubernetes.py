@@ -116,7 +116,6 @@ def test_commands_are_kvrags_and_agree(variant: str, monkeypatch: pytest.MonkeyP
     assert len({(commands[name].model, commands[name].codec) for name in ("serve", "warm")}) == 1
     connect(commands["serve"].store)  # the URL is well formed
     serve.read_settings(commands["serve"])
-    serve.read_config(commands["serve"])
     assert {container["image"] for _, container in pods(variant)} == {IMAGE}
 
 

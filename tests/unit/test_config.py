@@ -12,6 +12,7 @@ import pytest
 
 from kvrag import BlendConfig, KvragError, LLMSettings, Sampling, SettingError
 from kvrag.cli import ask, explain, serve
+from kvrag.cli.common import read_config
 from kvrag.cli.main import Parser
 from kvrag.client.remote_engine import _checked
 from kvrag.config import (
@@ -117,8 +118,8 @@ def test_a_wrong_one_is_refused_in_one_line_everywhere(
 
 def test_serve_passes_all_options_of_blending_on() -> None:
     args = _parse(serve, "--no-corpus", "--margin", "3", "--policy", POLICY, "--edited-history", "blend")
-    assert serve.read_config(args) == BlendConfig(POLICY, margin=3.0, edited_history="blend", controller="off")
-    assert serve.read_config(_parse(serve, "--no-corpus")) == BlendConfig()
+    assert read_config(args) == BlendConfig(POLICY, margin=3.0, edited_history="blend", controller="off")
+    assert read_config(_parse(serve, "--no-corpus")) == BlendConfig()
 
 
 FORMER: dict[str, Callable[[], Any]] = {

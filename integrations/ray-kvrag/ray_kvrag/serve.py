@@ -29,7 +29,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from kvrag import KvragError, SettingError
 from kvrag.cli.common import add_number, say
 from kvrag.cli.serve import add_arguments as add_serve_arguments
-from kvrag.cli.serve import build, read_config, read_settings
+from kvrag.cli.serve import build, read_settings
 from kvrag.server.run import bind
 from kvrag.server.settings import ServerSettings
 from ray_kvrag.cluster import Cluster, connect, current_cluster, on_all_machines
@@ -77,7 +77,7 @@ class Replica:
         args = argparse.Namespace(**options)
         self._id = serve.get_replica_context().replica_id.unique_id.encode()
         self._stack = ExitStack()
-        self._app = await asyncio.to_thread(build, args, settings, read_config(args), self._stack)
+        self._app = await asyncio.to_thread(build, args, settings, self._stack)
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
 
@@ -192,7 +192,6 @@ def application(options: dict[str, Any]) -> serve.Application:
     if "host" not in options:  # Serve's own setting
         args.host = "0.0.0.0"
     cluster = current_cluster()
-    read_config(args)
     return _app(on_all_machines(args, cluster), read_settings(args), cluster)
 
 
@@ -217,7 +216,7 @@ def _replicas(text: str) -> tuple[int, int]:
 
 def run(args: argparse.Namespace) -> int:
     """Deploy the application on the Ray cluster in `args.address`, or update it there without failing requests."""
-    settings, _ = read_settings(args), read_config(args)
+    settings = read_settings(args)
     for name in ("ray.serve", "ray"):
         logging.getLogger(name).setLevel(logging.ERROR)
     stdout = sys.stdout

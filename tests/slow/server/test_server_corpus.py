@@ -143,8 +143,8 @@ def test_a_document_that_fails_is_not_retrieved_and_can_be_added_again(
     assert corpus.statuses() == []
     with pytest.raises(ApiError, match="corpus is empty"):
         corpus.search("Who?", 1, 0)
-    assert corpus.add("b", [CHUNKS[1]]).chunks == corpus.add("a", [CHUNKS[0]]).chunks == 1
-    assert [status.id for status in corpus.statuses()] == ["a", "b"]
+    assert corpus.add("b", [CHUNKS[1]])["chunks"] == corpus.add("a", [CHUNKS[0]])["chunks"] == 1
+    assert [status["id"] for status in corpus.statuses()] == ["a", "b"]
     corpus.add("a", [CHUNKS[2]])
     assert corpus.search("Who?", 9, 0)[0].text in (CHUNKS[1], CHUNKS[2])
     assert engine.store.stats().chunks == 2

@@ -25,7 +25,7 @@ import kvrag.ingest.ingest
 import kvrag.retrieval.index
 from kvrag import BlendConfig, BlendEngine, Model, SettingError
 from kvrag.cli import serve
-from kvrag.cli.common import progress
+from kvrag.cli.common import progress, read_config
 from kvrag.cli.main import _COMMANDS, _parser, main
 from kvrag.config import DEFAULT_POLICY
 from kvrag.progress import watched
@@ -249,10 +249,8 @@ def test_contexts_that_chunks_are_encoded_with(
 
 
 def test_the_server_encodes_chunks_with_the_same_context() -> None:
-    from kvrag.cli import serve
-
     args = _parser(["serve"]).parse_args(["serve", "--context-tokens", "8"])
-    assert serve.read_config(args).context_tokens == 8
+    assert read_config(args).context_tokens == 8
 
 
 def test_documents_whose_files_are_gone_are_reported_and_dropped_on_request(

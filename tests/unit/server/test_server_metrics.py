@@ -87,6 +87,6 @@ def test_serve_checks_some_answers(words: tuple[str, ...], share: float, tmp_pat
     serve.add_arguments(parser)
     args = parser.parse_args(["--no-corpus", "--store", str(tmp_path), *words])
     with ExitStack() as stack:
-        app = serve.build(args, serve.read_settings(args), serve.read_config(args), stack)
+        app = serve.build(args, serve.read_settings(args), stack)
         [checker] = [one for one in app.state.kvrag.engine._answering.listeners if isinstance(one, Checker)]
         assert checker._share == share

@@ -43,8 +43,7 @@ class Answering:
         options: EngineOptions,
     ) -> None:
         self._model, self._pipeline, self._ingestion = model, pipeline, ingestion
-        most, longest = options["conversation_bytes"], model.stable_length
-        self._conversations = Conversations(most, longest, model.keeps_states)
+        self._conversations = Conversations(options["conversation_bytes"], model.stable_length, model.keeps_states)
         self._admission = Admission(options["batch_bytes"])
         memory, decode = (pipeline.memory, self._conversations), model.tokenizer.decode
         self.forgetting = Forgetting(pipeline.store, pipeline.lookup, *memory, decode)
@@ -63,7 +62,8 @@ class Answering:
         reply = Reply(self._model, question.prepared, question.sampling, request)
         request.question_end = len(request.ids) - reply.generation_prompt
         with self._admission.admit(reply.most_bytes) as admitted, request.kv_freed_at_end():
-            self.begin(request)
+            request.conversations = self._conversations
+            self._conversations.begin(request)  # it is marked when one of its texts is forgotten
             self._prefill_with_documents(request, question)
             for listener in self.listeners:
                 listener.prefilled(request, question.prepared.prompt)
@@ -108,13 +108,8 @@ class Answering:
         request.note_first_token(time.perf_counter() - started)
         return request
 
-    def begin(self, request: Request) -> None:
-        """Register a request: it may use conversations, and is marked when one of its texts is forgotten."""
-        request.conversations = self._conversations
-        self._conversations.begin(request)
-
     def prefill(self, request: Request) -> None:
-        """See `BlendEngine.prefill`. Conversations are used for a request that has begun."""
+        """See `BlendEngine.prefill`. Conversations are used for a request that has some."""
         pipeline, config = self._pipeline, request.config
         plan = pipeline.planner.plan(config, request.namespace)
         is_reference = config.policy == "full"  # no chunk is looked up for it

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from hashlib import scrypt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -279,8 +279,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
         if self.store is not None and "://" in self.store:  # identities appear in traces
             identity["store"] = without_password(self.store)
         if self.engine is not None:
-            config = {row.name: getattr(self.engine.config, row.name) for row in fields(self.engine.config)}
-            identity["engine"] = {"model": self.engine.fingerprint.digest, **config}
+            identity["engine"] = {"model": self.engine.fingerprint.digest, **asdict(self.engine.config)}
         if self.base_url is not None:
             # a server's corpus and namespace depend on the key
             identity["api_key"] = _digest(self._key, self.base_url)

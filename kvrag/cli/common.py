@@ -239,11 +239,12 @@ def existing_store(store: str) -> str:
     """
     if ":" in store:  # importing torch takes seconds
         from kvrag.store.urls import connect, is_shared
-    if ":" in store and is_shared(store):
-        remote = connect(store)
-        if remote.read(["fingerprint.json"]) == [None]:
-            raise StoreError(f"{remote.url} has no store: create one with `kvrag warm PATH --store {remote.url}`")
-        return store
+
+        if is_shared(store):
+            remote = connect(store)
+            if remote.read(["fingerprint.json"]) == [None]:
+                raise StoreError(f"{remote.url} has no store: create one with `kvrag warm PATH --store {remote.url}`")
+            return store
     folder = Path(store).expanduser()
     if not (folder / "chunks").is_dir():
         raise StoreError(f"{folder} has no store: create one with `kvrag warm PATH --store {folder}`")

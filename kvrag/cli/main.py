@@ -87,7 +87,7 @@ def execute(make_parser: Callable[[Sequence[str]], Parser], argv: Sequence[str] 
     except (KvragError, OSError) as error:
         return _fail(str(error), 1)
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not out_of_memory(error):
+        if not out_of_memory(error):
             raise
         return _fail("out of memory: use a smaller model, --dtype bfloat16 or --device cpu", 1)
     except KeyboardInterrupt as error:

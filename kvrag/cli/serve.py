@@ -21,6 +21,7 @@ from kvrag.cli.common import (
     add_engine_arguments,
     add_number,
     add_setting,
+    at_least,
     open_engine,
     open_index,
     read_config,
@@ -73,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "check", metavar="SHARE")
     limits = parser.add_argument_group("limits")
     for tier in ("ram", "device", "conversation", "batch"):
-        name, kind = f"{tier}_bytes", _size(30, may_be_zero=tier != "batch")
+        name, kind = f"{tier}_bytes", _size(30, least=0.001 if tier == "batch" else 0)
         default, about = DECLARED[name].default, DECLARED[name].metadata["about"]
         gib = None if default is None else f"{default >> 30}"
         add_number(limits, f"--{tier}-gib", gib, about, type=kind, dest=name)
@@ -88,14 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(limits, "--shutdown-timeout", 60.0, shutdown, metavar="S")
 
 
-def _size(bits: int, may_be_zero: bool = False) -> Callable[[str], int]:
+def _size(bits: int, least: float = 0.001) -> Callable[[str], int]:
     """Return a type for argparse: a size in units of 2**bits bytes, converted to bytes."""
 
     def size(text: str) -> int:
-        value = float(text)
-        if not (0 < value < math.inf or (may_be_zero and value == 0)):
-            raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
-        return math.ceil(value * (1 << bits))
+        return math.ceil(at_least(least, float)(text) * (1 << bits))
 
     return size
 
@@ -129,14 +127,11 @@ def build(args: argparse.Namespace, settings: ServerSettings, stack: ExitStack) 
     if args.prompt_template is None:  # same prompt as `kvrag ask`
         settings = replace(settings, template=template(engine))
 
-    def count(text: str) -> int:
-        return len(engine.model.tokenizer.encode(text))
-
     corpora = []
     for namespace in () if args.no_corpus else settings.namespaces:
         index = stack.enter_context(open_index(engine.store, namespace, args.embedder))
         index.embed(["loads the embedder"])
-        split = documents.splitter(count, args.chunk_tokens, args.chunk_overlap)
+        split = documents.splitter(lambda text: len(engine.encode(text)), args.chunk_tokens, args.chunk_overlap)
         corpora.append(Corpus(engine, index, split, namespace))
     return create_app(engine, settings, corpora)
 

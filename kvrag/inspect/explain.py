@@ -47,16 +47,14 @@ def explain(tokenizer: Tokenizer, store: KVStore, find: Find, answered: Request,
         find: See `Find`; must search the prompt's namespace.
     """
     prompt = _Prompt(tokenizer, find, answered, min_run)
-    findings = list(prompt.findings())
     documents = _documents(store, prompt.chunks, answered.namespace)
-    findings = [replace(finding, documents=documents.get(finding.key, ())) for finding in findings]
-    findings.sort(key=lambda finding: finding.reason == "stored")
+    findings = sorted(prompt.findings(documents), key=lambda finding: finding.reason == "stored")
     summary = list(summary_of(answered.report))
     longest = max((len(run) for runs in prompt.runs.values() for run in runs), default=0)
     if not any(share.chunks for share in store.stats().namespaces if share.namespace == answered.namespace):
         where = f"namespace {answered.namespace!r}" if answered.namespace else f"store {store.stats().path}"
         summary.append(f"the {where} is empty: warm texts for this model and codec")
-    elif not (findings or prompt.has_stored):
+    elif not (findings or answered.report.stored_tokens):
         few = f"at most {longest} of its tokens in a row are in a warmed chunk, and {min_run} are needed"
         summary.append(few if 0 < longest < min_run else "it contains no warmed chunk: warm texts as they are pasted")
     if answered.late:
@@ -126,7 +124,6 @@ class _Prompt:
     Attributes:
         chunks: Token ids of the stored chunks of which the prompt has at least `GRAM` tokens in a row, by key.
         runs: The runs of each of them.
-        has_stored: KV of some of its tokens was found.
     """
 
     def __init__(self, tokenizer: Tokenizer, find: Find, answered: Request, min_run: int) -> None:
@@ -135,7 +132,7 @@ class _Prompt:
         self._stored = np.zeros(len(self._ids), bool)
         for start, stop, kind, _ in _parts(len(self._ids), answered.report):
             self._stored[start:stop] = kind != "fresh"
-        self.has_stored, self._reused = bool(self._stored.any()), self._stored.copy()
+        self._reused = self._stored.copy()
         self._reused[answered.recomputed.numpy()] = False
         self.chunks: dict[str, Ids] = {}
         self.runs: dict[str, list[Run]] = {}
@@ -143,7 +140,7 @@ class _Prompt:
             self.chunks[run.key] = chunk
             self.runs.setdefault(run.key, []).append(run)
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self, documents: dict[str, tuple[str, ...]]) -> Iterator[Finding]:
         """Yield findings about the stored chunks in the prompt, and then about its long stretches that are in none.
 
         A chunk is recognised by a run of at least `min_run` tokens, or by a large share of its tokens.
@@ -154,7 +151,7 @@ class _Prompt:
             if max(map(len, runs)) >= self._min_run or sum(map(len, runs)) >= _RECOGNISED * size:
                 for run in runs:
                     known[run.start : run.stop] = True
-                yield self._judge(key)
+                yield replace(self._judge(key), documents=documents[key])
         borders = np.flatnonzero(np.diff(np.concatenate([[True], known, [True]]))).tolist()
         for start, stop in zip(borders[::2], borders[1::2], strict=True):
             if stop - start >= _STRETCH:

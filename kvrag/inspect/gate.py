@@ -43,10 +43,7 @@ class Check:
     detail: str = ""
 
 
-def verify(
-    open_engine: Callable[..., Any],
-    chunk_tokens: int | None = None,
-) -> Iterator[Check]:
+def verify(open_engine: Callable[..., Any], chunk_tokens: int | None = None) -> Iterator[Check]:
     """Run the gate; yield each check when it is done.
 
     Args:
@@ -60,6 +57,7 @@ def verify(
             windows = [window for window in model.windows if window is not None and window <= 4096]
             chunks = _texts(model, chunk_tokens or max([128, *(window // 3 for window in windows)]))
             tolerance = _TOLERANCE.get(model.dtype, 1e-4)
+            of_codec = tolerance + _LOGITS[engine.codec]
             engine.warm(chunks, progress=no_progress)
             ids = _after_preamble(model, "\n\n".join(reversed(chunks)) + "\n\nWhich of these places is the oldest?")
             reference, tokens = model.own_logits(ids), model.own_tokens(ids, _NEW_TOKENS)
@@ -69,11 +67,8 @@ def verify(
                 with open_engine(FileStore(Path(folder) / "native", min_free_bytes=0), codec="native") as native:
                     native.warm(chunks, progress=no_progress)
                     unpacked = native.prefill(ids, _PLAIN).logits
-                name, limit = (
-                    f"plain reuse of {engine.codec} chunks = of native ones",
-                    tolerance + _LOGITS[engine.codec],
-                )
-                yield _check_logits(model, ids, name, plain.logits, unpacked, limit)
+                name = f"plain reuse of {engine.codec} chunks = of native ones"
+                yield _check_logits(model, ids, name, plain.logits, unpacked, of_codec)
             # else only recomputed tokens equal full prefill's: a model's states may not be stored
             is_exact = model.keeps_states == model.stores_states
             if is_exact and not model.keeps_states:  # else the first layer with KV may be a later one
@@ -93,8 +88,7 @@ def verify(
             if is_exact:
                 alone = _after_preamble(model, chunks[0] + " So the")
                 name, logits = "plain reuse after the preamble = full prefill", prefill(alone, _PLAIN).logits
-                limit = tolerance + _LOGITS[engine.codec]
-                yield _check_logits(model, alone, name, logits, model.own_logits(alone), limit)
+                yield _check_logits(model, alone, name, logits, model.own_logits(alone), of_codec)
 
             if model.keeps_states:
                 cache = model.new_cache(len(ids))

@@ -46,8 +46,7 @@ class RecentRequests(Listener):
                 "there is no answer in this namespace yet, or texts in it were deleted: pass a prompt to explain"
             )
         for answered in reversed(answers):
-            known = answered.report
-            if report is None or report == (known if isinstance(report, BlendReport) else known.to_dict()):
+            if report in (None, answered.report, answered.report.to_dict()):
                 return answered
         raise PromptError(
             f"this answer is not among the last {_ANSWERS} of the namespace, or a text in it was deleted: "

@@ -184,11 +184,8 @@ def _encoded(events: Iterable[Event]) -> bytes:
     """Return server-sent events; those of `/v1/responses` have types."""
     lines = []
     for event in events:
-        if isinstance(event, str):
-            lines.append(f"data: {event}\n\n")
-        else:
-            name = f"event: {event['type']}\n" if "type" in event else ""
-            lines.append(f"{name}data: {json.dumps(event)}\n\n")
+        name = f"event: {event['type']}\n" if isinstance(event, dict) and "type" in event else ""
+        lines.append(f"{name}data: {event if isinstance(event, str) else json.dumps(event)}\n\n")
     return "".join(lines).encode()
 
 

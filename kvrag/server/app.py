@@ -76,14 +76,14 @@ async def complete(body: CompletionRequest, request: Request, state: Server, ten
 @router.get("/v1/models")
 async def models(state: Server) -> Response:
     """List the models."""
-    return json_response({"object": "list", "data": list(state.models().values())})
+    return json_response({"object": "list", "data": list(state.models.values())})
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, state: Server) -> Response:
     """Return one model."""
     state.check_model(name)
-    return json_response(state.models()[name])
+    return json_response(state.models[name])
 
 
 _FILE = {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}

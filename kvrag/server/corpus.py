@@ -44,7 +44,6 @@ class Corpus:
 
         If this is cancelled, the KV so far is kept: adding the document again continues.
         """
-        check_id(document)
         chunks = self._split(texts)
         if not chunks:
             raise ApiError(400, f"{document} contains no text", "unreadable_document")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from kvrag.engine import BlendEngine
 from kvrag.errors import SettingError
@@ -47,7 +46,6 @@ class State:
 
     def __init__(self, engine: BlendEngine, settings: ServerSettings, corpora: Iterable[Corpus]) -> None:
         self.engine, self.settings = engine, settings
-        self.started = int(time.time())
         number, most = len(settings.namespaces), sum(most_requests(settings))
         self.answering = AdmissionQueue(settings.concurrency, settings.queue, "answer", number)
         self.reading = AdmissionQueue(_READERS, UPLOADS, "read", number)
@@ -62,17 +60,13 @@ class State:
         self.is_shared = len(names) > 1
         self.tenants = {name: Tenant(name, found.get(name), self) for name in names}
         self.corpora = [found[name] for name in names if found]  # of all namespaces, or none
-        self.answering_models = [settings.name, settings.rag_name] if found else [settings.name]
-
-    def models(self) -> dict[str, dict[str, Any]]:
-        """Return the entries of `/v1/models` by name."""
-        entry = {"object": "model", "created": self.started, "owned_by": "kvrag"}
-        model = self.engine.model
-        about = {"max_model_len": model.context_window, "has_chat_template": model.tokenizer.has_chat_template}
-        return {name: {"id": name, **entry, **about} for name in self.answering_models}
+        entry = {"object": "model", "created": int(time.time()), "owned_by": "kvrag"}
+        entry |= {"max_model_len": engine.context_window, "has_chat_template": engine.model.tokenizer.has_chat_template}
+        models = [settings.name, settings.rag_name] if found else [settings.name]
+        self.models = {name: {"id": name, **entry} for name in models}  # the entries of `/v1/models`
 
     def check_model(self, name: str) -> None:
         """Raise ApiError unless this is a model that answers prompts."""
-        if name not in self.answering_models:
-            known = ", ".join(map(repr, self.answering_models))
+        if name not in self.models:
+            known = ", ".join(map(repr, self.models))
             raise ApiError(404, f"unknown model {name!r:.280}: this server has {known}", "model_not_found", "model")

@@ -42,7 +42,8 @@ def prefilled(
     """As by `BlendEngine.prefill`; with `goes_on`, also from a conversation."""
     request = Request(ids, config or engine.config, namespace)
     if goes_on:
-        engine._answering.begin(request)
+        request.conversations = engine._answering._conversations
+        request.conversations.begin(request)
     engine._answering.prefill(request)
     return request
 

@@ -23,7 +23,7 @@ from pdf import PDF, pdf
 import kvrag.cli.common
 import kvrag.ingest.ingest
 import kvrag.retrieval.index
-from kvrag import BlendConfig, BlendEngine, Model, SettingError
+from kvrag import BlendEngine, Model, SettingError
 from kvrag.cli import serve
 from kvrag.cli.common import progress, read_config
 from kvrag.cli.main import _COMMANDS, _parser, main
@@ -426,7 +426,7 @@ def test_warm_on_a_server_that_is_not_there(fails: Callable[..., str]) -> None:
 def test_serve_reports_documents_that_no_key_reads(warmed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = _parser(["serve"]).parse_args(["serve", "--store", str(warmed), "--api-key", "team:secret", "--no-corpus"])
     with ExitStack() as stack:
-        app = serve.build(args, serve.read_settings(args), BlendConfig(), stack)
+        app = serve.build(args, serve.read_settings(args), stack)
         serve._announce(args, serve.read_settings(args), "http://here", app.state.kvrag)
     said = "no API key reads the 30 documents in the namespace (default): pass a key without NAME"
     assert said in capsys.readouterr().err

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -188,8 +187,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
     @staticmethod
     def plain(value: Any) -> Any:
         """Return folders and dtypes as strings, so that settings can be serialised; other values are unchanged."""
-        torch = sys.modules.get("torch")  # otherwise no value can be a dtype
-        if torch is not None and isinstance(value, torch.dtype):
+        if type(value).__name__ == "dtype":  # torch's: importing it takes seconds
             return str(value).removeprefix("torch.")
         return os.fspath(value) if isinstance(value, os.PathLike) else value
 

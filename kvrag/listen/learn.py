@@ -69,13 +69,11 @@ class Learner(Listener):
     def stats(self, namespace: str | None) -> LearnStats:
         """See `Listener`."""
         with self._counting:
-            seen = Counter(self._seen.values())
-            if namespace is None:
-                counts, num_seen = sum(self._counts.values(), Counter[str]()), seen.total()
-            else:
-                counts, num_seen = self._counts.get(namespace, Counter[str]()), seen[namespace]
+            seen = sum(namespace in (None, name) for name in self._seen.values())
+            found = [counts for name, counts in self._counts.items() if namespace in (None, name)]
+            counts = sum(found, Counter[str]())
             names = ("learned", "tokens", "failed", "ignored", "reused")
-            return LearnStats(num_seen, **{name: counts[name] for name in names})
+            return LearnStats(seen, **{name: counts[name] for name in names})
 
     def forget_learned(self, namespace: str) -> None:
         """Forget which texts of a namespace were seen once, and its prompts that wait."""

@@ -89,7 +89,8 @@ def invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     problem = min(problems, key=lambda row: row["type"].endswith("_type"))
     place = [str(name) for name in problem["loc"]] or ["body"]
     code = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}.get(problem["type"])
-    return ApiError(400, f"{'.'.join(place):.300}: {problem['msg']}", code or "invalid_value", place[0])
+    message = problem["msg"].removeprefix("Value error, ")  # of a check by `kvrag.config`
+    return ApiError(400, f"{'.'.join(place):.300}: {message}", code or "invalid_value", place[0])
 
 
 def handle_errors(app: FastAPI) -> None:

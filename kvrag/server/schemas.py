@@ -9,10 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, create_model, model_validator
-from pydantic_core import PydanticCustomError
 
 from kvrag.config import ANSWER_SETTINGS, DECLARED, Grammar, check_option, renamed
-from kvrag.errors import SettingError
 from kvrag.server.api_errors import ApiError
 from kvrag.server.settings import ServerSettings
 
@@ -58,14 +56,7 @@ class Body(Part):
 def _type_of(name: str) -> Any:
     """Return the type of an option that its own check accepts."""
     about = DECLARED[name].metadata["about"]
-    return Annotated[Any, AfterValidator(partial(_accept, name)), Field(description=about)]
-
-
-def _accept(name: str, value: Any) -> Any:
-    try:
-        return check_option(name, value)
-    except SettingError as error:
-        raise PydanticCustomError("setting", "{reason}", {"reason": str(error)}) from None
+    return Annotated[Any, AfterValidator(partial(check_option, name)), Field(description=about)]
 
 
 if TYPE_CHECKING:

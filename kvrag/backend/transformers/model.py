@@ -339,6 +339,7 @@ class Model(Backend):
             self._forward(ids, cache, rows, AttentionObserver(num_queries, layers, add))
         return (total / len(layers)).cpu()
 
+    @reporting_memory()
     def _forward(
         self,
         ids: Tensor,
@@ -352,8 +353,7 @@ class Model(Backend):
         with self.lock, torch.inference_mode():
             self._reset_rotary()
             if rows is not None and not (observer or branches) and (place := self._place_of(cache, rows)):
-                with reporting_memory():
-                    return self._run(StepCache([cache], place), padded(ids[0], rows).to(self.device))
+                return self._run(StepCache([cache], place), padded(ids[0], rows).to(self.device))
             if observer is None and cache.last is None:
                 cache.filled = None  # these rows have KV now, too
             cache.pause = functools.partial(self.lock.pause, self._suspended)
@@ -374,20 +374,20 @@ class Model(Backend):
                 end = cache.stop
             if self.keeps_states:
                 cache.begin_states(int(positions[0]), end)
-            with attention, reporting_memory():
+            with attention:
                 logits = self._logits(ids, positions[None], mask, cache, all_logits)
             if self.keeps_states:
                 cache.end_states()
             return logits
 
     @torch.inference_mode()
+    @reporting_memory()
     def _step(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> Tensor:
         """Append one token to each of the caches."""
         self._reset_rotary()
         own = [cast(BlendCache, cache) for cache in caches]
         step = StepCache(own, JoinedRows.of(own, self.joins_from, self.device))
-        with reporting_memory():
-            logits = self._run(step, torch.tensor([tokens, step.lengths])[..., None].to(self.device))
+        logits = self._run(step, torch.tensor([tokens, step.lengths])[..., None].to(self.device))
         step.end()
         return logits
 

@@ -178,18 +178,15 @@ class Rows:
             blocks.append(Block(start, end, low, first + 1 if window is None else low, stop))
         return blocks
 
-    def masked_blocks(self, layer: int, size: int, cuts: bool, like: Tensor) -> list[tuple[int, Tensor, Block]]:
+    def masked_blocks(self, layer: int, on_cpu: bool, like: Tensor) -> list[tuple[int, Tensor, Block]]:
         """Return the blocks with their masks, in dtype and on the device of `like`, and the first key of these.
 
-        Layers with equal windows share them.
-
-        Args:
-            cuts: Leave out the keys before the block's first one.
+        Layers with equal windows share them. `on_cpu`, the keys before a block's first one are left out.
         """
         window, before = self.windows[layer], self.masks_bytes
         if (known := self.masked.get((type(window), window, like.device))) is not None:
             return known
-        lows = [(block, block.low if cuts else 0) for block in self.blocks(layer, size)]
+        lows = [(block, block.low if on_cpu else 0) for block in self.blocks(layer, CPU_ROWS if on_cpu else ROWS)]
         found = [(low, self.mask(layer, block, low, like.dtype, like.device), block) for block, low in lows]
         if self.masks_bytes - before == sum(mask.nbytes for _, mask, _ in found):  # all of them are kept
             self.masked[type(window), window, like.device] = found

@@ -26,7 +26,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvrag.backend.positions import CPU_ROWS, ROWS, Rows, attention_received, causal_mask, first_key
+from kvrag.backend.positions import Rows, attention_received, causal_mask, first_key
 from kvrag.backend.protocol import Branch, CachedKV, KVCache, LayerSource, Observer
 from kvrag.backend.transformers.graph import PassGraph
 
@@ -685,7 +685,7 @@ def _at_rows(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, now: 
         softcap = kwargs.get("softcap")
         observer.observe(layer, attention_received(query, key, now, layer, observer.num_queries, scaling, softcap))
     blocks = []
-    for low, mask, block in now.masked_blocks(layer, CPU_ROWS if on_cpu else ROWS, on_cpu, query):
+    for low, mask, block in now.masked_blocks(layer, on_cpu, query):
         queries = query[:, :, block.start : block.end]
         keys, values = (part[:, :, low : block.stop] for part in (key, value))
         if on_cpu:

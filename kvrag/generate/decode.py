@@ -1,8 +1,7 @@
 """Decoding: the answer of a request, and continuous batching.
 
-The answers of one model that are decoded at the same time share every step. `SharedSteps` decides which consumer runs
-the next one, and `Batch` what it computes. `Row` is one answer in it, from logits to tokens and text. `Reply` is the
-answer of a request: its format, its tokens so far, its report.
+The answers of one model that are decoded at the same time share every step, see `Batch`. `Row` is one answer in it,
+from logits to tokens and text. `Reply` is the answer of a request: its format, its tokens so far, its report.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import replace
 from typing import Any
@@ -62,43 +61,18 @@ def decode(row: Row) -> Iterator[Delta]:
         batch.leave(row)
 
 
-class SharedSteps:
-    """Steps that advance the answers of several consumers at once. Thread-safe.
-
-    There is no thread for them. A consumer that needs a step runs it for all, unless another one is doing so already.
-    Nothing is computed while no consumer waits.
-    """
-
-    def __init__(self) -> None:
-        self._is_led, self._process = False, os.getpid()
-        self._changed = threading.Condition()
-
-    def run_until(self, is_ready: Callable[[], bool], step: Callable[[], None]) -> None:
-        """Return when the consumer's answer is ready; run steps until it is, while no other consumer does."""
-        check_process(self._process, "this answer")
-        while not is_ready():
-            leads = False
-            try:
-                with self._changed:
-                    self._changed.wait_for(lambda: is_ready() or not self._is_led)
-                    if not is_ready():
-                        leads = self._is_led = True
-                if leads:
-                    step()
-            finally:
-                if leads:
-                    with self._changed:
-                        self._is_led = False
-                        self._changed.notify_all()
-
-
 class Batch:
-    """The rows of one model that are decoded together. Thread-safe."""
+    """The rows of one model that are decoded together. Thread-safe.
+
+    There is no thread for the steps. A consumer that needs a step runs it for all, unless another one is doing so
+    already. Nothing is computed while no consumer waits.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[Row, None] = {}  # in order of arrival; changed by single operations, which need no lock
         self._max_rows = _MAX_ROWS
-        self._steps = SharedSteps()
+        self._is_led, self._process = False, os.getpid()
+        self._changed = threading.Condition()
 
     def take(self, row: Row) -> Delta:
         """Return the next delta of a row; run steps until there is one."""
@@ -109,8 +83,29 @@ class Batch:
                 row.recompute_more()
                 continue
             self._rows[row] = None
-            self._steps.run_until(lambda: bool(row.deltas or row.error or row.is_unsure), self._step)
+            self._step_or_wait(row)
         return row.deltas.popleft()
+
+    def _step_or_wait(self, row: Row) -> None:
+        """Run a step; wait while another consumer does so, until the row has a delta, an error or a doubt."""
+        check_process(self._process, "this answer")
+        leads = False
+
+        def is_ready() -> bool:
+            return bool(row.deltas or row.error or row.is_unsure)
+
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: is_ready() or not self._is_led)
+                if not is_ready():
+                    leads = self._is_led = True
+            if leads:
+                self._step()
+        finally:
+            if leads:
+                with self._changed:
+                    self._is_led = False
+                    self._changed.notify_all()
 
     def leave(self, row: Row) -> None:
         """Remove a row. Takes no lock: garbage collection may close an abandoned answer in any thread."""

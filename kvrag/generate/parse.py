@@ -106,13 +106,10 @@ class Thoughts:
         return f"start: {thought} {header} @answer\n{rule}"
 
 
-def call_parser(
-    tools: Sequence[Mapping[str, Any]],
-    forced: Sequence[str] = (),
-    dialect: Dialect = HERMES,
-    marks: Mapping[str, Any] | None = None,
-) -> AnswerParser:
-    """Return a parser of calls of these tools; the default dialect covers Hermes, Qwen, Llama 3 and Mistral.
+def call_regions(
+    tools: Sequence[Mapping[str, Any]], dialect: Dialect = HERMES, marks: Mapping[str, Any] = {}
+) -> AnswerRegions:
+    """Return the regions of calls of these tools; the default dialect covers Hermes, Qwen, Llama 3 and Mistral.
 
     In Llama's and Mistral's, an answer consists of calls of known tools only. Anything else is text.
 
@@ -124,8 +121,8 @@ def call_parser(
         name: {**field, "open_pattern": field["open_pattern"].replace("NAMES", known)}
         for name, field in (dialect.fields if tools else {}).items()
     }
-    template = {"start_anchor": _ABSENT, "fields": {"content": {}, **(marks or {}), **fields}}
-    return AnswerParser(AnswerRegions(template, "", tools), tools, forced)
+    template = {"start_anchor": _ABSENT, "fields": {"content": {}, **marks, **fields}}
+    return AnswerRegions(template, "", tools)
 
 
 class AnswerParser:
@@ -138,7 +135,7 @@ class AnswerParser:
         self,
         regions: AnswerRegions,
         tools: Sequence[Mapping[str, Any]],
-        forced: Sequence[str],
+        forced: Sequence[str] = (),
         control_tokens: Collection[int] = (),
         has_one_call: bool = False,
     ) -> None:

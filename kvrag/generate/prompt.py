@@ -29,7 +29,7 @@ from kvrag.generate.dialects import (
     Kind,
 )
 from kvrag.generate.grammar import guarded, literal
-from kvrag.generate.parse import AnswerParser, Thoughts, call_parser
+from kvrag.generate.parse import AnswerParser, Thoughts, call_regions
 from kvrag.types import Messages, TokenIds, arguments_of
 
 _TAIL = 16  # tokens of a prompt that may have opened a thought
@@ -89,24 +89,21 @@ class Prepared:
 
     def parser(self, tokenizer: Tokenizer, ids: Sequence[int]) -> AnswerParser | None:
         """Return a parser for the answer to the prompt `ids`, without its thoughts; None if it is all text."""
-        kind = kind_of(tokenizer)
-        if not self.tools and kind is None:
-            return None
-        own, thoughts = tokenizer.response_template, own_fields(tokenizer)
+        kind, own, thoughts = kind_of(tokenizer), tokenizer.response_template, own_fields(tokenizer)
+        marks, control_tokens = CHANNELS if kind is HARMONY else {}, frozenset[int]()
         if own and (self.is_native if self.tools else kind and not kind.signs):
             fields = {name: field for name, field in own["fields"].items() if name not in thoughts}
             prompt = tokenizer.decode(ids, control_tokens=True)
             regions = AnswerRegions({**own, "fields": fields}, prompt, self.tools)
-            return AnswerParser(regions, self.tools, self.forced, tokenizer.control_tokens(), self.has_one_call)
-        marks = CHANNELS if kind is HARMONY else {}
-        if not self.tools and not marks:
+            control_tokens = tokenizer.control_tokens()
+        elif self.tools or marks:
+            regions = call_regions(self.tools, self.dialect, marks)
+            # without their control tokens, calls of the other dialects are found as well
+            if marks or self.dialect.keeps_json:
+                control_tokens = tokenizer.control_tokens({**marks, **self.dialect.fields})
+        else:
             return None
-        parser = call_parser(self.tools, self.forced, self.dialect, marks)
-        parser.has_one_call = self.has_one_call
-        # without their control tokens, calls of the other dialects are found as well
-        if marks or self.dialect.keeps_json:
-            parser.control_tokens = tokenizer.control_tokens({**marks, **self.dialect.fields})
-        return parser
+        return AnswerParser(regions, self.tools, self.forced, control_tokens, self.has_one_call)
 
 
 @dataclass(frozen=True)

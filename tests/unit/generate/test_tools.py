@@ -12,7 +12,7 @@ import pytest
 from blending import CHUNKS
 
 from kvrag import BlendEngine, Delta, FileStore, Grammar, Model, PromptError, SettingError, ToolCall
-from kvrag.generate.parse import AnswerParser, call_parser
+from kvrag.generate.parse import AnswerParser, call_regions
 from kvrag.generate.prompt import prepare
 from kvrag.types import FinishReason, join
 
@@ -236,7 +236,8 @@ def listen(
     text: str, size: int = 3, names: tuple[str, ...] = ("look", "count")
 ) -> tuple[str, list[tuple[str, Any]], list[str]]:
     """Parse a text in pieces of this size; return the text, the calls, and the streamed pieces."""
-    parser = call_parser([tool(name) for name in names])
+    tools = [tool(name) for name in names]
+    parser = AnswerParser(call_regions(tools), tools)
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     heard = [parser.parse(Delta(piece, (1,))) for piece in pieces] + [parser.parse(Delta("", (), "stop"))]
     calls = [(call.name, call.arguments) for delta in heard for call in delta.tool_calls]
@@ -309,8 +310,8 @@ def test_text_is_streamed_as_soon_as_it_cannot_be_a_call() -> None:
 
 def spell(text: str, size: int, finish: FinishReason, has_one_call: bool = False) -> list[Delta]:
     """Parse an answer that arrives in pieces of this size."""
-    parser = call_parser([tool("look"), tool("count")])
-    parser.has_one_call = has_one_call
+    tools = [tool("look"), tool("count")]
+    parser = AnswerParser(call_regions(tools), tools, has_one_call=has_one_call)
     pieces = [Delta(text[at : at + size], (1,)) for at in range(0, len(text), size)]
     return [parser.parse(piece) for piece in [*pieces, Delta("", (), finish)]]
 

@@ -6,9 +6,10 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from contextvars import copy_context
+from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -20,41 +21,24 @@ T = TypeVar("T")
 _THREADS = 64  # of one call of `together`: more generators wait for these
 
 
-async def off_loop(items: Generator[T, None, None], *, ahead: Executor | None = None) -> AsyncGenerator[T, None]:
+async def off_loop(items: Generator[T, None, None]) -> AsyncGenerator[T, None]:
     """Run a generator in a thread, in a copy of this context; yield its items, which are never None.
 
-    Closing or cancelling this ends the generator at the next check of `is_cancelled`, at the latest after its current
-    step, and then returns.
-
-    Args:
-        ahead: Go on to the end in one of these threads, instead of only when the consumer asks for the next item.
+    It goes on only when the consumer asks for the next item. Closing or cancelling this ends it at the next check of
+    `is_cancelled`, at the latest after its current step, and then returns.
     """
-    loop, made = asyncio.get_running_loop(), asyncio.Queue[T | BaseException | None]()
-    left, context, working = threading.Event(), copy_context(), None
+    loop, left, context = asyncio.get_running_loop(), threading.Event(), copy_context()
     context.run(is_cancelled.set, left.is_set)
-    threads = ahead or ThreadPoolExecutor(1, "kvrag-async")  # not shared, see `kvrag.process`
-
-    def put(item: T | BaseException | None) -> None:
-        loop.call_soon_threadsafe(made.put_nowait, item)
-
+    thread = ThreadPoolExecutor(1, "kvrag-async")  # not shared, see `kvrag.process`
     try:
-        while True:
-            if not (ahead and working):
-                working = loop.run_in_executor(threads, context.run, _put, items, put, bool(ahead))
-            if (item := await made.get()) is None:
-                return
-            if isinstance(item, BaseException):
-                raise item
-            if not ahead:
-                held.set(frozenset({*held.get(), *context.get(held, frozenset())}))
+        while (item := await loop.run_in_executor(thread, context.run, partial(next, items, None))) is not None:
+            held.set(frozenset({*held.get(), *context.get(held, frozenset())}))
             yield item
     finally:
         left.set()
-        if not ahead:
-            working = loop.run_in_executor(threads, context.run, items.close)  # after the current step
-            threads.shutdown(wait=False)
-        if working:
-            await asyncio.shield(working)
+        ending = loop.run_in_executor(thread, context.run, items.close)  # after the current step
+        thread.shutdown(wait=False)
+        await asyncio.shield(ending)
 
 
 def once(work: Callable[[], T]) -> Generator[tuple[T], None, None]:
@@ -76,7 +60,11 @@ def together(generators: Sequence[Generator[T, None, None]]) -> Generator[tuple[
 
     def run(number: int) -> None:
         is_cancelled.set(lambda: left.is_set() or caller_cancelled())
-        _put(generators[number], lambda item: made.put((number, item)), ahead=True)
+        try:
+            put_all(generators[number], lambda item: made.put((number, item)))
+            made.put((number, None))
+        except BaseException as error:
+            made.put((number, error))
 
     pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvrag-batch")  # starts as many threads as it needs
     try:
@@ -97,15 +85,9 @@ def together(generators: Sequence[Generator[T, None, None]]) -> Generator[tuple[
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _put(items: Generator[T, None, None], put: Callable[[T | BaseException | None], object], ahead: bool) -> None:
-    """Put the next item, or `ahead` all of them until the consumer leaves; at the end, None or the error."""
-    try:
+def put_all(items: Generator[T, None, None], put: Callable[[T], object]) -> None:
+    """Put the items of a generator until the consumer of this context leaves; then, or at the end, close it."""
+    with closing(items):
         for item in items:
             put(item)
-            if not ahead:
-                return
             check_cancelled()
-        put(None)
-    except BaseException as error:
-        items.close()
-        put(error)

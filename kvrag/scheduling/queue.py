@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextvars import copy_context
+from functools import partial
 from itertools import count
 from typing import TypeVar
 
 from kvrag.errors import KvragError
+from kvrag.scheduling.bridge import put_all
+from kvrag.scheduling.waiting import is_cancelled
 
 T = TypeVar("T")
 
@@ -44,7 +48,7 @@ class AdmissionQueue:
             namespaces: Number of namespaces that send requests.
         """
         self._places, self._queue, self._namespaces = places, queue, namespaces
-        self.threads = ThreadPoolExecutor(places, f"kvrag-{name}")  # for the work
+        self._threads = ThreadPoolExecutor(places, f"kvrag-{name}")  # for the work
         self._running: Counter[str] = Counter()
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []  # with their namespaces, the oldest first
         self._admissions = count(1)
@@ -63,15 +67,16 @@ class AdmissionQueue:
 
     async def run(
         self,
-        work: AsyncGenerator[T, None],
+        work: Generator[T, None, None],
         limit: float,
         namespace: str = "",
         admitted: Callable[[float], None] = lambda waited: None,
     ) -> AsyncGenerator[T, None]:
-        """Run a generator, such as `BlendEngine.astream`, once it is admitted; yield its items, which are never None.
+        """Run a generator to its end in a thread once it is admitted; yield its items, which are never None.
 
-        It does not wait for the consumer, so that a slow one keeps no place. Closing or cancelling this cancels it, and
-        returns at once. The place is freed when it has ended.
+        It does not wait for the consumer, so that a slow one keeps no place. It has a copy of this context. Closing or
+        cancelling this ends it at the next check of `is_cancelled`, and returns at once. The place is freed when it has
+        ended.
 
         Args:
             limit: Time limit in seconds, waiting included.
@@ -83,20 +88,23 @@ class AdmissionQueue:
             QueueTimeoutError: The time limit is over.
         """
         loop, items = asyncio.get_running_loop(), asyncio.Queue[T | BaseException | None]()  # None = the end
-        started = loop.time()
+        started, left, context = loop.time(), threading.Event(), copy_context()
+        context.run(is_cancelled.set, left.is_set)
+        put = partial(loop.call_soon_threadsafe, items.put_nowait)
 
-        async def take() -> None:
-            await self._admit(namespace)
+        def end(working: asyncio.Future[None]) -> None:
+            self._release(namespace)
+            items.put_nowait(working.exception())
+
+        async def begin() -> None:
             try:
+                await self._admit(namespace)
+                loop.run_in_executor(self._threads, context.run, put_all, work, put).add_done_callback(end)
                 admitted(loop.time() - started)
-                async with aclosing(work):
-                    async for item in work:
-                        items.put_nowait(item)
-            finally:
-                self._release(namespace)
+            except Exception as error:
+                items.put_nowait(error)
 
-        taking = asyncio.create_task(take())
-        taking.add_done_callback(lambda task: items.put_nowait(None if task.cancelled() else task.exception()))
+        beginning = asyncio.create_task(begin())
         late = QueueTimeoutError(f"the request took longer than {limit:g} s: request fewer tokens, or send less")
         timer = loop.call_at(started + limit, items.put_nowait, late)
         try:
@@ -106,14 +114,15 @@ class AdmissionQueue:
                 yield item
         finally:
             timer.cancel()
-            taking.cancel()
-            await asyncio.sleep(0)  # the work has been cancelled when this returns
+            left.set()
+            beginning.cancel()
+            await asyncio.sleep(0)  # it does not wait any more when this returns
 
     async def stop(self) -> None:
         """Reject waiting and new requests; return when all admitted ones are done."""
         self.close()
         await self._idle.wait()
-        self.threads.shutdown(wait=False)
+        self._threads.shutdown(wait=False)
 
     def close(self) -> None:
         """Reject waiting and new requests."""

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvrag.errors import PromptError
 from kvrag.retrieval.index import fitting
-from kvrag.scheduling.bridge import off_loop, once
+from kvrag.scheduling.bridge import once
 from kvrag.scheduling.queue import AdmissionQueue
 from kvrag.server.api_errors import ApiError, describe, json_response, log
 from kvrag.server.response import Builder, Event, Piece
@@ -127,8 +127,8 @@ async def _measured(state: State, tenant: Tenant, work: Work) -> AsyncGenerator[
     started = time.perf_counter()
     last: dict[int, float] = {}  # by choice
     status, num_complete = 499, 0
-    limit, answering = state.settings.timeout, off_loop(work(), ahead=state.answering.threads)
-    admitted = state.answering.run(answering, limit, tenant.namespace, metrics.queue_time.observe)
+    queue, limit = state.answering, state.settings.timeout
+    admitted = queue.run(work(), limit, tenant.namespace, metrics.queue_time.observe)
     try:
         async with aclosing(admitted) as pieces:
             async for piece in pieces:
@@ -219,8 +219,8 @@ class EventStream(StreamingResponse):
 
 async def result(request: Request, queue: AdmissionQueue, work: Callable[[], T]) -> T:
     """Run work in a thread once the queue admits it, while the client is connected; return its result."""
-    limit, working = request.app.state.kvrag.settings.timeout, off_loop(once(work), ahead=queue.threads)
-    async with aclosing(queue.run(working, limit, request.state.namespace)) as pieces:
+    limit = request.app.state.kvrag.settings.timeout
+    async with aclosing(queue.run(once(work), limit, request.state.namespace)) as pieces:
         (only,) = await while_connected(request.receive, anext(pieces))
         return only
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator
 from contextlib import aclosing
 from contextvars import ContextVar
 
@@ -37,30 +36,19 @@ class Work:
             self.closed.set()
 
 
-@pytest.fixture(params=["ahead", "on request"])
-def ahead(request: pytest.FixtureRequest) -> Iterator[ThreadPoolExecutor | None]:
-    with ThreadPoolExecutor(4, "ahead") as threads:
-        yield threads if request.param == "ahead" else None
-
-
-async def test_all_is_done_in_one_other_thread(ahead: ThreadPoolExecutor | None) -> None:
-    work = Work()
-    assert [item async for item in off_loop(work(), ahead=ahead)] == [0, 1, 2]
+async def test_work_is_done_in_one_other_thread_when_it_is_asked_for() -> None:
+    work, other = Work(), Work()
+    assert [item async for item in off_loop(work())] == [0, 1, 2]
+    async with aclosing(off_loop(other())) as items:
+        assert await anext(items) == 0
+        await asyncio.sleep(0.05)
+        assert other.made == 1
+    assert other.closed.is_set()
     assert len(work.threads) == 4
-    assert {thread.name for thread in work.threads} == {"ahead_0" if ahead else "kvrag-async_0"}
+    assert {thread.name for thread in work.threads + other.threads} == {"kvrag-async_0"}, "closed there, too"
 
 
-async def test_work_is_done_when_it_is_asked_for_unless_it_may_go_ahead() -> None:
-    work, other, threads = Work(), Work(), ThreadPoolExecutor(1)
-    async with aclosing(off_loop(work())) as items, aclosing(off_loop(other(), ahead=threads)) as others:
-        assert [await anext(items), await anext(others)] == [0, 0]
-        assert await asyncio.to_thread(other.closed.wait, 60)
-        assert (work.made, other.made) == (1, 3)
-    assert work.closed.is_set()
-    assert {thread.name for thread in work.threads} == {"kvrag-async_0"}, "closed in its thread, too"
-
-
-async def test_closing_returns_when_the_step_has_ended(ahead: ThreadPoolExecutor | None) -> None:
+async def test_closing_returns_when_the_step_has_ended() -> None:
     entered, let, ended = threading.Event(), threading.Event(), list[type]()
 
     def work() -> Generator[int, None, None]:
@@ -73,7 +61,7 @@ async def test_closing_returns_when_the_step_has_ended(ahead: ThreadPoolExecutor
             ended.append(type(error))
             raise
 
-    step = asyncio.ensure_future(anext(items := off_loop(work(), ahead=ahead)))
+    step = asyncio.ensure_future(anext(items := off_loop(work())))
     assert await asyncio.to_thread(entered.wait, 60)
     step.cancel()
     asyncio.get_running_loop().call_soon(let.set)

@@ -11,7 +11,6 @@ from contextlib import aclosing
 import pytest
 from fastapi.routing import APIRoute
 
-from kvrag.scheduling.bridge import off_loop
 from kvrag.scheduling.queue import AdmissionQueue, QueueFullError, QueueStoppingError, QueueTimeoutError
 from kvrag.scheduling.waiting import check_cancelled
 from kvrag.server import app
@@ -46,7 +45,7 @@ def three() -> Generator[int, None, None]:
 def run(
     queue: AdmissionQueue, work: Callable[[], Generator[int, None, None]], limit: float, namespace: str = ""
 ) -> AsyncGenerator[int, None]:
-    return queue.run(off_loop(work(), ahead=queue.threads), limit, namespace)
+    return queue.run(work(), limit, namespace)
 
 
 async def all_of(queue: AdmissionQueue, limit: float = 60) -> list[int]:

@@ -31,8 +31,6 @@ POLICIES = ("none", "full", *sorted(path.stem for path in _MODULES))
 DEFAULT_POLICY = "query"
 DEFAULT_RATIO = 0.15  # CacheBlend's; see `BlendConfig.ratio`
 DEFAULT_CONTEXT = 256  # tokens that a chunk is encoded with
-CONTROLLERS = ("auto", "off")
-HISTORIES = ("exact", "blend")
 
 ANSWER_SETTINGS = ("ratio", "margin", "policy", "controller", "edited_history", "deterministic")
 """Names of the settings that every answer can override."""
@@ -117,9 +115,8 @@ def switch(about: str) -> Any:
 def check_fields(settings: Any) -> None:
     """Check and convert the options of a dataclass that is being created."""
     for declared in fields(settings):
-        value = getattr(settings, declared.name)
-        if declared.metadata and not (value is None and declared.default is None):
-            object.__setattr__(settings, declared.name, declared.metadata["check"](declared.name, value))
+        if declared.metadata:
+            object.__setattr__(settings, declared.name, check_option(declared.name, getattr(settings, declared.name)))
 
 
 _FORMER = {"history": "edited_history"}
@@ -239,9 +236,9 @@ class BlendConfig:
     policy: str = choice(DEFAULT_POLICY, POLICIES, "which tokens to recompute; 'full' = ordinary prefill")
     ratio: float | None = number(None, "share of reused tokens to recompute, 0 to 1; default: by the model", most=1)
     margin: float | None = number(None, "nats by which a token must lead, else more is recomputed", most=_EXTREME)
-    controller: str = choice("auto", CONTROLLERS, "'off' = always blend, at the given or default ratio")
+    controller: str = choice("auto", ("auto", "off"), "'off' = always blend, at the given or default ratio")
     min_run: int = number(16, least=16, whole=True)  # guaranteed by the matcher
-    edited_history: str = choice("exact", HISTORIES, "'blend' = also reuse KV of earlier turns behind an edit")
+    edited_history: str = choice("exact", ("exact", "blend"), "'blend' = also reuse KV of earlier turns behind an edit")
     deterministic: bool = switch("the same answer at every load and after any prompts; slower")
     context_tokens: int = number(DEFAULT_CONTEXT, whole=True)
     history: InitVar[str | None] = None  # the former name of `edited_history`

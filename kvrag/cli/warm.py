@@ -117,7 +117,7 @@ def warm_here(args: argparse.Namespace) -> dict[str, Any]:
     """Encode the files' chunks in this process, and add them to the chunk index."""
     with open_engine(args) as engine, open_index(engine.store, args.namespace, args.embedder) as index:
         store, place = engine.store, engine.store.stats().path
-        gone = find_gone(args.paths, lambda prefix: [*index.documents(), *store.documents(prefix, args.namespace)])
+        gone = find_gone(args.paths, lambda prefix: [*index.counts(), *store.documents(prefix, args.namespace)])
         # first: otherwise a chunk moved to another file would temporarily belong to two documents
         dropped = drop(index, gone, partial(engine.forget, namespace=args.namespace)) if args.prune else 0
         chunks, pages, problems = read_chunks(args, engine.encode)

@@ -26,6 +26,7 @@ from kvrag.reuse.policy import NO_PASSES, Passes
 _KEPT = 16  # observations of each kind: enough to average out noise, few enough to follow changes in load
 _MEMORY = 4  # earlier observations count at most this many times as much as the current one
 _SUMS = ("load", "loaded", "stitch")  # (bytes, seconds), (bytes, tokens) and (tokens, seconds)
+_DISK_S = 60.0  # that the speed of a disk is valid; then the next prompt measures it
 _WARM_UP_ROWS = 1000  # shorter passes do not outweigh the start-up costs of a process's first pass
 
 
@@ -181,11 +182,6 @@ class CostModel:
         with self._lock:
             return _quotient(self._sums["loaded"], default)
 
-    @property
-    def load_age(self) -> float:
-        """Seconds since the last load in this process."""
-        return time.monotonic() - self._loaded_at
-
     def speed(self) -> Speed | None:
         """Return the estimates; None until a pass was observed."""
         with self._lock:
@@ -199,7 +195,8 @@ class CostModel:
                     least_s = min((seconds for *_, seconds in kinds.get("least", ())), default=0.0)
                     blended = Speed(*fit(np.array(kinds["blend"]), self._pair_rows, row_s), load)
                     self._speed = replace(self._speed, least_s=least_s, blended=blended)
-            return self._speed
+            is_old = time.monotonic() - self._loaded_at > _DISK_S
+            return replace(self._speed, load=math.inf) if self._speed and is_old else self._speed
 
 
 def fit(passes: NDArray[np.float64], pair_rows: float, usual_s: float = 0.0) -> tuple[float, float, float, float]:

@@ -213,11 +213,6 @@ def settings(evidence: Evidence, answers: Answers, policy: str, is_alone: bool) 
     return found
 
 
-def nearest(margin: float) -> float:
-    """Return the nearest of `MARGINS`."""
-    return min(MARGINS, key=lambda one: abs(one - margin))
-
-
 class EvidenceStore(dict[str, Evidence]):
     """Evidence by namespace, stored as counters of the store: a restart does not reset it."""
 

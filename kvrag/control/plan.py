@@ -36,7 +36,7 @@ from kvrag.control.cost import (
     blend_seconds,
     full_seconds,
 )
-from kvrag.control.evidence import START, STARTS, EvidenceStore, Setting, nearest, rung, settings
+from kvrag.control.evidence import MARGINS, START, STARTS, EvidenceStore, Setting, rung, settings
 from kvrag.control.measure import measured
 from kvrag.errors import SettingError
 from kvrag.request import Request
@@ -75,7 +75,7 @@ CPU_SHARE = 2 / 3
 """Timings of a thread that had a processor for a smaller share of the time are not used: the machine was busy."""
 
 _ROWS = Speed(0.0, 1.0, 0.0, 0.0, math.inf)  # counts rows, as long as no speed is known
-_KEEP_S = 60.0  # seconds between writes of the evidence, and that the speed of a disk is valid
+_KEEP_S = 60.0  # seconds between writes of the evidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Planner:
             for prefill in measured(self._backend):
                 self._costs.observe_pass(*prefill)
             self._is_unmeasured = False
-        speed = self._speed() if is_by_speed else None
+        speed = self._costs.speed() if is_by_speed else None
         is_alone = request.is_encoded_alone if request and is_auto else not is_auto
         start, margin = self._prior(config, is_alone) if config.margin != 0 else (START, 0.0)
         if self.learns(config):
@@ -270,7 +270,7 @@ class Planner:
         evidence, given = self.evidence[namespace], config.margin
         answers = evidence.answers
         start, margin = self._prior(config, is_alone)
-        by_margin = nearest(margin)
+        by_margin = min(MARGINS, key=lambda one: abs(one - margin))
         found = settings(evidence, answers, config.policy, is_alone)
         prior = next(one for one in found if (one.start, one.margin) == (start, by_margin))
         loses = has_lost_too_many(round(answers.compared), round(answers.kept))
@@ -310,12 +310,6 @@ class Planner:
         margin = f", and more below a margin of {chosen.margin:g}," if chosen.margin else ""
         return f"On this model, {name}{margin} keeps {low:.0%} to {high:.0%} of the answers: {saved:.1f}x less prefill."
 
-    def _speed(self) -> Speed | None:
-        speed = self._costs.speed()
-        if speed is not None and self._costs.load_age > _KEEP_S:  # the disk is measured by the next prompt
-            speed = replace(speed, load=math.inf)
-        return speed
-
     def _workload(self, config: BlendConfig, request: Request) -> Workload:
         reused = request.num_matched
         exact = len(request.runs[0]) if begins_exactly(self._backend, request, self._codec) else 0
@@ -328,10 +322,6 @@ class Planner:
             kept=request.kept,
         )
 
-    def _waited(self, seconds: float, cpu: float) -> bool:
-        """Return whether a thread that computes waited for processors; one that uses a GPU waits for the GPU."""
-        return self._backend.device.type == "cpu" and cpu < CPU_SHARE * seconds
-
     def observe(self, request: Request, config: BlendConfig, rows: int, trace: Trace) -> None:
         """Observe the prefill of a prompt.
 
@@ -340,7 +330,8 @@ class Planner:
             rows: Number of computed positions.
         """
         pass_s = trace.own_seconds["blend"]  # without waiting for the store, and without layout
-        if trace.is_contended or self._waited(pass_s, trace.cpu_seconds["blend"]):
+        is_on_cpu = self._backend.device.type == "cpu"  # a thread that uses a GPU waits for the GPU
+        if trace.is_contended or (is_on_cpu and trace.cpu_seconds["blend"] < CPU_SHARE * pass_s):
             return
         length, reused = len(request.ids), int(request.reused.sum())
         if not reused:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend, KVCache
+from kvrag.backend.transformers.tokenizer import num_common
 
 # per forward pass, padding included: large enough to use all cores, small enough for memory
 BATCH_TOKENS = 4096
@@ -102,7 +103,7 @@ def trees(
             tree = Tree(row)
             forest.append(tree)
             begins_alike.append(tree)
-        shared = _num_common(tree.ids, row)
+        shared = num_common(tree.ids, row)
         tree.branches.append(Branch(number, len(row) - len(chunks[number]), shared, row[shared:]))
     return forest
 
@@ -114,14 +115,8 @@ def _can_share(model: Backend, tree: Tree, row: list[int]) -> bool:
     half = (len(row) + 1) // 2
     if model.stores_states or len(tree.ids) > model.stable_length or row[:half] != tree.ids[:half]:
         return False  # stored states end with their row
-    own = len(row) - _num_common(tree.ids, row)
+    own = len(row) - num_common(tree.ids, row)
     return not own or not (model.keeps_states or tree.num_tokens + own > BATCH_TOKENS)
-
-
-def _num_common(first: list[int], second: list[int]) -> int:
-    """Return the length of the common prefix of two rows."""
-    different = (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    return next(different, min(len(first), len(second)))
 
 
 def _batches(rows: Sequence[Tree], most_tokens: int, most_unequal: int) -> Iterator[list[Tree]]:

@@ -229,20 +229,16 @@ def _pdf(content: bytes, parsed: Content) -> str:
     with needing(EXTRA):
         from pypdf import PdfReader
     logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns about many valid PDFs
-    reader, blank = PdfReader(BytesIO(content)), list[int]()
-
-    def texts() -> Iterator[str]:
-        for number, page in enumerate(reader.pages, 1):
-            text = ""
-            with parsed.part(f"page {number}"):
-                text = page.extract_text()
-                text = "\n".join(filter(None, [text, *dict.fromkeys(_entries(page))]))
-                if not text.strip():
-                    blank.append(number)
-            yield without_surrogates(text) + "\n\n"
-
+    reader, pages, blank = PdfReader(BytesIO(content)), list[str](), list[int]()
     root: Any = reader.root_object
-    pages = list(texts())
+    for number, page in enumerate(reader.pages, 1):
+        text = ""
+        with parsed.part(f"page {number}"):
+            text = page.extract_text()
+            text = "\n".join(filter(None, [text, *dict.fromkeys(_entries(page))]))
+            if not text.strip():
+                blank.append(number)
+        pages.append(without_surrogates(text) + "\n\n")
     if blank and not any(page.strip() for page in pages):
         raise UnreadableError("the PDF has no text, only images: run OCR first, for example with ocrmypdf")
     if blank:
@@ -294,18 +290,15 @@ def _xlsx(content: bytes, parsed: Content) -> str:
     parts = {kind: target for target, kind in sheets.values()}
     is_1904 = root.xpath("string(*[local-name()='workbookPr']/@date1904)") in ("1", "true")
     epoch = datetime(1904, 1, 1) if is_1904 else datetime(1899, 12, 30)
-    cells = _Cells(archive, epoch, parts.get("sharedStrings"), parts.get("styles"))
-
-    def paragraphs() -> Iterator[str]:
-        for sheet in root.iterfind("{*}sheets/{*}sheet"):
-            name = sheet.get("name", "")
-            part = sheets.get(next((value for key, value in sheet.items() if key.endswith("}id")), ""), ("", ""))[0]
-            with parsed.part(name):
-                found = chain(_records(cells.rows(part)), archive.office(part, "worksheet"), cells.end())
-                for number, text in enumerate(filter(None, found)):
-                    yield from (text,) if number else (name, text)
-
-    return "\n\n".join(paragraphs())
+    cells, paragraphs = _Cells(archive, epoch, parts.get("sharedStrings"), parts.get("styles")), list[str]()
+    for sheet in root.iterfind("{*}sheets/{*}sheet"):
+        name = sheet.get("name", "")
+        part = sheets.get(next((value for key, value in sheet.items() if key.endswith("}id")), ""), ("", ""))[0]
+        with parsed.part(name):
+            found = chain(_records(cells.rows(part)), archive.office(part, "worksheet"), cells.end())
+            for number, text in enumerate(filter(None, found)):
+                paragraphs += (text,) if number else (name, text)
+    return "\n\n".join(paragraphs)
 
 
 class _Cells:

@@ -190,10 +190,6 @@ class ChunkIndex:
                     hits.setdefault(chunk, Hit(text, document, score, pages))
             return list(hits.values())
 
-    def documents(self) -> list[str]:
-        """Return the names of the documents."""
-        return list(self.counts())
-
     def counts(self) -> dict[str, int]:
         """Return the number of chunks per document, sorted by name."""
         return dict(self._read("SELECT document, count(*) FROM documents GROUP BY document ORDER BY document"))

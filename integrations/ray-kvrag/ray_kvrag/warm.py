@@ -323,7 +323,7 @@ def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
         stack.enter_context(closing(store))
         store.bind(facts.fingerprint)
         index = stack.enter_context(open_index(store, namespace, args.embedder))
-        gone = find_gone(args.paths, lambda prefix: [*index.documents(), *store.documents(prefix, namespace)])
+        gone = find_gone(args.paths, lambda prefix: [*index.counts(), *store.documents(prefix, namespace)])
         tokenizer = _load_tokenizer(args, facts)
         dropped = _prune(store, index, gone, namespace, tokenizer) if args.prune and gone else 0
         plan = _make_plan(args, facts, store, index, tokenizer)

@@ -57,7 +57,7 @@ def checkpoint_fingerprint(
         quantization: Method and settings of vLLM, which also quantises plain checkpoints while it loads them.
     """
     name = str(name_or_path)
-    config = load_config(name, revision, trust_remote_code)
+    config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
     with refuse_failures(config), torch.device("meta"):
         outline = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     stored = getattr(config, "quantization_config", None) or getattr(

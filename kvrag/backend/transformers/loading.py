@@ -139,16 +139,9 @@ def _left_out(model: Any, unexpected: Iterable[str]) -> str:
     return f"{type(model).__name__}, which config.json names, does not use {min(unused)} of its files" if unused else ""
 
 
-def load_config(
-    name: str,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    local_files_only: bool = False,
-    allow_unverified: bool = False,
-) -> Any:
-    """Load a model's configuration without its weights; raises like `load`."""
+def load_config(name: str, allow_unverified: bool = False, **where: Any) -> Any:
+    """Load a model's configuration without its weights; takes `where` and raises like `load`."""
     check_model(name)
-    where = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
     with _explaining(name) as path:
         config = AutoConfig.from_pretrained(path, **where)
     refuse_unsupported(config, allow_unverified)

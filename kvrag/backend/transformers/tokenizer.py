@@ -10,12 +10,12 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import chain, pairwise, takewhile
+from itertools import chain, pairwise
 from typing import Any, TypeGuard, cast
 from weakref import WeakKeyDictionary
 
 import xxhash
-from cachetools import LRUCache, cachedmethod
+from cachetools import LRUCache, cached, cachedmethod
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
@@ -148,7 +148,7 @@ class Tokenizer:
             with_prompt, without = (self._apply_template(messages, template, prompt) for prompt in (True, False))
         except PromptError:
             return 0  # unknown: the template rejects a single message
-        return len(with_prompt) - len(common_prefix(with_prompt, without))
+        return len(with_prompt) - num_common(with_prompt, without)
 
     def _apply_template(self, messages: Messages, template: Mapping[str, Any], prompt: bool = True) -> list[int]:
         if self.hf.chat_template is None:
@@ -257,8 +257,8 @@ class Tokenizer:
             messages = [{"role": role, "content": content} for role, content in contents.items()]
             with suppress(PromptError):  # no template, or one that rejects a system message
                 prompts.append(self._apply_template(messages, {}))
-        if len(prompts) > 1 and (common := common_prefix(*prompts)):
-            return tuple(common[:_PREAMBLE_TOKENS])
+        if len(prompts) > 1 and (common := min(num_common(prompts[0], other) for other in prompts[1:])):
+            return tuple(prompts[0][: min(common, _PREAMBLE_TOKENS)])
         bos = self.hf.bos_token_id
         if bos is not None and self.hf("a")["input_ids"][:1] == [bos]:
             return (bos,)
@@ -382,9 +382,10 @@ def is_token_ids(prompt: object) -> TypeGuard[TokenIds]:
     return isinstance(prompt, (list, tuple)) and bool(prompt) and all(type(token) is int for token in prompt)
 
 
-def common_prefix(*rows: list[int]) -> list[int]:
-    """Return the ids that all rows begin with."""
-    return [ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, zip(*rows, strict=False))]
+def num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of ids that both rows begin with."""
+    different = (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(different, min(len(first), len(second)))
 
 
 _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # letters of byte-level BPE vocabularies
@@ -491,7 +492,6 @@ _MARKERS = "\U000f0000\U000f0001"  # transformers leaves them out
 _PIECE = 2048  # characters of a piece, at least
 _EMPTY_LINE = re.compile(r"\n\n(?=[^\W\d_])")  # before a letter
 _LINE_BREAKS = r"|\s*[\r\n]+|"  # in the patterns of GPT-4, Llama 3, Qwen and others
-_can: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def _pieces(hf: Any, text: str) -> list[str]:
@@ -503,21 +503,20 @@ def _pieces(hf: Any, text: str) -> list[str]:
     return [text[start:stop] for start, stop in pairwise([*starts, len(text)])]
 
 
+@cached(WeakKeyDictionary(), key=lambda hf: hf)
 def _can_be_cut(hf: Any) -> bool:
     """Return whether a tokenizer's words end with their line breaks, whatever letter follows, and depend on no other.
 
     It has a pattern of words, whose bytes it merges word by word.
     """
-    if hf not in _can:
-        backend: Any = getattr(hf, "backend_tokenizer", None)
-        steps = json.loads(backend.pre_tokenizer.__getstate__()) if backend and backend.pre_tokenizer else {}
-        words, letters = (*steps.get("pretokenizers", ()), {}, {})[:2]
-        pattern = words.get("pattern", {}).get("Regex", "")
-        _can[hf] = (
-            _LINE_BREAKS in pattern
-            and "(?<" not in pattern
-            and (letters.get("type"), letters.get("add_prefix_space")) == ("ByteLevel", False)
-            and type(backend.normalizer).__name__ in ("NoneType", "NFC")
-            and not any(t.lstrip or t.rstrip or "\n" in t.content for t in hf.added_tokens_decoder.values())
-        )
-    return _can[hf]
+    backend: Any = getattr(hf, "backend_tokenizer", None)
+    steps = json.loads(backend.pre_tokenizer.__getstate__()) if backend and backend.pre_tokenizer else {}
+    words, letters = (*steps.get("pretokenizers", ()), {}, {})[:2]
+    pattern = words.get("pattern", {}).get("Regex", "")
+    return (
+        _LINE_BREAKS in pattern
+        and "(?<" not in pattern
+        and (letters.get("type"), letters.get("add_prefix_space")) == ("ByteLevel", False)
+        and type(backend.normalizer).__name__ in ("NoneType", "NFC")
+        and not any(t.lstrip or t.rstrip or "\n" in t.content for t in hf.added_tokens_decoder.values())
+    )

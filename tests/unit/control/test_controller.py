@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from blending import CHUNKS, messages
 
-import kvrag.control.plan
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, SettingError
 from kvrag.config import DEFAULT_POLICY
 from kvrag.control.cost import CostModel, Speed, Workload, blend_seconds, fit, full_seconds
@@ -261,7 +260,7 @@ def test_a_disk_that_became_fast_is_detected(engine: BlendEngine, monkeypatch: p
         meter.observe_pass("full", rows, 1, rows * 1.0)
     meter.observe_load(1000, 10, 1e6)
     assert engine.generate(PROMPT, max_new_tokens=1).report.policy == "full"
-    monkeypatch.setattr(kvrag.control.plan, "_KEEP_S", 0.0)
+    monkeypatch.setattr("kvrag.control.cost._DISK_S", 0.0)
     assert engine.generate(PROMPT, max_new_tokens=1).report.policy == DEFAULT_POLICY
 
 

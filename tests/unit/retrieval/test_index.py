@@ -87,7 +87,7 @@ def test_a_text_in_two_documents_is_kept_once_and_stays_while_one_of_them_has_it
     assert len(index) == 3
     assert index.remove("a.txt") == 2
     assert [hit.text for hit in index.search("tomatoes", k=4)] == [CHUNKS[0]]
-    assert index.documents() == ["b.txt"]
+    assert list(index.counts()) == ["b.txt"]
 
 
 def test_adding_a_document_again_drops_what_it_no_longer_has(index: ChunkIndex) -> None:

@@ -72,15 +72,15 @@ class Workload:
     kept: int = 0
 
     @property
-    def rows(self) -> float:
-        """Rows that are computed whatever the ratio: those of the policy, and the fresh ones."""
-        fresh = self.prompt - self.kept - self.reused
-        return fresh * (1 + self.passes.query) + self.passes.detection * self.prompt
+    def fresh(self) -> int:
+        """Tokens that are computed whatever the ratio."""
+        return self.prompt - self.kept - self.reused
 
     @property
     def most_to_begin_with(self) -> float:
         """Ratio that leaves rows for a full prefill, should the model be unsure of the first token; see `MOST`."""
-        return ((MOST - 1) * (self.prompt - self.kept) - self.rows) / max(self.inexact, 1)
+        rows = self.fresh * (1 + self.passes.query) + self.passes.detection * self.prompt
+        return ((MOST - 1) * (self.prompt - self.kept) - rows) / max(self.inexact, 1)
 
 
 def full_seconds(speed: Speed, prompt: int, kept: int = 0) -> float:
@@ -95,13 +95,12 @@ def blend_seconds(speed: Speed, request: Workload, ratio: float) -> float:
     Layers are read while others are computed: some while the policy selects, the rest while the blend recomputes.
     """
     own = speed.blended or speed
-    fresh = request.prompt - request.kept - request.reused
-    rows = fresh + ratio * request.inexact
+    rows = request.fresh + ratio * request.inexact
     compute = _pass(own, rows, rows * request.prompt) + (math.ceil(rows / PREFILL_BLOCK) - 1) * own.pass_s
     load, stitch = request.bytes / speed.load, request.reused * own.stitch_s
     passes = request.passes
     selecting = min(1.0, passes.query + passes.detection) if ratio else 0.0
-    select = passes.query * _pass(own, fresh, fresh * request.prompt)
+    select = passes.query * _pass(own, request.fresh, request.fresh * request.prompt)
     select += passes.detection * full_seconds(own, request.prompt, request.kept)
     while_selecting = max(selecting * load, (select if ratio else 0.0) + selecting * stitch)
     return while_selecting + selecting * compute + (1 - selecting) * max(load, compute + stitch)
@@ -109,7 +108,7 @@ def blend_seconds(speed: Speed, request: Workload, ratio: float) -> float:
 
 def deepening_seconds(speed: Speed, request: Workload, share: float) -> float:
     """Predict recomputing one more share of the chunks, and the fresh tokens."""
-    rows = request.prompt - request.kept - request.reused + share * request.inexact
+    rows = request.fresh + share * request.inexact
     return _pass(speed, rows, rows * request.prompt)
 
 

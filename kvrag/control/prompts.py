@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING
 
 from kvrag.config import BlendConfig
@@ -181,16 +181,13 @@ def _retrieve(gap: Gap, search: Search, top_k: int) -> list[str]:
 
 def search_by_words(chunks: Sequence[str]) -> Search:
     """Return a search by the rare words that query and chunk share, for use without an embedder."""
-    holders: dict[str, list[int]] = defaultdict(list)
-    for number, chunk in enumerate(chunks):
-        for word in {word.lower() for word in WORD.findall(chunk)}:
-            holders[word].append(number)
+    words_of = [{word.lower() for word in WORD.findall(chunk)} for chunk in chunks]
+    frequencies = Counter(chain.from_iterable(words_of))
 
     def search(query: str, k: int) -> list[str]:
-        scores = [0.0] * len(chunks)
-        for word in dict.fromkeys(word.lower() for word in WORD.findall(query)):
-            for number in holders.get(word, ()):
-                scores[number] += math.log(1 + len(chunks) / len(holders[word]))
+        known = dict.fromkeys(word for word in map(str.lower, WORD.findall(query)) if word in frequencies)
+        weights = {word: math.log(1 + len(chunks) / frequencies[word]) for word in known}
+        scores = [sum(weights[word] for word in known if word in words) for words in words_of]
         best = sorted(range(len(chunks)), key=lambda number: -scores[number])  # stable: ties in reading order
         return [chunks[number] for number in best[:k]]
 

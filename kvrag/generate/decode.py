@@ -473,7 +473,7 @@ class Reply:
         self.generation_prompt = 1 if prepared.is_plain else tokenizer.generation_prompt_length(**prepared.template)
         self.tokens: list[int] = []
         self.is_ended = False
-        self._num_thought, self._has_begun = 0, False
+        self._num_thought = 0
 
     @property
     def most_bytes(self) -> int:
@@ -494,9 +494,8 @@ class Reply:
         start = self._model, request.ids, request.cache, request.logits, self._sampling
         control_tokens = {token for part in (self._thoughts, self._parser) if part for token in part.control_tokens}
         row = Row(*start, self._constraint, control_tokens, self._thoughts, alone, request.late, request.relieve)
-        for delta in decode(row):
-            if not self._has_begun:
-                self._has_begun = True
+        for number, delta in enumerate(decode(row)):
+            if number == 0:
                 request.note_first_token(time.perf_counter() - started)
             request.note_completed()  # at once: the consumer may leave
             self.tokens += delta.token_ids

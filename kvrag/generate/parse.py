@@ -144,8 +144,7 @@ class AnswerParser:
         self._names = {tool["function"]["name"] for tool in tools}
         self._raw = ""  # of the open region
         self._num_calls = 0
-        self._valid: list[ToolCall] = []
-        self._invalid: list[InvalidCall] = []
+        self._calls: list[ToolCall | InvalidCall] = []  # of the current delta
 
     def parse(self, delta: Delta) -> Delta:
         """Return the delta with the calls that end in it and with the text that cannot be part of a call."""
@@ -158,8 +157,9 @@ class AnswerParser:
             elif self._forced:
                 text = ""  # the beginning of a call
                 self._fail("", None)
-        valid, invalid = tuple(self._valid), tuple(self._invalid)
-        self._valid, self._invalid = [], []
+        calls, self._calls = self._calls, []
+        valid = tuple(call for call in calls if isinstance(call, ToolCall))
+        invalid = tuple(call for call in calls if isinstance(call, InvalidCall))
         return replace(delta, text=text, tool_calls=valid, invalid_calls=invalid)
 
     def _outside(self, event: Mapping[str, Any], is_cut: bool = False) -> str:
@@ -213,13 +213,8 @@ class AnswerParser:
 
     def _add(self, call: ToolCall | InvalidCall) -> None:
         self._num_calls += 1
-        call = replace(call, id=uuid.uuid4().hex[:9])
-        if self.has_one_call and self._num_calls > 1:
-            return
-        if isinstance(call, ToolCall):
-            self._valid.append(call)
-        else:
-            self._invalid.append(call)
+        if self._num_calls == 1 or not self.has_one_call:
+            self._calls.append(replace(call, id=uuid.uuid4().hex[:9]))
 
 
 def _calls(text: str) -> list[ToolCall]:

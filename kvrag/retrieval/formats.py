@@ -26,7 +26,7 @@ from urllib.parse import unquote
 
 from kvrag.errors import needing
 from kvrag.retrieval.content import Content, UnreadableError
-from kvrag.retrieval.markup import HTML, OFFICE, PICTURES, Markup, Reader
+from kvrag.retrieval.markup import HTML, OFFICE, PICTURES, Reader
 
 EXTRA = "kvrag[cli]"
 _SAMPLE = 200  # lines to guess an encoding or the header of a table from
@@ -120,9 +120,9 @@ class _Archive:
         with self.open(part) as file:
             return self._etree.parse(file, self._etree.XMLParser(**options)).getroot()
 
-    def lines(self, part: str, markup: Markup, between: str = "\n", **options: Any) -> str:
-        """Return the text of an XML part."""
-        return _text(self.root(part), Reader(markup, self.parsed, **options), between)
+    def lines(self, part: str, between: str = "\n", **options: Any) -> str:
+        """Return the text of an XML part of an Office document."""
+        return _text(self.root(part), Reader(OFFICE, self.parsed, **options), between)
 
     def related(self, part: str) -> dict[str, tuple[str, str]]:
         """Return the parts that a part of an Office document refers to, and their kinds, by the names it gives them."""
@@ -159,11 +159,11 @@ class _Archive:
         for target, its_kind in related.values():
             if its_kind in _NOTES:
                 with self.parsed.part(target):
-                    comments.append(self.lines(target, OFFICE, notes=notes))
+                    comments.append(self.lines(target, notes=notes))
         with self.parsed.part(name or part) if kind else nullcontext():
             if kind != "worksheet":
                 is_layout = kind in ("slideLayout", "slideMaster")
-                yield self.lines(part, OFFICE, refer=refer, notes=notes, between=between, is_layout=is_layout)
+                yield self.lines(part, refer=refer, notes=notes, between=between, is_layout=is_layout)
         yield from (*notes.values(), *comments)
         for target, its_kind in related.values():
             if its_kind in _BELONGING and kind != "slideMaster":

@@ -32,7 +32,7 @@ from kvrag.control.evidence import STARTS
 from kvrag.control.plan import Planner
 from kvrag.control.prompts import chunk_texts, make_prompts, search_by_words
 from kvrag.errors import AbandonedError, AnswerTimeoutError, KvragError, SettingError
-from kvrag.generate.prompt import Question, prepare
+from kvrag.generate.prompt import Question
 from kvrag.index.catalog import Catalog
 from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
@@ -245,7 +245,7 @@ class BlendEngine:
             SettingError: A setting is out of range or unknown, or a grammar is invalid.
         """
         self._check_open()
-        timeout = check_timeout(options.get("timeout"))
+        timeout = check_timeout(options.get("timeout")) or math.inf
         question = Question.of(self.model.tokenizer, prompt, self.config, options)
         return _within(self._answering.stream(question), timeout)
 
@@ -323,7 +323,8 @@ class BlendEngine:
 
     def tokenize(self, prompt: str | Messages, *, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
         """Return the token ids of the prompt that `stream` would answer; raises as `count_tokens`."""
-        return prepare(self.model.tokenizer, prompt, tools).render(self.model.tokenizer)
+        question = Question.of(self.model.tokenizer, prompt, self.config, {"tools": tools})
+        return question.prepared.render(self.model.tokenizer)
 
     @releasing_threads()
     def explain(
@@ -457,12 +458,8 @@ class BlendEngine:
         self.close()
 
 
-def _within(deltas: Generator[Delta, None, None], timeout: float | None) -> Generator[Delta, None, None]:
+def _within(deltas: Generator[Delta, None, None], timeout: float) -> Generator[Delta, None, None]:
     """Yield the deltas; raise AnswerTimeoutError once the work on them has taken longer than `timeout` seconds."""
-    if timeout is None:
-        with releasing_threads(), closing(deltas):
-            yield from deltas
-        return
     late = AnswerTimeoutError(
         f"the answer took longer than its timeout of {timeout:g} s: raise timeout=, or lower max_tokens"
     )

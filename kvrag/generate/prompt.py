@@ -150,8 +150,7 @@ def prepare(
     """
     is_plain = not isinstance(prompt, (list, tuple)) or is_token_ids(prompt)
     variables = {**switch(tokenizer, reasoning, is_plain), **(template or {})}
-    listed = check_type("tools", tools, list | tuple | None, "a list of dicts") or ()
-    known = tuple(_checked_tool(tool) for tool in listed)
+    known = tuple(_checked_tool(tool) for tool in tools or ())
     forced = _forced(tool_choice, tuple(tool["function"]["name"] for tool in known))
     if tool_choice == "none":
         known = ()
@@ -325,8 +324,6 @@ def switch(tokenizer: Tokenizer, reasoning: bool | None, is_plain: bool) -> dict
     """
     if reasoning is None:
         return {}
-    if not isinstance(reasoning, bool):
-        raise SettingError(f"reasoning must be True, False or None, got {reasoning!r:.80}")
     if not is_plain and (name := tokenizer.find_switch(SWITCHES)):
         return {name: reasoning}
     is_thinking = thinks(tokenizer)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
 
 import numpy as np
 
@@ -38,10 +37,6 @@ _LEAST_OVERLAP = 8  # tokens; shorter overlaps are coincidence
 _GROWTH = 5, 12  # minimum and maximum before a context is cut back: longer ones cost more attention than they save
 _CUTS = 4  # between them, about one cut in this many tokens; all three in units of `context_tokens`
 _ROUNDS = 4  # of encoding chunks that other processes evicted or began to share
-
-Mode = Literal["replace", "add", "on request"]
-"""Whether the texts replace those of their documents, are added to them, or came with a prompt. In the last case, they
-have an anonymous holder and expire when unused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,28 +216,28 @@ class Ingestion(Choosing):
         sources: str | Sequence[str] | None = None,
         namespace: str = "",
         progress: Progress = no_progress,
-        mode: Mode = "replace",
+        replace: bool = True,
         before: dict[str, list[int]] | None = None,
         skip_invalid: bool = False,
     ) -> WarmReport:
-        """See BlendEngine.warm.
+        """See BlendEngine.warm. Texts that came with a prompt have the document `ON_REQUEST`.
 
-        `before` are the token ids that precede the texts, by source, from an earlier call; changed for the next one.
+        Args:
+            replace: False = add the texts to those of their documents.
+            before: Token ids that precede the texts, by source, from an earlier call; changed for the next one.
         """
         started = time.perf_counter()
         given, named, tokenized, refused = named_texts(texts, document, sources), [], [], []
-        is_request, min_run = mode == "on request", self._config.min_run
+        min_run = self._config.min_run
+        least = min_run if document == ON_REQUEST else 1  # so that a document can be forgotten with its short texts
         for number, text in enumerate(given):
             try:
-                tokenized.append(self._tokenized(number, text, namespace, min_run if is_request else 1))
+                tokenized.append(self._tokenized(number, text, namespace, least))
                 named.append(text)
             except PromptError as error:
                 if not skip_invalid:
                     raise
                 refused.append(f"skipped: {error}")
-        if is_request:
-            document, named = ON_REQUEST, [text._replace(document=ON_REQUEST) for text in named]
-            given = named
         pieces = self._pieces(named, tokenized, namespace, {} if before is None else before)
         # also one without texts
         documents = {text.document for text in given} | ({document} if isinstance(document, str) else set())
@@ -252,7 +247,7 @@ class Ingestion(Choosing):
         choices, missing = self._choose(pieces, namespace, shared)
         for _ in range(_ROUNDS):
             self._encode_and_put(missing, namespace, tally)
-            self._hold(choices, documents, namespace, mode)
+            self._hold(choices, documents, namespace, replace)
             # re-check after recording the holders: others may have stored, shared or evicted these texts
             previous = choices
             choices, missing = self._choose(pieces, namespace, shared)
@@ -292,7 +287,7 @@ class Ingestion(Choosing):
             if find_missing():
                 with self._warming:  # parallel answers with the same documents encode them once
                     if missing := find_missing():
-                        self.warm([text for _, text in missing.values()], namespace=namespace, mode="on request")
+                        self.warm([text for _, text in missing.values()], ON_REQUEST, "", namespace)
                         lookup.refresh()
         except StoreError as error:
             note = f"documents could not be stored: {error}"
@@ -309,13 +304,13 @@ class Ingestion(Choosing):
         """Delete those of these texts that only prompts brought; return the keys of the removed chunks."""
         return self._store.forget_requests(namespace, lambda requests: [key for key in requests if key in text_keys])
 
-    def _hold(self, choices: Sequence[_Piece], documents: Iterable[str], namespace: str, mode: Mode) -> None:
+    def _hold(self, choices: Sequence[_Piece], documents: Iterable[str], namespace: str, replace: bool) -> None:
         """Record each document's holdings durably; chunks that no document relies on any more are removed."""
         held: dict[str, list[Holding]] = {document: [] for document in documents}
         for choice in choices:
             held[choice.document].append(Holding(choice.text_key, choice.chunk_key, choice.source))
         for document, holdings in held.items():
-            self._store.set_document(document, holdings, namespace, replace=mode == "replace")
+            self._store.set_document(document, holdings, namespace, replace=replace)
 
     def _has_room(self, missing: Sequence[_Piece], namespace: str) -> bool:
         """Return whether the missing chunks fit into the store. If they fit, they were not evicted for lack of room."""

@@ -20,7 +20,7 @@ from kvrag.listen.listener import Listener
 from kvrag.request import Request
 from kvrag.scheduling.idle import Idle
 from kvrag.scheduling.waiting import is_cancelled
-from kvrag.store.values import text_key
+from kvrag.store.values import ON_REQUEST, text_key
 from kvrag.types import LearnStats, Messages, TokenIds
 
 logger = logging.getLogger("kvrag")
@@ -127,7 +127,7 @@ class Learner(Listener):
         self._idle.pause()
         if self._idle.is_over or is_forgotten():
             return
-        report = self._ingestion.warm([text], "", None, namespace, mode="on request")
+        report = self._ingestion.warm([text], ON_REQUEST, "", namespace)
         self._lookup.refresh()
         if is_forgotten():  # while it was encoded
             self._ingestion.forget_requests([text_id], namespace)

@@ -131,11 +131,7 @@ class TaskHandler:
         params, before = task.params, dict(task.params.contexts or {})
         names = params.document, params.sources, params.namespace
         skip = params.skip_invalid
-        report = asdict(
-            ingestion.warm(
-                task.texts, *names, mode="replace" if params.replace else "add", before=before, skip_invalid=skip
-            )
-        )
+        report = asdict(ingestion.warm(task.texts, *names, replace=params.replace, before=before, skip_invalid=skip))
         if params.contexts is not None:
             report["contexts"] = {source: ids for source, ids in before.items() if ids}
         return report

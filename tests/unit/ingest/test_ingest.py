@@ -88,14 +88,14 @@ def test_texts_without_a_name_are_their_own_source(kv: Warmer, first: str) -> No
 
 
 def test_texts_of_one_request_are_held_without_a_name(kv: Warmer) -> None:
-    report = kv.warm(SECRET, SHARED, mode="on request")
+    report = kv.warm(SECRET, SHARED, document=ON_REQUEST, sources="")
     assert report.new == 2
     assert kv.store.documents() == {}
     assert kv.store.stats().documents == 0
     assert kv.served(SHARED) == kv.alone(SHARED)
     assert kv.store.gc() == (0, 0)
     assert kv.store.gc(unused_days=-1) == (2, 0)
-    kv.warm(SHARED, mode="on request")
+    kv.warm(SHARED, document=ON_REQUEST, sources="")
     kv.warm(SECRET, document=ON_REQUEST)
     assert kv.served(SHARED) == kv.alone(SHARED), "texts of requests are not replaced by their document's name"
     kv.warm(SECRET, SHARED, document=ON_REQUEST[1:])
@@ -412,7 +412,7 @@ def test_keys_do_not_depend_on_how_calls_are_divided(opens: Open, sizes: tuple[i
     start, turn = 0, 0
     while start < len(texts):
         stop = start + sizes[turn % len(sizes)]
-        parts.warm(*texts[start:stop], document="a", mode="add", before=before)
+        parts.warm(*texts[start:stop], document="a", replace=False, before=before)
         start, turn = stop, turn + 1
     assert parts.store.documents() == whole.store.documents()
     assert whole.warm(*texts, document="a").new == 0

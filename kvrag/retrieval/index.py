@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -48,8 +47,6 @@ CREATE INDEX IF NOT EXISTS documents_by_chunk ON documents (chunk);
 
 Pages = Mapping[str, tuple[int, int]]
 """First and last page of texts of a PDF, from 1."""
-
-NO_PAGES: Pages = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +130,7 @@ class ChunkIndex:
         texts: Sequence[str],
         document: str = "",
         progress: Callable[[int, int], None] = lambda done, total: None,
-        pages: Pages = NO_PAGES,
+        pages: Pages | None = None,
     ) -> int:
         """Set a document's chunks, in order, in place of those from earlier calls; return how many were embedded.
 
@@ -147,7 +144,7 @@ class ChunkIndex:
                 known = "SELECT 1 FROM chunks WHERE text = ?"
                 new = [text for text in texts if text not in vectors and not self._read(known, (text,))]
                 if not new:
-                    self._enter(texts, vectors, document, pages)
+                    self._enter(texts, vectors, document, pages or {})
                     break
             progress(0, len(new))
             for start in range(0, len(new), _BATCH):

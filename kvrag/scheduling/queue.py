@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from functools import partial
 from itertools import count
 from typing import TypeVar
 
@@ -90,7 +89,9 @@ class AdmissionQueue:
         loop, items = asyncio.get_running_loop(), asyncio.Queue[T | BaseException | None]()  # None = the end
         started, left, context = loop.time(), threading.Event(), copy_context()
         context.run(is_cancelled.set, left.is_set)
-        put = partial(loop.call_soon_threadsafe, items.put_nowait)
+
+        def put(item: T) -> None:
+            loop.call_soon_threadsafe(items.put_nowait, item)
 
         def end(working: asyncio.Future[None]) -> None:
             self._release(namespace)

@@ -92,9 +92,9 @@ def check_list(name: str, value: Iterable[T]) -> list[T]:
 def option(default: Any, about: str = "", check: Callable[..., Any] = lambda name, value: value, **limits: Any) -> Any:
     """Declare an option: its default, what it is for in one line, and its check, called with the name and a value.
 
-    Its type is the field's. None is accepted as well if it is the default.
+    Its type is the field's. None is accepted as well if it is the default. The limits are the check's, and metadata.
     """
-    return field(default=default, metadata={"about": about, "check": partial(check, **limits)})
+    return field(default=default, metadata={"about": about, "check": partial(check, **limits), **limits})
 
 
 def number(default: Any, about: str = "", **limits: Any) -> Any:
@@ -374,11 +374,6 @@ def declared(table: Any) -> dict[str, Any]:
 DECLARED: dict[str, Any] = {row.name: row for table in (Sampling, BlendConfig) for row in fields(table)}
 DECLARED |= declared(EngineOptions) | declared(ModelOptions)
 """All options by name: the one place that has their defaults, checks and descriptions."""
-
-
-def choices_of(check: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Return what the check of an option chooses from; None if that is no list."""
-    return getattr(check, "keywords", {}).get("choices")
 
 
 def check_option(name: str, value: Any) -> Any:

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import aclosing, closing
+from contextlib import AbstractContextManager, aclosing, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -58,7 +58,7 @@ def default_store(model: Model, codec: str) -> Path:
     return Path.home() / ".cache" / "kvrag" / model.fingerprint.stored_as(codec).digest
 
 
-class BlendEngine:
+class BlendEngine(AbstractContextManager["BlendEngine"]):
     """Answers prompts from pre-encoded chunks. Thread-safe; not for use in forked processes.
 
     `config` has the defaults of every answer; `ratio` and `policy` can be given per call.
@@ -450,9 +450,6 @@ class BlendEngine:
             self._answering.close()
             self._planner.evidence.keep()
             self.store.close()
-
-    def __enter__(self) -> BlendEngine:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -19,7 +19,6 @@ from kvrag.config import (
     OF_GGUF,
     BlendConfig,
     EngineOptions,
-    choices_of,
     declared,
 )
 from kvrag.errors import KvragError, SettingError, StoreError
@@ -117,7 +116,7 @@ def add_setting(parser: argparse.ArgumentParser, name: str, about: str | None = 
     if kind is bool:
         options["action"] = "store_true"
     else:
-        choices = options.setdefault("choices", choices_of(check))
+        choices = options.setdefault("choices", setting.metadata.get("choices"))
         options["type"] = kind if choices else checked(kind, partial(check, name))
         options.setdefault("metavar", "N" if kind is int else None)
     default = f" (default: {options['default']})" if options["default"] not in (None, False, "") else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -95,7 +95,7 @@ def _encoder(name: str) -> Any:
     return load_embedder(name)
 
 
-class ChunkIndex:
+class ChunkIndex(AbstractContextManager["ChunkIndex"]):
     """Finds chunks by meaning. A text that is in several documents is stored once. Thread-safe."""
 
     def __init__(self, path: str | Path, embedder: str | None = None) -> None:
@@ -210,9 +210,6 @@ class ChunkIndex:
     def close(self) -> None:
         """Release the file."""
         self._db.close()
-
-    def __enter__(self) -> ChunkIndex:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -90,7 +90,7 @@ class FairLock:
             suspended: Returns the context in which another thread uses the model.
         """
         check_cancelled()
-        if self._first and self.is_wanted_first:
+        if self.is_wanted_first:
             with suspended(), self.released(at_front=True):
                 pass
 

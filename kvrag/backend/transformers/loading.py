@@ -25,7 +25,6 @@ from kvrag.backend.hub import READER, check_model, is_offline
 from kvrag.backend.positions import Chunked
 from kvrag.backend.transformers import gguf
 from kvrag.backend.transformers.int8 import quantize
-from kvrag.config import check_option
 from kvrag.errors import (
     KvragError,
     ModelLoadError,
@@ -90,7 +89,6 @@ def load(
         SettingError: Unknown dtype or device, or see `quantize`.
     """
     _check_settings(dtype, device)
-    check_option("quantization", quantization)
     if attn_implementation is not None:
         refuse_attention(attn_implementation)
     config = load_config(name, allow_unverified=allow_unverified, **where)

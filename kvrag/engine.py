@@ -89,7 +89,7 @@ class BlendEngine(AbstractContextManager["BlendEngine"]):
         self.store: KVStore = open_store(default_store(model, codec) if store is None else store, chosen["store_cache"])
         self.store.bind(self.fingerprint)
         self._planner = Planner(model, self.store, codec)
-        self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint)
+        self._ingestion = Ingestion(model, self.store, self.config, self.fingerprint)
         memory = tiers(model, chosen)
         self._lookup = Catalog(self.store, alone_only=not self.config.context_tokens)
         self._pipeline = Pipeline(model, self.store, memory, self._lookup, self._planner, codec)

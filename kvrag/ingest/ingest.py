@@ -198,16 +198,9 @@ class Choosing:
 class Ingestion(Choosing):
     """Fills the store of one engine. Thread-safe; several processes may fill one store."""
 
-    def __init__(
-        self,
-        model: Backend,
-        store: KVStore,
-        config: BlendConfig,
-        codec: str,
-        fingerprint: Fingerprint,
-    ) -> None:
+    def __init__(self, model: Backend, store: KVStore, config: BlendConfig, fingerprint: Fingerprint) -> None:
         super().__init__(model, store, config, fingerprint)
-        self._model, self._codec, self._warming = model, codec, threading.Lock()
+        self._model, self._warming = model, threading.Lock()
 
     def warm(
         self,
@@ -342,7 +335,8 @@ class Ingestion(Choosing):
         try:
             for number, layers in encode(self._model, chunks, contexts):
                 ids, context = (np.asarray(tokens[number], np.uint32) for tokens in (chunks, contexts))
-                packed = pack(layers, self._codec, f"{self._model.tokenizer.decode(chunks[number][:12])}...")
+                beginning = f"{self._model.tokenizer.decode(chunks[number][:12])}..."
+                packed = pack(layers, self._fingerprint.codec, beginning)
                 record = ChunkRecord(choices[number].chunk_key, namespace, ids, context, packed)
                 tally.waiting.append((choices[number].text_key, record))
                 tally.size += _size(self._model, len(ids))

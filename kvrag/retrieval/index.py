@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from kvrag.config import check_text
 from kvrag.errors import KvragError, SettingError, StoreError, needing, reason_of
 from kvrag.process import releasing_threads
+from kvrag.store.base import Progress, no_progress
 from kvrag.store.schema import connect
 from kvrag.types import Messages
 
@@ -126,11 +127,7 @@ class ChunkIndex(AbstractContextManager["ChunkIndex"]):
             )
 
     def add(
-        self,
-        texts: Sequence[str],
-        document: str = "",
-        progress: Callable[[int, int], None] = lambda done, total: None,
-        pages: Pages | None = None,
+        self, texts: Sequence[str], document: str = "", progress: Progress = no_progress, pages: Pages | None = None
     ) -> int:
         """Set a document's chunks, in order, in place of those from earlier calls; return how many were embedded.
 

@@ -63,7 +63,7 @@ def warmer_on(model: Model, folder: Path, max_bytes: int | None = None, **config
     store = FileStore(folder, max_bytes=max_bytes, min_free_bytes=0)
     store.bind(model.fingerprint)
     settings = BlendConfig(**config)
-    return Warmer(model, store, Ingestion(model, store, settings, "native", model.fingerprint))
+    return Warmer(model, store, Ingestion(model, store, settings, model.fingerprint))
 
 
 def encoded_alone(model: Model, text: str) -> torch.Tensor:

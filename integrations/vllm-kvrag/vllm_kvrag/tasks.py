@@ -145,7 +145,7 @@ class TaskHandler:
     def _ingestion(self, blocks: list[int], job: Job) -> Ingestion:
         backend = self._backend.on(blocks, job)
         fingerprint = backend.fingerprint.stored_as(self._codec)
-        return Ingestion(backend, self._agreed(backend), self._config, self._codec, fingerprint)
+        return Ingestion(backend, self._agreed(backend), self._config, fingerprint)
 
     def _agreed(self, backend: VllmBackend) -> Any:
         return AgreedStore(self._store, backend) if backend.num_processes > 1 else self._store

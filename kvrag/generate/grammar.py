@@ -136,7 +136,6 @@ def guarded(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
     White space is fixed.
     """
-    _llguidance()
     closed, left_out = enforceable(schema, lambda probe: _is_supported(json.dumps(probe)))
     return {**closed, "x-guidance": _JSON_STYLE}, left_out
 

@@ -425,12 +425,8 @@ def _text_of(part: Any) -> str:
 def _variants(messages: Messages) -> Iterator[Messages]:
     """Yield the messages, then with alternating roles, then without a system message, for templates that require it."""
     yield messages
-    joined = _join_neighbours(messages)
-    if joined != messages:
-        yield joined
-    folded = _join_neighbours(_fold_system(messages))
-    if folded != joined:
-        yield folded
+    yield _join_neighbours(messages)
+    yield _join_neighbours(_fold_system(messages))
 
 
 def _join_neighbours(messages: Messages) -> Messages:

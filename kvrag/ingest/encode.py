@@ -60,7 +60,7 @@ def encode(
     most `batch_tokens(model)`.
     """
     whole, branching = list[Tree](), list[Tree]()
-    for tree in trees(model, chunks, contexts):
+    for tree in trees(model, chunks, contexts or [()] * len(chunks)):
         (branching if tree.num_tokens > len(tree.ids) else whole).append(tree)
     most_unequal = 0 if model.stores_states else model.stable_length  # padding would change states
     for batch in [*_batches(whole, batch_tokens(model), most_unequal), *([tree] for tree in branching)]:
@@ -83,15 +83,13 @@ def _is_slow(model: Backend) -> bool:
     return model.device.type == "cpu" and model.rows_per_pass is None
 
 
-def trees(
-    model: Backend, chunks: Sequence[Sequence[int]], contexts: Sequence[Sequence[int]] | None = None
-) -> list[Tree]:
+def trees(model: Backend, chunks: Sequence[Sequence[int]], contexts: Sequence[Sequence[int]]) -> list[Tree]:
     """Return the rows that `encode` computes for these chunks.
 
     Attention is causal, so a shared prefix has the same KV in both rows, unless RoPE depends on the length. A row
     becomes a branch of a longer one if they share at least its first half, and the tree has at most `BATCH_TOKENS`.
     """
-    preamble, contexts = list(model.preamble), contexts or [()] * len(chunks)
+    preamble = list(model.preamble)
     rows = [[*preamble, *context, *chunk] for context, chunk in zip(contexts, chunks, strict=True)]
     forest: list[Tree] = []
     alike: defaultdict[tuple[int, ...], list[Tree]] = defaultdict(list)  # by their first tokens

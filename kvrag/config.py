@@ -115,8 +115,9 @@ def switch(about: str) -> Any:
 def check_fields(settings: Any) -> None:
     """Check and convert the options of a dataclass that is being created."""
     for declared in fields(settings):
-        if declared.metadata:
-            object.__setattr__(settings, declared.name, check_option(declared.name, getattr(settings, declared.name)))
+        value = getattr(settings, declared.name)
+        if declared.metadata and not (value is None and declared.default is None):
+            object.__setattr__(settings, declared.name, declared.metadata["check"](declared.name, value))
 
 
 _FORMER = {"history": "edited_history"}

@@ -177,14 +177,13 @@ def _keys(args: argparse.Namespace) -> tuple[ApiKey, ...]:
 
 
 def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, state: State) -> None:
-    corpora = state.corpora
-    chunks = sum(len(corpus.index) for corpus in corpora)
+    chunks = sum(len(corpus.index) for corpus in state.corpora)
     if args.json:
         print(json.dumps({"url": url, "model": settings.name, "pid": os.getpid(), "chunks": chunks}), flush=True)
     else:
         also = f", and {settings.page} on {url}/" if settings.page else ""
         say(f"serving {settings.name} on {url}/v1{also}; stop with Ctrl-C")
-    if corpora and not chunks:
+    if state.corpora and not chunks:
         say(f"the corpus is empty: add documents before using the model {settings.rag_name!r}")
     shares = {share.namespace: share.documents for share in state.engine.store.stats().namespaces}
     if shares.get(args.namespace) and args.namespace not in settings.namespaces:

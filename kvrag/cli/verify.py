@@ -37,9 +37,10 @@ def run(args: argparse.Namespace) -> int:
     passed = all(check.passed for check in checks)
     if args.json:
         print(json.dumps({"model": model.name, "passed": passed, "checks": [asdict(check) for check in checks]}))
-        return 0 if passed else 1
-    failed = "do not blend this model: please report it with this table"
-    if args.codec != "native":
-        failed = f"codec {args.codec} failed: try another one, and --codec native to test the model alone"
-    print("\nall checks passed" if passed else f"\n{failed}")
+    elif passed:
+        print("\nall checks passed")
+    elif args.codec == "native":
+        print("\ndo not blend this model: please report it with this table")
+    else:
+        print(f"\ncodec {args.codec} failed: try another one, and --codec native to test the model alone")
     return 0 if passed else 1

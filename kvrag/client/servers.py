@@ -23,8 +23,6 @@ from kvrag.errors import (
 )
 from kvrag.types import BlendReport, Messages, WarmReport
 
-Progress = Callable[[int, int], None]
-
 _PROMPT = ("prompt", "messages", "tools", "chat_template_kwargs")  # fields that the number of its tokens depends on
 
 _LONGEST_TOKEN = 16  # bytes; a longer prompt does not fit for sure
@@ -185,7 +183,7 @@ async def warm(
     document: str | Sequence[str],
     server: Server,
     namespace: str,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
     skip_invalid: bool = False,
 ) -> WarmReport:
     """Encode texts; without any, forget the document."""

@@ -237,8 +237,8 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[
     )
     app.state.kvrag = state
     app.include_router(router)
-    if settings.page is not None:
-        app.include_router(page.router)
+    for path in page.FILES if settings.page is not None else ():
+        app.add_route(path, page.file, include_in_schema=False)
     handle_errors(app)
     app.add_middleware(Guard, settings=settings)
     if settings.hosts and not settings.api_keys:

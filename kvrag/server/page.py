@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import FileResponse, Response
 
 # path -> file; they hold no data, so they need no API key
@@ -12,12 +12,8 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",  # a new version of the page must not meet an old script
 }
-router = APIRouter(include_in_schema=False)
 
 
-async def _file(request: Request) -> Response:
+async def file(request: Request) -> Response:
+    """Return a file of the page."""
     return FileResponse(request.app.state.kvrag.settings.page / FILES[request.scope["path"]], headers=_HEADERS)
-
-
-for _path in FILES:
-    router.add_api_route(_path, _file)

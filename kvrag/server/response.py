@@ -154,7 +154,7 @@ class ResponseBuilder(Builder):
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any] | None:
         """Return the next log probabilities of a choice in OpenAI's form. Advances `choice.offset`."""
-        if self._request.num_logprobs() is None:
+        if not logprobs:
             return None
         if self._is_chat:
             return {"content": [self._logprob(row) for row in logprobs], "refusal": None}

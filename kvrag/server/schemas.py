@@ -25,8 +25,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 _MOST_CHOICES = 128  # of a request, as by OpenAI
 
-Ids = Many[int]
-Inputs = str | Many[str] | Ids | Annotated[Many[Ids], Field(max_length=4096)]
+Inputs = str | Many[str] | Many[int] | Annotated[Many[Many[int]], Field(max_length=4096)]
 """A text or its token ids, or several."""
 
 # options that the engine has under the same name
@@ -139,10 +138,6 @@ class AnswerFields(Common):
     stop: Stop | Annotated[Many[Stop], Field(max_length=16)] | None = None
     response_format: dict[str, Any] | None = None
 
-    def num_logprobs(self) -> int | None:
-        """Return how many of the likeliest tokens to report with each token; None = report nothing."""
-        raise NotImplementedError
-
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
@@ -157,7 +152,6 @@ class AnswerFields(Common):
             "max_new_tokens": min(wanted, settings.token_limit),
             "temperature": settings.temperature if self.temperature is None else self.temperature,
             "logit_bias": {int(token): value for token, value in (self.logit_bias or {}).items()} or None,
-            "logprobs": self.num_logprobs(),
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop or [],
             "grammar": None if self.response_format is None else Grammar.of_response_format(self.response_format),
         }
@@ -208,16 +202,13 @@ class ChatRequest(AnswerFields, Contextual):
             raise ApiError(400, "top_logprobs require logprobs=true", "invalid_value", "top_logprobs")
         return self
 
-    def num_logprobs(self) -> int | None:
-        """See AnswerFields.num_logprobs."""
-        return self.top_logprobs or 0 if self.logprobs else None
-
     def options(self, settings: ServerSettings) -> dict[str, Any]:
         """See AnswerFields.options."""
         options = super().options(settings)
         if self.tools or self.tool_choice not in (None, "auto", "none"):
             options |= {"tools": self.tools, "tool_choice": self.tool_choice}
         options["parallel_tool_calls"] = self.parallel_tool_calls
+        options["logprobs"] = self.top_logprobs or 0 if self.logprobs else None
         variables = (self.chat_template_kwargs or TemplateVariables()).model_dump(exclude_none=True)
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         if self.reasoning_effort == "none":
@@ -240,9 +231,9 @@ class CompletionRequest(AnswerFields):
             raise ApiError(400, "best_of must be equal to n: choose among the answers yourself", "unsupported_value")
         return self
 
-    def num_logprobs(self) -> int | None:
-        """See AnswerFields.num_logprobs."""
-        return self.logprobs
+    def options(self, settings: ServerSettings) -> dict[str, Any]:
+        """See AnswerFields.options."""
+        return super().options(settings) | {"logprobs": self.logprobs}
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts: texts or token ids."""

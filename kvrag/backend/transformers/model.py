@@ -28,7 +28,6 @@ from kvrag.backend.transformers.rows import (
     FixedPlace,
     JoinedRows,
     States,
-    Step,
     StepCache,
     StopForward,
     as_argument,
@@ -353,7 +352,7 @@ class Model(Backend):
         with self.lock, torch.inference_mode():
             self._reset_rotary()
             if rows is not None and not (observer or branches) and (place := self._place_of(cache, rows)):
-                return self._run(StepCache([cache], place), padded(ids[0], rows).to(self.device))
+                return self._run(StepCache([cache], place, self.windows), padded(ids[0], rows).to(self.device))
             if observer is None and cache.last is None:
                 cache.filled = None  # these rows have KV now, too
             cache.pause = functools.partial(self.lock.pause, self._suspended)
@@ -386,7 +385,7 @@ class Model(Backend):
         """Append one token to each of the caches."""
         self._reset_rotary()
         own = [cast(BlendCache, cache) for cache in caches]
-        step = StepCache(own, JoinedRows.of(own, self.joins_from, self.device))
+        step = StepCache(own, JoinedRows.of(own, self.joins_from, self.device), self.windows)
         logits = self._run(step, torch.tensor([tokens, step.lengths])[..., None].to(self.device))
         step.end()
         return logits
@@ -431,11 +430,12 @@ class Model(Backend):
         return graph.replay(inputs) if graph else self._compute_step(step, inputs)
 
     def _compute_step(self, step: StepCache, inputs: Tensor) -> Tensor:
-        ids, step.positions = inputs
+        ids, positions = inputs
+        step.begin(positions)
         if self.keeps_states:
             step.begin_states()
-        with attention_of(self.config, Step(step, self.windows)):
-            logits = self._logits(ids, step.positions, self._no_mask, step)
+        with attention_of(self.config, step):
+            logits = self._logits(ids, positions, self._no_mask, step)
         if self.keeps_states:
             step.end_states()
         return logits

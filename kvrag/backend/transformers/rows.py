@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -414,14 +414,13 @@ class StepCache(StatefulCache):
 
     Attributes:
         lengths: Of the caches before the step.
+        windows: Number of keys that a token attends to, per layer; None = all.
         positions: (B, S) of the new tokens, on the model's device; S is 1 in a step.
         fresh: Layer -> its new keys, as the model passed them.
         states: Layer -> its keys and values by row, each (1, H, K, D); of joined rows, one pair of (B, H, K, D).
     """
 
-    positions: Tensor
-
-    def __init__(self, caches: Sequence[BlendCache], joined: JoinedRows | None) -> None:
+    def __init__(self, caches: Sequence[BlendCache], joined: JoinedRows | None, windows: Sequence[int | None]) -> None:
         """Begin a step. The caches append from now on; `joined` has their KV, if it is in one tensor per layer."""
         super().__init__(layers=list(caches[0].layers))
         self.held = {}
@@ -431,7 +430,11 @@ class StepCache(StatefulCache):
         self.lengths = [cache.get_seq_length() for cache in caches]
         self.fresh: dict[int, Tensor] = {}
         self.states: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self.joined = joined
+        self.joined, self.windows = joined, windows
+
+    def begin(self, positions: Tensor) -> None:
+        """Begin to compute (B, S) tokens; what was computed while a capture failed is void."""
+        self.positions, self.masks = positions, dict[tuple[str, int | None, torch.device], Tensor]()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -447,6 +450,18 @@ class StepCache(StatefulCache):
         pair = self.joined.append(self._caches[0].numbers[layer_idx], fresh, self.positions)
         self.states[layer_idx] = [pair[::-1] if swaps else pair]
         return key_states, value_states
+
+    def mask(self, window: int | None, like: Tensor) -> Tensor:
+        """Return the (B, 1, S, capacity) additive mask of joined rows, in dtype and on the device of `like`.
+
+        All layers with this window use the same. Nothing in it depends on numbers that only the host knows.
+        """
+        name = str(type(window)), window, like.device
+        if name not in self.masks:
+            assert self.joined is not None
+            positions = self.positions.to(like.device)
+            self.masks[name] = causal_mask(positions, 0, self.joined.capacity, window, like.dtype)[:, None]
+        return self.masks[name]
 
     def end(self) -> None:
         """Count the new token in all layers of joined rows."""
@@ -513,27 +528,6 @@ class _Pass(Rows):
         return first, second
 
 
-@dataclass(frozen=True)
-class Step:
-    """State of one thread's decode step: (B, 1) tokens, each of which attends to the keys of its own row."""
-
-    cache: StepCache
-    windows: Sequence[int | None]
-    masks: dict[tuple[str, int | None, torch.device], Tensor] = field(default_factory=dict)
-
-    def mask(self, window: int | None, like: Tensor) -> Tensor:
-        """Return the (B, 1, S, capacity) additive mask of joined rows, in dtype and on the device of `like`.
-
-        All layers with this window use the same. Nothing in it depends on numbers that only the host knows.
-        """
-        name = str(type(window)), window, like.device
-        if name not in self.masks:
-            assert self.cache.joined is not None
-            positions = self.cache.positions.to(like.device)
-            self.masks[name] = causal_mask(positions, 0, self.cache.joined.capacity, window, like.dtype)[:, None]
-        return self.masks[name]
-
-
 _current = threading.local()
 _usual: dict[int, str] = {}
 """id of a config -> its attention implementation outside of kvrag's passes."""
@@ -571,7 +565,7 @@ def _uses_cudnn() -> bool:
 
 
 @contextmanager
-def attention_of(config: Any, state: _Pass | Step) -> Iterator[None]:
+def attention_of(config: Any, state: _Pass | StepCache) -> Iterator[None]:
     """Run this pass or step of the calling thread with kvrag's attention, see `attention_at`.
 
     On GPUs it is computed without cuDNN, which plans each new shape: hardly two steps have the same, or two passes.
@@ -614,13 +608,13 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend like `config._attn_implementation`: (1, HG, S, D) queries -> (1, S, HG, D)."""
-    now: _Pass | Step | None = getattr(_current, "state", None)
+    now: _Pass | StepCache | None = getattr(_current, "state", None)
     if now is None:  # another thread's pass
         return _usual_attention(module)(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is None or attention_mask.numel() != 1:
         raise ValueError("its attention uses custom masks")  # rejected when the model is loaded
-    if isinstance(now, Step):
-        return _in_rows(module, query, now, _source(module, key, now.cache), **kwargs), None
+    if isinstance(now, StepCache):
+        return _in_rows(module, query, now, _source(module, key, now), **kwargs), None
     positions = torch.cat([now.rows, *(branch.rows for _, branch in now.branches[1:])])
     query = _with_temperature(module, query, positions)
     if not now.branches:
@@ -700,17 +694,17 @@ def _at_rows(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, now: 
     return torch.cat(blocks, dim=1)
 
 
-def _in_rows(module: nn.Module, query: Tensor, now: Step, source: int, **kwargs: Any) -> Tensor:
+def _in_rows(module: nn.Module, query: Tensor, now: StepCache, source: int, **kwargs: Any) -> Tensor:
     """Attend row by row: (B, HG, S, D) queries, each to its own row's keys within the window -> (B, S, HG, D).
 
     `source` is the layer whose KV they attend to.
     """
     layer = cast(int, module.layer_idx)
     window, on_cpu, attend = now.windows[layer], _on_cpu(module, query), _usual_attention(module)
-    states = now.cache.states[source]
-    query = _with_temperature(module, query, now.cache.positions)
+    states = now.states[source]
+    query = _with_temperature(module, query, now.positions)
     expand = getattr(module, "expand_kv", None)  # from latents (MLA)
-    if now.cache.joined is not None:
+    if now.joined is not None:
         mask, (key, value) = now.mask(window, query), states[0]
         if expand is not None:
             key, value = expand(key, value)

@@ -158,9 +158,6 @@ class Catalog:
         usable = self.usable(variants) if variants else {}
         return [chunk_key for text_key, chunk_key in variants.items() if usable.get(text_key) != chunk_key]
 
-    def __len__(self) -> int:
-        return sum(segment.num_alive for segment in self._snapshot.segments)
-
     # ---------------------------------------------------------------- refreshing
 
     def _advance(self, removals: int | None = None) -> list[Entry]:

@@ -356,17 +356,6 @@ class Conversations:
                         stretch, above = above, above.parent()
                     self._remove(stretch)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the KV that is kept."""
-        with self._changing():
-            return self._num_bytes
-
-    def __len__(self) -> int:
-        """Return the number of different endings."""
-        with self._changing():
-            return sum(not stretch.children for stretch in self._kept)
-
     def close(self) -> None:
         """Drop everything, and keep nothing from now on."""
         with self._changing():

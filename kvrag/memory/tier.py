@@ -70,18 +70,10 @@ class MemoryTier:
         self._reading: weakref.WeakSet[Keeping] = weakref.WeakSet()
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._chunks)
-
     @property
     def max_bytes(self) -> int:
         """Maximum size in bytes."""
         return int(self._chunks.maxsize)
-
-    @property
-    def bytes(self) -> int:
-        """Current size in bytes."""
-        return int(self._chunks.currsize)
 
     def is_at_hand(self, key: str) -> bool:
         """Return whether the chunk is cached, or being read in order to be."""

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from kvrag import BlendConfig, BlendEngine, Model
+from kvrag.index.catalog import Catalog
+from kvrag.memory.conversation import Conversations
 from kvrag.prefill import Recovery
 from kvrag.request import Request
 from kvrag.reuse.blend import blend, stitch
@@ -46,6 +48,16 @@ def prefilled(
         request.conversations.begin(request)
     engine._answering.prefill(request)
     return request
+
+
+def endings(conversations: Conversations) -> int:
+    """The number of different endings that are kept."""
+    return sum(not stretch.children for stretch in conversations._kept)
+
+
+def num_texts(catalog: Catalog) -> int:
+    """The number of texts in the current snapshot."""
+    return sum(segment.num_alive for segment in catalog._snapshot.segments)
 
 
 def _fields(config: BlendConfig) -> dict[str, Any]:

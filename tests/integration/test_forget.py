@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blending import CHUNKS, messages
+from blending import CHUNKS, endings, messages, num_texts
 from processes import COMMON, expect, start, tell
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
@@ -60,13 +60,13 @@ def check(engine: BlendEngine) -> None:
     following = [*PROMPT, {"role": "assistant", "content": "Zel."}, {"role": "user", "content": "Why?"}]
     report = engine.generate(following, max_new_tokens=1).report
     assert (report.conversation_tokens, report.runs) == (0, ())
-    assert len(engine._lookup) == 0
+    assert num_texts(engine._lookup) == 0
 
 
 @pytest.mark.parametrize("ends", ["complete", "abandoned"])
 def test_a_stream_in_progress_leaves_no_conversation(ends: str, engine: BlendEngine, forget: Forget) -> None:
     stream = engine.stream(PROMPT, ratio=0.3, max_new_tokens=8, temperature=0)
-    assert len(engine._answering._conversations) == 0
+    assert endings(engine._answering._conversations) == 0
     said = list(next(stream).token_ids)
     forget()
     if ends == "complete":
@@ -117,7 +117,7 @@ def test_chunks_that_the_controller_has_recomputed_are_forgotten_too(
 ) -> None:
     monkeypatch.setattr(engine._planner, "_with_chunks", lambda plan, *_: _in_full(plan.config, ""))
     report = engine.generate(PROMPT, controller="auto", max_new_tokens=2).report
-    assert (report.policy, report.runs, len(engine._answering._conversations)) == ("full", (), 1)
+    assert (report.policy, report.runs, endings(engine._answering._conversations)) == ("full", (), 1)
     forget()
     check(engine)
 
@@ -227,7 +227,7 @@ def test_a_prompt_that_was_never_blended_is_forgotten_too(
 
     monkeypatch.setattr(engine._planner, "_with_chunks", lambda plan, *_: _in_full(plan.config, ""))
     report = engine.generate(PROMPT, controller="auto", max_new_tokens=2).report
-    assert (report.policy, report.runs, len(engine._answering._conversations)) == ("full", (), 1)
+    assert (report.policy, report.runs, endings(engine._answering._conversations)) == ("full", (), 1)
     forget()
     check(engine)
 

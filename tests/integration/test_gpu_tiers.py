@@ -201,7 +201,7 @@ def test_the_tier_in_ram_counts_the_memory_that_is_locked(tokenizer: Any, tmp_pa
             for part in layer
         }
         ids = sum(chunk.ids.nbytes for chunk in memory._chunks.values())
-        assert memory.bytes == sum(locked.values()) + ids
+        assert memory._chunks.currsize == sum(locked.values()) + ids
         assert all(size & (size - 1) == 0 for size in locked.values())
 
 

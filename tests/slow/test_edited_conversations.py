@@ -79,7 +79,7 @@ def test_random_conversations_with_edits(history: str, endless: Model, hf: Any, 
                     assert report.exact
                     assert relative(done[-1].logits[0], plain_logits(hf, prompt)[-1]) <= 1e-4
                     compared += 1
-                assert engine._answering._conversations.num_bytes <= budget
+                assert engine._answering._conversations._num_bytes <= budget
                 moved += report.moved_tokens > 0
                 done.clear()
                 seen[namespace] |= _grams([*prompt, *answer.token_ids])

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from blending import CHUNKS, messages, plain_logits, prefilled, prepare, relative
+from blending import CHUNKS, endings, messages, plain_logits, prefilled, prepare, relative
 from families import build
 
 import kvrag.engine
@@ -692,7 +692,7 @@ async def test_cancelling_ends_a_prefill_between_two_layers(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert layers.count == 1
-    assert engine._answering._conversations.num_bytes == 0
+    assert engine._answering._conversations._num_bytes == 0
     monkeypatch.undo()
     assert engine.generate(PROMPT, max_new_tokens=1).report.exact
 
@@ -747,7 +747,7 @@ def test_nothing_of_a_prefill_that_ends_at_any_check_is_used(policy: str, engine
     for last in range(1, num + 1):
         with _leaving_at(last), pytest.raises(AbandonedError):
             engine.generate(PROMPT, policy=policy, ratio=0.3, max_new_tokens=1)
-        assert engine._answering._conversations.num_bytes == 0
+        assert engine._answering._conversations._num_bytes == 0
         assert not engine.model.lock.held
         logits = prepare(engine, engine.model.tokenizer.render(PROMPT), 1.0, policy).logits
         assert relative(logits[0], own) <= 1e-5
@@ -1223,10 +1223,10 @@ def test_forgetting_frees_disk_ram_and_conversations(model: Model, tmp_path: Pat
         engine.warm(CHUNKS, document="a")
         engine.generate(PROMPT, ratio=0.3, max_new_tokens=2)
         pipeline, conversations = engine._pipeline, engine._answering._conversations
-        assert len(pipeline.memory) == 4
-        assert len(conversations) == 1
+        assert len(pipeline.memory.keys()) == 4
+        assert endings(conversations) == 1
         assert engine.forget("a") == 4
-        assert (len(pipeline.memory), conversations.keys()) == (0, set())
+        assert (len(pipeline.memory.keys()), conversations.keys()) == (0, set())
         assert not list((tmp_path / "chunks").rglob("*.safetensors"))
         assert engine.store.stats().bytes == 0
 
@@ -1237,7 +1237,7 @@ def test_chunks_that_another_process_forgets_are_freed_with_the_next_prompt(mode
         one.generate(PROMPT, ratio=0.3, max_new_tokens=2)
         other.forget("a")
         one.generate("Something else.", max_new_tokens=1, policy="full")
-        assert (len(one._pipeline.memory), one._answering._conversations.keys()) == (0, set())
+        assert (len(one._pipeline.memory.keys()), one._answering._conversations.keys()) == (0, set())
 
 
 def test_an_engine_without_contexts_gets_no_chunk_that_has_one(model: Model, tmp_path: Path) -> None:
@@ -1265,7 +1265,7 @@ def test_a_stream_that_is_open_when_the_program_ends_computes_nothing(
     stream = engine.stream(PROMPT, max_new_tokens=8)
     next(stream)
     next(stream)
-    kept = engine._answering._conversations.num_bytes
+    kept = engine._answering._conversations._num_bytes
     monkeypatch.setattr(sys, "is_finalizing", lambda: True)
     monkeypatch.setattr(process, "release_team", pytest.fail)
     with engine._answering._admission._changed:
@@ -1273,7 +1273,7 @@ def test_a_stream_that_is_open_when_the_program_ends_computes_nothing(
         thread.start()
         thread.join(60)
     assert not thread.is_alive()
-    assert engine._answering._conversations.num_bytes == kept
+    assert engine._answering._conversations._num_bytes == kept
 
 
 _ENDS = """

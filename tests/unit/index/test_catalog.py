@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blending import num_texts
 
 from kvrag.index import catalog as catalog_module
 from kvrag.index.catalog import Catalog
@@ -81,7 +82,7 @@ def _check(catalog: Catalog, present: dict[str, list[int]], absent: dict[str, li
         assert _match(catalog, ids, MIN_RUN) == []
         with pytest.raises(KeyError):
             catalog.ids(text)
-    assert len(catalog) == len(present)
+    assert num_texts(catalog) == len(present)
 
 
 def _fill(store: Store, rng: random.Random, count: int = 60) -> dict[str, list[int]]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from blending import CHUNKS, full_prefill, messages, plain_logits, relative
+from blending import CHUNKS, endings, full_prefill, messages, plain_logits, relative
 
 import kvrag.memory.conversation
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, SettingError
@@ -60,7 +60,7 @@ class Talk:
 
     @property
     def kept(self) -> int:
-        return len(self.engine._answering._conversations)
+        return endings(self.engine._answering._conversations)
 
 
 def _next(prompt: Messages, answer: Answer | str, *chunks: str, question: str = "Question: And who is it?") -> Messages:
@@ -390,7 +390,7 @@ def test_two_turns_of_one_conversation_at_once_do_not_disturb_each_other(talk: T
 
 
 def _kept(engine: BlendEngine) -> int:
-    return engine._answering._conversations.num_bytes
+    return engine._answering._conversations._num_bytes
 
 
 def test_the_bound_in_bytes_is_kept(endless: Model, tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ def test_the_bound_in_bytes_is_kept(endless: Model, tmp_path: Path) -> None:
         for number in range(6):
             engine.generate(f"{number} stories: {CHUNKS}", max_new_tokens=2)
             assert 0 < _kept(engine) <= 600 * token
-        assert 2 <= len(engine._answering._conversations) < 6
+        assert 2 <= endings(engine._answering._conversations) < 6
         kept = list(engine._answering._conversations._kept)
         engine.generate(messages(*CHUNKS * 12), max_new_tokens=2)
         assert list(engine._answering._conversations._kept) == kept, "one that is too large evicts no other"
@@ -425,7 +425,7 @@ def test_closing_releases_everything(endless: Model, tmp_path: Path) -> None:
     next(under_way)
     engine.close()
     assert len(list(under_way)) == 2
-    assert (len(engine._answering._conversations), _kept(engine)) == (0, 0)
+    assert (endings(engine._answering._conversations), _kept(engine)) == (0, 0)
 
 
 def test_a_turn_keeps_no_memory_of_earlier_turns(talk: Talk) -> None:
@@ -511,7 +511,7 @@ def test_where_rope_follows_the_length_nothing_longer_is_kept_or_taken() -> None
     conversations = Conversations(1 << 20, 50)
     _keep(conversations, range(51))
     _keep(conversations, range(40), of=51)  # the exact first tokens of a longer prompt
-    assert len(conversations) == 0
+    assert endings(conversations) == 0
     _keep(conversations, range(40))
     assert _find(conversations, range(50)) is not None
     assert _find(conversations, range(51)) is None
@@ -525,7 +525,7 @@ def test_what_prompts_begin_with_is_kept_once() -> None:
     for end in (500, 600, 700):
         _keep(conversations, [*range(100), *range(end, end + 20)], exact=120)
     assert _lengths(conversations) == [(0, 100), (100, 120), (100, 120), (100, 120)]
-    assert conversations.num_bytes == 4 * 160
+    assert conversations._num_bytes == 4 * 160
     found = _find(conversations, [*range(100), *range(800, 850)])
     assert found is not None
     assert (found.length, found.exact) == (100, 100)
@@ -607,7 +607,7 @@ def test_random_prompts_are_found_as_far_as_they_are_kept_and_nothing_twice() ->
         found = _find(conversations, query)
         assert (found.length if found else 0) == (common if common >= 16 else 0)
     prefixes = {tuple(prompt[:end]) for prompt in prompts for end in range(1, len(prompt) + 1)}
-    assert conversations.num_bytes == 4 * len(prefixes)
+    assert conversations._num_bytes == 4 * len(prefixes)
 
 
 def test_the_work_for_a_prompt_does_not_grow_with_the_number_of_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -630,8 +630,8 @@ def test_the_work_for_a_prompt_does_not_grow_with_the_number_of_conversations(mo
         found = _find(conversations, [*range(50 * number, 50 * number + 40), 7, 7])
         assert found is not None
         assert len(looked_at) <= 4
-    assert len(conversations) == 300
-    assert conversations.num_bytes == 300 * 40 * 4
+    assert endings(conversations) == 300
+    assert conversations._num_bytes == 300 * 40 * 4
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -655,7 +655,7 @@ def test_after_any_changes_the_total_is_that_of_the_tree_and_the_oldest_is_an_en
             tree += children
             left += children
         assert {*tree} == {*conversations._kept}
-        assert conversations.num_bytes == sum(kept.num_bytes for kept in tree) <= 6000
+        assert conversations._num_bytes == sum(kept.num_bytes for kept in tree) <= 6000
         places = {kept: place for place, kept in enumerate(conversations._kept)}
         assert all(places[kept] < places.get(kept.parent(), len(places)) for kept in tree)
 

@@ -55,7 +55,7 @@ def test_chunks_are_on_the_device_from_the_second_use_on_and_stay_in_ram() -> No
     _use(memory, "a")
     assert (memory.keys(), device.keys()) == (["a"], [])
     _use(memory, "a")
-    assert (device.keys(), device.bytes, memory.bytes) == (["a"], 3 * KIB, 3 * KIB)
+    assert (device.keys(), device._chunks.currsize, memory._chunks.currsize) == (["a"], 3 * KIB, 3 * KIB)
     _use(memory, "b")
     _use(memory, "a")  # from the device; in RAM, it is more recent than "b" from now on
     _use(memory, "c")
@@ -71,7 +71,7 @@ def test_a_prompt_moves_no_more_to_the_device_than_that_can_keep() -> None:
     device = MemoryTier(6 * KIB, name="device")
     memory = MemoryTier(100 * KIB, device)
     _use(memory, "a", "b", "c", "d")
-    assert len(device) == 0
+    assert len(device.keys()) == 0
     _use(memory, "a", "b", "c", "d")
     assert sorted(device.keys()) == ["a", "b"]
 
@@ -118,15 +118,15 @@ def test_a_pass_without_memory_is_repeated_without_the_tier_on_the_device(
         first = [prepare(engine, ids, 0.2, "query") for _ in range(3)][-1]
         device = engine._pipeline.memory._faster
         assert device is not None
-        assert (first.report.tier, len(device)) == ("device", 2)
+        assert (first.report.tier, len(device.keys())) == ("device", 2)
         fail = Failing(error)
         monkeypatch.setattr("kvrag.prefill.blend", fail)
         again = prepare(engine, ids, 0.2, "query")
         assert torch.equal(again.logits, first.logits)
         assert (again.report.tier, again.report.notes, fail.errors) == ("ram", (), [])
-        assert (len(device), device.max_bytes) == (0, 1 << 29)
+        assert (len(device.keys()), device.max_bytes) == (0, 1 << 29)
         prepare(engine, ids, 0.2, "query")
-        assert len(device) == 2  # it goes on, smaller
+        assert len(device.keys()) == 2  # it goes on, smaller
         assert len(caplog.records) == 1
         assert "\n" not in caplog.messages[0]
 
@@ -169,7 +169,7 @@ def test_a_step_without_memory_is_repeated_once_without_the_tier_on_the_device(
         first = [engine.generate(prompt, max_new_tokens=4, temperature=0, **settings) for _ in range(3)][-1]
         device = engine._pipeline.memory._faster
         assert device is not None
-        assert (first.report.tier, len(device)) == ("device", 2)
+        assert (first.report.tier, len(device.keys())) == ("device", 2)
         owner, name = (LateRecompute, "_forward") if margin else (model, "forward_each")
         for times, fails in ((1, False), (2, True), (0, False)):
             compute = OutOfMemory(times, getattr(owner, name))
@@ -183,7 +183,7 @@ def test_a_step_without_memory_is_repeated_once_without_the_tier_on_the_device(
                     assert again.text == first.text
             assert compute.left < 0 or fails
             if times:
-                assert (len(device), device.max_bytes) == (0, (1 << 30) >> (1 + fails))
+                assert (len(device.keys()), device.max_bytes) == (0, (1 << 30) >> (1 + fails))
 
 
 def test_the_tier_on_the_device_becomes_smaller_once_for_all_rows_of_a_step(

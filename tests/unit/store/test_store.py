@@ -1459,14 +1459,14 @@ def test_the_ram_tier_is_bounded_and_drops_the_least_recently_used() -> None:
     _kept(memory, "d", 3).close()
     assert [name for name in "abcd" if memory.open(name)] == ["a", "c", "d"]
     assert sorted(memory.keys()) == ["a", "c", "d"]
-    assert memory.bytes == 9 * 1024
+    assert memory._chunks.currsize == 9 * 1024
     _kept(memory, "huge", 11).close()
     assert memory.open("huge") is None
     _kept(memory, "a", 3).close()
-    assert memory.bytes == 9 * 1024
+    assert memory._chunks.currsize == 9 * 1024
     memory.drop(["a", "unknown"])
     memory.drop(["a"])
-    assert (memory.bytes, len(memory)) == (6 * 1024, 2)
+    assert (memory._chunks.currsize, len(memory.keys())) == (6 * 1024, 2)
 
 
 def test_a_chunk_dropped_while_it_is_read_does_not_come_back() -> None:

@@ -320,10 +320,6 @@ class KVStore(ABC):
 
     # ---------------------------------------------------------------- budgets
 
-    def budgets(self) -> dict[str, int]:
-        """Return the byte budget of each namespace that has one."""
-        return self._current.budgets()
-
     def set_budget(self, namespace: str, max_bytes: int | None) -> int:
         """Set the byte budget of a namespace, for all processes and machines; None = none.
 

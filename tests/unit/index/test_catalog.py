@@ -250,4 +250,4 @@ def test_a_store_on_disk_opened_twice(tmp_path: Path, rng: random.Random) -> Non
             manifest.remove([row.key for row in rows[:5]])
         for one in (other, catalog):
             assert [bool(_match(one, ids, MIN_RUN)) for ids in texts] == [False] * 5 + [True] * 35
-        assert len(Catalog(theirs)) == 35
+        assert num_texts(Catalog(theirs)) == 35

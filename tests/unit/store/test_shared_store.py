@@ -423,7 +423,7 @@ def test_a_budget_applies_to_all_machines(machine: Machine) -> None:
     assert has(two, A)
     settle(two)
     assert one.set_budget("", 3 * size) == 0
-    assert soon(lambda: two.budgets() == {"": 3 * size})
+    assert soon(lambda: two._manifest.budgets() == {"": 3 * size})
     one.set_document("doc", held("doc", A))
     for number in range(40, 48):
         two.put([record(number)])
@@ -471,7 +471,7 @@ def test_a_machine_that_is_killed_while_it_evicts_leaves_objects_to_gc(
             one.set_budget("", size)
     two._log.pull()
     assert (two.stats().chunks, len(chunks_in(two))) == (1, 3)
-    assert two.budgets() == {"": size}
+    assert two._manifest.budgets() == {"": size}
     monkeypatch.setattr(shared, "_STALE_S", -5.0)
     assert two.gc() == (1, 2), "one chunk has no document, two have no row"
 
@@ -488,7 +488,7 @@ def test_chunks_popular_on_any_machine_stay_for_a_new_machine(machine: Machine) 
     two._record_uses()
     one.gc()
     new = machine("new")
-    assert new.budgets() == {"": 20 * size}
+    assert new._manifest.budgets() == {"": 20 * size}
     assert new._manifest.counter("clock") == one._manifest.counter("clock") > 0
     assert new._manifest.coldest(0, 10) == one._manifest.coldest(0, 10)
     assert new.set_budget("", 2 * size + size // 2) == 8

@@ -343,7 +343,7 @@ def test_a_budget_survives_a_restart_and_the_removal_of_all_chunks(opens: Open, 
     again = opens()
     assert isinstance(again, FileStore | SharedStore)
     again.bind(FINGERPRINT)
-    assert again.budgets() == {"us": 1}
+    assert again._manifest.budgets() == {"us": 1}
     with pytest.raises(StoreFullError):
         again.put(of("us", 1))
 

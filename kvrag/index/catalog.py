@@ -56,7 +56,8 @@ class Catalog:
         """Index the texts of a store. `alone_only`: `find` uses only chunks that were encoded without context."""
         self._store, self._alone_only = store, alone_only
         self._snapshot = _Snapshot()
-        self._removed: deque[Entry] = deque()  # for `take_removed`
+        self.removed: deque[Entry] | None = None
+        """Gets the texts that were removed from the store and from the snapshot; None = nobody wants them."""
         self._refreshing = threading.Lock()  # held while building the next snapshot; prompts do not wait for it
         self.refresh()
 
@@ -84,14 +85,6 @@ class Catalog:
             self._advance()
             result = remove()
             return result, self._advance()
-
-    def take_removed(self) -> list[Entry]:
-        """Return the texts that were removed from the store and from the snapshot since the last call."""
-        removed = list[Entry]()
-        with suppress(IndexError):
-            while True:
-                removed.append(self._removed.popleft())
-        return removed
 
     def containing(self, find: Callable[[Ids, str], int | None], among: Collection[str]) -> list[str]:
         """Return the keys of those texts, `among` these keys, in whose ids and namespace `find` finds something."""
@@ -171,7 +164,8 @@ class Catalog:
             extended = _Snapshot(tuple(segments), entries[-1].number, snapshot.removals)
             snapshot, also_removed = self._without_removed(extended)
             removed += also_removed
-        self._removed += removed
+        if self.removed is not None:
+            self.removed += removed
         self._snapshot = snapshot
         return removed
 

@@ -17,6 +17,7 @@ and nothing of it is kept. It is kept in these steps:
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,7 +29,7 @@ from kvrag.index.match import Decode, DeletedTexts
 from kvrag.index.segment import Tokens
 from kvrag.memory.conversation import CachedPrefix, Conversations
 from kvrag.memory.tier import MemoryTier
-from kvrag.store import KVStore
+from kvrag.store import Entry, KVStore
 
 
 def forget(
@@ -74,6 +75,7 @@ class Forgetting:
         self._store, self._lookup, self._tier, self._conversations = store, lookup, tier, conversations
         self._decode, self.then = decode, list[Callable[[], None]]()
         self._removals = store.removals()  # the store's counter, as last noticed
+        self._texts = lookup.removed = deque[Entry]()
         self._dropping = threading.Lock()  # held while the KV of removed texts is dropped
 
     def forget(self, remove: Callable[[], list[str]], namespace: str) -> int:
@@ -99,7 +101,7 @@ class Forgetting:
             self._lookup.update()
             self._removals = removals  # not before: other prompts must not find chunks that are about to be freed
         with self._dropping:
-            if texts := self._lookup.take_removed():
+            if texts := [self._texts.popleft() for _ in range(len(self._texts))]:
                 self._conversations.drop_texts(DeletedTexts(texts, self._decode))
                 self._drop_records()
 

@@ -52,7 +52,8 @@ def prefilled(
 
 def endings(conversations: Conversations) -> int:
     """The number of different endings that are kept."""
-    return sum(not stretch.children for stretch in conversations._kept)
+    with conversations._changing():  # after what is still pending
+        return sum(not stretch.children for stretch in conversations._kept)
 
 
 def num_texts(catalog: Catalog) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -171,12 +174,28 @@ def test_removed_texts_are_reported_once(rng: random.Random) -> None:
     store = Store()
     text, other = [*_fill(store, rng)][:2]
     catalog = Catalog(store)
+    reported = catalog.removed = deque()
     store.remove(text)
     catalog.update()
-    assert [entry.text_key for entry in catalog.take_removed()] == [text]
-    assert catalog.take_removed() == []
+    catalog.update()
+    assert [entry.text_key for entry in reported] == [text]
     _, removed = catalog.removing(lambda: store.remove(other))
     assert [entry.text_key for entry in removed] == [other]
+    assert [entry.text_key for entry in reported] == [text, other]
+
+
+def test_removed_texts_that_nobody_asked_for_are_freed(rng: random.Random) -> None:
+    store = Store()
+    texts = _fill(store, rng)
+    catalog = Catalog(store)
+    (segment,) = catalog._snapshot.segments
+    ids = weakref.ref(segment.ids)
+    del segment
+    for text in texts:
+        store.remove(text)
+    catalog.update()
+    gc.collect()
+    assert ids() is None
 
 
 def test_another_manifest_in_the_same_place_is_noticed(rng: random.Random) -> None:

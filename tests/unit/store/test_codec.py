@@ -239,8 +239,8 @@ def test_disk_and_ram_hold_the_packed_form_and_give_the_same(packing: BlendEngin
     assert (first.report.tier, again.report.tier) == ("disk", "ram")
     assert torch.equal(first.logits, again.logits)
     # of float32; with chunks of some 40 tokens and heads of 16 the scales take their share
-    packed, native = (one._pipeline.memory._chunks.currsize for one in (packing, engine))
-    assert 0 < packed < 0.4 * native
+    packed_bytes, native_bytes = (one._pipeline.memory._chunks.currsize for one in (packing, engine))
+    assert 0 < packed_bytes < 0.4 * native_bytes
     assert first.report.bytes_loaded < 0.4 * native.report.bytes_loaded
     for chunk in packing._pipeline.memory._chunks.values():
         assert {tensor.dtype for layer in chunk.layers.values() for tensor in layer} == {torch.uint8}

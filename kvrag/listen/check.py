@@ -43,10 +43,6 @@ class Reference:
     tokens: Sequence[int]
     margins: Sequence[float]
 
-    def keeps(self, tokens: Sequence[int]) -> bool:
-        """Return whether none of other tokens is lost."""
-        return is_kept([one == other for one, other in zip(self.tokens, tokens, strict=True)], self.margins)
-
 
 def measure(
     model: Model, prefill: Prefill, evidence: Evidence, full: Reference, starts: Iterable[float]
@@ -181,7 +177,8 @@ class Checker(Listener):
         if not is_counted:  # by full prefill, but starts were measured
             evidence.count(answers=1, tokens=len(answer))
         if not is_exact:
-            evidence.count(compared=1, kept=full.keeps(answer))
+            agrees = [one == other for one, other in zip(full.tokens, answer, strict=True)]
+            evidence.count(compared=1, kept=is_kept(agrees, full.margins))
 
     def _add(self, namespace: str, kind: str) -> None:
         with self._counting:

@@ -33,9 +33,8 @@ class RecentRequests(Listener):
         """See `Listener`."""
         with self._lock:
             for namespace, answers in list(self._answers.items()):
-                left = [answered for answered in answers if not answered.is_forgotten]
-                if len(left) < len(answers):
-                    self._answers[namespace] = deque(left, maxlen=_ANSWERS)
+                left = (answered for answered in answers if not answered.is_forgotten)
+                self._answers[namespace] = deque(left, maxlen=_ANSWERS)
 
     def find(self, namespace: str, report: BlendReport | dict[str, Any] | None) -> Request:
         """Return the prompt of a report, or the last one of the namespace. Raises PromptError if it is unknown."""

@@ -24,6 +24,8 @@ from kvrag.errors import ModelError
 
 Bytes = NDArray[np.uint8]
 Positions = NDArray[np.int32]
+LayerKV = Callable[[int], tuple[Tensor, Tensor]]
+"""Function: layer number -> its keys and values, each (T, H, D)."""
 
 _MAGIC, _F16, _Q8 = 0xAF143CD8, 1, 8
 _BLOCK = 32  # numbers in q8_0: a scale in float16, and 8 bits of each
@@ -71,26 +73,28 @@ class Layout(NamedTuple):
         """Bytes of a token's KV."""
         return sum(self._row_bytes(heads * dim) for heads, dim in self.keys + self.values)
 
-    def parse(self, data: Bytes) -> tuple[Positions, list[tuple[Tensor, Tensor]]]:
-        """Return positions, ascending, and each layer's keys and values, (T, H, D) in float16; of q8_0, in float32.
+    def parse(self, data: Bytes) -> tuple[Positions, LayerKV]:
+        """Return positions, ascending, and a function of each layer's keys and values.
 
-        Raises ValueError unless every byte is understood.
+        These are (T, H, D) in float16; of q8_0, in float32. Raises ValueError unless every byte is understood.
         """
         found = positions_of(data)
-        tables, keys, values = self._views(data, len(found))
+        tables, *sides = self._views(data, len(found))
         if not all(np.array_equal(table[:, 0], found) for table in tables):
             raise ValueError("its caches have other positions")
-        if (np.diff(found) < 0).any():  # cells are in the order in which they were free
-            order = torch.from_numpy(np.argsort(found))
-            found, keys, values = np.sort(found), [part[order] for part in keys], [part[order] for part in values]
-        if self.kind == _Q8:
-            keys, values = (
-                [_dequantised(part, form, width) for part, form in zip(parts, own, strict=True)]
-                for parts, own, width in zip((keys, values), (self.keys, self.values), self.widths, strict=True)
-            )
-        return found, list(zip(keys, values, strict=True))
+        is_sorted = bool((np.diff(found) > 0).all())
+        order = torch.from_numpy(np.argsort(found))  # cells are in the order in which they were free
 
-    def build(self, positions: Positions, layer: Callable[[int], tuple[Tensor, Tensor]]) -> Bytes:
+        def layer(number: int) -> tuple[Tensor, Tensor]:
+            keys, values = (side[number] if is_sorted else side[number][order] for side in sides)
+            if self.kind == _Q8:
+                keys = _dequantised(keys, self.keys[number], self.widths[0])
+                values = _dequantised(values, self.values[number], self.widths[1])
+            return keys, values
+
+        return found[order.numpy()], layer
+
+    def build(self, positions: Positions, layer: LayerKV) -> Bytes:
         """Return the state of a sequence with the keys and values of each layer, (T, H, D)."""
         data = np.empty(self._size(len(positions)), np.uint8)
         data[: _START.size] = np.frombuffer(_START.pack(_MAGIC, 0), np.uint8)
@@ -101,6 +105,10 @@ class Layout(NamedTuple):
             for part, numbers, width in zip(parts, layer(number), self.widths, strict=True):
                 part.copy_(_quantised(numbers, width) if self.kind == _Q8 else numbers)
         return data
+
+    def plain(self, queries: Tensor) -> Tensor:
+        """Return (..., D) queries without the matrix by which keys are multiplied, too."""
+        return _multiplied(queries, self.widths[0]).view_as(queries)
 
     def renumber(self, data: Bytes, own: Positions, others: Positions) -> None:
         """Replace the positions of cells; raise ModelError for other positions than their own."""
@@ -119,7 +127,7 @@ class Layout(NamedTuple):
         kept = np.flatnonzero(~np.isin(positions, rows) & (positions < length))
 
         def layer(number: int) -> tuple[Tensor, Tensor]:
-            keys, values = zip(*(own[number] for own in layers), strict=True)
+            keys, values = zip(*(own(number) for own in layers), strict=True)
             return torch.cat(keys)[kept], torch.cat(values)[kept]
 
         return self.build(positions[kept], layer)

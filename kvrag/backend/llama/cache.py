@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvrag.backend.llama.blob import Bytes, Layout, positions_of
+from kvrag.backend.llama.blob import Bytes, LayerKV, Layout, positions_of
 from kvrag.backend.llama.graph import Inputs
 from kvrag.backend.llama.library import GraphTensor, Loaded
-from kvrag.backend.protocol import KVCache
+from kvrag.backend.protocol import KVCache, LayerSource
 from kvrag.errors import ModelError, OutOfMemoryError
 from kvrag.scheduling.waiting import POLL_S, check_cancelled, is_cancelled
 
@@ -42,15 +42,15 @@ class LlamaCache(KVCache):
         length: Positions before the next token.
         held: Position after the last one that has KV.
         is_stale: The context has positions after it, too.
-        read: The KV of each layer, for `layer`; None before the next pass.
+        read: Function of each layer's KV, for `layer`; None before the next pass.
     """
 
-    def __init__(self, context: LlamaContext, positions: Tensor, layer: Callable[[int], tuple[Tensor, Tensor]]) -> None:
-        """Begin with KV at these positions, (T, H, D) keys and values of each layer."""
+    def __init__(self, context: LlamaContext, positions: Tensor, layer: LayerKV) -> None:
+        """Begin with KV at these positions."""
         self._context, self._made_from = context, (positions, layer) if len(positions) else None
         self.length, self.held = 0, int(positions[-1]) + 1 if len(positions) else 0
         self.outside: Bytes | None = None  # its state
-        self.read: list[tuple[Tensor, Tensor]] | None = None
+        self.read: LayerSource | None = None
         self.is_stale = False
 
     def state(self) -> Bytes | None:
@@ -64,7 +64,7 @@ class LlamaCache(KVCache):
         """Return keys and values of one layer, each (1, H, T, D), with those of branches behind them."""
         with self._context.exclusive():
             self.read = self.read or self._context.read(self)
-            return self.read[number]
+            return self.read(number)
 
     def copied(self, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
         """See `KVCache.copied`."""
@@ -176,18 +176,22 @@ class LlamaContext:
         """Return the state of a cache, which leaves the context; None without KV."""
         return self.get(self._sequences.pop(cache)) if cache in self._sequences else cache.state()
 
-    def read(self, cache: LlamaCache) -> list[tuple[Tensor, Tensor]]:
-        """Return each layer's keys and values, (1, H, T, D); raise ModelError if a failed pass has lost positions."""
+    def read(self, cache: LlamaCache) -> LayerSource:
+        """Return a function of each layer's KV; raise ModelError if a failed pass has lost positions."""
         sequence = self._sequences.get(cache)
         data = cache.state() if sequence is None else self.get(sequence)
         if data is None:
             raise ModelError("the KV of a prompt was read before its first pass")
-        positions, layers = self.layout.parse(data)
+        positions, parsed = self.layout.parse(data)
         held = slice(cache.held)
         if not np.array_equal(positions[held], np.arange(cache.held)):
             raise ModelError("the KV of this prompt is incomplete: a pass failed")
-        sides = ((side[held].half().transpose(0, 1)[None] for side in layer) for layer in layers)
-        return [(keys, values) for keys, values in sides]
+
+        def layer(number: int) -> tuple[Tensor, Tensor]:
+            keys, values = (side[held].half().transpose(0, 1)[None] for side in parsed(number))
+            return keys, values
+
+        return layer
 
     def remove(self, sequence: int, start: int) -> None:
         """Remove the positions of a sequence from `start` on."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,15 +69,20 @@ class Inputs:
     Attributes:
         callback: For the context, which must not outlive this.
         error: Of the last pass, whose result then is wrong.
+        watched: Layers whose attention is noted in passes with other inputs, which end after the last of them.
+        queries: (1, HG, S, D) of each pass, of each watched layer; without flash attention, weights over the cells.
+        scaling, softcap: Of their scores.
         ropes: Of each layer of the last observed pass; None = its keys do not rotate.
         masks: Which cells its first row attends to, of each layer.
         windows: Of each layer, for passes whose inputs are replaced.
+        cells: Positions of all cells of the last one.
     """
 
     def __init__(self, functions: Any) -> None:
         self._operation, self._set = functions.ggml_op_desc, functions.ggml_backend_tensor_set
         self._get = functions.ggml_backend_tensor_get
-        self.callback, self.windows = EvalCallback(self._before), tuple[int | None, ...]()
+        self.callback, self.windows = EvalCallback(self._called), tuple[int | None, ...]()
+        self.watched, self.queries = range(0), defaultdict[int, list[Tensor]](list)
         self.observe()
 
     def observe(self) -> None:
@@ -86,15 +93,21 @@ class Inputs:
 
     def replace(self, cells: Positions, rows: Positions) -> None:
         """Let the next pass compute rows at these positions; `cells` has those of all cells, these rows included."""
-        self._cells, self._rows, self._written = cells, rows, set[int]()
+        self.cells, self._rows, self._written = cells, rows, set[int]()
         self._is_observed, self._layer, self.error = False, 0, None
 
-    def _before(self, node: Any, _asks: bool, _data: object) -> bool:
+    def _called(self, node: Any, is_before: bool, _data: object) -> bool:
+        """Return whether to call again after a node, and after it, whether to go on."""
         try:
             number = _SOURCES.get(self._operation(node))
             source = None if number is None else node.contents.sources[number]
-            if source is not None:
-                (self._note if self._is_observed else self._write)(node.contents, source)
+            if source is None:
+                return False
+            if not is_before:
+                return self._note_attention(node)
+            if not self._is_observed:
+                return self._write(source)
+            self._note(node.contents, source)
         except BaseException as error:  # ctypes would only print it
             self.error = error
         return False
@@ -122,19 +135,34 @@ class Inputs:
         divisors = tuple(factors.tolist())
         return Rope(_PAIRS[mode], dims, original, base, scale, yarn, magnitude, fast, slow, divisors)
 
-    def _write(self, _node: GraphTensor, source: int) -> None:
+    def _note_attention(self, node: Any) -> bool:
+        """Note an attention that was computed; return whether others are to follow."""
+        has_weights, layer = self._operation(node) == b"SOFT_MAX", self._layer - 1
+        tensor = node.contents if has_weights else GraphTensor.from_address(node.contents.sources[0])
+        address = ctypes.addressof(tensor)
+        sizes, steps = ([*reversed(numbers)] for numbers in (tensor.ne, tensor.nb))
+        data = torch.empty(sum((size - 1) * step for size, step in zip(sizes, steps, strict=True)) // 4 + 1)
+        self._get(address, data.data_ptr(), 0, data.nbytes)
+        self.queries[layer].append(data.as_strided(sizes, [step // 4 for step in steps]))
+        self.scaling, _, self.softcap = np.array(node.contents.op_params[:3], np.int32).view(np.float32).tolist()
+        return layer + 1 < self.watched.stop
+
+    def _write(self, source: int) -> bool:
+        """Replace an input, unless that is done; return whether it belongs to a watched attention."""
         tensor = GraphTensor.from_address(source)
         is_mask = tensor.type != _I32
         self._layer += is_mask
+        is_watched = is_mask and self._layer - 1 in self.watched
         if source in self._written:
-            return
+            return is_watched
         data: np.ndarray[Any, Any] = self._rows
         if is_mask:
             cells = np.full(tensor.ne[0], _NEVER)
-            cells[: len(self._cells)] = self._cells
+            cells[: len(self.cells)] = self.cells
             rows = torch.from_numpy(self._rows)[:, None]
             first = first_key(self.windows[self._layer - 1], rows).numpy()
             is_seen = (first <= cells) & (cells <= self._rows[:, None])
             data = np.where(is_seen, 0, -np.inf).astype(_MASKS[tensor.type])
         self._set(source, data.ctypes.data, 0, data.nbytes)
         self._written.add(source)
+        return is_watched

@@ -140,6 +140,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, and then arguments
     "llama_model_free": (None, c_void_p),
     "llama_model_get_vocab": (c_void_p, c_void_p),
     "llama_model_n_layer": (c_int32, c_void_p),
+    "llama_model_n_params": (c_size_t, c_void_p),
     "llama_model_n_swa": (c_int32, c_void_p),
     "llama_model_is_recurrent": (c_bool, c_void_p),
     "llama_model_is_hybrid": (c_bool, c_void_p),

@@ -24,7 +24,7 @@ from kvrag.backend.llama.blob import Bytes, Layout, Positions, positions_of
 from kvrag.backend.llama.cache import BLOCK, LESS, SEQUENCES, LlamaCache, LlamaContext
 from kvrag.backend.llama.graph import Inputs
 from kvrag.backend.llama.library import load
-from kvrag.backend.positions import UNROTATED, Rotation, first_key
+from kvrag.backend.positions import UNROTATED, Rotation, Rows, attention_received, first_key
 from kvrag.backend.protocol import PREFILL_BLOCK, Branch, CachedKV, KVCache, LayerSource, Observer
 from kvrag.backend.transformers.gguf import Header, stand_in, tokenizer_of
 from kvrag.backend.transformers.model import Model
@@ -69,7 +69,7 @@ class LlamaModel(Model):
     dtype, device = torch.float16, torch.device("cpu")
     passes_may_wait = keeps_states = stores_states = rope_follows_length = False
     rows_per_pass = PREFILL_BLOCK  # of the protocol; `BLOCK` of llama.cpp
-    policies = ("tail", "first_k", "random")
+    policies = ("query", "tail", "first_k", "random")
     recompute_threshold, state_bytes = None, 0
 
     def __init__(
@@ -104,6 +104,7 @@ class LlamaModel(Model):
         self._library = self._model.library
         self.name, self.lock = header.name, FairLock()
         self._exclusive = partial(_holding, self.lock, self._process)
+        self.num_parameters: int = self._library.functions.llama_model_n_params(self._model.pointer)
         self.num_layers: int = self._library.functions.llama_model_n_layer(self._model.pointer)
         self.devices = [self.device] * self.num_layers
         for name, reason in _REFUSED.items():
@@ -199,12 +200,13 @@ class LlamaModel(Model):
         try:
             self._observe(tokens)
             context.layout = layout = Layout.of(data, heads, header.dims, self.windows)
-            (at, whole), (_, moved) = layout.parse(data), layout.parse(state_at(shift))
-            if not np.array_equal(layout.build(at, whole.__getitem__), data):
+            (at, layer), (_, other) = layout.parse(data), layout.parse(state_at(shift))
+            if not np.array_equal(layout.build(at, layer), data):
                 raise ValueError("it cannot be built")
         except ValueError as error:
             raise _unsupported(header, f"llama.cpp computes it in a way unknown to kvrag ({error})") from error
         context.remove(0, 0)
+        whole, moved = ([*map(own, range(self.num_layers))] for own in (layer, other))
         positions, rows = torch.arange(_TRIAL), torch.arange(1, _TRIAL, 3)
         rotations = zip(self.rotations(positions), self.rotations(positions + shift), strict=True)
         layers = [(keys.transpose(0, 1)[None], values.transpose(0, 1)[None]) for keys, values in whole]
@@ -218,8 +220,9 @@ class LlamaModel(Model):
                 raise _unsupported(header, "its keys are not rotated by RoPE alone")
         cache = self.new_cache(_TRIAL, lambda number: layers[number], positions[~torch.isin(positions, rows)])
         self._compute([tokens[at] for at in rows], cache, rows)
-        for found, expected, most in zip(context.read(cache), layers, allowed, strict=True):
-            sides = zip(found, expected, strict=True)
+        found = context.read(cache)
+        for number, (expected, most) in enumerate(zip(layers, allowed, strict=True)):
+            sides = zip(found(number), expected, strict=True)
             if max(_difference(ours[:, :, rows], own[:, :, rows]) for ours, own in sides) > most:
                 raise _unsupported(header, "llama.cpp computes rows with gaps otherwise")
 
@@ -291,18 +294,50 @@ class LlamaModel(Model):
         ends = np.cumsum([len(tokens) - sum(length for _, length in branches), *(length for _, length in branches)])
         with self._exclusive(), torch.inference_mode():
             self._compute(tokens[: ends[0]], cache, rows)
-            read = {-1: self._context.read(cache)}
+            parts = {-1: (self._context.read(cache), 0)}
             # the longest prefix first: a branch takes the place of what follows its prefix
             for number in sorted(range(len(branches)), key=lambda number: -branches[number][0]):
                 at, _ = branches[number]
                 cache.set_length(at)
                 self._compute(tokens[ends[number] : ends[number + 1]], cache, None)
-                read[number] = [(keys[:, :, at:], values[:, :, at:]) for keys, values in self._context.read(cache)]
-        layers = [_joined(parts) for parts in zip(*(read[number] for number in sorted(read)), strict=True)]
-        cache.read = layers
+                parts[number] = self._context.read(cache), at
+
+        def layer(number: int) -> tuple[Tensor, Tensor]:
+            sides = ((read(number), at) for _, (read, at) in sorted(parts.items()))
+            return _joined((keys[:, :, at:], values[:, :, at:]) for (keys, values), at in sides)
+
+        cache.read = layer
         for number in range(last + 1 if observe else 0):
-            keys, values = layers[number]
+            keys, values = layer(number)
             cast(Observer, observe)(number, keys[:, :, first:], values[:, :, first:])
+
+    def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
+        """See `Backend.attention_received`."""
+        inputs, layout, total = self._inputs, self._context.layout, torch.zeros(int(rows[-1]) + 1)
+        with self._exclusive(), torch.inference_mode():
+            inputs.watched = layers
+            try:
+                self._compute(ids[0].tolist(), cache, rows)
+                noted = [inputs.queries.pop(layer) for layer in layers]
+            finally:
+                inputs.watched = range(0)
+                inputs.queries.clear()
+            known = self._context.read(cast(LlamaCache, cache))
+        end = len(inputs.cells) - len(rows)
+        for number, part in enumerate(rows.split(BLOCK)):
+            end += len(part)
+            queries = int((part >= rows[-num_queries]).sum())
+            now = Rows(part, part.tolist(), self.windows)
+            for layer, passes in zip(layers, noted, strict=True):
+                found = passes[number]
+                if layout.is_transposed:  # without flash attention, the weights are known
+                    received = found[:, :, found.shape[2] - queries :, :end].square().sum((0, 1, 2)) / found.shape[1]
+                    total[inputs.cells[:end]] += received
+                elif queries:
+                    query, keys = layout.plain(found), known(layer)[0][:, :, : now.positions[-1] + 1]
+                    settings = inputs.scaling, inputs.softcap or None
+                    total[: keys.shape[2]] += attention_received(query, keys, now, layer, queries, *settings)
+        return total / len(layers)
 
     def own_logits(self, ids: list[int], is_other: bool = False) -> Tensor:
         """See `Model.own_logits`; the other way divides the prompt into other passes.
@@ -329,12 +364,12 @@ class LlamaModel(Model):
         count = len(tokens)
         positions = torch.arange(cache.length, cache.length + count) if rows is None else rows
         start, stop = int(positions[0]), int(positions[-1]) + 1
-        has_gaps = stop - start > count or (rows is not None and stop < cache.held)
+        is_own = stop - start == count and (rows is None or stop >= cache.held) and not self._inputs.watched
         outputs = range(0 if all_logits else count - 1, count)
         with self._exclusive(), torch.inference_mode():
             cache.read = None
             try:
-                passes = self._fill if has_gaps else self._append_rows
+                passes = self._append_rows if is_own else self._fill
                 logits = list(passes(tokens, positions.numpy().astype(np.int32), cache, outputs))
             except BaseException:
                 cache.set_length(min(cache.length, start))

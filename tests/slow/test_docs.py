@@ -417,7 +417,7 @@ def test_the_command_reference_has_every_command_and_option(site: Path) -> None:
 
 
 def test_there_are_few_pages() -> None:
-    pages = [page for page in PAGES if re.fullmatch(r"docs/[^/]+\.md", page)]
+    pages = [page for page in PAGES if re.fullmatch(r"docs/(?!index)[^/]+\.md", page)]  # the index is README.md
     assert len(pages) <= 15, "merge, or extend a page"
     assert sum(len((ROOT / page).read_text().split()) for page in [*pages, "README.md"]) <= 25_000
 

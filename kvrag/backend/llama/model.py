@@ -324,7 +324,7 @@ class LlamaModel(Model):
                 inputs.queries.clear()
             known = self._context.read(cast(LlamaCache, cache))
         end = len(inputs.cells) - len(rows)
-        for number, part in enumerate(rows.split(BLOCK)):
+        for number, part in enumerate(torch.split(rows, BLOCK)):
             end += len(part)
             queries = int((part >= rows[-num_queries]).sum())
             now = Rows(part, part.tolist(), self.windows)

@@ -48,6 +48,7 @@ class LlamaCache(KVCache):
     def __init__(self, context: LlamaContext, positions: Tensor, layer: LayerKV) -> None:
         """Begin with KV at these positions."""
         self._context, self._made_from = context, (positions, layer) if len(positions) else None
+        self.num_layers = len(context.layout.keys)
         self.length, self.held = 0, int(positions[-1]) + 1 if len(positions) else 0
         self.outside: Bytes | None = None  # its state
         self.read: LayerSource | None = None
@@ -65,11 +66,6 @@ class LlamaCache(KVCache):
         with self._context.exclusive():
             self.read = self.read or self._context.read(self)
             return self.read(number)
-
-    def copied(self, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
-        """See `KVCache.copied`."""
-        layers = map(self.layer, range(len(self._context.layout.keys)))
-        return [(keys[:, :, start:stop].clone(), values[:, :, start:stop].clone()) for keys, values in layers]
 
     def write(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Not possible: a policy that needs it is refused."""

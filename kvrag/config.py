@@ -220,7 +220,8 @@ class BlendConfig:
             and more once the model is unsure, see `margin` and `kvrag.control.plan`.
         margin: Without a ratio, the model counts as unsure of a token if the likeliest one is less than this many nats
             more likely than the next one, a third of it for the first token; more of the prompt is recomputed before
-            it is emitted. 0 = never, None = by the model's size and its answers so far.
+            it is emitted, in the end all. 0 = never, None = by the model's size and its answers so far; then all only
+            where the first two shares were less than half.
         controller: "auto" = without a ratio, the engine chooses full prefill if it is predicted to be faster.
             "off" = always blend, at the given or default ratio. See `kvrag.control.plan`.
         min_run: Minimum length of a reused run, in tokens.

@@ -426,7 +426,7 @@ def test_an_interrupted_run_reports_the_prompts_that_are_done(
     [
         (["--docs", "{missing}"], "does not exist"),
         (["--docs", "{empty}"], "no files with text in"),
-        (["--docs", "{short}"], "there is only one: give more documents, or shorter chunks (--chunk-tokens)"),
+        (["--docs", "{short}"], "there is only one: give more documents, or shorter chunks"),
         (["--docs", "{docs}", "--chunk-tokens", "1200", "--top-k", "9", "--max-tokens", "1900"], "do not fit into"),
         (["--docs", "{docs}", "--data", "{docs}"], "--data and --docs exclude each other"),
         (["--docs", "{docs}", "--instruction", "Think."], "--instruction and --docs exclude each other"),

@@ -29,6 +29,7 @@ from kvrag.cli.common import (
     require_extra,
     say,
 )
+from kvrag.client.connection import KEY_VARIABLE
 from kvrag.config import DECLARED
 from kvrag.errors import SettingError
 from kvrag.retrieval import documents
@@ -38,7 +39,6 @@ from kvrag.words import counted
 if TYPE_CHECKING:
     from kvrag.server.state import State
 
-_KEYS = "KVRAG_API_KEY"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--host", default="127.0.0.1", help=host)
     add_number(where, "--port", 8000, "0 = any free port", most=65535, metavar="PORT")
     keys = "require an API key; repeatable with a NAME each, the namespace of its documents, conversations and metrics "
-    keys += f"(default: --namespace). Also read from the environment variable {_KEYS}, comma-separated"
+    keys += f"(default: --namespace). Also read from the environment variable {KEY_VARIABLE}, comma-separated"
     where.add_argument("--api-key", action="append", default=[], metavar="[NAME:]KEY", help=keys)
     no_key = "let anyone who can reach the server use it; without a key, needed to listen beyond this machine"
     where.add_argument("--no-api-key", action="store_true", help=no_key)
@@ -144,7 +144,7 @@ def read_settings(args: argparse.Namespace) -> ServerSettings:
         documents.check_lengths(args.chunk_tokens, args.chunk_overlap)
     keys = _keys(args)
     if not (keys or args.no_api_key or _is_local(args.host)):
-        how = f"pass --api-key or set {_KEYS}, or let everyone in with --no-api-key"
+        how = f"pass --api-key or set {KEY_VARIABLE}, or let everyone in with --no-api-key"
         raise SettingError(f"anyone who can reach {args.host} could use the server: {how}")
     options = vars(args)
     settings = {row.name: options[row.name] for row in fields(ServerSettings) if row.name in options}
@@ -168,9 +168,9 @@ def _is_local(host: str) -> bool:
 
 
 def _keys(args: argparse.Namespace) -> tuple[ApiKey, ...]:
-    given = [*args.api_key, *filter(None, os.environ.get(_KEYS, "").split(","))]
+    given = [*args.api_key, *filter(None, os.environ.get(KEY_VARIABLE, "").split(","))]
     if given and args.no_api_key:
-        raise SettingError(f"--no-api-key contradicts the keys of --api-key or {_KEYS}: leave out one of them")
+        raise SettingError(f"--no-api-key contradicts the keys of --api-key or {KEY_VARIABLE}: leave out one of them")
     if len(given) > 1 and not all(":" in key for key in given):
         raise SettingError("several API keys need names: pass --api-key NAME:KEY, where NAME is the key's namespace")
     return tuple(ApiKey.parse(key, args.namespace) for key in given)

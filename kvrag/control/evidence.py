@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from kvrag.config import DEFAULT_RATIO
 from kvrag.control.cost import Speed, Workload, completion_seconds, deepening_seconds
 from kvrag.errors import StoreError
-from kvrag.reuse.blend import DEEPENED, FIRST
+from kvrag.reuse.blend import DEEPENED, FIRST, completes
 from kvrag.store import KVStore
 from kvrag.store.values import text_key
 
@@ -199,16 +199,21 @@ class Setting(NamedTuple):
         return self.doubts * deepening
 
 
-def settings(evidence: Evidence, answers: Answers, policy: str, is_alone: bool) -> list[Setting]:
-    """Return what every start and margin would do, by the evidence and its numbers of answers."""
-    length, again = answers.length, answers.again
-    found = []
+def settings(
+    evidence: Evidence, answers: Answers, policy: str, is_alone: bool, given: float | None = None
+) -> list[Setting]:
+    """Return what every start and margin would do, by the evidence and its numbers of answers.
+
+    `given` is the margin that was asked for.
+    """
+    length, found = answers.length, []
     for start in STARTS:
+        again, share = (answers.again, DEEPENED) if completes(start, given) else (0.0, 0.0)
         at_first, later = (evidence.of(rung(policy, start, is_deepened, is_alone)) for is_deepened in (False, True))
         for margin in MARGINS:
             doubts, lost = forecast(at_first, margin, length, start > 0)
             if start:  # the rest of the answer, with less margin
-                lost += doubts * (1 - again) * forecast(later, margin * DEEPENED, length / 2, True).lost
+                lost += doubts * (1 - again) * forecast(later, margin * share, length / 2, True).lost
             found.append(Setting(start, margin, doubts, again, lost, float(at_first[0].sum())))
     return found
 

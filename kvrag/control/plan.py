@@ -271,7 +271,7 @@ class Planner:
         answers = evidence.answers
         start, margin = self._prior(config, is_alone)
         by_margin = min(MARGINS, key=lambda one: abs(one - margin))
-        found = settings(evidence, answers, config.policy, is_alone)
+        found = settings(evidence, answers, config.policy, is_alone, given)
         prior = next(one for one in found if (one.start, one.margin) == (start, by_margin))
         loses = has_lost_too_many(round(answers.compared), round(answers.kept))
 

@@ -77,7 +77,7 @@ def make_prompts(
     if len(chunks) < 2:
         raise KvragError(
             f"blending needs prompts of several chunks, and there {'is only one' if chunks else 'are none'}: "
-            "give more documents, or shorter chunks (--chunk-tokens)"
+            "give more documents, or shorter chunks"
         )
     prompts: list[Gap] = []
     shortest = 0
@@ -94,8 +94,7 @@ def make_prompts(
     if not prompts and shortest:
         raise ContextWindowError(
             f"prompts of {top_k} chunks have {shortest} tokens and more, which with {room} for the answer do not fit "
-            f"into the window of {model.name} ({model.context_window}): use fewer (--top-k) or shorter chunks "
-            "(--chunk-tokens)"
+            f"into the window of {model.name} ({model.context_window}): use fewer or shorter chunks"
         )
     if not prompts:
         raise KvragError(

@@ -11,7 +11,8 @@ positions.
 is a sign of doubt. The first token with a smaller margin than asked for is not emitted: the next share of the chunks is
 recomputed first, in the order of the policy, with the question and the answer so far, in the same cache. At the next
 doubt, or where nothing was recomputed in the beginning, everything from the first position with inexact KV on is: the
-KV then is full prefill's, and the answer continues exactly.
+KV then is full prefill's, and the answer continues exactly. Where more than half was recomputed before, it is not: in a
+long answer there are near ties of style in any case.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ DEEPENED = 1 / 2
 
 _CHANGED = 2
 """Tokens at the end of a chunk that a prompt may lack while the states behind them are used."""
+
+HALF = 1 / 2
+"""Share of the inexact tokens from which on no doubt completes an answer, unless the caller asked for a margin."""
 
 MOST = 1.25
 """Rows before the first token, at most, relative to full prefill's: what was deepened there is not completed there."""
@@ -159,6 +163,11 @@ def _policy_of(name: str) -> Policy:
     return policy
 
 
+def completes(start: float, margin: float | None) -> bool:
+    """Return whether a doubt after the start's share was deepened completes the answer; `margin` was asked for."""
+    return margin is not None or 2 * start <= HALF
+
+
 class LateRecompute:
     """The recompute that is left to one prompt, whose answer is being decoded. Changes the prompt's cache.
 
@@ -172,7 +181,7 @@ class LateRecompute:
 
     def __init__(self, backend: Backend, request: Request, margin: float = 0.0, start: float = 0.0) -> None:
         """Begin with what is blended. For `margin`, see `BlendConfig`; for `start`, `kvrag.control.plan.Plan`."""
-        self.start = start
+        self.start, self._completes = start, completes(start, request.config.margin)
         self.deepened: Completed | None = None
         self.completed: Completed | None = None
         self.seen: tuple[list[tuple[int, float]], list[tuple[int, float]]] = [], []
@@ -189,8 +198,8 @@ class LateRecompute:
         """Return whether more is to be recomputed before this token of the answer is emitted; 0 is the first."""
         is_deepened = self.deepened is not None
         self.seen[is_deepened].append((token, margin))
-        if self.deepened and self.deepened.token == token == 0:
-            return False  # see `MOST`
+        if self.deepened and (not self._completes or self.deepened.token == token == 0):
+            return False  # see `HALF` and `MOST`
         return margin < self._margin * (FIRST if token == 0 else 1) * (DEEPENED if is_deepened else 1)
 
     @property

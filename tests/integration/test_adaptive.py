@@ -12,8 +12,10 @@ import torch
 from blending import CHUNKS, messages
 from families import FAMILIES, build
 
+import kvrag.control.plan
 from kvrag import BlendConfig, BlendEngine, Grammar, Model, Sampling, SettingError
 from kvrag.control.agreement import likeliest
+from kvrag.control.evidence import START
 from kvrag.reuse.blend import FIRST, MOST, LateRecompute
 
 PROMPT = messages(*(CHUNKS[number] for number in (2, 0, 3, 1)))
@@ -168,6 +170,21 @@ def test_flat_logits_end_in_one_full_prefill(model: Model, tmp_path: Path) -> No
         assert report.completed is not None
         assert (report.deepened.token, report.completed.token) == (0, 1)
         assert report.recomputed_tokens > 80
+
+
+def test_an_answer_of_a_large_model_is_deepened_and_not_completed(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a margin was asked for: its whole answer would cost more than full prefill's."""
+    monkeypatch.setattr(kvrag.control.plan, "PARAMETERS", 0)
+    monkeypatch.setattr(kvrag.control.plan, "LARGE", (2 * START, 1e8))
+    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
+    with BlendEngine(model, tmp_path, BlendConfig(controller="off")) as engine:
+        engine.warm(CHUNKS)
+        for options, is_completed in (({}, False), ({"margin": 1e8}, True)):
+            report = engine.generate(PROMPT, max_new_tokens=8, temperature=0, **options).report
+            assert report.deepened is not None
+            assert (report.completed is not None) == is_completed
 
 
 def test_a_doubt_between_ending_and_going_on_is_none(

@@ -560,8 +560,22 @@ def attention_at(
     return attention_of(config, now)
 
 
-def _uses_cudnn() -> bool:
-    return bool(torch.backends.cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
+class _Cudnn:
+    """cuDNN's attention, a setting of the process: off while passes run, of any model."""
+
+    def __init__(self) -> None:
+        self._lock, self._passes, self._was_used = threading.Lock(), 0, True
+
+    def count(self, more: int) -> None:
+        """Add to the number of passes."""
+        with self._lock:
+            if not self._passes:
+                self._was_used = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+            self._passes += more
+            torch.backends.cuda.enable_cudnn_sdp(self._was_used and not self._passes)
+
+
+_cudnn = _Cudnn()
 
 
 @contextmanager
@@ -571,9 +585,9 @@ def attention_of(config: Any, state: _Pass | StepCache) -> Iterator[None]:
     On GPUs it is computed without cuDNN, which plans each new shape: hardly two steps have the same, or two passes.
     """
     _usual[id(config)] = config._attn_implementation
-    _current.state, _current.cudnn = state, _uses_cudnn()
+    _current.state = state
     try:
-        with implementation(config, _NAME, cudnn=False):
+        with implementation(config, _NAME, 1):
             yield
     finally:
         del _current.state
@@ -583,20 +597,19 @@ def suspended(config: Any) -> AbstractContextManager[None]:
     """Restore the usual attention of `config` while this thread waits during its pass."""
     if not hasattr(_current, "state"):
         return nullcontext()
-    return implementation(config, _usual[id(config)], _current.cudnn)
+    return implementation(config, _usual[id(config)], -1)
 
 
 @contextmanager
-def implementation(config: Any, name: str, cudnn: bool | None = None) -> Iterator[None]:
-    """Run passes with this attention implementation, and with or without cuDNN, which is a setting of the process."""
-    before = config._attn_implementation, _uses_cudnn()
-    config._attn_implementation = name
-    torch.backends.cuda.enable_cudnn_sdp(before[1] if cudnn is None else cudnn)
+def implementation(config: Any, name: str, passes: int = 0) -> Iterator[None]:
+    """Use this attention implementation, with so many passes more in progress that are computed without cuDNN."""
+    before, config._attn_implementation = config._attn_implementation, name
+    _cudnn.count(passes)
     try:
         yield
     finally:
-        config._attn_implementation = before[0]
-        torch.backends.cuda.enable_cudnn_sdp(before[1])
+        config._attn_implementation = before
+        _cudnn.count(-passes)
 
 
 def _attend(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvrag.backend.transformers.rows
 from kvrag import Model
-from kvrag.backend.transformers.rows import AttentionObserver, attention_at
+from kvrag.backend.transformers.rows import AttentionObserver, attention_at, implementation
 
 ROWS = torch.tensor([3, 4, 9, *range(30, 50), 61, 90, 91, 120, 150, 199])
 
@@ -136,6 +138,14 @@ def test_cudnn_is_off_in_passes_on_rows_and_in_steps_only(model: Model, monkeypa
     model.forward_each([8], [cache])
     assert seen
     assert not any(seen)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_cudnn_stays_off_until_the_passes_of_all_models_have_ended() -> None:
+    with ExitStack() as second:
+        with implementation(SimpleNamespace(_attn_implementation="sdpa"), "kvrag", 1):
+            second.enter_context(implementation(SimpleNamespace(_attn_implementation="sdpa"), "kvrag", 1))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 

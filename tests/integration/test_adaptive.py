@@ -173,13 +173,13 @@ def test_flat_logits_end_in_one_full_prefill(model: Model, tmp_path: Path) -> No
 
 
 def test_an_answer_of_a_large_model_is_deepened_and_not_completed(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learning: None
 ) -> None:
     """Unless a margin was asked for: its whole answer would cost more than full prefill's."""
     monkeypatch.setattr(kvrag.control.plan, "PARAMETERS", 0)
     monkeypatch.setattr(kvrag.control.plan, "LARGE", (2 * START, 1e8))
     monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
-    with BlendEngine(model, tmp_path, BlendConfig(controller="off")) as engine:
+    with BlendEngine(model, tmp_path, BlendConfig(controller="off"), check=0.0) as engine:
         engine.warm(CHUNKS)
         for options, is_completed in (({}, False), ({"margin": 1e8}, True)):
             report = engine.generate(PROMPT, max_new_tokens=8, temperature=0, **options).report

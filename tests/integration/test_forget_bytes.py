@@ -122,7 +122,7 @@ def test_rows_that_sqlite_has_moved_are_overwritten(tmp_path: Path) -> None:
     rng, manifest = np.random.default_rng(0), Manifest(tmp_path / "manifest.sqlite")
     keys = [f"{number:032x}" for number in range(600)]
     texts = [rng.integers(1 << 20, 1 << 30, int(rng.choice([4, 50, 180, 380])), np.uint32).tobytes() for _ in keys]
-    manifest.add(ManifestRow(key, key, "", text, 0, key, 9) for key, text in zip(keys, texts, strict=True))
+    manifest.add([ManifestRow(key, key, "", text, 0, key, 9) for key, text in zip(keys, texts, strict=True)])
     order = rng.permutation(600).tolist()
     for number in order[100:]:
         manifest.remove([keys[number]])

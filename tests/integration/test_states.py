@@ -245,7 +245,7 @@ def test_conversations_with_edits_equal_full_prefill(limit: int, storing: Model,
             stream.close()
             history = [*history, {"role": "assistant", "content": said}]
             each = [stretch.num_bytes for stretch in kept._kept]
-            assert kept.num_bytes == sum(each) <= limit
+            assert kept._num_bytes == sum(each) <= limit
     assert continued >= 2 or limit < 1 << 30
 
 

@@ -708,7 +708,7 @@ def test_without_the_library(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_library_that_cannot_be_used(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "libllama.so").write_bytes(b"no library")
     monkeypatch.setenv(library.VARIABLE, str(tmp_path / "libllama.so"))
-    with pytest.raises(ModelLoadError, match=r"libllama\.so cannot be used .*: pip install"):
+    with pytest.raises(ModelLoadError, match=r"libllama\.so cannot be used .*: pip install xllamacpp=="):
         Model.from_pretrained(path, n_ctx=128)
     own = library.__dict__["_TRIAL"]
     monkeypatch.setattr(library, "_TRIAL", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")

@@ -25,6 +25,7 @@ VARIABLE = "KVRAG_LLAMA"
 """Environment variable with the path of the library."""
 
 _INSTALL = "pip install 'kvrag[llama]'"
+_TESTED = "pip install xllamacpp==2026.10.11549"
 _PLACES = {"xllamacpp": ("*.so", "*.pyd"), "llama_cpp": ("lib/libllama.so", "lib/libllama.dylib", "lib/llama.dll")}
 _LEVEL_ERROR = 4
 _AUTO = -1
@@ -272,4 +273,4 @@ def _load(path: Path) -> Library:
 
 
 def _refusal(path: Path, reason: str) -> ModelLoadError:
-    return ModelLoadError(f"llama.cpp's library {path} cannot be used ({reason[:200]}): {_INSTALL}, or set {VARIABLE}")
+    return ModelLoadError(f"llama.cpp's library {path} cannot be used ({reason[:200]}): {_TESTED}, or set {VARIABLE}")

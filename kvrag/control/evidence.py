@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from kvrag.config import DEFAULT_RATIO
 from kvrag.control.cost import Speed, Workload, completion_seconds, deepening_seconds
 from kvrag.errors import StoreError
-from kvrag.reuse.blend import DEEPENED, FIRST, completes
+from kvrag.reuse.blend import DEEPENED, FIRST, may_complete
 from kvrag.store import KVStore
 from kvrag.store.values import text_key
 
@@ -67,7 +67,7 @@ class Forecast(NamedTuple):
 
 class Answers(NamedTuple):
     """Numbers of answers of which something is known, of their tokens, of blended ones that were compared with full
-    prefill's and of these the kept ones, and of those in doubt: deepened, and completed although they were deepened."""
+    prefill's and of these the kept ones, and of those that a doubt may complete: deepened, and completed after that."""
 
     answers: float
     tokens: float
@@ -208,7 +208,7 @@ def settings(
     """
     length, found = answers.length, []
     for start in STARTS:
-        again, share = (answers.again, DEEPENED) if completes(start, given) else (0.0, 0.0)
+        again, share = (answers.again, DEEPENED) if may_complete(start, given) else (0.0, 0.0)
         at_first, later = (evidence.of(rung(policy, start, is_deepened, is_alone)) for is_deepened in (False, True))
         for margin in MARGINS:
             doubts, lost = forecast(at_first, margin, length, start > 0)

@@ -98,8 +98,8 @@ def observe(model: Model, evidence: Evidence, request: Request, tokens: int) -> 
         ]
         if seen:
             evidence.add(rung(_policy(model), done.start, is_deepened, request.is_encoded_alone), tally(seen, judged))
-    both = done.deepened is not None and done.completed is not None
-    evidence.count(answers=1, tokens=tokens, deepened=done.deepened is not None, completed=both)
+    is_open = done.deepened is not None and done.may_complete
+    evidence.count(answers=1, tokens=tokens, deepened=is_open, completed=is_open and done.completed is not None)
 
 
 def self_test(

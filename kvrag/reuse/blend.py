@@ -163,8 +163,8 @@ def _policy_of(name: str) -> Policy:
     return policy
 
 
-def completes(start: float, margin: float | None) -> bool:
-    """Return whether a doubt after the start's share was deepened completes the answer; `margin` was asked for."""
+def may_complete(start: float, margin: float | None) -> bool:
+    """Return whether a doubt completes an answer after the start's share was deepened; `margin` was asked for."""
     return margin is not None or 2 * start <= HALF
 
 
@@ -175,13 +175,14 @@ class LateRecompute:
         deepened, completed: When and how one more share, and all the rest, were recomputed; None = not yet.
         seen: Token numbers and margins that the KV gave at first, and once it was deepened.
         start: Ratio that the counts of its tokens belong to.
+        may_complete: A doubt after it was deepened completes the answer.
         judged: For each doubt, whether the KV was deepened before it, the token's number and its margin, whether more
             recompute gives another token, and that one's margin.
     """
 
     def __init__(self, backend: Backend, request: Request, margin: float = 0.0, start: float = 0.0) -> None:
         """Begin with what is blended. For `margin`, see `BlendConfig`; for `start`, `kvrag.control.plan.Plan`."""
-        self.start, self._completes = start, completes(start, request.config.margin)
+        self.start, self.may_complete = start, may_complete(start, request.config.margin)
         self.deepened: Completed | None = None
         self.completed: Completed | None = None
         self.seen: tuple[list[tuple[int, float]], list[tuple[int, float]]] = [], []
@@ -198,7 +199,7 @@ class LateRecompute:
         """Return whether more is to be recomputed before this token of the answer is emitted; 0 is the first."""
         is_deepened = self.deepened is not None
         self.seen[is_deepened].append((token, margin))
-        if self.deepened and (not self._completes or self.deepened.token == token == 0):
+        if self.deepened and (not self.may_complete or self.deepened.token == token == 0):
             return False  # see `HALF` and `MOST`
         return margin < self._margin * (FIRST if token == 0 else 1) * (DEEPENED if is_deepened else 1)
 

@@ -313,7 +313,8 @@ class LlamaModel(Model):
 
     def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
         """See `Backend.attention_received`."""
-        inputs, layout, total = self._inputs, self._context.layout, torch.zeros(int(rows[-1]) + 1)
+        assert isinstance(cache, LlamaCache)
+        inputs, layout = self._inputs, self._context.layout
         with self._exclusive(), torch.inference_mode():
             inputs.watched = layers
             try:
@@ -322,22 +323,19 @@ class LlamaModel(Model):
             finally:
                 inputs.watched = range(0)
                 inputs.queries.clear()
-            known = self._context.read(cast(LlamaCache, cache))
-        end = len(inputs.cells) - len(rows)
-        for number, part in enumerate(torch.split(rows, BLOCK)):
-            end += len(part)
-            queries = int((part >= rows[-num_queries]).sum())
-            now = Rows(part, part.tolist(), self.windows)
+            total, keys = torch.zeros(cache.held), self._context.read(cache)
+            now, before = Rows(rows, rows.tolist(), self.windows), len(inputs.cells) - len(rows)
             for layer, passes in zip(layers, noted, strict=True):
-                found = passes[number]
-                if layout.is_transposed:  # without flash attention, the weights are known
-                    received = found[:, :, found.shape[2] - queries :, :end].square().sum((0, 1, 2)) / found.shape[1]
-                    total[inputs.cells[:end]] += received
-                elif queries:
-                    query, keys = layout.plain(found), known(layer)[0][:, :, : now.positions[-1] + 1]
+                if not layout.is_transposed:
+                    query, key = layout.plain(torch.cat(passes, 2)), keys(layer)[0]
                     settings = inputs.scaling, inputs.softcap or None
-                    total[: keys.shape[2]] += attention_received(query, keys, now, layer, queries, *settings)
-        return total / len(layers)
+                    total += attention_received(query, key, now, layer, num_queries, *settings)
+                    continue
+                for start, weights in zip(range(0, len(rows), BLOCK), passes, strict=True):  # without flash attention
+                    first, end = max(len(rows) - num_queries - start, 0), before + start + weights.shape[2]
+                    received = weights[0, :, first:, :end].square().sum((0, 1)) / weights.shape[1]
+                    total[inputs.cells[:end]] += received
+        return total[: int(rows[-1]) + 1] / len(layers)
 
     def own_logits(self, ids: list[int], is_other: bool = False) -> Tensor:
         """See `Model.own_logits`; the other way divides the prompt into other passes.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,9 @@ import torch
 
 from kvrag import BlendConfig, BlendEngine, KvragError, Model, SettingError
 from kvrag.control.agreement import DECIDED, END
-from kvrag.control.evidence import STARTS, rung
+from kvrag.control.evidence import STARTS, Evidence, rung
 from kvrag.control.plan import LARGE
-from kvrag.listen.check import FEW, Checker
+from kvrag.listen.check import FEW, Checker, observe
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0}
 CORPUS = Path(__file__).parents[3] / "examples" / "corpus"
@@ -199,3 +201,13 @@ def test_a_calibration_needs_chunks(engine: BlendEngine) -> None:
         engine.calibrate(namespace="empty")
     with pytest.raises(SettingError, match="count"):
         engine.calibrate(count=0)
+
+
+@pytest.mark.parametrize("may_complete", [True, False])
+def test_answers_that_no_doubt_can_complete_are_not_counted_as_deepened(may_complete: bool) -> None:
+    """They would say of other starts that deepened answers are seldom completed."""
+    evidence = Evidence(threading.Lock())
+    done: Any = {"seen": ([], []), "judged": [], "deepened": object(), "completed": None, "may_complete": may_complete}
+    observe(None, evidence, SimpleNamespace(late=SimpleNamespace(**done)), 9)  # type: ignore[arg-type]
+    answers = evidence.answers
+    assert (answers.answers, answers.deepened, answers.completed) == (1, may_complete, 0)

@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, nargs="+", default=(8, 30), help="chunks of 128 tokens (default: 8 30)")
     parser.add_argument("--n", type=int, default=4, help="questions per length (default: 4)")
     parser.add_argument("--tokens", type=int, default=100, help="of an answer (default: 100)")
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="those that contain one of these words (default: all)")
     parser.add_argument("--store", type=Path, metavar="FOLDER", help="keep the chunks for the next run")
     parser.add_argument("--llama", help="Python that has xllamacpp")
     parser.add_argument("--gguf", type=Path, help="the model's weights for llama.cpp")
@@ -84,10 +85,12 @@ def main() -> None:
             engine = stack.enter_context(BlendEngine(one, folder, conversation_bytes=0))
             for document in sorted({name for some in rows.values() for row in some for name in row.documents}):
                 engine.warm(corpus[document], document=document)
+            engine.reset_calibration()  # an earlier run's answers would choose the default's start
             for title, settings in _SETTINGS.items():
                 arms[f"{name} {title}"] = partial(_kvrag, engine, args.tokens, settings)
         if args.llama:
             arms["llama.cpp"] = stack.enter_context(_llama(args.llama, args.gguf, model.context_window, args.tokens))
+        arms = {name: arm for name, arm in arms.items() if any(word in name for word in args.arms or ("",))}
         for k in args.k:
             texts = ["\n\n".join([INSTRUCTION, *row.passages, f"Question: {row.question}"]) for row in rows[k]]
             prompts = [engine.tokenize(engine.as_prompt(text)) for text in texts]

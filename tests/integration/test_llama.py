@@ -290,6 +290,24 @@ def test_attention_is_that_of_transformers(name: str, flash: int, kv_type: str, 
         assert relative(found, expected) <= FLOOR
 
 
+def test_a_pass_begins_while_attention_is_read(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another thread; it is computed as any other."""
+    ids, rows = torch.arange(40)[None] % 500 + 3, torch.tensor([5, *range(30, 40)])
+    layers, found, fill = model.new_cache(40), list[torch.Tensor](), model._fill
+    model.forward(ids, layers)
+    thread = threading.Thread(target=lambda: found.append(model.forward(ids, model.new_cache(40))))
+
+    def slow(*args: Any) -> Any:
+        thread.start()
+        thread.join(0.2)  # it waits for the lock then
+        return fill(*args)
+
+    monkeypatch.setattr(model, "_fill", slow)
+    model.attention_received(ids[:, rows], layers, rows, 5, range(1, 3))
+    thread.join()
+    assert relative(*found, model.forward(ids, model.new_cache(40))) <= FLOOR
+
+
 @pytest.mark.parametrize("policy", ["query", "tail", "first_k", "random"])
 def test_policies_recompute_stretches(policy: str, engine: BlendEngine) -> None:
     ids = ids_of(engine, *reversed(CHUNKS))

@@ -362,12 +362,12 @@ class LlamaModel(Model):
         count = len(tokens)
         positions = torch.arange(cache.length, cache.length + count) if rows is None else rows
         start, stop = int(positions[0]), int(positions[-1]) + 1
-        is_own = stop - start == count and (rows is None or stop >= cache.held) and not self._inputs.watched
+        is_own = stop - start == count and (rows is None or stop >= cache.held)
         outputs = range(0 if all_logits else count - 1, count)
         with self._exclusive(), torch.inference_mode():
             cache.read = None
             try:
-                passes = self._append_rows if is_own else self._fill
+                passes = self._append_rows if is_own and not self._inputs.watched else self._fill
                 logits = list(passes(tokens, positions.numpy().astype(np.int32), cache, outputs))
             except BaseException:
                 cache.set_length(min(cache.length, start))

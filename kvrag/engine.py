@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, closing
+from contextlib import AbstractContextManager, aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -31,7 +30,7 @@ from kvrag.control.agreement import TOKENS
 from kvrag.control.evidence import STARTS
 from kvrag.control.plan import Planner
 from kvrag.control.prompts import chunk_texts, make_prompts, search_by_words
-from kvrag.errors import AbandonedError, AnswerTimeoutError, KvragError, SettingError
+from kvrag.errors import KvragError, SettingError
 from kvrag.generate.prompt import Question
 from kvrag.index.catalog import Catalog
 from kvrag.ingest.ingest import Ingestion
@@ -45,7 +44,7 @@ from kvrag.progress import watched
 from kvrag.request import Request
 from kvrag.reuse.load import tiers
 from kvrag.scheduling.bridge import off_loop, once, together
-from kvrag.scheduling.waiting import is_cancelled
+from kvrag.scheduling.waiting import within
 from kvrag.store import KVStore, open_store
 from kvrag.store.base import no_progress
 from kvrag.types import Answer, BlendReport, CheckStats, Delta, Messages, TokenIds, WarmReport, join
@@ -247,7 +246,7 @@ class BlendEngine(AbstractContextManager["BlendEngine"]):
         self._check_open()
         timeout = check_timeout(options.get("timeout")) or math.inf
         question = Question.of(self.model.tokenizer, prompt, self.config, options)
-        return _within(self._answering.stream(question), timeout)
+        return within(self._answering.stream(question), timeout)
 
     def generate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
         """Return the complete answer; arguments as in `stream`."""
@@ -453,34 +452,3 @@ class BlendEngine(AbstractContextManager["BlendEngine"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _within(deltas: Generator[Delta, None, None], timeout: float) -> Generator[Delta, None, None]:
-    """Yield the deltas; raise AnswerTimeoutError once the work on them has taken longer than `timeout` seconds."""
-    late = AnswerTimeoutError(
-        f"the answer took longer than its timeout of {timeout:g} s: raise timeout=, or lower max_tokens"
-    )
-    spent, started, caller_cancelled = 0.0, 0.0, is_cancelled.get()
-
-    def is_late() -> bool:
-        return caller_cancelled() or spent + time.perf_counter() - started > timeout
-
-    with releasing_threads(), closing(deltas):
-        while True:
-            started = time.perf_counter()
-            token = is_cancelled.set(is_late)  # the consumer's own work has no limit
-            try:
-                delta = next(deltas, None)
-            except AbandonedError:
-                if caller_cancelled():
-                    raise
-                raise late from None
-            finally:
-                is_cancelled.reset(token)
-            spent += time.perf_counter() - started  # a slow consumer is not slow work
-            started = math.inf  # other answers' steps may ask meanwhile
-            if delta is None:
-                return
-            if spent > timeout and delta.finish_reason is None:
-                raise late
-            yield delta

@@ -166,7 +166,6 @@ class Rows:
     windows: Sequence[int | None]
     masks: dict[tuple[str, int | None, int, int], Tensor] = field(default_factory=dict)
     masks_bytes: int = 0
-    masked: dict[Any, list[tuple[int, Tensor, Block]]] = field(default_factory=dict)  # by window and device
 
     def blocks(self, layer: int, size: int) -> list[Block]:
         """Split the rows into blocks of `size`."""
@@ -177,20 +176,6 @@ class Rows:
             low = max(0, first_key(window, first))
             blocks.append(Block(start, end, low, first + 1 if window is None else low, stop))
         return blocks
-
-    def masked_blocks(self, layer: int, on_cpu: bool, like: Tensor) -> list[tuple[int, Tensor, Block]]:
-        """Return the blocks with their masks, in dtype and on the device of `like`, and the first key of these.
-
-        Layers with equal windows share them. `on_cpu`, the keys before a block's first one are left out.
-        """
-        window, before = self.windows[layer], self.masks_bytes
-        if (known := self.masked.get((type(window), window, like.device))) is not None:
-            return known
-        lows = [(block, block.low if on_cpu else 0) for block in self.blocks(layer, CPU_ROWS if on_cpu else ROWS)]
-        found = [(low, self.mask(layer, block, low, like.dtype, like.device), block) for block, low in lows]
-        if self.masks_bytes - before == sum(mask.nbytes for _, mask, _ in found):  # all of them are kept
-            self.masked[type(window), window, like.device] = found
-        return found
 
     def mask(self, layer: int, block: Block, low: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the (R, K) additive mask of a block's rows over the keys from `low` to `block.stop`."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvrag.backend.protocol import PREFILL_BLOCK
 from kvrag.reuse.blend import MOST
-from kvrag.reuse.policy import NO_PASSES, Passes
+from kvrag.reuse.policies import NO_PASSES, Passes
 
 _KEPT = 16  # observations of each kind: enough to average out noise, few enough to follow changes in load
 _MEMORY = 4  # earlier observations count at most this many times as much as the current one

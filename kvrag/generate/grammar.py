@@ -1,12 +1,16 @@
-"""Constrained decoding: only tokens that the grammar allows can be sampled."""
+"""Constrained decoding: only tokens that the grammar allows can be sampled.
+
+JSON schemas are brought into the form that llguidance enforces best.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -17,7 +21,6 @@ from kvrag.backend.transformers import Model, Tokenizer
 from kvrag.backend.transformers.gguf import FileTokenizer
 from kvrag.config import Grammar
 from kvrag.errors import ModelError, SettingError, UnsupportedModelError, first_line
-from kvrag.generate.schema import enforceable
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -34,6 +37,12 @@ _JSON_STYLE = {
 # of nothing else takes 0.3 GiB. Memory of the stack that is not used is not allocated
 _STACK = 512 << 20
 _MOST_CHARACTERS = 1 << 20
+
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")  # a list of items is draft 7's form of prefixItems
+_SINGLE = ("items", "additionalProperties", "additionalItems")
+_OWN = {"properties", "required", "additionalProperties", "patternProperties"}  # of a schema that describes an object
+_ADDING = {"patternProperties", "if", "dependentSchemas", "dependentRequired", "dependencies"}  # properties
 
 _tokenizers: weakref.WeakKeyDictionary[Model, LLTokenizer] = weakref.WeakKeyDictionary()
 _creating = threading.Lock()
@@ -131,15 +140,6 @@ def _with_stack(work: Callable[[], T]) -> T:
         return done.result()
 
 
-def guarded(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the schema as enforced, and what of it is not.
-
-    White space is fixed.
-    """
-    closed, left_out = enforceable(schema, lambda probe: _is_supported(json.dumps(probe)))
-    return {**closed, "x-guidance": _JSON_STYLE}, left_out
-
-
 @functools.lru_cache(maxsize=1024)
 def _is_supported(schema: str) -> bool:
     llguidance = _llguidance()
@@ -181,3 +181,93 @@ def _tokenizer(model: Model) -> LLTokenizer:
                     f"grammars are not supported for {model.name}: {first_line(error)}"
                 ) from None
         return _tokenizers[model]
+
+
+# ---------------------------------------------------------------- schemas
+
+
+def guarded(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the schema as enforced, and what of it is not: objects have only the named properties.
+
+    If several schemas describe the same object, all objects stay open, as JSON schema has it. White space is fixed.
+
+    Raises:
+        SettingError: The schema is nested too deeply.
+    """
+    try:
+        root: dict[str, Any] = json.loads(json.dumps(schema))
+        parts = list(_schemas(root))
+    except RecursionError:
+        raise SettingError("the JSON schema is nested too deeply: flatten it") from None
+    root.pop("$schema", None)  # drafts differ in their keywords; an unknown draft would be an error
+    is_open, left_out = any(map(_has_several, parts)), dict[str, None]()
+    for part in parts:
+        left_out |= dict.fromkeys(_drop_patterns(part) + _drop_counts(part))
+        if not is_open:
+            _close(part)
+    return {**root, "x-guidance": _JSON_STYLE}, list(left_out)
+
+
+def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield a schema, and all schemas in it."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for key, value in schema.items():
+        parts: Any = [value] if key in _SINGLE else ()
+        if key in _BY_NAME and isinstance(value, dict):
+            parts = value.values()
+        elif key in _LISTS and isinstance(value, list):
+            parts = value
+        for part in parts:
+            yield from _schemas(part)
+
+
+def _has_several(schema: dict[str, Any]) -> bool:
+    """Return whether a value must match several schemas, each of which may name properties."""
+    together = schema.get("allOf")
+    beside = sum(key in schema for key in ("anyOf", "oneOf", "$ref")) + bool(_OWN & {*schema})
+    return beside + (len(together) if isinstance(together, list) else 0) > 1
+
+
+def _close(schema: dict[str, Any]) -> None:
+    """Allow an object only the properties that this schema names."""
+    named, required = schema.get("properties"), schema.get("required")
+    if isinstance(named, dict) and "additionalProperties" not in schema and not _ADDING & {*schema}:
+        for name in required if isinstance(required, list) else ():
+            named.setdefault(name, True)
+        schema["additionalProperties"] = False
+        schema.pop("unevaluatedProperties", None)
+
+
+def _drop_counts(schema: dict[str, Any]) -> list[str]:
+    """Remove limits to the number of named properties, which llguidance cannot count; return their names."""
+    is_named = _has_several(schema) or "properties" in schema
+    return [name for name in ("minProperties", "maxProperties") if is_named and schema.pop(name, None) is not None]
+
+
+def _drop_patterns(schema: dict[str, Any]) -> list[str]:
+    """Remove regular expressions that the grammar does not support; return a note for each."""
+    pattern, patterns = schema.get("pattern"), schema.get("patternProperties")
+    dropped = list[str]()
+    if isinstance(pattern, str) and _is_unknown([pattern], json.dumps({"type": "string", "pattern": pattern})):
+        dropped.append(schema.pop("pattern"))
+    if isinstance(patterns, dict):
+        probe = {"type": "object", "patternProperties": dict.fromkeys(patterns, True)}
+        if _is_unknown(patterns, json.dumps(probe)):
+            dropped += patterns
+            schema["patternProperties"] = {"": {"anyOf": [*patterns.values()]}}
+    return [f"pattern {pattern}" for pattern in dropped]
+
+
+def _is_unknown(patterns: Iterable[str], probe: str) -> bool:
+    """Return whether a schema of these is not supported, and they are regular expressions.
+
+    Others are errors of the schema, which the grammar reports.
+    """
+    if _is_supported(probe):
+        return False
+    try:
+        return all(map(re.compile, patterns))
+    except re.error:
+        return False

@@ -28,7 +28,7 @@ from kvrag.backend.protocol import Backend, last_stretch, prefill_blocks
 from kvrag.config import DEFAULT_RATIO, BlendConfig
 from kvrag.request import Request
 from kvrag.reuse.load import LayerLoader
-from kvrag.reuse.policy import NO_PASSES, Context, Passes, Policy
+from kvrag.reuse.policies import NO_PASSES, Passes, Policy
 from kvrag.types import Completed
 
 FIRST = 1 / 3
@@ -144,7 +144,7 @@ def select(backend: Backend, request: Request, config: BlendConfig) -> tuple[Ten
     # choosing runs the fresh tokens through most layers: with a long question, computing all reused tokens costs less
     if len(inexact) - budget <= selecting(config, backend.num_layers).query * len(request.fresh):
         return inexact, nothing
-    scores = policy.score(Context(backend, request, budget))[inexact]
+    scores = policy.score(backend, request, budget)[inexact]
     top = scores.topk(min(2 * budget, len(inexact)))
     ranked = inexact[top.indices[top.values > -torch.inf]]
     return ranked[:budget].sort().values, ranked[budget:].sort().values

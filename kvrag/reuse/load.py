@@ -235,7 +235,9 @@ class LayerLoader:
         with _beside_passes(device):
             for key, reader in self._readers:
                 try:
-                    layers = [unpack(chunks[key], self.codec, device) for chunks in read.values()]
+                    layers = [chunks[key] for chunks in read.values()]
+                    if self.codec != "native":
+                        layers = [unpack(layer, self.codec, device) for layer in layers]
                 except (MemoryError, RuntimeError) as error:
                     _raise_unreadable(key, error)
                 own = [(keys[heads], values[heads]) for keys, values in layers]

@@ -5,18 +5,20 @@ An answer begins when its KV fits into the budget (`Admission`). Prefills and de
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
-from kvrag.errors import AbandonedError
-from kvrag.process import check_process, release_team
+from kvrag.errors import AbandonedError, AnswerTimeoutError
+from kvrag.process import check_process, release_team, releasing_threads
+from kvrag.types import Delta
 
 T = TypeVar("T")
 
@@ -31,6 +33,37 @@ def check_cancelled() -> None:
     """Raise AbandonedError if the consumer of this context has left."""
     if is_cancelled.get()():
         raise AbandonedError("the work was abandoned, because its consumer has left")
+
+
+def within(deltas: Generator[Delta, None, None], timeout: float) -> Generator[Delta, None, None]:
+    """Yield the deltas; raise AnswerTimeoutError once the work on them has taken longer than `timeout` seconds."""
+    late = AnswerTimeoutError(
+        f"the answer took longer than its timeout of {timeout:g} s: raise timeout=, or lower max_tokens"
+    )
+    spent, started, caller_cancelled = 0.0, 0.0, is_cancelled.get()
+
+    def is_late() -> bool:
+        return caller_cancelled() or spent + time.perf_counter() - started > timeout
+
+    with releasing_threads(), closing(deltas):
+        while True:
+            started = time.perf_counter()
+            token = is_cancelled.set(is_late)  # the consumer's own work has no limit
+            try:
+                delta = next(deltas, None)
+            except AbandonedError:
+                if caller_cancelled():
+                    raise
+                raise late from None
+            finally:
+                is_cancelled.reset(token)
+            spent += time.perf_counter() - started  # a slow consumer is not slow work
+            started = math.inf  # other answers' steps may ask meanwhile
+            if delta is None:
+                return
+            if spent > timeout and delta.finish_reason is None:
+                raise late
+            yield delta
 
 
 class FairLock:

@@ -234,7 +234,7 @@ def test_verify_allows_for_the_noise_of_half_precision_but_for_no_error(
     model = Model(build(model_type, **changes).bfloat16(), tokenizer, family)
     if is_broken:  # recomputed tokens attend to later ones, of the same block
         monkeypatch.setattr("kvrag.backend.transformers.rows._PACKED", 4096)
-        monkeypatch.setattr("kvrag.backend.positions.CPU_ROWS", 4096)
+        monkeypatch.setattr("kvrag.backend.transformers.rows.CPU_ROWS", 4096)
         mask = kvrag.backend.positions.Rows.mask
         monkeypatch.setattr("kvrag.backend.positions.Rows.mask", lambda *args: torch.zeros_like(mask(*args)))
     failed = [check.name for check in verify(partial(BlendEngine, model)) if not check.passed]

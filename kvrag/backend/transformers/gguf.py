@@ -12,7 +12,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, LlamaConfig, PythonBackend
 
-from kvrag.backend.gguf import find
+from kvrag.backend.hub import find
 from kvrag.backend.llama.library import Loaded, load
 from kvrag.errors import ModelLoadError, reason_of
 

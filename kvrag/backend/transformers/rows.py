@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -26,7 +26,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvrag.backend.positions import Rows, attention_received, causal_mask, first_key
+from kvrag.backend.positions import CPU_ROWS, ROWS, Block, Rows, attention_received, causal_mask, first_key
 from kvrag.backend.protocol import Branch, CachedKV, KVCache, LayerSource, Observer
 from kvrag.backend.transformers.graph import PassGraph
 
@@ -518,6 +518,21 @@ class _Pass(Rows):
     observer: AttentionObserver | None = None
     branches: Sequence[tuple[slice, _Pass]] = ()  # with the rows of their tokens in this pass
     scratch: Tensor | None = None
+    masked: dict[Any, list[tuple[int, Tensor, Block]]] = field(default_factory=dict)  # by window and device
+
+    def masked_blocks(self, layer: int, on_cpu: bool, like: Tensor) -> list[tuple[int, Tensor, Block]]:
+        """Return the blocks with their masks, in dtype and on the device of `like`, and the first key of these.
+
+        Layers with equal windows share them. `on_cpu`, the keys before a block's first one are left out.
+        """
+        window, before = self.windows[layer], self.masks_bytes
+        if (known := self.masked.get((type(window), window, like.device))) is not None:
+            return known
+        lows = [(block, block.low if on_cpu else 0) for block in self.blocks(layer, CPU_ROWS if on_cpu else ROWS)]
+        found = [(low, self.mask(layer, block, low, like.dtype, like.device), block) for block, low in lows]
+        if self.masks_bytes - before == sum(mask.nbytes for _, mask, _ in found):  # all of them are kept
+            self.masked[type(window), window, like.device] = found
+        return found
 
     def room(self, like: Tensor, num_rows: int, num_keys: int) -> tuple[Tensor, Tensor]:
         """Return two uninitialised matrices in the same memory every time: fresh memory is slower to fill."""

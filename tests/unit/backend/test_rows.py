@@ -99,8 +99,9 @@ def test_the_observer_gets_the_sum_of_squares(num_queries: int, half: Model, mon
 def test_no_mask_over_all_rows_and_keys_is_built(family: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a prompt of 64k tokens with 32k fresh ones needs gigabytes."""
     module = kvrag.backend.transformers.rows
-    monkeypatch.setattr(kvrag.backend.positions, "CPU_ROWS", 8)
-    monkeypatch.setattr(kvrag.backend.positions, "ROWS", 8)
+    for user in (kvrag.backend.positions, module):
+        monkeypatch.setattr(user, "CPU_ROWS", 8)
+        monkeypatch.setattr(user, "ROWS", 8)
     built: list[int] = []
     mask = module._Pass.mask
 

@@ -20,7 +20,7 @@ from kvrag.control.cost import CostModel, Speed, Workload, blend_seconds, fit, f
 from kvrag.control.plan import decide
 from kvrag.reuse.blend import selecting
 from kvrag.reuse.load import Trace
-from kvrag.reuse.policy import Passes
+from kvrag.reuse.policies import Passes
 from kvrag.words import human_bytes
 
 PROMPT = messages(*CHUNKS)

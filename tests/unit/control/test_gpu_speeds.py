@@ -23,7 +23,7 @@ from kvrag.control.cost import CostModel, Workload, deepening_seconds
 from kvrag.control.plan import decide
 from kvrag.process import log_once
 from kvrag.reuse.blend import selecting
-from kvrag.reuse.policy import NO_PASSES, Passes
+from kvrag.reuse.policies import NO_PASSES, Passes
 
 # 8B in bf16 on an H200: milliseconds to the first token by tokens of the chunks, full prefill's and by tier and policy
 H200 = {

@@ -14,13 +14,13 @@ POLICY = '''
 
 import torch
 
-from kvrag.reuse.policy import Passes, Policy
+from kvrag.reuse.policies import Passes, Policy
 
 
 class LastK(Policy):
-    def score(self, context):
-        scores = torch.full((len(context.request.ids),), -torch.inf)
-        for run in context.request.runs:
+    def score(self, backend, request, budget):
+        scores = torch.full((len(request.ids),), -torch.inf)
+        for run in request.runs:
             scores[run.start : run.stop] = torch.arange(len(run), dtype=torch.float32)
         return scores
 
@@ -35,7 +35,7 @@ import kvrag
 from kvrag import POLICIES, BlendConfig, BlendEngine, FileStore, Model
 from kvrag.cli.main import main
 from kvrag.control.cost import Speed, Workload, blend_seconds
-from kvrag.reuse.policy import Passes
+from kvrag.reuse.policies import Passes
 from kvrag.reuse.blend import selecting
 
 assert "last_k" in POLICIES

@@ -704,7 +704,7 @@ def test_a_timeout_ends_a_prefill_between_two_layers(
     engine.warm(CHUNKS)
     wanted = engine.generate(PROMPT, policy="full", max_new_tokens=2, temperature=0).token_ids
     now = [0.0]
-    monkeypatch.setattr("kvrag.engine.time", SimpleNamespace(perf_counter=lambda: now[-1]))
+    monkeypatch.setattr("kvrag.scheduling.waiting.time", SimpleNamespace(perf_counter=lambda: now[-1]))
     layers = Layers(engine, lambda: now.append(now[-1] + 0.1), monkeypatch)
     with pytest.raises(kvrag.AnswerTimeoutError, match=r"longer than its timeout of 0\.05 s"):
         engine.generate(PROMPT, policy=policy, ratio=1.0, max_new_tokens=2, timeout=0.05)

@@ -32,7 +32,7 @@ from kvrag.config import DEFAULT_POLICY, BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.errors import SettingError
 from kvrag.store import FileStore
-from kvrag.store.durable import write_file
+from kvrag.store.files import write_file
 
 _RESULTS = "decay.json"
 _OPTIONS = {

@@ -237,7 +237,7 @@ def existing_store(store: str) -> str:
         StoreError: There is no store.
     """
     if ":" in store:  # importing torch takes seconds
-        from kvrag.store.urls import connect, is_shared
+        from kvrag.store.shared import connect, is_shared
 
         if is_shared(store):
             remote = connect(store)

@@ -4,6 +4,5 @@
 # ruff: noqa: F401
 from kvrag.store.base import KVStore, StoreCheck
 from kvrag.store.files import FileStore
-from kvrag.store.shared import SharedStore, open_store
-from kvrag.store.urls import is_shared
+from kvrag.store.shared import SharedStore, is_shared, open_store
 from kvrag.store.values import ON_REQUEST, ChunkReader, ChunkRecord, Entry, Holding, TextState, visible_variant

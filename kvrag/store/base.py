@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from kvrag.config import check_budget, check_namespace, check_number
 from kvrag.errors import DamagedChunkError, StoreError, StoreFullError
 from kvrag.fingerprint import Fingerprint
-from kvrag.process import check_process
+from kvrag.process import check_process, log_once
 from kvrag.store import chunkfile
 from kvrag.store.chunkfile import SUFFIX, PackedChunk
 from kvrag.store.log import Log
@@ -34,7 +34,7 @@ from kvrag.store.values import ON_REQUEST, ChunkRecord, Entry, Holding, StoreSta
 logger = logging.getLogger("kvrag")
 
 MANIFEST = "manifest.sqlite"
-_REMOVE, _ADD, _USES = 500, 200, 5000  # chunks that one change removes, adds, or counts the uses of
+_REMOVE, _ADD = 500, 200  # chunks that one change removes or adds
 _LOW_WATERMARK = 0.95  # share of a budget that eviction leaves
 
 Progress = Callable[[int, int], None]
@@ -72,7 +72,7 @@ class KVStore(ABC):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._touched: Counter[str] = Counter()  # under _lock
-        self._has_warned, self._process = False, os.getpid()
+        self._process = os.getpid()
 
     @abstractmethod
     def open(self, key: str) -> PackedChunk | None:
@@ -126,7 +126,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def delete_leftovers(self) -> int:
-        """Delete what killed writers left, and chunks without a row; return their number.
+        """Delete what killed writers left, and chunks without a row; return their number. Also purges the manifest.
 
         Recent ones stay if nothing tells whether their writer lives.
         """
@@ -179,14 +179,10 @@ class KVStore(ABC):
 
         Raises StoreFullError if there is no room; chunks stored before are kept.
         """
-        return self._put(records)[0]
-
-    def _put(self, records: Sequence[ChunkRecord]) -> tuple[int, list[ChunkRecord]]:
-        """Store chunks; return their size in bytes, and the records that were not stored before."""
         new = {record.key: record for record in records}
         wanted = [new[key] for key in self.missing(list(new))]
         if not wanted:
-            return 0, []
+            return 0
         sizes: Counter[str | None] = Counter()
         for record in wanted:
             size = chunkfile.estimate(record)
@@ -201,7 +197,7 @@ class KVStore(ABC):
         known = self._add(rows)
         self._delete(row.file for row in known)  # another writer was faster
         self.keep_budgets(sizes)  # other writers may have stored chunks since `_make_room`
-        return sum(row.num_bytes for row in rows) - sum(row.num_bytes for row in known), wanted
+        return sum(row.num_bytes for row in rows) - sum(row.num_bytes for row in known)
 
     def _write(self, record: ChunkRecord) -> ManifestRow:
         """Write a record under a unique name."""
@@ -240,13 +236,10 @@ class KVStore(ABC):
         with self._lock:
             uses, self._touched = self._touched, Counter()
         try:
-            counted = sorted(self._counted(list(uses)))
-            for i in range(0, len(counted), _USES):
-                keys = counted[i : i + _USES]
+            if keys := sorted(self._counted(list(uses))):
                 self._changes.change("touch", keys=keys, uses=[uses[key] for key in keys])
         except StoreError as error:  # a full disk must not fail a request; and a remote may only be read
-            logger.log(logging.INFO if self._has_warned else logging.WARNING, "uses are not recorded: %s", error)
-            self._has_warned = True
+            log_once(f"uses are not recorded: {error}")
 
     def _counted(self, keys: Sequence[str]) -> Collection[str]:
         """Return those of these chunks whose uses matter."""
@@ -402,21 +395,13 @@ class KVStore(ABC):
         # another process or machine may record a document that relies on them at this moment
         unheld = self._remove(self._manifest.unheld(), unheld=True)
         self.keep_budgets()  # a killed writer did not
-        leftovers = self.delete_leftovers()
-        self.purge()
-        return len(unheld), leftovers
-
-    def purge(self) -> None:
-        """Delete what may contain deleted texts: the manifest's log."""
-        self._manifest.purge()
+        return len(unheld), self.delete_leftovers()
 
     def discard(self, key: str) -> None:
         """Delete a damaged chunk."""
-        name = self._manifest.file(key)
-        if name:
-            self._discard(key, name)
+        self._discard(key, self._manifest.file(key))
 
-    def _discard(self, key: str, name: str) -> bool:
+    def _discard(self, key: str, name: str | None) -> bool:
         """Delete a damaged chunk; return False if its row has been deleted or has another file."""
         if not self._remove([key], counter="damaged", file=name):
             return False

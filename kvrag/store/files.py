@@ -16,22 +16,17 @@ import os
 import re
 import shutil
 import threading
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from kvrag.config import check_budget, check_number, check_type
-from kvrag.errors import (
-    DamagedChunkError,
-    SettingError,
-    StoreError,
-    StoreFullError,
-)
+from kvrag.errors import DamagedChunkError, SettingError, StoreFullError
 from kvrag.fingerprint import Fingerprint
 from kvrag.store.base import MANIFEST, KVStore
 from kvrag.store.chunkfile import SUFFIX, ChunkFile, PackedChunk
-from kvrag.store.durable import TEMPORARY, write_file
 from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.owner import OWNER, owner_file, read_owner
 from kvrag.store.schema import translated
@@ -39,6 +34,7 @@ from kvrag.store.values import ChunkRecord
 
 logger = logging.getLogger("kvrag")
 
+_TEMPORARY = ".*.tmp"  # pattern of the files that a killed writer leaves behind
 _TOUCH_EVERY = 1.0  # seconds
 _WRITERS = "chunks.lock"  # locked by those who write files
 
@@ -67,13 +63,9 @@ class FileStore(KVStore):
         self._owner = read_owner(self.path)
         self._flushing: threading.Timer | None = None  # under _lock
         self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvrag-write")  # fsync only waits
-        try:
+        with translated(self.path):
             for folder in (self.path, self._chunks):  # the content is as confidential as the documents
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # parents keep the default mode
-        except OSError as error:
-            raise StoreError(
-                f"cannot create the store folder {folder} ({error.strerror}): choose another one"
-            ) from error
         self._manifest = self._changes = Manifest(self.path / MANIFEST)
         self.clean()
 
@@ -106,9 +98,9 @@ class FileStore(KVStore):
                 is_held = False
             yield is_held
 
-    def _put(self, records: Sequence[ChunkRecord]) -> tuple[int, list[ChunkRecord]]:
+    def put(self, records: Sequence[ChunkRecord]) -> int:
         with self._locked():
-            return super()._put(records)
+            return super().put(records)
 
     def _add(self, rows: Sequence[ManifestRow]) -> list[ManifestRow]:
         try:
@@ -178,10 +170,12 @@ class FileStore(KVStore):
 
     def clean(self) -> int:
         """See KVStore.clean: deletes temporary files."""
-        return self._delete_unknown(TEMPORARY, f"*/{TEMPORARY}")
+        return self._delete_unknown(_TEMPORARY, f"*/{_TEMPORARY}")
 
     def delete_leftovers(self) -> int:
-        return self._delete_unknown("chunks/*/*") + self.clean()
+        deleted = self._delete_unknown("chunks/*/*") + self.clean()
+        self._manifest.purge()
+        return deleted
 
     def _delete_unknown(self, *patterns: str) -> int:
         """Delete files without a row, unless a process is writing; return their number."""
@@ -205,3 +199,27 @@ class FileStore(KVStore):
         self._record_uses()
         self._writers.shutdown()
         self._manifest.close()
+
+
+def write_file(path: Path, *parts: bytes | memoryview, replace: bool = True, beside: Path | None = None) -> None:
+    """Write a file durably: it is either absent or complete. After an OSError, there is none.
+
+    The parts are written under a temporary name, flushed to disk and renamed.
+
+    Args:
+        replace: False = the first writer of a name wins, others get FileExistsError.
+        beside: Folder of the temporary file, on the same disk; None = that of `path`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    tmp = (beside or path.parent) / f".{uuid.uuid4().hex}.tmp"
+    try:
+        with open(tmp, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        if replace:
+            os.replace(tmp, path)
+        else:
+            os.link(tmp, path)
+    finally:
+        tmp.unlink(missing_ok=True)

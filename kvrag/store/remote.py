@@ -24,7 +24,8 @@ class Download:
         """Request the object from an ObjectStore, which imports this module."""
         self.name, self.size = name, 0
         self._remote, self._content, self._changed = remote, bytearray(), threading.Condition()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """Why the object did not arrive."""
         self._is_over = False
         try:
             threading.Thread(target=self._receive, name="kvrag-fetch", daemon=True).start()
@@ -45,13 +46,8 @@ class Download:
 
     def _end(self, error: BaseException | None) -> None:
         with self._changed:
-            self._error, self._is_over = error, True
+            self.error, self._is_over = error, True
             self._changed.notify_all()
-
-    @property
-    def has_failed(self) -> bool:
-        """True if the object did not arrive."""
-        return self._error is not None
 
     def read(self, start: int, stop: int) -> bytearray:
         """Return a range of bytes, fewer where the object ends; wait until they are here.
@@ -61,8 +57,8 @@ class Download:
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._content) >= stop or self._is_over, TIMEOUT_S):
                 raise StoreError(f"no answer for {TIMEOUT_S:g} s")
-            if self._error and len(self._content) < stop:
-                raise self._error
+            if self.error and len(self._content) < stop:
+                raise self.error
             return self._content[start:stop]
 
 

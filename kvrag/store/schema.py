@@ -332,6 +332,7 @@ def translated(folder: Path) -> Iterator[None]:
         primary = code & 0xFF  # an extended code has more in the upper bits
         if primary == sqlite3.SQLITE_READONLY or number in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise StoreReadOnlyError(f"{folder} is not writable ({error}): choose another store folder") from error
-        is_damage = not isinstance(error, OSError | sqlite3.OperationalError)
-        remedy = "; the manifest is damaged: delete the folder and warm again" if is_damage else ""
+        remedy = "; the manifest is damaged: delete the folder and warm again"
+        if isinstance(error, OSError | sqlite3.OperationalError):
+            remedy = ": choose another store folder" * isinstance(error, OSError)
         raise StoreError(f"cannot use {folder}: {error}{remedy}") from error

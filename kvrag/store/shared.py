@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,6 +23,8 @@ from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from cachetools import TTLCache
 
@@ -32,23 +35,28 @@ from kvrag.errors import (
     SettingError,
     StoreError,
     StoreFullError,
+    needing,
 )
 from kvrag.fingerprint import Fingerprint
 from kvrag.process import Background
 from kvrag.store.base import MANIFEST, KVStore, Progress, StoreCheck, no_progress
 from kvrag.store.chunkfile import PackedChunk
-from kvrag.store.durable import write_file
-from kvrag.store.files import FileStore
-from kvrag.store.follower import Follower
+from kvrag.store.files import FileStore, write_file
 from kvrag.store.log import Log
 from kvrag.store.manifest import Manifest
 from kvrag.store.owner import OWNER, check_owner, owner_file, parse_owner
 from kvrag.store.remote import TIMEOUT_S, Download, RemoteChunk
-from kvrag.store.urls import connect, is_shared
+from kvrag.store.schema import translated
 from kvrag.store.values import ON_REQUEST, ChunkRecord, StoreStats, TextState
+
+if TYPE_CHECKING:
+    from kvrag.store.objects import ObjectStore
 
 logger = logging.getLogger("kvrag")
 
+_OPTIONS = {"s3": ["endpoint", "region"], "gs": [], "az": ["account", "endpoint"]}  # of URLs, by scheme
+_POLL_S = 0.5  # between looks at the log ...
+_RETRY_S = 2.0  # ... and after a failure
 _TRUST_S = 10.0  # age of the copy up to which chunks encoded with preceding context are served
 _PROMOTIONS = 8  # chunks at a time that wait to be copied into the local folder
 _USED_EVERY_S = 3600.0  # between reports of the chunks that were used
@@ -125,13 +133,9 @@ class SharedStore(KVStore):
     def _open_local(self) -> None:
         self.path = self._cache.with_name(f"{self._cache.name}-{self._fingerprint}")
         local = self.path / "local"
-        try:
+        with translated(self.path):
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_file(local / OWNER, owner_file(Fingerprint.of(self._owner)))
-        except OSError as error:
-            raise StoreError(
-                f"cannot create the local folder {self.path} ({error.strerror}): choose another store_cache"
-            ) from error
         self._manifest = Manifest(self.path / MANIFEST)
         self._local = FileStore(local, **self._settings)
         self._log = self._changes = Log(
@@ -142,9 +146,13 @@ class SharedStore(KVStore):
         self._opening: TTLCache[str, Download] = TTLCache(1 << 20, 2 * TIMEOUT_S)  # under _lock
         self._recorded = time.monotonic()
         self._is_open = True
-        self._follower = Follower(self._pull)
+        self._confirmed = float("-inf")  # when the copy was last known to be current
+        self._is_failing = False  # the last attempt to reach the remote failed
+        self._ending = threading.Event()
+        self._follower = threading.Thread(target=self._follow, name="kvrag-follow", daemon=True)
+        self._follower.start()
         try:
-            self._follower.pull_now()
+            self._pull()
             self._drop_unknown(self._local.keys())  # of a process that was killed before it dropped them
         except BaseException:
             self.close()
@@ -169,10 +177,31 @@ class SharedStore(KVStore):
         if not self._is_open:
             raise StoreError(f"{self.url} has no store: create one with `kvrag warm PATH --store {self.url}`")
 
+    def _follow(self) -> None:
+        """Keep the copy up to date, in a thread that no prompt waits for."""
+        while not self._ending.wait(_RETRY_S if self._is_failing else _POLL_S):
+            try:
+                self._pull()
+            except StoreError as error:
+                if not self._ending.is_set():
+                    self._fail(error)
+
     def _pull(self) -> None:
+        started = time.monotonic()
         self._log.pull()
-        if time.monotonic() - self._recorded > _USED_EVERY_S:
+        self._confirm(started)
+        if started - self._recorded > _USED_EVERY_S:
             self._record_uses()
+
+    def _confirm(self, since: float) -> None:
+        """Record that the copy was current at that time."""
+        self._confirmed, self._is_failing = max(self._confirmed, since), False
+
+    def _fail(self, error: StoreError) -> None:
+        """Record that the remote cannot be reached."""
+        if not self._is_failing:
+            logger.warning("%s; prompts are answered from this machine's copy", error)
+        self._is_failing = True
 
     def _recheck_owner(self) -> None:
         """Check that the remote still belongs to this model: it may have been deleted and claimed for another one."""
@@ -183,7 +212,7 @@ class SharedStore(KVStore):
             self._remote.swap(OWNER, owner_file(fingerprint), None)
 
     def _appended(self, number: int, since: float) -> None:
-        self._follower.confirm(since)
+        self._confirm(since)
         if number % _COMPACT_EVERY == 0:
             self._in_background(partial(self._log.compact, _KEPT))
 
@@ -199,14 +228,14 @@ class SharedStore(KVStore):
     def sync(self) -> None:
         """Apply all operations that any machine has recorded so far; raises StoreError."""
         self._check_open()
-        self._follower.pull_now()
+        self._pull()
 
     # ---------------------------------------------------------------- chunks
 
     def put(self, records: Sequence[ChunkRecord]) -> int:
         # an error may come after the rows were recorded, so the objects stay: `gc` deletes those without a row
-        num_bytes, stored = self._put(records)
-        self._copy(stored)
+        num_bytes = super().put(records)
+        self._copy(records)
         return num_bytes
 
     def _write_chunk(self, name: str, header: bytes, body: memoryview) -> None:
@@ -248,7 +277,7 @@ class SharedStore(KVStore):
             if name == seen:  # the bucket lost it
                 self._in_background(partial(self._remove, [key], file=name))
                 return None
-            if self._follower.is_failing:
+            if self._is_failing:
                 raise ChunkUnreadableError(key, f"{self.url} cannot be reached")
             try:
                 return self._open_file(name, key)
@@ -258,7 +287,7 @@ class SharedStore(KVStore):
             try:
                 self._log.pull()  # removed meanwhile, and maybe stored again
             except StoreError as error:
-                self._follower.fail(error)
+                self._fail(error)
                 raise ChunkUnreadableError(key, error) from error
             seen = name
         return None
@@ -266,9 +295,9 @@ class SharedStore(KVStore):
     def _open_file(self, name: str, key: str) -> RemoteChunk:
         with self._lock:
             download = self._opening.pop(key, None)
-        if download is None or download.name != _object(name) or download.has_failed:
+        if download is None or download.name != _object(name) or download.error:
             download = Download(self._remote, _object(name))
-        return RemoteChunk(key, self._fingerprint, download, self._follower.fail, self._promote)
+        return RemoteChunk(key, self._fingerprint, download, self._fail, self._promote)
 
     def _promote(self, chunk: RemoteChunk) -> None:
         """Copy a chunk into the local folder, unless too many are waiting."""
@@ -295,7 +324,7 @@ class SharedStore(KVStore):
     def look_up(self, text_keys: Sequence[str]) -> dict[str, TextState]:
         """See KVStore.look_up. While the remote cannot be reached, no holders are reported."""
         states = super().look_up(text_keys)
-        if self._follower.age() <= _TRUST_S:
+        if time.monotonic() - self._confirmed <= _TRUST_S:
             return states
         return {text_key: replace(state, sources={}) for text_key, state in states.items()}
 
@@ -316,7 +345,7 @@ class SharedStore(KVStore):
     def count(self, numbers: Mapping[str, int]) -> None:
         """See KVStore.count. Raises StoreError at once if the last attempt to reach the remote failed."""
         self._check_open()
-        if self._follower.is_failing:
+        if self._is_failing:
             raise StoreError(f"{self.url} cannot be reached")
         super().count(numbers)
 
@@ -342,10 +371,6 @@ class SharedStore(KVStore):
         """See KVStore.clean. Looks at this machine alone."""
         return self._local.clean()
 
-    def purge(self) -> None:
-        super().purge()
-        self._local.purge()
-
     def delete_leftovers(self) -> int:
         """See KVStore.delete_leftovers. Also compacts the log, and deletes local copies of removed chunks."""
         listed = list(self._remote.listed("chunks/"))
@@ -358,6 +383,7 @@ class SharedStore(KVStore):
         self._drop_unknown(self._local.keys())
         self._local.keep_budgets()
         self._local.delete_leftovers()
+        self._manifest.purge()
         return len(leftovers)
 
     def _in_background(self, work: Callable[[], object]) -> None:
@@ -376,15 +402,51 @@ class SharedStore(KVStore):
         if was_open:
             ending = threading.Thread(target=self._end, name="kvrag-close", daemon=True)
             ending.start()
-            ending.join(_CLOSE_S if self._follower.is_failing else None)  # requests end after their timeouts
+            ending.join(_CLOSE_S if self._is_failing else None)  # requests end after their timeouts
+
+    def _unfollow(self) -> None:
+        self._ending.set()
+        self._follower.join()
 
     def _end(self) -> None:
-        self._follower.close()
+        self._unfollow()
         self._record_uses()
         self._writers.shutdown()
         self._promoter.close(finish=True)
         for part in (self._local, self._manifest):
             part.close()
+
+
+def is_shared(store: str | Path) -> bool:
+    """Return whether this is the URL of a bucket, and not a folder; raises SettingError if it is neither."""
+    text = str(store)
+    if re.match(r"\w[\w+.-]+://", text):
+        return True
+    if re.match(rf"({'|'.join(_OPTIONS)}):", text):
+        raise SettingError(f"{text} is not a URL: write {text.partition(':')[0]}://, and pass it as a string")
+    return False
+
+
+def connect(url: str) -> ObjectStore:
+    """Return the bucket that a URL names; sends nothing. Raises KvragError if it is wrong or a package is missing."""
+    try:
+        parts, public = urlsplit(check_type("url", url, str, "a string")), without_password(url)
+    except ValueError as error:
+        raise SettingError(f"{url!r:.80} is not a URL: {error}") from None
+    scheme, options = parts.scheme.lower(), dict(parse_qsl(parts.query, keep_blank_values=True))
+    if scheme not in _OPTIONS:
+        schemes = ", ".join(f"{name}://" for name in _OPTIONS)
+        raise SettingError(f"{public} has an unknown scheme: use a folder, or one of {schemes}")
+    if not parts.hostname:
+        raise SettingError(f"{public} names no bucket: use {scheme}://BUCKET/PREFIX")
+    if unknown := ", ".join(sorted(options.keys() - set(_OPTIONS[scheme]))):
+        known = ", ".join(_OPTIONS[scheme])
+        raise SettingError(
+            f"{public} has an unknown option {unknown} ({f'known: {known}' if known else 'there are none'})"
+        )
+    with needing("kvrag[shared]"):
+        from kvrag.store.objects import ObjectStore
+    return ObjectStore(public, scheme, parts.netloc, unquote(parts.path).strip("/"), options)
 
 
 def _object(name: str) -> str:

@@ -31,10 +31,9 @@ from records import FINGERPRINT, has, record, text
 
 from kvrag import ChunkUnreadableError, SharedStore, StoreError
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, chunkfile, log, shared
-from kvrag.store.follower import Follower
 from kvrag.store.manifest import Manifest
 from kvrag.store.objects import ObjectStore
-from kvrag.store.urls import connect
+from kvrag.store.shared import connect
 
 NAMES = {"one": "one", "two": "two", "three": "three", "three, again": "three"}
 """Each machine's folder: two of them are processes of one computer."""
@@ -285,7 +284,7 @@ def ask(store: Any, key: str) -> bool:
     try:
         return has(store, CHUNKS[key])
     except ChunkUnreadableError:
-        assert store._follower.is_failing
+        assert store._is_failing
         return False
     finally:
         store._promoter.wait()
@@ -370,7 +369,7 @@ class Fleet(RuleBasedStateMachine):
         if name not in self.stores:
             self.opening = self.calls.setdefault(name, Calls())
             # machines follow the log when they are told to
-            with patch.object(Follower, "_work", lambda self: None):
+            with patch.object(SharedStore, "_follow", lambda self: None):
                 store: Any = SharedStore(self.place, self.folder / NAMES.get(name, name), min_free_bytes=0)
                 try:
                     store.bind(FINGERPRINT)

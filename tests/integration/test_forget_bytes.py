@@ -29,7 +29,6 @@ WRITER = (
     COMMON
     + f"""
 import kvrag, os, records
-import kvrag.store.durable
 engine = kvrag.BlendEngine(here.fresh_model(), kvrag.FileStore({{folder!r}}, min_free_bytes=0))
 fsync, add, places = os.fsync, engine.store._manifest.add, ["PLACE"]
 def wait(place):
@@ -56,7 +55,7 @@ def engine(endless: Model, tmp_path: Path) -> Iterator[BlendEngine]:
         yield engine
 
 
-@pytest.fixture(params=["kvrag.store.durable", "row"])
+@pytest.fixture(params=["kvrag.store.files", "row"])
 def writer(request: pytest.FixtureRequest, engine: BlendEngine, tmp_path: Path) -> Iterator[Process]:
     """A process that has stopped before the chunk's file or the chunk's row is complete."""
     process = start(WRITER.replace("PLACE", request.param), tmp_path)

@@ -22,7 +22,7 @@ from kvrag.cli import serve
 from kvrag.cli.main import _parser
 from kvrag.client.connection import KEY_VARIABLE
 from kvrag.server import app, guard
-from kvrag.store.urls import connect
+from kvrag.store.shared import connect
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

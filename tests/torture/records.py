@@ -19,7 +19,7 @@ from records import drop_copies
 from kvrag.errors import KvragError
 from kvrag.store import SharedStore
 from kvrag.store.chunkfile import PackedChunk
-from kvrag.store.urls import connect
+from kvrag.store.shared import connect
 from torture import tiny
 from torture.campaign import Campaign
 from torture.damage import Layers, only_what_was_stored

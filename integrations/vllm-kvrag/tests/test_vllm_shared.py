@@ -17,7 +17,7 @@ from vllm_kvrag.params import ConnectorSettings
 from kvrag import BlendEngine, Model, SharedStore
 from kvrag.backend.transformers.loading import reader_path
 from kvrag.errors import StoreError
-from kvrag.store import follower
+from kvrag.store import shared
 
 FACTS = [
     "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",
@@ -83,7 +83,7 @@ def test_a_shared_store_that_does_not_answer_stops_no_request(
     for limit in ("shared.TIMEOUT_S", "objects.TIMEOUT_S", "remote.TIMEOUT_S", "shared._TRUST_S"):
         monkeypatch.setattr(f"kvrag.store.{limit}", 300.0)  # the test decides when the store is given up
     monkeypatch.setattr("kvrag.store.objects._RETRIES", 0)
-    monkeypatch.setattr(follower, "_RETRY_S", 0.1)
+    monkeypatch.setattr(shared, "_RETRY_S", 0.1)
     model, settings = checkpoint("llama", folder), {"ratio": 1.0, "policy": "query"}
     faults = Faults(s3)
     with reference(model, SharedStore(s3.url.replace("PLACE", "hang"), tmp_path / "one")) as own:
@@ -115,7 +115,7 @@ def test_a_shared_store_that_does_not_answer_stops_no_request(
         assert engine.ask("-", mode="documents").report == {"documents": ["a"]}
 
         faults.mode = "pass"
-        until(engine, lambda: not engine.connector._store._follower.is_failing)
+        until(engine, lambda: not engine.connector._store._is_failing)
         again = engine.ask(prompt_of(CHUNKS[2], CHUNKS[3]), **settings).report
         assert again is not None
         assert again["tier"] == "shared"
@@ -156,22 +156,22 @@ def test_pages_with_kv_of_a_possibly_shared_text_are_not_reused(
         assert again is not None
         assert before["prompt_tokens"] - before["fresh_tokens"] > again["conversation_tokens"] > 100
 
-        following = store_of(engine)._follower
-        pull = following._pull
+        store = store_of(engine)
+        pull = store._log.pull
 
         def fail() -> None:
             raise StoreError("cut off")
 
-        monkeypatch.setattr(following, "_pull", fail)
-        until(engine, lambda: following.is_failing)
-        following._current -= 60
+        monkeypatch.setattr(store._log, "pull", fail)
+        until(engine, lambda: store._is_failing)
+        store._confirmed -= 60
         cut_off = engine.ask(prompt, ratio=0.15).report
         assert cut_off is not None
         assert cut_off["conversation_tokens"] == 0
         assert 0 < cut_off["reused_tokens"] < before["reused_tokens"]  # the beginning of the document was encoded alone
 
-        monkeypatch.setattr(following, "_pull", pull)
-        until(engine, lambda: following.age() < 5)
+        monkeypatch.setattr(store._log, "pull", pull)
+        until(engine, lambda: not store._is_failing)
         assert engine.ask(prompt, ratio=0.15).report["reused_tokens"] == before["reused_tokens"]  # type: ignore[index]
 
 

@@ -655,7 +655,7 @@ def test_ask_before_warm_says_what_to_do(
 
 def test_a_store_that_cannot_be_created_is_reported_in_one_line(folder: Path, fails: Callable[..., str]) -> None:
     for store in (folder / "ingla.txt", folder / "ingla.txt" / "kv"):
-        assert "): choose another one" in fails("warm", folder, "--store", store)
+        assert ": choose another store folder" in fails("warm", folder, "--store", store)
 
 
 def test_a_store_of_another_model_is_refused(warmed: Path, fails: Callable[..., str]) -> None:

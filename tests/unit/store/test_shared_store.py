@@ -31,6 +31,7 @@ from kvrag import (
     ChunkUnreadableError,
     FileStore,
     FingerprintMismatchError,
+    KvragError,
     Model,
     SettingError,
     SharedStore,
@@ -38,8 +39,7 @@ from kvrag import (
 )
 from kvrag.cli.main import main
 from kvrag.store import ON_REQUEST, chunkfile, log, open_store, remote, shared, visible_variant
-from kvrag.store import follower as following
-from kvrag.store.urls import connect
+from kvrag.store.shared import connect
 from kvrag.store.values import chunk_key, text_key
 
 Machine = Callable[..., SharedStore]
@@ -181,7 +181,7 @@ def test_a_new_machine_starts_from_the_base(machine: Machine) -> None:
     drop_copies(one)
     one.discard(B.key)
     current.sync()
-    behind._follower.close()
+    behind._unfollow()
     assert one.gc()[0] == 0
     assert names_in(one._remote, "changes/") == [], "token ids are gone"
     one.put([C])
@@ -200,7 +200,7 @@ def test_a_change_while_the_head_is_read_needs_no_new_start(machine: Machine, mo
     """Of another thread or process of this machine."""
     one = machine("one")
     one.put([A])
-    one._follower.close()
+    one._unfollow()
     real, later = one._log._head, [B, C]
 
     def head() -> Any:
@@ -221,7 +221,7 @@ def test_what_follows_removals_notices_a_new_base(machine: Machine) -> None:
     one, two = machine("one"), machine("two")
     one.put([A, B])
     two.sync()
-    two._follower.close()
+    two._unfollow()
     numbers, removals = two.numbers(), two.removals()
     one.remove([A.key])
     one.gc()
@@ -241,7 +241,7 @@ def test_the_log_is_compacted_now_and_then(machine: Machine, monkeypatch: pytest
     for number in range(30, 33):
         one.put([record(number)])
     behind.sync()
-    behind._follower.close()
+    behind._unfollow()
     one.put([record(33)])
     assert soon(lambda: len(names_in(one._remote, "changes/")) == 2)
     assert len(names_in(one._remote, "bases/")) == 1
@@ -334,7 +334,7 @@ def test_a_chunk_whose_reading_ahead_failed_is_requested_again(
     with monkeypatch.context() as patch:
         patch.setattr(two._remote, "open", fail)
         two.read_ahead([A.key])
-        assert soon(lambda: two._opening[A.key].has_failed)
+        assert soon(lambda: two._opening[A.key].error)
     assert has(two, A)
 
 
@@ -591,7 +591,7 @@ def test_a_chunk_that_is_deleted_while_it_is_read_is_no_outage(
         raise FileNotFoundError
 
     stop_at(1500, two, monkeypatch, deleted)
-    monkeypatch.setattr(two._follower, "fail", outages.append)
+    monkeypatch.setattr(two, "_fail", outages.append)
     with pytest.raises(ChunkUnreadableError, match="deleted"):
         two.open(A.key).layer(2)  # type: ignore[union-attr]
     assert not outages
@@ -604,7 +604,7 @@ def test_an_outage_while_a_chunk_is_read_leaves_it_in_place(
     one, two = machine("one"), machine("two", cache_bytes=1)
     one.put([A])
     two.sync()
-    two._follower.close()
+    two._unfollow()
     over = threading.Event()
 
     def stop() -> None:
@@ -620,7 +620,7 @@ def test_an_outage_while_a_chunk_is_read_leaves_it_in_place(
         with pytest.raises(ChunkUnreadableError, match=says):
             reader.layer(2)
         over.set()
-    assert two._follower.is_failing
+    assert two._is_failing
     two.sync()
     assert has(two, A)
 
@@ -733,7 +733,7 @@ def test_a_damaged_log_is_an_error_with_a_remedy(machine: Machine, damage: Calla
     name = log._change(one._log._head().changes[1])
     (content,) = one._remote.read([name])
     assert content is not None
-    two._follower.close()
+    two._unfollow()
     if damage:
         one._remote.write(name, damage(content))
     else:
@@ -835,7 +835,7 @@ def test_while_the_shared_store_is_unreachable_only_kv_encoded_alone_is_served(
 
     assert served() == [behind.key, alone.key]
     monkeypatch.setattr(shared, "_TRUST_S", 0.2)
-    monkeypatch.setattr("kvrag.store.follower._RETRY_S", 0.05)
+    monkeypatch.setattr("kvrag.store.shared._RETRY_S", 0.05)
 
     def away(*_: object) -> Any:
         raise StoreError("the network is down")
@@ -863,7 +863,7 @@ def test_a_copy_is_as_old_as_the_request_that_shows_it_is_current(
     """Other machines may have added holders while this one waited for the answer."""
     one, late = machine("one"), [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0], sleep=time.sleep)
-    for module in (log, following):
+    for module in (log, shared):
         monkeypatch.setattr(module, "time", clock)
     real = one._remote.swap
 
@@ -872,9 +872,9 @@ def test_a_copy_is_as_old_as_the_request_that_shows_it_is_current(
         return real(*args)
 
     monkeypatch.setattr(one._remote, "swap", swap)
-    one._follower.close()
+    one._unfollow()
     one.put([A])
-    assert one._follower.age() >= 1000.0
+    assert clock.monotonic() - one._confirmed >= 1000.0
 
 
 @contextlib.contextmanager
@@ -897,7 +897,7 @@ def test_a_failing_bucket_costs_only_time(
     s3: Bucket, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Errors of the server, no answers, answers that end half way: the answer stays that of full prefill."""
-    monkeypatch.setattr("kvrag.store.follower._RETRY_S", 0.1)
+    monkeypatch.setattr("kvrag.store.shared._RETRY_S", 0.1)
     faults = Faults(s3)
     prompt: Any = messages(*CHUNKS)
     url = faults.url.replace("PLACE", f"faults-{fault}")
@@ -967,7 +967,7 @@ def test_closing_does_not_wait_for_a_request_to_a_dead_store(machine: Machine, m
         raise StoreError("the network is down")
 
     monkeypatch.setattr(shared, "_CLOSE_S", 0.01)
-    one._follower.fail(StoreError("the network is down"))
+    one._fail(StoreError("the network is down"))
     one._in_background(hang)
     assert asked.wait(60)
     closing = threading.Thread(target=one.close, daemon=True)
@@ -1009,7 +1009,7 @@ def test_a_url_is_not_taken_for_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "kvrag.store.objects", raising=False)
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(SettingError, match=r"needs the package obstore: pip install 'kvrag\[shared\]'"):
+    with pytest.raises(KvragError, match=r"obstore is not installed: pip install 'kvrag\[shared\]'"):
         connect("s3://bucket/x")
 
 

@@ -69,7 +69,7 @@ class Catalog:
         removals = self._store.removals()
         if self._refreshing.acquire(blocking=False):
             try:
-                self._advance(removals)
+                self._advance()
             finally:
                 self._refreshing.release()
         return removals
@@ -153,41 +153,32 @@ class Catalog:
 
     # ---------------------------------------------------------------- refreshing
 
-    def _advance(self, removals: int | None = None) -> list[Entry]:
+    def _advance(self) -> list[Entry]:
         """Build the next snapshot; return the texts that were removed since the last one."""
-        snapshot, removed = self._without_removed(self._snapshot, removals)
-        if entries := list(self._store.entries(snapshot.last)):
-            segments = [*snapshot.segments, Segment.of(entries)]
+        segments, last, removed = [*self._snapshot.segments], self._snapshot.last, list[Entry]()
+        if entries := list(self._store.entries(last)):
+            segments.append(Segment.of(entries))
+            last = entries[-1].number
             while _are_alike(segments[-2:]):  # like a binary counter: few segments, and every text is rarely moved
                 segments[-2:] = [join(segments[-2:])]
-            # again, so that a text removed in the meantime is covered
-            extended = _Snapshot(tuple(segments), entries[-1].number, snapshot.removals)
-            snapshot, also_removed = self._without_removed(extended)
-            removed += also_removed
+        removals = self._store.removals()  # only now, so that a new text removed in the meantime is covered
+        if removals != self._snapshot.removals:
+            stored, indexed, segments = self._store.numbers(), segments, []
+            for segment in indexed:
+                is_stored = np.isin(segment.numbers, stored)
+                removed += segment.entries(segment.alive & ~is_stored)
+                left = replace(segment, alive=segment.alive & is_stored)
+                if num_alive := left.alive.sum():
+                    segments.append(left if 2 * num_alive >= len(left) else join([left]))
         if self.removed is not None:
             self.removed += removed
-        self._snapshot = snapshot
+        self._snapshot = _Snapshot(tuple(segments), last, removals)
         return removed
-
-    def _without_removed(self, snapshot: _Snapshot, removals: int | None = None) -> tuple[_Snapshot, list[Entry]]:
-        """Mark removed texts, if the store's counter has changed; return these, too."""
-        if removals is None:
-            removals = self._store.removals()
-        if removals == snapshot.removals:
-            return snapshot, []
-        stored, segments, removed = self._store.numbers(), list[Segment](), list[Entry]()
-        for segment in snapshot.segments:
-            is_stored = np.isin(segment.numbers, stored)
-            removed += segment.entries(segment.alive & ~is_stored)
-            left = replace(segment, alive=segment.alive & is_stored)
-            if left.num_alive:
-                segments.append(left if 2 * left.num_alive >= len(left) else join([left]))
-        return replace(snapshot, segments=tuple(segments), removals=removals), removed
 
 
 def _are_alike(segments: Sequence[Segment]) -> bool:
     """Return whether these are two segments of similar size, which are small enough to be joined by a prompt."""
     if len(segments) < 2:
         return False
-    first, second = (segment.num_tokens for segment in segments)
+    first, second = (len(segment.ids) for segment in segments)
     return 2 * second >= first and first + second < _LARGEST

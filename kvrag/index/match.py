@@ -205,7 +205,7 @@ class _Cover:
 
     def __init__(self, segments: Sequence[Segment], prompt: bytes, min_run: int) -> None:
         self.runs: list[_Run] = []
-        self._texts = [segment.raw for segment in segments]
+        self._texts = [segment.ids.data.cast("B") for segment in segments]  # four bytes per token
         self._prompt, self._end, self._min_run = prompt, len(prompt) // 4, min_run
         self._budget = 0  # comparisons left
 

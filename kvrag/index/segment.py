@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -138,21 +138,6 @@ class Segment:
 
     def __len__(self) -> int:
         return len(self.numbers)
-
-    @cached_property
-    def raw(self) -> memoryview:
-        """Bytes of the ids, four per token."""
-        return self.ids.data.cast("B")
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of all texts, live or not."""
-        return int(self.starts[-1]) - PAD
-
-    @cached_property
-    def num_alive(self) -> int:
-        """Number of live texts."""
-        return int(self.alive.sum())
 
     def find(self, hashes: Hashes) -> tuple[Numbers, Numbers]:
         """Return the first posting and the number of postings of every hash; fastest if the hashes are ascending."""

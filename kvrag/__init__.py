@@ -1,5 +1,6 @@
 """RAG with a faster first token: chunk KV is encoded once, stitched and blended at query time."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ from kvrag.errors import (
 )
 from kvrag.inspect.explanation import Explanation
 from kvrag.types import Answer, BlendReport, Delta, InvalidCall, Run, ToolCall, WarmReport
+
+if sys.platform == "win32":
+    raise ImportError("kvrag runs on Linux and macOS: on Windows, use WSL")
 
 if TYPE_CHECKING:
     from kvrag.backend.transformers import Model

@@ -106,6 +106,12 @@ def test_the_methods_people_call() -> None:
             assert callable(getattr(getattr(kvrag, name), method)), f"{name}.{method}"
 
 
+def test_windows_is_refused_in_one_line() -> None:
+    command = "import sys; sys.platform = 'win32'; import kvrag"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "ImportError: kvrag runs on Linux and macOS: on Windows, use WSL"
+
+
 def test_all_errors_have_one_base() -> None:
     errors = [getattr(kvrag, name) for name in PUBLIC if name.endswith("Error")]
     assert len(errors) == 16

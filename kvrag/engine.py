@@ -26,7 +26,6 @@ from kvrag.config import (
     checked,
     declared,
 )
-from kvrag.control.agreement import TOKENS
 from kvrag.control.evidence import STARTS
 from kvrag.control.plan import Planner
 from kvrag.control.prompts import chunk_texts, make_prompts, search_by_words
@@ -37,7 +36,7 @@ from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
 from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.gate import Check, verify
-from kvrag.listen.check import FEW, self_test
+from kvrag.listen.check import FEW, TOKENS, self_test
 from kvrag.prefill import Pipeline
 from kvrag.process import Shared, check_process, releasing_threads
 from kvrag.progress import watched

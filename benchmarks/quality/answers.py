@@ -39,7 +39,7 @@ from kvrag.config import (
     check_option,
 )
 from kvrag.control.prompts import make_prompts
-from kvrag.errors import SettingError
+from kvrag.errors import KvragError, SettingError
 from kvrag.retrieval import documents
 from kvrag.retrieval.index import ChunkIndex
 
@@ -335,10 +335,13 @@ def _read_documents(args: argparse.Namespace, model: Model) -> tuple[dict[str, l
 def _document_rows(args: argparse.Namespace, model: Model, corpus: dict[str, list[str]]) -> list[QuestionRow]:
     """Make prompts about the corpus, of what retrieval finds."""
     chunks = list(dict.fromkeys(chunk for texts in corpus.values() for chunk in texts))
+    if len(chunks) < 2:
+        found = "is only one" if chunks else "are none"
+        hint = "give more documents, or shorter chunks"
+        raise KvragError(f"blending needs prompts of several chunks, and there {found}: {hint}")
     with TemporaryDirectory() as folder, ChunkIndex(f"{folder}/index.sqlite") as index:
         with progress("indexing", args.json) as update:
-            if len(chunks) > 1:
-                index.add(chunks, progress=update)
+            index.add(chunks, progress=update)
 
         def search(query: str, k: int) -> list[str]:
             return [hit.text for hit in index.search(query, k)]
@@ -428,7 +431,7 @@ def verdict(cells: Sequence[dict[str, Any]]) -> str:
     As in a calibration, changes of near ties do not count.
     """
     from benchmarks.quality.compare import choose
-    from kvrag.control.agreement import TARGET
+    from kvrag.control.plan import TARGET
 
     _, _, first, *_ = cells
     curve = {cell["ratio"]: cell for cell in cells if cell["policy"] == first["policy"]}

@@ -20,8 +20,8 @@ from torch import Tensor
 from benchmarks.quality.questions import is_right
 from benchmarks.quality.rows import QuestionRow
 from kvrag.config import BlendConfig
-from kvrag.control.agreement import END
 from kvrag.engine import BlendEngine
+from kvrag.listen.check import END
 from kvrag.types import Answer, Delta, join
 
 FULL, ADAPTIVE, FIRST = "full", "adaptive", "first_k"

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvrag.backend.transformers import Model, Tokenizer
 from kvrag.config import BlendConfig, Sampling
-from kvrag.control.agreement import END, likeliest, own_answer, without_nan
 from kvrag.control.prompts import WORD
+from kvrag.listen.check import END, likeliest, own_answer, without_nan
 from kvrag.request import Request
 
 Prefill = Callable[[list[int], BlendConfig], Request]

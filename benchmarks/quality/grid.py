@@ -23,10 +23,11 @@ from benchmarks.quality.compare import Record, ask, compare, first_word
 from benchmarks.quality.rows import QuestionRow
 from kvrag.backend.transformers import Model
 from kvrag.config import BlendConfig, Sampling
-from kvrag.control.agreement import is_kept, wilson
+from kvrag.control.plan import wilson
 from kvrag.control.prompts import render
 from kvrag.engine import BlendEngine
 from kvrag.errors import ContextWindowError, ModelError, PromptError
+from kvrag.listen.check import is_kept
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

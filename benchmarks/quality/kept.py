@@ -48,7 +48,7 @@ from kvrag.backend.hub import check_model
 from kvrag.backend.transformers import Model
 from kvrag.cli.common import DTYPES, at_least, progress, require_extra, say
 from kvrag.config import DEFAULT_CONTEXT, BlendConfig, check_option
-from kvrag.control.agreement import wilson
+from kvrag.control.plan import wilson
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError, SettingError
 

@@ -45,7 +45,8 @@ from benchmarks.settings import run_settings
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.cli.common import say
 from kvrag.config import DEFAULT_CONTEXT, Sampling
-from kvrag.control.agreement import END, likeliest, own_answer, wilson
+from kvrag.control.plan import wilson
+from kvrag.listen.check import END, likeliest, own_answer
 from kvrag.request import Request
 from kvrag.types import Messages
 

@@ -20,7 +20,7 @@ from benchmarks.quality.compare import Record, divergence
 from benchmarks.quality.grid import exact_match, make_cells, normalise
 from benchmarks.quality.rows import QuestionRow, file_rows
 from kvrag import BlendConfig, BlendEngine, KvragError, Model, Sampling
-from kvrag.control.agreement import wilson
+from kvrag.control.plan import wilson
 
 PROSE = [
     "The harbour of Selmunde was built by the engineer Tarvik in those years. It is still used by small boats today.",

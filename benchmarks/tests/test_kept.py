@@ -26,7 +26,7 @@ from benchmarks.quality.questions import (
 )
 from benchmarks.settings import busy_note
 from kvrag import Answer, Model
-from kvrag.control.agreement import END
+from kvrag.listen.check import END
 from kvrag.types import BlendReport, Completed
 
 # -------------------------------------------------------------------- the rules

@@ -53,7 +53,7 @@ def check_model(name: str) -> None:
         hint = "it is not in the local cache, and the hub cannot be reached: pass a folder with the model's files"
     else:
         return
-    _refuse(name, hint)
+    refuse(name, hint)
 
 
 def is_offline() -> bool:
@@ -91,11 +91,12 @@ def find(name: str) -> Path | None:
     if os.path.isfile(path) and (path.suffix.lower() == ".gguf" or _is_gguf(path)):
         return path
     if path.suffix.lower() == ".gguf":
-        _refuse(name, "there is no such file")
+        refuse(name, "there is no such file")
     return None
 
 
-def _refuse(name: str, hint: str) -> NoReturn:
+def refuse(name: str, hint: str) -> NoReturn:
+    """Raise ModelLoadError for a model."""
     raise ModelLoadError(f"cannot load model {name!r}: {hint}") from None
 
 
@@ -103,10 +104,10 @@ def _packaged() -> Path:
     try:
         package = distribution(_PACKAGE)
     except PackageNotFoundError:
-        _refuse(SMOLLM2, f"it is in a package that is not installed: {_INSTALL}")
+        refuse(SMOLLM2, f"it is in a package that is not installed: {_INSTALL}")
     paths = [Path(str(package.locate_file(file))) for file in package.files or () if file.suffix == ".gguf"]
     if len(paths) != 1 or not paths[0].is_file():
-        _refuse(SMOLLM2, f"the package {_PACKAGE} has no GGUF file: {_INSTALL} --force-reinstall")
+        refuse(SMOLLM2, f"the package {_PACKAGE} has no GGUF file: {_INSTALL} --force-reinstall")
     return paths[0]
 
 
@@ -115,27 +116,27 @@ def _pulled(name: str) -> Path:
     model, _, tag = name.removeprefix("ollama:").partition(":")
     parts = [*model.split("/"), tag or "latest"]
     if len(parts) > 4 or not all(re.fullmatch(r"\w[\w.-]*", part) for part in parts):
-        _refuse(name, "write it as `ollama list` does, for example ollama:qwen2.5:0.5b")
+        refuse(name, "write it as `ollama list` does, for example ollama:qwen2.5:0.5b")
     parts = [*("registry.ollama.ai", "library")[: 4 - len(parts)], *parts]
     own = [os.environ["OLLAMA_MODELS"]] if os.environ.get("OLLAMA_MODELS") else ["~/.ollama/models", _SERVICE]
     folders = [Path(os.path.expanduser(folder)) for folder in own]
     manifests = (folder.joinpath("manifests", *parts) for folder in folders)
     manifest = next(filter(os.path.isfile, manifests), None)
     if manifest is None:
-        _refuse(name, f"it is not in {folders[0]}: `ollama pull` it, or set OLLAMA_MODELS to Ollama's folder of models")
+        refuse(name, f"it is not in {folders[0]}: `ollama pull` it, or set OLLAMA_MODELS to Ollama's folder of models")
     again = f"`ollama pull {name.removeprefix('ollama:')}`"
     try:
         layers = [(row["mediaType"], row["digest"]) for row in json.loads(manifest.read_bytes())["layers"]]
         digests = [_DIGEST.fullmatch(digest)[1] for kind, digest in layers if kind == f"{_OLLAMA}model"]  # type: ignore[index]
     except (OSError, ValueError, KeyError, TypeError):
-        _refuse(name, f"its manifest {manifest} is damaged: {again}")
+        refuse(name, f"its manifest {manifest} is damaged: {again}")
     if any(kind == f"{_OLLAMA}adapter" for kind, _ in layers):
-        _refuse(name, "it is a model with an adapter, which is not read: use the model without it")
+        refuse(name, "it is a model with an adapter, which is not read: use the model without it")
     if len(digests) != 1:
-        _refuse(name, "Ollama has no single GGUF file of it: pass a file, or another model")
+        refuse(name, "Ollama has no single GGUF file of it: pass a file, or another model")
     path = manifest.parents[len(parts)] / "blobs" / f"sha256-{digests[0]}"
     if not path.is_file():
-        _refuse(name, f"Ollama's file of it is gone ({path}): {again}")
+        refuse(name, f"Ollama's file of it is gone ({path}): {again}")
     unused = sorted({kind.removeprefix(_OLLAMA) for kind, _ in layers} & {"system", "messages", "params"})
     if unused:
         logger.warning("%s: %s of its Modelfile are not used: pass them yourself", name, " and ".join(unused))

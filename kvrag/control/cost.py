@@ -4,7 +4,9 @@ A forward pass takes a + b·rows + c·pairs seconds: `a` is the fixed cost (read
 the cost of each computed token, `c` the cost of each key that a token attends to.
 
 A GPU waits for its launches: a pass takes as long as these at least, and those of a blended prefill, which stitches and
-masks every layer, take longer. There, blended prefills are fitted by themselves, from the match to the first logits.
+masks every layer, take longer. There, blended prefills are fitted by themselves, from the match to the first logits,
+and a few prefills are measured before the first plan. On a CPU, blending loses by little where it loses, so that the
+first prompts can measure the speed.
 """
 
 from __future__ import annotations
@@ -14,20 +16,33 @@ import math
 import threading
 import time
 from collections import deque
+from contextlib import closing
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrag.backend.protocol import PREFILL_BLOCK
-from kvrag.reuse.blend import MOST
+from kvrag.backend.protocol import PREFILL_BLOCK, Backend
+from kvrag.errors import ChunkUnreadableError, OutOfMemoryError, first_line
+from kvrag.process import log_once, reporting_memory
+from kvrag.request import Request
+from kvrag.reuse.blend import MOST, blend, stitch
+from kvrag.reuse.load import LayerLoader, Trace
 from kvrag.reuse.policies import NO_PASSES, Passes
+from kvrag.types import Run
 
 _KEPT = 16  # observations of each kind: enough to average out noise, few enough to follow changes in load
 _MEMORY = 4  # earlier observations count at most this many times as much as the current one
 _SUMS = ("load", "loaded", "stitch")  # (bytes, seconds), (bytes, tokens) and (tokens, seconds)
 _DISK_S = 60.0  # that the speed of a disk is valid; then the next prompt measures it
 _WARM_UP_ROWS = 1000  # shorter passes do not outweigh the start-up costs of a process's first pass
+_FEW, _VOCABULARY = 64, 256  # rows of a short pass; tokens that every model has
+_CAPTURED = 4  # blended passes on few rows: from the third on, they are replayed as a CUDA graph
+
+_lock, _measured = threading.Lock(), WeakKeyDictionary[Backend, list[tuple[Any, ...]]]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,3 +242,40 @@ def fit(passes: NDArray[np.float64], pair_rows: float, usual_s: float = 0.0) -> 
 
 def _quotient(sums: tuple[float, float], default: float) -> float:
     return sums[0] / sums[1] if sums[1] else default
+
+
+def measured(backend: Backend) -> list[tuple[Any, ...]]:
+    """Return `measure(backend)`, which runs once per process; nothing without memory for it."""
+    with _lock:
+        if backend not in _measured:
+            _measured[backend] = []
+            try:
+                with reporting_memory():
+                    _measured[backend] = measure(backend)
+            except (OutOfMemoryError, ChunkUnreadableError) as error:
+                log_once(f"the speed of the GPU is unknown before its first prompts: {first_line(error)}")
+        return _measured[backend]
+
+
+def measure(backend: Backend) -> list[tuple[Any, ...]]:
+    """Return prefills as `CostModel.observe_pass` takes them. Chunks are in RAM."""
+    most, layers, found = min(PREFILL_BLOCK, backend.context_window - 1), list[Any](), list[tuple[Any, ...]]()
+    reader: Any = SimpleNamespace(layer=layers.__getitem__, tier="ram", ids=(), context_tokens=1)
+    for kind, rows, reused, times in (
+        *(("full", most, 0, 2), ("least", _FEW, 0, 2)),
+        *(("blend", _FEW, _FEW, _CAPTURED), ("blend", most // 2, most // 2, 2)),
+    ):
+        length, least_s = rows + reused, math.inf
+        for _ in range(times):  # the first one warms up
+            request, trace = Request([position % _VOCABULARY for position in range(length)]), Trace(backend)
+            request.runs, request.readers = [Run(0, reused, "", 0)] * bool(reused), {"": reader}
+            with closing(LayerLoader(backend, request, "native", trace, length)) as loader, trace.step("blend"):
+                stitch(backend, request, loader)
+                request.selected = request.inexact[:0]
+                blend(backend, request)
+            least_s = min(least_s, trace.seconds["blend"])
+        found.append((kind, rows, rows * length if reused else length**2 / 2, least_s, 1, reused))
+        if kind == "full":
+            kv = map(request.cache.layer, range(backend.num_layers))
+            layers += [tuple(part[0, :, : most // 2].cpu() for part in layer) for layer in kv]
+    return found

@@ -28,16 +28,15 @@ from dataclasses import dataclass, replace
 
 from kvrag.backend.protocol import PREFILL_BLOCK, Backend
 from kvrag.config import DEFAULT_POLICY, BlendConfig
-from kvrag.control.agreement import TARGET, wilson
 from kvrag.control.cost import (
     CostModel,
     Speed,
     Workload,
     blend_seconds,
     full_seconds,
+    measured,
 )
 from kvrag.control.evidence import MARGINS, START, STARTS, EvidenceStore, Setting, rung, settings
-from kvrag.control.measure import measured
 from kvrag.errors import SettingError
 from kvrag.request import Request
 from kvrag.reuse.blend import begins_exactly, selecting
@@ -49,6 +48,8 @@ logger = logging.getLogger("kvrag")
 
 LEAST = 0.05
 """Ratio below which blending does not begin, if it cannot begin with its start."""
+TARGET = 0.98
+"""Share of the answers that must be kept by default."""
 LOSS = 1 - TARGET
 """Share of answers that may be lost."""
 LARGE, SMALL = (2 * START, 0.25), ((0.0, 3.0), (START, 3.0))
@@ -62,6 +63,7 @@ ENOUGH = 100
 FEW = 8
 """Answers of a namespace before anything but the prior is followed."""
 
+_Z = 1.96  # 95 %
 _FIXED = {"none": 0.0, "full": 1.0}  # ratios of policies that have one
 _BY_SPEED = (DEFAULT_POLICY, "tail")  # policies of which the cost is known
 _TYPICAL = Workload(1000, 930, 930, 0)  # before the chunks are known
@@ -160,6 +162,14 @@ def has_lost_too_many(compared: int, kept: int) -> bool:
         math.comb(compared, lost) * LOSS**lost * TARGET ** (compared - lost) for lost in range(compared - kept)
     )
     return compared >= FEW and 1 - sum(by_chance) < 0.05
+
+
+def wilson(hits: float, total: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share (Wilson, 1927), valid for few samples and for shares near 1."""
+    share, z2 = hits / total, _Z * _Z
+    centre = (share + z2 / (2 * total)) / (1 + z2 / total)
+    half = _Z / (1 + z2 / total) * math.sqrt(share * (1 - share) / total + z2 / (4 * total * total))
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 class Planner:

@@ -71,14 +71,9 @@ def make_prompts(
         room: Tokens to leave for the answer.
 
     Raises:
-        KvragError: Fewer than two chunks, or no complete sentence.
+        KvragError: No complete sentence.
         ContextWindowError: No prompt fits into the window.
     """
-    if len(chunks) < 2:
-        raise KvragError(
-            f"blending needs prompts of several chunks, and there {'is only one' if chunks else 'are none'}: "
-            "give more documents, or shorter chunks"
-        )
     prompts: list[Gap] = []
     shortest = 0
     for number, gap in enumerate(find_gaps(chunks, seed)):
@@ -157,18 +152,15 @@ def _sentences(text: str) -> Iterator[str]:
             yield sentence
 
 
-def _gaps(sentence: str, rare: dict[str, int]) -> Iterator[Gap]:
-    """Yield a continuation, and a cloze at the rarest word that the sentence does not have before."""
+def _gaps(sentence: str, rare: dict[str, int]) -> list[Gap]:
+    """Return a continuation, and a cloze at the rarest word that the sentence does not have before."""
     words = list(WORD.finditer(sentence))
-    yield _gap(CONTINUATION, sentence, words[2 * len(words) // 3])
+    breaks = [(CONTINUATION, words[2 * len(words) // 3])]
     first = {word.group(): word for word in reversed(words)}
     later = [first[word] for word in rare.keys() & first.keys() if first[word].start() >= words[_BEFORE].start()]
     if later:
-        yield _gap(CLOZE, sentence, min(later, key=lambda word: (rare[word.group()], word.start())))
-
-
-def _gap(kind: str, sentence: str, word: re.Match[str]) -> Gap:
-    return Gap(kind, sentence[: word.start()].rstrip(), sentence, word.group())
+        breaks.append((CLOZE, min(later, key=lambda word: (rare[word.group()], word.start()))))
+    return [Gap(kind, sentence[: word.start()].rstrip(), sentence, word.group()) for kind, word in breaks]
 
 
 def _retrieve(gap: Gap, search: Search, top_k: int) -> list[str]:

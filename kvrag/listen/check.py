@@ -1,12 +1,14 @@
 """Evidence beyond what answers give: comparisons with full prefill, on answers when idle, and on prompts of the corpus.
 
 Full prefill gives its tokens; blended KV is given the same ones, and asked for the likeliest at each. A token is *lost*
-if full prefill surely decides otherwise, and an answer is kept if no token of it is, as in `kvrag.control.agreement`.
-So answers are checked that no doubt announced as wrong, and starts that the model does not begin with.
+if full prefill surely decides otherwise, and an answer is *kept* if no token of it is. A token is decided if full
+prefill's two likeliest differ by at least a nat: near ties, such as the first words of many answers, are resolved by
+rounding. So answers are checked that no doubt announced as wrong, and starts that the model does not begin with.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections import Counter
@@ -14,12 +16,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from kvrag.backend.transformers import Model
 from kvrag.config import DEFAULT_POLICY, BlendConfig, Sampling
-from kvrag.control.agreement import DECIDED, END, TOKENS, is_kept, likeliest, own_answer
 from kvrag.control.evidence import STARTS, Evidence, rung, scaled, tally
 from kvrag.control.plan import Planner
-from kvrag.errors import AbandonedError
+from kvrag.errors import AbandonedError, ModelError
+from kvrag.generate.decode import Row, decode
 from kvrag.listen.listener import Answered, Listener, Prefill
 from kvrag.request import Request
 from kvrag.reuse.blend import LateRecompute
@@ -29,8 +34,60 @@ from kvrag.types import CheckStats
 FEW = 20
 """Answers of a namespace that are all checked, before only a share of them is."""
 
+DECIDED = 1.0
+"""Nats by which full prefill's likeliest token of a decided position is more likely than the next one."""
+TOKENS = 32
+"""Tokens of an answer that are compared by default."""
+END = -1
+"""Stands for every end token."""
+
 _FULL = BlendConfig(policy="full", controller="off")
 _GREEDY = Sampling(temperature=0.0)
+
+
+def is_kept(agrees: Iterable[bool], margins: Iterable[float]) -> bool:
+    """Return whether no decided token changed, by the tokens that agree and full prefill's margins."""
+    return all(same or margin < DECIDED for same, margin in zip(agrees, margins, strict=True))
+
+
+def own_answer(model: Model, prefilled: Request, sampling: Sampling) -> tuple[list[int], str]:
+    """Return the tokens of the greedy answer, with `END` for an end token, and its text."""
+    deltas = list(decode(Row(model, prefilled.ids, prefilled.cache, prefilled.logits, sampling)))
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    if not deltas[-1].token_ids:
+        tokens.append(END)
+    return tokens, "".join(delta.text for delta in deltas)
+
+
+def likeliest(
+    model: Model, prefilled: Request, answer: Sequence[int], sampling: Sampling, ends_are_sure: bool = False
+) -> tuple[list[int], list[float]]:
+    """Return the likeliest token at each position of the answer, with the answer as input, and its margin.
+
+    Args:
+        ends_are_sure: The margin between an end token and another one is infinite, as for answers in progress.
+    """
+    logits, given = prefilled.logits, torch.tensor([answer[:-1]], dtype=torch.long)
+    if len(answer) > 1:
+        logits = torch.cat([logits, model.forward_all(given, prefilled.cache)[0]])  # (S, V)
+    without_nan(logits)
+    length = len(prefilled.ids)
+    ids = torch.cat([prefilled.ids[None], given], dim=1).to(logits.device)
+    process, _ = model.logits_processor(sampling, length)
+    scores = [process(ids[:, : length + at], logits[at : at + 1]) for at in range(len(answer))]
+    best = torch.cat(scores).topk(2)
+    tokens = [[END if token in model.eos_ids else token for token in pair] for pair in best.indices.tolist()]
+    margins = (best.values[:, 0] - best.values[:, 1]).tolist()
+    if ends_are_sure:
+        margins = [math.inf if END in pair else margin for pair, margin in zip(tokens, margins, strict=True)]
+    return [first for first, _ in tokens], margins
+
+
+def without_nan(logits: Tensor) -> Tensor:
+    """Return the logits; raise ModelError if one is NaN."""
+    if torch.isnan(logits).any():
+        raise ModelError("the model's logits are NaN: a value overflowed; load it with dtype='bfloat16' or 'float32'")
+    return logits
 
 
 @dataclass(frozen=True)

@@ -259,17 +259,12 @@ class LayerLoader:
                 return [laid for chunks in layers for laid in self._lay_out_side(side, [chunks])]
             stacked[key] = chunk
         parts = [stacked[key][:, :, part] for key, part in self._parts]  # (L, H, T, D) each
-        laid = _empty(parts[0], self.capacity)
-        torch.cat(self._with_gaps(parts), dim=2, out=laid[:, :, self.span])
-        return [laid[number : number + 1] for number in range(len(layers))]
-
-    def _with_gaps(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the runs' (L, H, T, D) tensors with uninitialised ones between them, as long as the gaps."""
-        gap = _empty(parts[0], max(self._gaps, default=0))
-        spaced = [parts[0]]
+        gap, spaced = _empty(parts[0], max(self._gaps, default=0)), parts[:1]
         for part, length in zip(parts[1:], self._gaps, strict=True):
             spaced += [gap[:, :, :length], part] if length else [part]
-        return spaced
+        laid = _empty(parts[0], self.capacity)
+        torch.cat(spaced, dim=2, out=laid[:, :, self.span])
+        return [laid[number : number + 1] for number in range(len(layers))]
 
 
 def tiers(backend: Backend, options: EngineOptions) -> MemoryTier:

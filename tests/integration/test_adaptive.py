@@ -14,8 +14,8 @@ from families import FAMILIES, build
 
 import kvrag.control.plan
 from kvrag import BlendConfig, BlendEngine, Grammar, Model, Sampling, SettingError
-from kvrag.control.agreement import likeliest
 from kvrag.control.evidence import START
+from kvrag.listen.check import likeliest
 from kvrag.reuse.blend import FIRST, MOST, LateRecompute
 
 PROMPT = messages(*(CHUNKS[number] for number in (2, 0, 3, 1)))

@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "generate": BASE | {"backend", "scheduling", "reuse", "request"},
     "control": BASE | {"backend", "store", "scheduling", "reuse", "generate", "request"},
     "ingest": BASE | {"backend", "store", "index", "memory", "scheduling", "reuse", "control"},
-    "listen": BASE | {"backend", "store", "index", "scheduling", "reuse", "ingest", "control", "request"},
+    "listen": BASE | {"backend", "store", "index", "scheduling", "reuse", "generate", "ingest", "control", "request"},
     "inspect": BASE | {"backend", "store", "index", "reuse", "ingest", "generate", "request"},
     "prefill": BASE | {"backend", "store", "index", "memory", "reuse", "control", "request"},
     "answer": BASE | ROOMS | {"request", "prefill"},

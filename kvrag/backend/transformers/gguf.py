@@ -6,13 +6,13 @@ import ctypes
 from ctypes import c_int32, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, LlamaConfig, PythonBackend
 
-from kvrag.backend.hub import find
+from kvrag.backend.hub import find, refuse
 from kvrag.backend.llama.library import Loaded, load
 from kvrag.errors import ModelLoadError, reason_of
 
@@ -65,13 +65,13 @@ def read_header(name: str) -> Header | None:
         own, size = header.own, header.numbers_per_token
         is_model = own["context_length"] > 0 and 0 < size < 1 << 30
     except ImportError:
-        _fail(name, "GGUF files need transformers 5.24: pip install transformers==5.24.0")
+        refuse(name, "GGUF files need transformers 5.24: pip install transformers==5.24.0")
     except OSError as error:
-        _fail(name, f"{path} cannot be read ({error.strerror})")
+        refuse(name, f"{path} cannot be read ({error.strerror})")
     except Exception as error:  # any, of a damaged header
-        _fail(name, f"{path.name} is damaged, no language model, or not its first shard ({reason_of(error)})")
+        refuse(name, f"{path.name} is damaged, no language model, or not its first shard ({reason_of(error)})")
     if not is_model:
-        _fail(name, f"{path.name} is damaged: get it again")
+        refuse(name, f"{path.name} is damaged: get it again")
     return header
 
 
@@ -88,10 +88,6 @@ def stand_in(tokenizer: FileTokenizer, vocab_size: int) -> Any:
     )
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
-
-
-def _fail(name: str, hint: str) -> NoReturn:
-    raise ModelLoadError(f"cannot load model {name!r}: {hint}") from None
 
 
 def tokenizer_of(header: Header, model: Loaded | None = None) -> FileTokenizer:
@@ -132,7 +128,7 @@ class FileTokenizer(PythonBackend):  # type: ignore[misc]
         }
         is_spm = lib.llama_vocab_type(vocabulary) == _SENTENCEPIECE
         if is_spm and not {f"<0x{byte:02X}>" for byte in range(256)} <= self._numbers.keys():
-            _fail(header.name, "its vocabulary has no tokens for bytes, without which llama.cpp aborts on some texts")
+            refuse(header.name, "its vocabulary has no tokens for bytes, without which llama.cpp aborts on some texts")
         self._begins_with_space = is_spm and header.metadata.get("tokenizer.ggml.add_space_prefix", True)
         template = header.metadata.get("tokenizer.chat_template")
         named = {key[24:]: text for key, text in header.metadata.items() if key.startswith("tokenizer.chat_template.")}
@@ -200,4 +196,4 @@ def _check_template(header: Header, hf: Any) -> None:
         reason = f"its chat template is broken ({reason_of(error)})"
         raise ModelLoadError(f"cannot load model {header.name!r}: {reason}: {repair}") from error
     if "kvrag" not in text:
-        raise ModelLoadError(f"cannot load model {header.name!r}: its chat template leaves out the question: {repair}")
+        refuse(header.name, f"its chat template leaves out the question: {repair}")

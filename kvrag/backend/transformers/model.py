@@ -424,7 +424,10 @@ class Model(Backend):
         if joined is None:
             return self._compute_step(step, inputs)
         if self.captures and size not in joined.graphs and joined.passes[size] >= WARM_UP:
-            self._capture(joined, step, inputs)
+            try:
+                joined.graphs[size] = PassGraph(inputs, functools.partial(self._compute_step, step))
+            except RuntimeError as error:
+                self._give_up(error)
         joined.passes[size] += 1
         graph = joined.graphs.get(size)
         return graph.replay(inputs) if graph else self._compute_step(step, inputs)
@@ -440,13 +443,6 @@ class Model(Backend):
             step.end_states()
         return logits
 
-    def _capture(self, joined: JoinedRows, step: StepCache, inputs: Tensor) -> None:
-        """Capture a pass on these rows; if that fails, no other one is captured."""
-        try:
-            joined.graphs[inputs.shape[2]] = PassGraph(inputs, functools.partial(self._compute_step, step))
-        except RuntimeError as error:
-            self._give_up(error)
-
     def relieve(self) -> bool:
         """See `Backend.relieve`. The next place for passes on few rows is half as large."""
         with self.lock:
@@ -456,6 +452,7 @@ class Model(Backend):
             return place is not None
 
     def _give_up(self, error: Exception) -> None:
+        """Capture no other pass after one that failed."""
         self.joins_from, self.captures, self._place = 2, False, None
         log_once(f"{self.name}: passes are launched one operation at a time ({first_line(error)})")
 

@@ -18,7 +18,7 @@ from simulated_gpu import simulated_gpu, to_gpu
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
 from kvrag.backend.protocol import PREFILL_BLOCK
-from kvrag.control import measure
+from kvrag.control import cost
 from kvrag.control.cost import CostModel, Workload, deepening_seconds
 from kvrag.control.plan import decide
 from kvrag.process import log_once
@@ -213,7 +213,7 @@ def test_the_passes_are_full_and_blended(model: Model, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(model, "forward", note)
     most = min(PREFILL_BLOCK, model.context_window - 1)
-    full, least, few, many = measure.measure(model)
+    full, least, few, many = cost.measure(model)
     assert passes == [(most, False)] * 2 + [(64, False)] * 2 + [(64, True)] * 4 + [(most // 2, True)] * 2
     half, seconds = most // 2, [prefill[3] for prefill in (full, least, few, many)]
     assert full == ("full", most, most**2 / 2, seconds[0], 1, 0)
@@ -225,8 +225,8 @@ def test_the_passes_are_full_and_blended(model: Model, monkeypatch: pytest.Monke
 
 def test_a_gpu_is_measured_once_per_model(gpu: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Any] = []
-    run = measure.measure
-    monkeypatch.setattr(measure, "measure", lambda backend: measured.append(backend) or run(backend))
+    run = cost.measure
+    monkeypatch.setattr(cost, "measure", lambda backend: measured.append(backend) or run(backend))
     for options in ({"controller": "off"}, {"deterministic": True}, {"ratio": 0.3}, {"policy": "none"}):
         _decision(gpu, tmp_path, **options)
     assert measured == [], "nothing is decided by speed"
@@ -236,7 +236,7 @@ def test_a_gpu_is_measured_once_per_model(gpu: Model, tmp_path: Path, monkeypatc
 
 
 def test_nothing_is_measured_on_a_cpu(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "measure", lambda backend: pytest.fail("measured"))
+    monkeypatch.setattr(cost, "measure", lambda backend: pytest.fail("measured"))
     assert "no measurements" in _decision(model, tmp_path)
 
 
@@ -247,7 +247,7 @@ def test_without_memory_to_measure_nothing_is_known_and_this_is_said_once(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     log_once.cache_clear()
-    monkeypatch.setattr(measure, "measure", fail)
+    monkeypatch.setattr(cost, "measure", fail)
     with caplog.at_level(logging.WARNING, "kvrag"):
         assert all("no measurements" in _decision(gpu, tmp_path / folder) for folder in ("1", "2"))
     assert [record.message for record in caplog.records if "speed" in record.message] == [

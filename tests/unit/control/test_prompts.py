@@ -75,8 +75,6 @@ def test_a_model_without_a_chat_template_continues_the_text(model: Model, monkey
 @pytest.mark.parametrize(
     ("chunks", "error", "message"),
     [
-        ([], KvragError, "there are none: give more documents"),
-        (CHUNKS[:1], KvragError, "there is only one: give more documents"),
         (["one two", "three"], KvragError, "none of 2 chunks has a complete sentence"),
         ([chunk * 100 for chunk in CHUNKS], ContextWindowError, "use fewer or shorter chunks"),
     ],

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from kvrag import BlendConfig, BlendEngine, KvragError, Model, SettingError
-from kvrag.control.agreement import DECIDED, END
 from kvrag.control.evidence import STARTS, Evidence, rung
 from kvrag.control.plan import LARGE
-from kvrag.listen.check import FEW, Checker, observe
+from kvrag.listen.check import DECIDED, END, FEW, Checker, observe
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0}
 CORPUS = Path(__file__).parents[3] / "examples" / "corpus"

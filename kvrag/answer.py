@@ -35,13 +35,7 @@ def _notice(forgetting: ref[Forgetting]) -> None:
 class Answering:
     """Answers questions, keeps the live conversations, and tells its `listeners`. Thread-safe."""
 
-    def __init__(
-        self,
-        model: Model,
-        pipeline: Pipeline,
-        ingestion: Ingestion,
-        options: EngineOptions,
-    ) -> None:
+    def __init__(self, model: Model, pipeline: Pipeline, ingestion: Ingestion, options: EngineOptions) -> None:
         self._model, self._pipeline, self._ingestion = model, pipeline, ingestion
         self._conversations = Conversations(options["conversation_bytes"], model.stable_length, model.keeps_states)
         self._admission = Admission(options["batch_bytes"])
@@ -64,7 +58,15 @@ class Answering:
         with self._admission.admit(reply.most_bytes) as admitted, request.kv_freed_at_end():
             request.conversations = self._conversations
             self._conversations.begin(request)  # it is marked when one of its texts is forgotten
-            self._prefill_with_documents(request, question)
+            created: dict[str, str] = {}
+            if question.documents:
+                created, note = self._ingestion.warm_documents(
+                    question.documents, question.namespace, self._pipeline.lookup
+                )
+                request.created, request.notes = created, [*request.notes, *filter(None, [note])]
+            self.prefill(request)
+            if created and request.is_forgotten:
+                self.forgetting.free(self._ingestion.forget_requests({*created.values()}, question.namespace))
             for listener in self.listeners:
                 listener.prefilled(request, question.prepared.prompt)
             deltas = admitted.pausing(reply.decode(started))
@@ -87,18 +89,6 @@ class Answering:
         ids = question.prepared.render(self._model.tokenizer)
         self._model.check_window(len(ids))
         return Request(ids, question.config, question.namespace)
-
-    def _prefill_with_documents(self, request: Request, question: Question) -> None:
-        """Prefill the request of a question, with its documents."""
-        created: dict[str, str] = {}
-        if question.documents:
-            created, note = self._ingestion.warm_documents(
-                question.documents, question.namespace, self._pipeline.lookup
-            )
-            request.created, request.notes = created, [*request.notes, *filter(None, [note])]
-        self.prefill(request)
-        if created and request.is_forgotten:
-            self.forgetting.free(self._ingestion.forget_requests({*created.values()}, question.namespace))
 
     def try_out(self, question: Question) -> Request:
         """Prefill a prompt without answering it, and without conversations."""

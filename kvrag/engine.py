@@ -21,7 +21,6 @@ from kvrag.config import (
     check_names,
     check_namespace,
     check_number,
-    check_timeout,
     check_type,
     checked,
     declared,
@@ -243,9 +242,8 @@ class BlendEngine(AbstractContextManager["BlendEngine"]):
             SettingError: A setting is out of range or unknown, or a grammar is invalid.
         """
         self._check_open()
-        timeout = check_timeout(options.get("timeout")) or math.inf
         question = Question.of(self.model.tokenizer, prompt, self.config, options)
-        return within(self._answering.stream(question), timeout)
+        return within(self._answering.stream(question), float(options.get("timeout") or math.inf))
 
     def generate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
         """Return the complete answer; arguments as in `stream`."""

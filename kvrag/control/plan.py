@@ -28,14 +28,7 @@ from dataclasses import dataclass, replace
 
 from kvrag.backend.protocol import PREFILL_BLOCK, Backend
 from kvrag.config import DEFAULT_POLICY, BlendConfig
-from kvrag.control.cost import (
-    CostModel,
-    Speed,
-    Workload,
-    blend_seconds,
-    full_seconds,
-    measured,
-)
+from kvrag.control.cost import CostModel, Speed, Workload, blend_seconds, full_seconds, measured
 from kvrag.control.evidence import MARGINS, START, STARTS, EvidenceStore, Setting, rung, settings
 from kvrag.errors import SettingError
 from kvrag.request import Request

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from kvrag.backend.transformers import Model
 from kvrag.config import DEFAULT_POLICY, BlendConfig, Sampling
@@ -66,11 +65,15 @@ def likeliest(
 
     Args:
         ends_are_sure: The margin between an end token and another one is infinite, as for answers in progress.
+
+    Raises:
+        ModelError: Logits are NaN.
     """
     logits, given = prefilled.logits, torch.tensor([answer[:-1]], dtype=torch.long)
     if len(answer) > 1:
         logits = torch.cat([logits, model.forward_all(given, prefilled.cache)[0]])  # (S, V)
-    without_nan(logits)
+    if torch.isnan(logits).any():
+        raise ModelError("the model's logits are NaN: a value overflowed; load it with dtype='bfloat16' or 'float32'")
     length = len(prefilled.ids)
     ids = torch.cat([prefilled.ids[None], given], dim=1).to(logits.device)
     process, _ = model.logits_processor(sampling, length)
@@ -81,13 +84,6 @@ def likeliest(
     if ends_are_sure:
         margins = [math.inf if END in pair else margin for pair, margin in zip(tokens, margins, strict=True)]
     return [first for first, _ in tokens], margins
-
-
-def without_nan(logits: Tensor) -> Tensor:
-    """Return the logits; raise ModelError if one is NaN."""
-    if torch.isnan(logits).any():
-        raise ModelError("the model's logits are NaN: a value overflowed; load it with dtype='bfloat16' or 'float32'")
-    return logits
 
 
 @dataclass(frozen=True)

@@ -215,12 +215,6 @@ def unpack(layer: Layer, codec: str, device: torch.device) -> Layer:
     return _unpack(keys, codec, 1, device), _unpack(values, codec, 2, device)
 
 
-def share(codec: str, num_tokens: int, head_dim: int, dtype: torch.dtype) -> float:
-    """Return the size of a chunk of that many tokens, relative to the native codec."""
-    example = torch.zeros(8, num_tokens, head_dim, dtype=dtype)
-    return sum(tensor.nbytes for tensor in pack([(example, example)], codec, "")[0]) / (2 * example.nbytes)
-
-
 def _pack(tensor: Tensor, codec: str, along: int) -> Tensor:
     levels, largest = _FORMATS[codec]
     shape, length = tensor.shape, tensor.shape[along]

@@ -24,7 +24,7 @@ from kvrag.cli.common import at_least, open_engine, open_index, progress, say
 from kvrag.cli.warm import add_local_arguments, drop, find_gone, read_chunks, run_with
 from kvrag.fingerprint import Fingerprint
 from kvrag.retrieval.content import Problem
-from kvrag.store.values import share, text_key
+from kvrag.store.values import text_key
 from kvrag.words import counted, human_bytes
 from ray_kvrag.cluster import Cluster, connect, on_all_machines, report_missing
 from ray_kvrag.command import add_address
@@ -78,9 +78,10 @@ class EncodingWorker:
         except (KvragError, OSError) as error:
             return str(error)
         model, store = engine.model, self._args.store or str(engine.store.path)
-        length = self._args.chunk_tokens
-        size = model.bytes_per_token * share(engine.codec, length, model.head_dim, model.dtype)
-        size += model.bytes_per_chunk / length
+        width = model.dtype.itemsize
+        # bytes of a stored number, with those of its group's scale
+        stored = {"native": width, "int8": 1 + width / 64, "int4": 0.5 + width / 32}[engine.codec]
+        size = model.bytes_per_token * stored / width + model.bytes_per_chunk / self._args.chunk_tokens
         return Facts(store, engine.fingerprint, model.name, model.context_window, model.stable_length, size)
 
     def warm(self, name: str, chunks: list[str]) -> dict[str, Any] | str:

@@ -116,7 +116,6 @@ class LlamaModel(Model):
         self.tokenizer = Tokenizer(tokenizer, self.name, preamble)
         self.preamble = self.tokenizer.preamble
         self.hidden_size: int = own["embedding_length"]
-        self.head_dim = header.dims[0]
         self.bytes_per_token = header.numbers_per_token * self.dtype.itemsize
         number, share = _KV_TYPES[kv_type]
         cell_bytes = share * self.bytes_per_token

@@ -97,8 +97,16 @@ def tokenizer_of(header: Header, model: Loaded | None = None) -> FileTokenizer:
         ModelLoadError: The vocabulary cannot be read, or the chat template is broken.
     """
     hf = FileTokenizer(header, model or load(header.name, header.path, vocab_only=True))
-    if hf.chat_template is not None:
-        _check_template(header, hf)
+    if hf.chat_template is None:
+        return hf
+    repair = "`gguf-new-metadata --chat-template-file` writes another one into a copy"
+    try:
+        text = hf.apply_chat_template([{"role": "user", "content": "kvrag"}], tokenize=False)
+    except Exception as error:  # of jinja2, of the template, of Python
+        reason = f"its chat template is broken ({reason_of(error)})"
+        raise ModelLoadError(f"cannot load model {header.name!r}: {reason}: {repair}") from error
+    if "kvrag" not in text:
+        refuse(header.name, f"its chat template leaves out the question: {repair}")
     return hf
 
 
@@ -186,14 +194,3 @@ class FileTokenizer(PythonBackend):  # type: ignore[misc]
         shown = [n for n in ids if not (skip_special_tokens and n in added and added[n].special)]
         text = b"".join(map(self._piece, shown)).decode(errors="replace")
         return text.removeprefix(" ") if self._begins_with_space else text
-
-
-def _check_template(header: Header, hf: Any) -> None:
-    repair = "`gguf-new-metadata --chat-template-file` writes another one into a copy"
-    try:
-        text = hf.apply_chat_template([{"role": "user", "content": "kvrag"}], tokenize=False)
-    except Exception as error:  # of jinja2, of the template, of Python
-        reason = f"its chat template is broken ({reason_of(error)})"
-        raise ModelLoadError(f"cannot load model {header.name!r}: {reason}: {repair}") from error
-    if "kvrag" not in text:
-        refuse(header.name, f"its chat template leaves out the question: {repair}")

@@ -25,14 +25,7 @@ from kvrag.backend.hub import READER, check_model, is_offline
 from kvrag.backend.positions import Chunked
 from kvrag.backend.transformers import gguf
 from kvrag.backend.transformers.int8 import quantize
-from kvrag.errors import (
-    KvragError,
-    ModelLoadError,
-    SettingError,
-    UnsupportedModelError,
-    out_of_memory,
-    reason_of,
-)
+from kvrag.errors import KvragError, ModelLoadError, SettingError, UnsupportedModelError, out_of_memory, reason_of
 
 _FULL = """
     afmoe apertus arcee aria_text axk1 beam bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 dots1
@@ -159,13 +152,6 @@ def load_tokenizer(name: str, **where: Any) -> Any:
         return gguf.tokenizer_of(header)
     with _explaining(name) as path:
         return AutoTokenizer.from_pretrained(path, **where)
-
-
-def head_dim(config: Any) -> int:
-    """Return the head dimension, of the first layer where they differ."""
-    text = config.get_text_config()
-    layer = list(text.per_layer_config)[attending_layers(text)[0]]
-    return int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
 
 
 def attending_layers(config: Any) -> list[int]:

@@ -20,13 +20,15 @@ from kvrag.backend.positions import UNROTATED, LayerRotary, Rotation
 from kvrag.backend.protocol import Backend, Branch, CachedKV, KVCache, LayerSource, Observer
 from kvrag.backend.transformers import loading
 from kvrag.backend.transformers.gguf import Header, read_header
-from kvrag.backend.transformers.graph import MOST_ROWS, WARM_UP, PassGraph, padded
 from kvrag.backend.transformers.rotary import probe
 from kvrag.backend.transformers.rows import (
+    MOST_ROWS,
+    WARM_UP,
     AttentionObserver,
     BlendCache,
     FixedPlace,
     JoinedRows,
+    PassGraph,
     States,
     StepCache,
     StopForward,
@@ -34,6 +36,7 @@ from kvrag.backend.transformers.rows import (
     attention_at,
     attention_of,
     implementation,
+    padded,
     suspended,
 )
 from kvrag.backend.transformers.tokenizer import Tokenizer
@@ -131,7 +134,6 @@ class Model(Backend):
         numbers = sum(state.numel() for state in self._states.values())
         self.bytes_per_chunk = numbers * self.dtype.itemsize if store_states else 0
         self.hidden_size: int = self.config.hidden_size
-        self.head_dim = loading.head_dim(hf.config)
         self.num_parameters: int = hf.num_parameters()
         self.fingerprint = replace(fingerprint(self.name, hf, self.tokenizer), states=store_states)
 

@@ -14,15 +14,12 @@ from kvrag.generate.prompt import Question
 from kvrag.ingest.ingest import Ingestion
 from kvrag.listen.check import Checker
 from kvrag.listen.learn import Learner
-from kvrag.listen.listener import Answered, Listener
-from kvrag.listen.recent import RecentRequests
-from kvrag.listen.watch import Watch
+from kvrag.listen.listener import Answered, Listener, RecentRequests, Watch
 from kvrag.memory.conversation import Conversations
 from kvrag.memory.forgetting import Forgetting
 from kvrag.prefill import Pipeline
 from kvrag.request import Request
-from kvrag.scheduling.idle import Idle
-from kvrag.scheduling.waiting import Admission
+from kvrag.scheduling.waiting import Admission, Idle
 from kvrag.types import Delta
 
 

@@ -386,7 +386,14 @@ class BlendEngine(AbstractContextManager["BlendEngine"]):
             KvragError: No prompts could be generated, or one is too long.
         """
         self._check_open()
-        ids = self._test_prompts(prompts, namespace, count)
+        check_number("count", count, least=1, whole=True)
+        if prompts is None:
+            texts = chunk_texts(self.model, self.store, namespace)
+            ids = [gap.ids for gap in make_prompts(self.model, texts, search_by_words(texts), count, room=TOKENS)]
+        else:
+            ids = [self.model.tokenizer.render(prompt) for prompt in check_list("prompts", prompts)]
+        for each in ids:
+            self.model.check_window(len(each))
         prefill, evidence = self._answering.prefill, self._planner.evidence[namespace]
         try:
             with watched(progress, "calibrating") as update:
@@ -399,17 +406,6 @@ class BlendEngine(AbstractContextManager["BlendEngine"]):
     def wait_until_idle(self) -> None:
         """Wait until the work that is left to idle time is done; for benchmarks and tests."""
         self._answering.idle.wait()
-
-    def _test_prompts(self, prompts: Sequence[str | Messages] | None, namespace: str, count: int) -> list[list[int]]:
-        check_number("count", count, least=1, whole=True)
-        if prompts is None:
-            texts = chunk_texts(self.model, self.store, namespace)
-            gaps = make_prompts(self.model, texts, search_by_words(texts), count, room=TOKENS)
-            return [prompt.ids for prompt in gaps]
-        rendered = [self.model.tokenizer.render(prompt) for prompt in check_list("prompts", prompts)]
-        for ids in rendered:
-            self.model.check_window(len(ids))
-        return rendered
 
     def reset_calibration(self) -> None:
         """Delete all counts of this model's answers in this store: start and margin are the defaults again."""

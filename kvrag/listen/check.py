@@ -27,7 +27,7 @@ from kvrag.generate.decode import Row, decode
 from kvrag.listen.listener import Answered, Listener, Prefill
 from kvrag.request import Request
 from kvrag.reuse.blend import LateRecompute
-from kvrag.scheduling.idle import Idle
+from kvrag.scheduling.waiting import Idle
 from kvrag.types import CheckStats
 
 FEW = 20

@@ -18,8 +18,7 @@ from kvrag.index.catalog import Catalog
 from kvrag.ingest.ingest import Ingestion
 from kvrag.listen.listener import Listener
 from kvrag.request import Request
-from kvrag.scheduling.idle import Idle
-from kvrag.scheduling.waiting import is_cancelled
+from kvrag.scheduling.waiting import Idle, is_cancelled
 from kvrag.store.values import ON_REQUEST, text_key
 from kvrag.types import LearnStats, Messages, TokenIds
 

@@ -1,10 +1,12 @@
-"""Waiting for the model: a fair lock, and the byte budget of answers in progress.
+"""Waiting for the model: a fair lock, the byte budget of answers in progress, and work that waits for idle time.
 
-An answer begins when its KV fits into the budget (`Admission`). Prefills and decode steps take turns (`FairLock`).
+An answer begins when its KV fits into the budget (`Admission`). Prefills and decode steps take turns (`FairLock`). Work
+on answered requests is done while no answer is in progress (`Idle`).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -14,11 +16,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from kvrag.errors import AbandonedError, AnswerTimeoutError
-from kvrag.process import check_process, release_team, releasing_threads
+from kvrag.process import Background, check_process, release_team, releasing_threads
 from kvrag.types import Delta
+
+logger = logging.getLogger("kvrag")
 
 T = TypeVar("T")
 
@@ -27,6 +32,8 @@ is_cancelled: ContextVar[Callable[[], bool]] = ContextVar("is_cancelled", defaul
 
 POLL_S = 0.1  # between two calls of `check_cancelled`, since leaving wakes nobody
 _SHARE = 2.0  # of all other threads together, relative to those in `FairLock.first`
+_WAITING = 8  # of a kind of work in idle time; the oldest is dropped for more
+_ATTEMPTS = 3  # of work that answers interrupt
 
 
 def check_cancelled() -> None:
@@ -246,3 +253,101 @@ class Admission:
         elif self._waiting[0] is not answer:
             return False
         return not others or sum(other.num_bytes for other in others) + answer.num_bytes <= self._max_bytes
+
+
+class Forgettable(Protocol):
+    """An answered request."""
+
+    is_forgotten: bool  # a text in it was deleted
+
+
+@dataclass(eq=False)
+class _Task:
+    request: Forgettable
+    work: Callable[[], object]
+    kind: str
+    attempts: int = _ATTEMPTS
+
+
+class Idle(Background):
+    """Works on answered requests, one after the other, while no answer is in progress. Thread-safe.
+
+    Work ends at its next `check_cancelled` once an answer begins, and is tried again later; or once a text of its
+    request is deleted, or at the end.
+    """
+
+    def __init__(self, is_busy: Callable[[], bool], notice: Callable[[], None]) -> None:
+        """Start without work.
+
+        Args:
+            is_busy: Returns whether answers are in progress.
+            notice: Marks requests of which texts were removed from the store.
+        """
+        super().__init__("kvrag-idle", 2)  # one may just be ending
+        self._is_busy, self._notice = is_busy, notice
+        self._waiting: deque[_Task] = deque()
+        self._lock = threading.Lock()
+        self._is_working = False
+
+    def add(self, request: Forgettable, work: Callable[[], object], kind: str = "", most: int = _WAITING) -> bool:
+        """Do this later; return whether nothing was dropped for it: of a kind, only the last `most` wait."""
+        with self._lock:
+            if self.is_over or request.is_forgotten:
+                return True
+            same = [task for task in self._waiting if task.kind == kind]
+            if len(same) >= most:
+                self._waiting.remove(same[0])
+            self._waiting.append(_Task(request, work, kind))
+            if not self._is_working:
+                self._is_working = self.later(self._work_off)
+            return len(same) < most
+
+    def drop_forgotten(self) -> None:
+        """Drop the work on requests with a text that has been deleted."""
+        with self._lock:
+            self._waiting = deque(task for task in self._waiting if not task.request.is_forgotten)
+
+    def close(self, finish: bool = False) -> None:
+        """End, also within what is being computed."""
+        super().close(finish)
+        with self._lock:
+            self._waiting.clear()
+
+    def _work_off(self) -> None:
+        while task := self._next():
+            self._do(task)
+            del task  # the loop waits
+
+    def _next(self) -> _Task | None:
+        """Wait until no answer is in progress; return the next task, None without any."""
+        if self._waiting:
+            self.pause()
+        with self._lock:
+            if self.is_over or not self._waiting:
+                self._is_working = False
+                return None
+            return self._waiting.popleft()
+
+    def pause(self) -> None:
+        """Wait while answers are in progress, until the end at most; for work between two of its parts."""
+        while self._is_busy() and not self.is_over:
+            self.closed.wait(POLL_S)
+
+    def _do(self, task: _Task) -> None:
+        request = task.request
+        is_cancelled.set(lambda: self.is_over or request.is_forgotten or self._is_busy())
+        try:
+            self._notice()
+            if not request.is_forgotten:
+                with releasing_threads():
+                    task.work()
+        except AbandonedError:
+            task.attempts -= 1
+            with self._lock:
+                if task.attempts and not (self.is_over or request.is_forgotten):
+                    self._waiting.appendleft(task)
+        except Exception as error:  # no answer depends on it
+            if not self.is_over:
+                logger.info("work in idle time failed: %s", error)
+        finally:
+            is_cancelled.set(lambda: False)  # it holds the request

@@ -77,7 +77,9 @@ def make_prompts(
     prompts: list[Gap] = []
     shortest = 0
     for number, gap in enumerate(find_gaps(chunks, seed)):
-        texts = _retrieve(gap, search, top_k)
+        texts = list(search(gap.beginning, top_k if gap.kind == CONTINUATION else 2 * top_k))
+        if gap.kind == CLOZE:  # more, to replace those that are left out
+            texts = [text for text in texts if gap.sentence not in text][:top_k]
         random.Random(f"{seed} {number}").shuffle(texts)
         ids = render(model.tokenizer, texts, gap.beginning)
         if len(ids) + room <= model.context_window:
@@ -161,13 +163,6 @@ def _gaps(sentence: str, rare: dict[str, int]) -> list[Gap]:
     if later:
         breaks.append((CLOZE, min(later, key=lambda word: (rare[word.group()], word.start()))))
     return [Gap(kind, sentence[: word.start()].rstrip(), sentence, word.group()) for kind, word in breaks]
-
-
-def _retrieve(gap: Gap, search: Search, top_k: int) -> list[str]:
-    if gap.kind == CONTINUATION:
-        return list(search(gap.beginning, top_k))
-    texts = search(gap.beginning, 2 * top_k)  # more, to replace those that are left out
-    return [text for text in texts if gap.sentence not in text][:top_k]
 
 
 def search_by_words(chunks: Sequence[str]) -> Search:

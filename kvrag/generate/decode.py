@@ -354,7 +354,12 @@ class Row:
         the token, by how many nats the likeliest token is more likely than the next one, which it is, and whether one
         of both ends the answer. In float32: it holds any token exactly, and Apple's GPUs have no float64.
         """
-        raw_max, logits = logits.max(), self._allowed(logits)
+        raw_max, sampling = logits.max(), self._sampling
+        if sampling.frequency_penalty or sampling.presence_penalty:
+            frequency, presence = sampling.frequency_penalty or 0.0, sampling.presence_penalty or 0.0
+            logits = penalize(logits, self._ids[0, self._num_prompt :], frequency, presence)
+        if self._constraint is not None:  # first, so that top_k and top_p choose among the allowed tokens
+            logits = self._constraint.mask(logits)
         margin, best, ends = self._margin(logits)
         logits = self._process(self._ids, logits)
         likely = logits
@@ -364,14 +369,6 @@ class Row:
             # torch.multinomial draws the same, but on a GPU a NaN would make all later work fail
             likely = logits.softmax(dim=-1) / torch.empty_like(logits).exponential_(generator=self._generator)
         return torch.stack([raw_max, logits.max(), likely.argmax().float(), margin, best, ends])
-
-    def _allowed(self, logits: Tensor) -> Tensor:
-        """Return (1, V) logits with penalties, without what the grammar forbids."""
-        if self._sampling.frequency_penalty or self._sampling.presence_penalty:
-            frequency, presence = self._sampling.frequency_penalty or 0.0, self._sampling.presence_penalty or 0.0
-            logits = penalize(logits, self._ids[0, self._num_prompt :], frequency, presence)
-        # first, so that top_k and top_p choose among the allowed tokens
-        return logits if self._constraint is None else self._constraint.mask(logits)
 
     def _margin(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (): by how many nats the likeliest allowed token leads, before any temperature, which it is, and

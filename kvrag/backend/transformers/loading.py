@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.nn import ModuleList
+from torch import Tensor
+from torch.nn import Linear, ModuleList
+from torch.nn.functional import linear
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -24,8 +27,9 @@ from transformers.cache_utils import Cache
 from kvrag.backend.hub import READER, check_model, is_offline
 from kvrag.backend.positions import Chunked
 from kvrag.backend.transformers import gguf
-from kvrag.backend.transformers.int8 import quantize
 from kvrag.errors import KvragError, ModelLoadError, SettingError, UnsupportedModelError, out_of_memory, reason_of
+
+logger = logging.getLogger("kvrag")
 
 _FULL = """
     afmoe apertus arcee aria_text axk1 beam bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 dots1
@@ -51,6 +55,10 @@ STATE_KINDS = ("linear_attention", "conv", "hybrid")
 """Layer types that keep a state of all tokens so far, or a window of a convolution: in place of KV, or beside it."""
 
 _NEITHER = ("mlp", "moe")
+
+_MOST_ROWS = 8  # of a pass that reads the 8-bit weights; beyond, the matrix product takes longer than reading
+_MULTIPLE = 32  # of columns, for the kernel
+_FUSED = 0.02  # share of the weights in 3 dimensions; convolutions have less
 
 
 def default_device() -> str:
@@ -98,8 +106,7 @@ def load(
             raise ModelLoadError(f"cannot load model {name!r}: {unused}: it is another model's config.json")
         if device_map is None:
             model = model.to(device or default_device())
-        model = quantize(model, quantization)
-    return model, tokenizer
+        return quantize(model) if quantization else model, tokenizer
 
 
 def auto_class(config: Any) -> Any:
@@ -314,3 +321,57 @@ def recompute_threshold(config: Any, stable_length: int) -> int | None:
     """Return the length at which the family's `generate` drops the cache to change RoPE frequencies; None = never."""
     original: int | None = getattr(config, "original_max_position_embeddings", None)
     return stable_length if config.model_type in ("phi3", "phimoe") and original is not None else None
+
+
+class Int8Linear(Linear):
+    """A linear layer with a rounded `weight` (N, K), and the same as int8 `steps` (N, K) and their `sizes` (N,).
+
+    For CPUs, where a decode step takes as long as reading the weights. Every row is rounded to 255 steps of its own
+    size. The model is the rounded one from then on. Passes of a few rows read the 8-bit weights, larger ones the same
+    values in the model's dtype, which is faster for them; memory grows by half. The kernel is torch's own,
+    `aten::_weight_int8pack_mm`.
+    """
+
+    steps: Tensor
+    sizes: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (..., N) for (..., K)."""
+        num_rows = input.numel() // input.shape[-1]
+        if num_rows > _MOST_ROWS:
+            return linear(input, self.weight, self.bias)
+        rows = input.reshape(num_rows, -1).contiguous()
+        result = torch._weight_int8pack_mm(rows, self.steps, self.sizes).reshape(*input.shape[:-1], -1)
+        return result if self.bias is None else result + self.bias
+
+
+@torch.no_grad()
+def quantize(hf: Any) -> Any:
+    """Round the weights of a model's linear layers in place, and return it.
+
+    Raises:
+        SettingError: A device other than the CPU, or weights that are quantised already.
+    """
+    if getattr(hf, "is_quantized", False):
+        raise SettingError("the model's weights are quantised already: leave out quantization")
+    if devices := {str(weight.device) for weight in hf.parameters() if weight.device.type != "cpu"}:
+        raise SettingError(f"quantization is for CPUs, and the model is on {min(devices)}: leave it out")
+    done: dict[int, tuple[Tensor, Tensor]] = {}  # by address: embeddings may share a weight with the last layer
+    for layer in hf.modules():
+        if type(layer) is not Linear or layer.in_features % _MULTIPLE:
+            continue
+        weight = layer.weight.data
+        if weight.data_ptr() not in done:
+            sizes = (weight.abs().amax(1) / 127).clamp_min(torch.finfo(weight.dtype).tiny)
+            steps = (weight.float() / sizes.float()[:, None]).round_().clamp_(-127, 127)
+            weight.copy_(steps * sizes.float()[:, None])
+            done[weight.data_ptr()] = steps.to(torch.int8), sizes
+        layer.__class__ = Int8Linear
+        quantised = cast(Int8Linear, layer)
+        for name, value in zip(("steps", "sizes"), done[weight.data_ptr()], strict=True):
+            quantised.register_buffer(name, value, persistent=False)
+    sizes_of = [(weight.ndim, weight.numel()) for weight in hf.parameters()]
+    share = sum(size for ndim, size in sizes_of if ndim == 3) / max(1, sum(size for _, size in sizes_of))
+    if share > _FUSED:
+        logger.warning("int8 leaves %.0f %% of the weights as they are: those of its fused experts", 100 * share)
+    return hf

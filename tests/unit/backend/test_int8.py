@@ -13,7 +13,7 @@ from families import build
 
 from kvrag import BlendEngine, Model, SettingError
 from kvrag.backend.transformers import int8
-from kvrag.backend.transformers.int8 import Int8Linear, quantize
+from kvrag.backend.transformers.loading import Int8Linear, quantize
 from kvrag.inspect.gate import verify
 
 
@@ -24,7 +24,7 @@ def _layers(hf: Any) -> list[Int8Linear]:
 def test_rows_are_rounded_by_their_own_size() -> None:
     hf = build("llama")
     before = [layer.weight.clone() for layer in hf.modules() if type(layer) is torch.nn.Linear]
-    assert quantize(hf, "int8") is hf
+    assert quantize(hf) is hf
     layers = _layers(hf)
     assert len(layers) == len(before) == 7 * hf.config.num_hidden_layers + 1
     for layer, weight in zip(layers, before, strict=True):
@@ -38,7 +38,7 @@ def test_rows_are_rounded_by_their_own_size() -> None:
 def test_few_rows_give_what_many_rows_give(dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     layer = torch.nn.Linear(96, 50, bias=bias).to(dtype)
-    quantize(torch.nn.Sequential(layer), "int8")
+    quantize(torch.nn.Sequential(layer))
     rows = torch.randn(2, 4, 96).to(dtype)
     with torch.inference_mode():
         few, one = layer(rows), layer(rows[:1, :1])
@@ -54,7 +54,7 @@ def test_an_empty_row_and_other_widths_are_left_as_they_are() -> None:
     zero, odd = torch.nn.Linear(32, 4, bias=False), torch.nn.Linear(33, 4)
     zero.weight.data[1] = 0
     before = odd.weight.clone()
-    quantize(torch.nn.Sequential(zero, odd), "int8")
+    quantize(torch.nn.Sequential(zero, odd))
     with torch.inference_mode():
         assert zero(torch.ones(1, 32))[0, 1] == 0
     assert torch.equal(odd.weight, before)
@@ -67,7 +67,7 @@ def test_an_empty_row_and_other_widths_are_left_as_they_are() -> None:
 def test_experts_that_stay_as_they_are_are_said_in_one_line(
     family: str, is_said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hf = quantize(build(family), "int8")
+    hf = quantize(build(family))
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == is_said
     left = sum(weight.numel() for name, weight in hf.named_parameters() if "experts" in name and weight.ndim == 3)
@@ -79,26 +79,26 @@ def test_experts_that_stay_as_they_are_are_said_in_one_line(
     "family", ["llama", "qwen2", "gemma3", "gpt_oss", "mixtral", "deepseek_v3", "cohere2", "lfm2", "qwen3_next"]
 )
 def test_families_pass_the_gate(family: str, tokenizer: Any) -> None:
-    model = Model(quantize(build(family), "int8"), tokenizer, family)
+    model = Model(quantize(build(family)), tokenizer, family)
     assert _layers(model.hf)
     checks = verify(partial(BlendEngine, model), 48)
     assert [check.name for check in checks if not check.passed] == []
 
 
 def test_a_weight_that_two_layers_share_stays_shared(tokenizer: Any) -> None:
-    hf = quantize(build("gemma3"), "int8")
+    hf = quantize(build("gemma3"))
     assert hf.lm_head.weight is hf.get_input_embeddings().weight
     assert isinstance(hf.lm_head, Int8Linear)
 
 
 def test_stored_kv_is_not_that_of_the_weights_before(tokenizer: Any, tmp_path: Path) -> None:
-    plain, rounded = Model(build("llama"), tokenizer), Model(quantize(build("llama"), "int8"), tokenizer)
+    plain, rounded = Model(build("llama"), tokenizer), Model(quantize(build("llama")), tokenizer)
     assert plain.fingerprint.digest != rounded.fingerprint.digest
-    assert rounded.fingerprint == Model(quantize(build("llama"), "int8"), tokenizer).fingerprint
+    assert rounded.fingerprint == Model(quantize(build("llama")), tokenizer).fingerprint
 
 
 def test_rows_that_decode_together_get_the_logits_of_each_alone(tokenizer: Any) -> None:
-    model = Model(quantize(build("llama"), "int8"), tokenizer)
+    model = Model(quantize(build("llama")), tokenizer)
     caches = [model.new_cache(9) for _ in range(6)]
     for number, cache in enumerate(caches):
         model.forward(torch.arange(5 + number % 3, 13 + number % 3)[None], cache)
@@ -124,8 +124,8 @@ def test_settings_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         hf = torch.nn.Linear(32, 32)
     with pytest.raises(SettingError, match="quantization is for CPUs, and the model is on meta"):
-        quantize(hf, "int8")
+        quantize(hf)
     hf = build("llama")
     monkeypatch.setattr(hf, "is_quantized", True, raising=False)
     with pytest.raises(SettingError, match="are quantised already"):
-        quantize(hf, "int8")
+        quantize(hf)

@@ -12,7 +12,7 @@ from blending import relative
 from families import build
 
 from kvrag import BlendEngine, Model, SettingError
-from kvrag.backend.transformers import int8
+from kvrag.backend.transformers import loading
 from kvrag.backend.transformers.loading import Int8Linear, quantize
 from kvrag.inspect.gate import verify
 
@@ -42,7 +42,7 @@ def test_few_rows_give_what_many_rows_give(dtype: torch.dtype, bias: bool, monke
     rows = torch.randn(2, 4, 96).to(dtype)
     with torch.inference_mode():
         few, one = layer(rows), layer(rows[:1, :1])
-        monkeypatch.setattr(int8, "_MOST_ROWS", 0)
+        monkeypatch.setattr(loading, "_MOST_ROWS", 0)
         many = layer(rows)
     assert few.shape == many.shape == (2, 4, 50)
     limit = 1e-6 if dtype == torch.float32 else 1e-2

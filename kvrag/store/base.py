@@ -67,12 +67,12 @@ class KVStore(ABC):
     max_bytes: int | None  # byte budget of the local folder; None = none
     _manifest: Manifest
     _changes: Manifest | Log  # takes changes: the manifest itself, or the log that it follows
-    _writers: ThreadPoolExecutor
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._touched: Counter[str] = Counter()  # under _lock
         self._process = os.getpid()
+        self._writers = ThreadPoolExecutor(4, "kvrag-write")  # they only wait: for fsync, or for the network
 
     @abstractmethod
     def open(self, key: str) -> PackedChunk | None:

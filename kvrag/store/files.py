@@ -18,7 +18,6 @@ import shutil
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from kvrag.fingerprint import Fingerprint
 from kvrag.store.base import MANIFEST, KVStore
 from kvrag.store.chunkfile import SUFFIX, ChunkFile, PackedChunk
 from kvrag.store.manifest import Manifest, ManifestRow
-from kvrag.store.owner import OWNER, owner_file, read_owner
+from kvrag.store.owner import OWNER, owner_file, parse_owner
 from kvrag.store.schema import translated
 from kvrag.store.values import ChunkRecord
 
@@ -60,9 +59,9 @@ class FileStore(KVStore):
         self.path = Path(path).expanduser().resolve()
         self.name, self._chunks = str(self.path), self.path / "chunks"
         self.max_bytes, self.min_free_bytes = max_bytes, min_free_bytes
-        self._owner = read_owner(self.path)
+        self._owner: dict[str, str] = {}
+        self.owner()  # before anything is created in a store that it cannot read
         self._flushing: threading.Timer | None = None  # under _lock
-        self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvrag-write")  # fsync only waits
         with translated(self.path):
             for folder in (self.path, self._chunks):  # the content is as confidential as the documents
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # parents keep the default mode
@@ -77,7 +76,9 @@ class FileStore(KVStore):
 
     def owner(self) -> dict[str, str]:
         """Return the fingerprint's parts, {} if unclaimed. Their own file survives a damaged manifest."""
-        self._owner = self._owner or read_owner(self.path)
+        if not self._owner:
+            with translated(self.path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                self._owner = parse_owner((self.path / OWNER).read_bytes(), self.name)
         return self._owner
 
     def _claim(self, fingerprint: Fingerprint) -> None:

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 from kvrag.errors import FingerprintMismatchError, StoreError
 from kvrag.fingerprint import FORMAT, Fingerprint
 
 OWNER = "fingerprint.json"
-
-
-def read_owner(folder: Path) -> dict[str, str]:
-    """Return the parts of the fingerprint that a store folder is claimed for, {} if unclaimed; see `parse_owner`."""
-    try:
-        content = (folder / OWNER).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except OSError as error:
-        raise StoreError(f"cannot read {folder / OWNER} ({error.strerror})") from error
-    return parse_owner(content, str(folder))
 
 
 def owner_file(fingerprint: Fingerprint) -> bytes:

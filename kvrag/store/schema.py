@@ -87,7 +87,7 @@ class Database:
             self._writer = self._open()
 
     def _open(self) -> sqlite3.Connection:
-        connection = connect(self._path)
+        connection = SQLiteFile(self._path)
         is_new = not _has_tables(connection, self._folder)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA secure_delete=ON")  # a deleted text's ids are overwritten
@@ -167,7 +167,11 @@ class Database:
             try:
                 connection = idle.pop()
             except IndexError:
-                connection = self._connect_reader()
+                if self._closed:
+                    raise StoreError(f"the store {self._folder} is closed") from None
+                connection = SQLiteFile(self._path, "?mode=rw")
+                connection.execute("PRAGMA query_only=1")
+                connection.execute("PRAGMA cache_size=-8000")
             try:
                 connection.execute("BEGIN")
                 yield connection
@@ -178,14 +182,6 @@ class Database:
             idle.append(connection)
             if self._closed:
                 self._close_idle()
-
-    def _connect_reader(self) -> sqlite3.Connection:
-        if self._closed:
-            raise StoreError(f"the store {self._folder} is closed")
-        connection = connect(self._path, "?mode=rw")
-        connection.execute("PRAGMA query_only=1")
-        connection.execute("PRAGMA cache_size=-8000")
-        return connection
 
     def _close_idle(self) -> None:
         with contextlib.suppress(IndexError):
@@ -205,10 +201,14 @@ class Database:
 
 
 class SQLiteFile(sqlite3.Connection):
-    """A connection that a forked process does not use, and whose file it does not open; see `connect`."""
+    """A connection for all threads, without implicit transactions.
 
-    def __init__(self, path: Path, options: str) -> None:
-        """Open the file."""
+    A process that was forked while the file was open gets SettingError. There, SQLite takes locks of the other process
+    for its own: a file that was opened again lost what was written after the other process had closed it.
+    """
+
+    def __init__(self, path: Path, options: str = "") -> None:
+        """Open the file. `options` are those of SQLite's URIs."""
         if (file := _file(path)) and file in _inherited:
             raise refuse(str(path))
         self.path = path
@@ -233,15 +233,6 @@ class _Inherited(SQLiteFile):
 
 _connections: weakref.WeakSet[SQLiteFile] = weakref.WeakSet()
 _inherited: set[tuple[int, int] | None] = set()
-
-
-def connect(path: str | Path, options: str = "") -> sqlite3.Connection:
-    """Open a SQLite file for all threads, without implicit transactions. `options` are those of SQLite's URIs.
-
-    Raises SettingError in a process that was forked while the file was open. There, SQLite takes locks of the other
-    process for its own: a file that was opened again lost what was written after the other process had closed it.
-    """
-    return SQLiteFile(Path(path), options)
 
 
 def _file(path: Path) -> tuple[int, int] | None:

@@ -18,7 +18,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -29,14 +28,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from cachetools import TTLCache
 
 from kvrag.config import check_budget, check_type, without_password
-from kvrag.errors import (
-    ChunkUnreadableError,
-    DamagedChunkError,
-    SettingError,
-    StoreError,
-    StoreFullError,
-    needing,
-)
+from kvrag.errors import ChunkUnreadableError, DamagedChunkError, SettingError, StoreError, StoreFullError, needing
 from kvrag.fingerprint import Fingerprint
 from kvrag.process import Background
 from kvrag.store.base import MANIFEST, KVStore, Progress, StoreCheck, no_progress
@@ -141,7 +133,6 @@ class SharedStore(KVStore):
         self._log = self._changes = Log(
             self._remote, self._manifest, self._drop_removed, self._recheck_owner, self._appended
         )
-        self._writers = ThreadPoolExecutor(4, "kvrag-shared")
         self._promoter = Background("kvrag-promote", _PROMOTIONS)
         self._opening: TTLCache[str, Download] = TTLCache(1 << 20, 2 * TIMEOUT_S)  # under _lock
         self._recorded = time.monotonic()
@@ -440,10 +431,8 @@ def connect(url: str) -> ObjectStore:
     if not parts.hostname:
         raise SettingError(f"{public} names no bucket: use {scheme}://BUCKET/PREFIX")
     if unknown := ", ".join(sorted(options.keys() - set(_OPTIONS[scheme]))):
-        known = ", ".join(_OPTIONS[scheme])
-        raise SettingError(
-            f"{public} has an unknown option {unknown} ({f'known: {known}' if known else 'there are none'})"
-        )
+        known = ", ".join(_OPTIONS[scheme]) or "none"
+        raise SettingError(f"{public} has an unknown option {unknown} (known: {known})")
     with needing("kvrag[shared]"):
         from kvrag.store.objects import ObjectStore
     return ObjectStore(public, scheme, parts.netloc, unquote(parts.path).strip("/"), options)

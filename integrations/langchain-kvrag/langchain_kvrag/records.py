@@ -16,7 +16,7 @@ from typing import Any
 from langchain_core.indexing import RecordManager
 
 from kvrag import StoreError
-from kvrag.store.schema import connect
+from kvrag.store.schema import SQLiteFile
 
 # instead of langchain-classic's SQLRecordManager, which loses the source of renewed records after a failed indexing
 _SCHEMA = """
@@ -62,7 +62,7 @@ class SQLiteRecordManager(RecordManager):
         self._lock = threading.RLock()
         self._latest = 0.0
         with self._translated():
-            self._db = connect(self.path)
+            self._db = SQLiteFile(self.path)
         self.create_schema()
 
     def create_schema(self) -> None:

@@ -80,11 +80,10 @@ def _match(catalog: Catalog, ids: Any, min_run: int, namespace: str = "") -> lis
 def _check(catalog: Catalog, present: dict[str, list[int]], absent: dict[str, list[int]]) -> None:
     for text, ids in present.items():
         assert _match(catalog, ids, MIN_RUN) == [Run(0, len(ids), text, 0)]
-        assert catalog.ids(text).tolist() == ids
+        assert [entry.ids.tolist() for entry in catalog._texts([text])] == [ids]
     for text, ids in absent.items():
         assert _match(catalog, ids, MIN_RUN) == []
-        with pytest.raises(KeyError):
-            catalog.ids(text)
+        assert list(catalog._texts([text])) == []
     assert num_texts(catalog) == len(present)
 
 
@@ -157,7 +156,7 @@ def test_namespaces_share_nothing(rng: random.Random) -> None:
     assert [run.key for run in _match(catalog, ids, MIN_RUN, "ours")] == [ours]
     assert [run.key for run in _match(catalog, ids, MIN_RUN, "theirs")] == [theirs]
     assert _match(catalog, ids, MIN_RUN) == []
-    assert _match(catalog, catalog.ids(anonymous), MIN_RUN, "ours") == []
+    assert _match(catalog, next(catalog._texts([anonymous])).ids, MIN_RUN, "ours") == []
     for _ in range(100):  # more than an anchor has candidates
         store.add([*ids, *_text(rng, 20)], "theirs")
     assert [run.key for run in _match(catalog, ids, MIN_RUN, "ours")] == [ours]

@@ -985,7 +985,7 @@ def test_closing_does_not_wait_for_a_request_to_a_dead_store(machine: Machine, m
         ("s3:/bucket/x", "is not a URL: write s3://"),
         ("s3://", "names no bucket"),
         ("s3://bucket/x?endpont=http://here", "unknown option endpont (known: endpoint, region)"),
-        ("gs://bucket/x?endpoint=http://here", "unknown option endpoint (there are none)"),
+        ("gs://bucket/x?endpoint=http://here", "unknown option endpoint (known: none)"),
         ("valkey://here/0", "unknown scheme: use a folder, or one of s3://"),
     ],
 )

@@ -1299,13 +1299,13 @@ def test_a_budget_that_cannot_be_written_reports_a_full_disk_and_changes_nothing
 def test_a_disk_that_is_full_while_the_manifest_is_created(
     pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def limited(*args: Any, connect: Any = schema.connect, **options: Any) -> Any:
+    def limited(*args: Any, connect: Any = schema.SQLiteFile, **options: Any) -> Any:
         connection = connect(*args, **options)
         connection.execute(f"PRAGMA max_page_count = {pages}")
         return connection
 
     with monkeypatch.context() as patch:
-        patch.setattr(schema, "connect", limited)
+        patch.setattr(schema, "SQLiteFile", limited)
         for _ in range(2):
             with pytest.raises(StoreFullError, match=r"disk of .* is full: free space"):
                 opened(tmp_path)

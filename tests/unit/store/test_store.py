@@ -508,7 +508,7 @@ def test_a_manifest_that_cannot_be_read_at_the_moment_is_kept(
         raise sqlite3.OperationalError("disk I/O error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._manifest, "_connect_reader", fail)
+        patch.setattr(schema, "SQLiteFile", fail)
         store._manifest._close_idle()
         with pytest.raises(StoreError, match="disk I/O error"):
             store.check()

@@ -346,16 +346,14 @@ class BlendEngine(AbstractContextManager["BlendEngine"]):
             PromptError: The prompt cannot be answered, or there is no such answer.
         """
         self._check_open()
-        settings = {"ratio": ratio, "margin": margin, "policy": policy, "controller": controller}
-        config = self.config.overridden(settings)
-        check_namespace(namespace)
         if prompt is None or isinstance(prompt, (BlendReport, dict)):
-            answered = self._answering.recent.find(namespace, prompt)
+            answered = self._answering.recent.find(check_namespace(namespace), prompt)
         else:
-            options: AnswerOptions = {"tools": tools, "template": template, "namespace": namespace}
-            answered = self._answering.try_out(Question.of(self.model.tokenizer, prompt, config, options))
+            options: AnswerOptions = {"tools": tools, "template": template, "namespace": namespace, "ratio": ratio}
+            options |= {"margin": margin, "policy": policy, "controller": controller}
+            answered = self._answering.try_out(Question.of(self.model.tokenizer, prompt, self.config, options))
         find = partial(self._lookup.find_chunks, namespace=namespace)
-        return explain(self.model.tokenizer, self.store, find, answered, config.min_run)
+        return explain(self.model.tokenizer, self.store, find, answered, self.config.min_run)
 
     @releasing_threads()
     def verify(self) -> list[Check]:

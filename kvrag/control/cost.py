@@ -101,7 +101,7 @@ class Workload:
 def full_seconds(speed: Speed, prompt: int, kept: int = 0) -> float:
     """Predict full prefill of that many tokens, the first `kept` of which are cached."""
     pairs = (prompt * prompt - kept * kept) / 2  # causal: every token attends to those before it
-    return _pass(speed, prompt - kept, pairs)
+    return pass_seconds(speed, prompt - kept, pairs)
 
 
 def blend_seconds(speed: Speed, request: Workload, ratio: float) -> float:
@@ -111,28 +111,18 @@ def blend_seconds(speed: Speed, request: Workload, ratio: float) -> float:
     """
     own = speed.blended or speed
     rows = request.fresh + ratio * request.inexact
-    compute = _pass(own, rows, rows * request.prompt) + (math.ceil(rows / PREFILL_BLOCK) - 1) * own.pass_s
+    compute = pass_seconds(own, rows, rows * request.prompt) + (math.ceil(rows / PREFILL_BLOCK) - 1) * own.pass_s
     load, stitch = request.bytes / speed.load, request.reused * own.stitch_s
     passes = request.passes
     selecting = min(1.0, passes.query + passes.detection) if ratio else 0.0
-    select = passes.query * _pass(own, request.fresh, request.fresh * request.prompt)
+    select = passes.query * pass_seconds(own, request.fresh, request.fresh * request.prompt)
     select += passes.detection * full_seconds(own, request.prompt, request.kept)
     while_selecting = max(selecting * load, (select if ratio else 0.0) + selecting * stitch)
     return while_selecting + selecting * compute + (1 - selecting) * max(load, compute + stitch)
 
 
-def deepening_seconds(speed: Speed, request: Workload, share: float) -> float:
-    """Predict recomputing one more share of the chunks, and the fresh tokens."""
-    rows = request.fresh + share * request.inexact
-    return _pass(speed, rows, rows * request.prompt)
-
-
-def completion_seconds(speed: Speed, request: Workload) -> float:
-    """Predict recomputing everything from the first token on that may deviate."""
-    return full_seconds(speed, request.prompt, request.kept + request.reused - request.inexact)
-
-
-def _pass(speed: Speed, rows: float, pairs: float) -> float:
+def pass_seconds(speed: Speed, rows: float, pairs: float) -> float:
+    """Predict one forward pass."""
     return max(speed.pass_s + speed.row_s * rows + speed.pair_s * pairs, speed.least_s)
 
 

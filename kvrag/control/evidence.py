@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrag.config import DEFAULT_RATIO
-from kvrag.control.cost import Speed, Workload, completion_seconds, deepening_seconds
+from kvrag.control.cost import Speed, Workload, full_seconds, pass_seconds
 from kvrag.errors import StoreError
 from kvrag.reuse.blend import DEEPENED, FIRST, may_complete
 from kvrag.store import KVStore
@@ -194,9 +194,11 @@ class Setting(NamedTuple):
 
     def doubts_seconds(self, speed: Speed, request: Workload) -> float:
         """Predict the seconds that doubts cost an answer, on average."""
-        rest = completion_seconds(speed, request)
-        deepening = deepening_seconds(speed, request, self.start) + self.again * rest if self.start else rest
-        return self.doubts * deepening
+        rest = full_seconds(speed, request.prompt, request.kept + request.reused - request.inexact)
+        if not self.start:
+            return self.doubts * rest
+        rows = request.fresh + self.start * request.inexact
+        return self.doubts * (pass_seconds(speed, rows, rows * request.prompt) + self.again * rest)
 
 
 def settings(

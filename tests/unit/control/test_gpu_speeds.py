@@ -19,7 +19,8 @@ from simulated_gpu import simulated_gpu, to_gpu
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
 from kvrag.backend.protocol import PREFILL_BLOCK
 from kvrag.control import cost
-from kvrag.control.cost import CostModel, Workload, deepening_seconds
+from kvrag.control.cost import CostModel, Workload
+from kvrag.control.evidence import Setting
 from kvrag.control.plan import decide
 from kvrag.process import log_once
 from kvrag.reuse.blend import selecting
@@ -150,8 +151,9 @@ def test_a_recompute_takes_as_long_as_its_launches() -> None:
     speed = _first_use("device").speed()
     assert speed is not None
     request, _ = _workload(4096, "query")
-    assert deepening_seconds(speed, request, 0.01) == 0.041
-    assert deepening_seconds(speed, request, 0.9) > 0.1
+    few, many = (Setting(start, 0.0, 1.0, 0.0, 0.0, 0.0) for start in (0.01, 0.9))  # all answers are in doubt once
+    assert few.doubts_seconds(speed, request) == 0.041
+    assert many.doubts_seconds(speed, request) > 0.1
 
 
 def test_on_a_cpu_all_passes_have_one_speed() -> None:

@@ -24,7 +24,7 @@ import torch
 from benchmarks.settings import run_settings
 from benchmarks.shapes import SHAPES, one_token_words, random_model
 from kvrag.backend.transformers import Model
-from kvrag.backend.transformers.rows import as_argument
+from kvrag.backend.transformers.rows import cache_argument
 from kvrag.cli.common import add_number, at_least
 from kvrag.config import DEFAULT_POLICY, BlendConfig
 from kvrag.engine import BlendEngine
@@ -225,7 +225,7 @@ class PrefixCache:
         output = self._net.hf.generate(
             tensor,
             attention_mask=torch.ones_like(tensor),
-            **(as_argument(self._net.hf, self._cache) if common else {}),
+            **({cache_argument(type(self._net.hf)): self._cache} if common else {}),
             max_new_tokens=max_new_tokens,
             do_sample=False,
             return_dict_in_generate=True,

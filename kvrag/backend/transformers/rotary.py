@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvrag.backend.positions import Form, LayerRotary, Pairs, cos_sin, once, rotate, unrotate
-from kvrag.backend.transformers.rows import BlendCache, as_argument
+from kvrag.backend.transformers.rows import BlendCache, cache_argument
 from kvrag.errors import UnsupportedModelError
 
 _TOKENS = 16
@@ -64,17 +64,17 @@ def _refuse(reason: str) -> NoReturn:
 
 @torch.inference_mode()
 def _observe(hf: Any, places: Sequence[int], start: int) -> list[_Observation]:
-    received: dict[int, Any] = {}
-    outputs: list[tuple[Any, nn.Module, tuple[Any, ...]]] = []  # tables and the modules that returned them
+    received: dict[int, tuple[Tensor, Tensor]] = {}
+    made: list[tuple[Tensor, tuple[nn.Module, tuple[Any, ...]]]] = []  # cosines and the modules that returned them
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if "otary" in type(module).__name__ and cos_sin(output):
+        if "otary" in type(module).__name__ and (tables := cos_sin(output)):
             extra = args[2:] + tuple(v for k, v in kwargs.items() if k not in ("x", "position_ids"))
-            outputs.append((output, module, extra))
+            made.append((tables[0], (module, extra)))
 
     def before(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
-        tables, number = kwargs.get("position_embeddings"), getattr(module, "layer_idx", None)
-        if cos_sin(tables) and isinstance(number, int):
+        tables, number = cos_sin(kwargs.get("position_embeddings")), getattr(module, "layer_idx", None)
+        if tables and isinstance(number, int):
             received[number] = tables
 
     hooks = [module.register_forward_hook(after, with_kwargs=True) for module in hf.modules()]
@@ -86,7 +86,7 @@ def _observe(hf: Any, places: Sequence[int], start: int) -> list[_Observation]:
         hf(  # models with other arguments are caught by the table of families
             input_ids=(ids % hf.config.get_text_config().vocab_size)[None],
             position_ids=torch.arange(start, start + _TOKENS, device=device)[None],
-            **as_argument(hf, cache),
+            **{cache_argument(type(hf)): cache},
             use_cache=True,
         )
     finally:
@@ -98,16 +98,10 @@ def _observe(hf: Any, places: Sequence[int], start: int) -> list[_Observation]:
             _refuse(f"layer {number} does not write its keys into the cache")
     layers = []
     for number in filled:
-        layer, tables = cache.layers[number], cos_sin(received.get(number))
-        sources = [output[1:] for output in outputs if _equal(cos_sin(output[0]), tables)]
+        layer, tables = cache.layers[number], received.get(number)
+        sources = [source for cos, source in made if tables and torch.equal(cos.cpu(), tables[0].cpu())]
         layers.append(_Observation(layer.keys, layer.values, sources[-1] if sources else None, tables))
     return layers
-
-
-def _equal(first: tuple[Tensor, Tensor] | None, second: tuple[Tensor, Tensor] | None) -> bool:
-    if first is None or second is None:
-        return False
-    return first[0].shape == second[0].shape and torch.equal(first[0].cpu(), second[0].cpu())
 
 
 def _detect(number: int, first: _Observation, second: _Observation) -> LayerRotary | None:

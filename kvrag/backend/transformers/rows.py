@@ -41,13 +41,9 @@ MOST_ROWS = 256
 _LEAST_ROWS = 16
 
 
-def as_argument(hf: Any, cache: Cache) -> dict[str, Cache]:
-    """Return a cache as an argument of the model's forward pass, whose name changed with transformers 5.24."""
-    return {_argument(cast(Any, type(hf))): cache}
-
-
 @functools.cache
-def _argument(architecture: Any) -> str:
+def cache_argument(architecture: Any) -> str:
+    """Return the argument of a forward pass that takes the cache: its name changed with transformers 5.24."""
     return "cache" if "cache" in inspect.signature(architecture.forward).parameters else "past_key_values"
 
 

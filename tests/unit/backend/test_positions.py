@@ -10,7 +10,7 @@ from families import FAMILIES, build
 
 from kvrag import Model
 from kvrag.backend.positions import rotate, unrotate
-from kvrag.backend.transformers.rows import as_argument
+from kvrag.backend.transformers.rows import cache_argument
 
 ROTARIES = [
     "llama",
@@ -89,7 +89,9 @@ def test_rotated_keys_equal_the_models_own_keys_at_the_new_position(family: str,
     here, there = model.new_cache(40), model.new_cache(40)
     model.forward(ids, here)
     with model.lock, torch.inference_mode():
-        model.hf(input_ids=ids, position_ids=torch.arange(shift, shift + 40)[None], **as_argument(model.hf, there))
+        model.hf(
+            input_ids=ids, position_ids=torch.arange(shift, shift + 40)[None], **{cache_argument(type(model.hf)): there}
+        )
     for layer in range(model.num_layers):
         keys, own = here.layer(layer)[0], there.layer(layer)[0]
         free = model.rotations(torch.arange(40))[layer].unrotate(keys)

@@ -14,7 +14,7 @@ from families import FAMILIES, build
 from torch import Tensor
 
 from kvrag import POLICIES, BlendConfig, BlendEngine, FileStore, Model, SettingError
-from kvrag.backend.transformers.rows import as_argument
+from kvrag.backend.transformers.rows import cache_argument
 from kvrag.request import Request
 from kvrag.reuse.blend import _policy_of, select
 
@@ -152,7 +152,7 @@ def _attention(model: Model, stitched: Request, layers: list[int], num_queries: 
                 input_ids=stitched.ids[fresh][None],
                 position_ids=fresh[None],
                 attention_mask=_mask(model, fresh, len(stitched.ids)),
-                **as_argument(model.hf, cache),
+                **{cache_argument(type(model.hf)): cache},
                 output_attentions=True,
             )
     finally:

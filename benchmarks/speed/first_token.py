@@ -225,7 +225,7 @@ class PrefixCache:
         output = self._net.hf.generate(
             tensor,
             attention_mask=torch.ones_like(tensor),
-            **({cache_argument(type(self._net.hf)): self._cache} if common else {}),
+            **({cache_argument(type(self._net.hf).forward): self._cache} if common else {}),
             max_new_tokens=max_new_tokens,
             do_sample=False,
             return_dict_in_generate=True,

@@ -99,7 +99,7 @@ def test_a_tail_is_transformers_own_pass_over_stitched_kv_without_states(hybrid_
         tail = torch.tensor([ids[start:]])
         positions = torch.arange(start, len(ids))[None]
         logits = model.hf(
-            tail, position_ids=positions, use_cache=True, **{cache_argument(type(model.hf)): cache}
+            tail, position_ids=positions, use_cache=True, **{cache_argument(type(model.hf).forward): cache}
         ).logits[0, -1]
     assert relative(done.logits[0], logits) <= TOLERANCE
     assert relative(done.logits[0], plain_logits(model.hf, ids)[-1]) > 1e-3
@@ -312,7 +312,7 @@ def test_a_tail_goes_on_from_the_state_of_the_chunk_before_it(
         for number, layer in enumerate(own):
             layer.keys, layer.values = (part[:, :, :start].clone() for part in done.cache.layer(number))
         positions = torch.arange(start, len(ids))[None]
-        arguments = {cache_argument(type(storing.hf)): cache}
+        arguments = {cache_argument(type(storing.hf).forward): cache}
         with torch.inference_mode():
             logits = storing.hf(torch.tensor([ids[start:]]), position_ids=positions, **arguments).logits[0, -1]
         assert relative(done.logits[0], logits) <= 5 * TOLERANCE
@@ -326,7 +326,7 @@ def _after(model: Model, row: list[int]) -> DynamicCache:
     """transformers' own cache after these tokens."""
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
-        model.hf(torch.tensor([row]), use_cache=True, **{cache_argument(type(model.hf)): cache})
+        model.hf(torch.tensor([row]), use_cache=True, **{cache_argument(type(model.hf).forward): cache})
     return cache
 
 

@@ -464,7 +464,7 @@ class Model(Backend):
             input_ids=ids.to(self.device),
             position_ids=positions.to(self.device),
             attention_mask=mask,
-            **{cache_argument(type(self.hf)): cache},
+            **{cache_argument(type(self.hf).forward): cache},
             use_cache=True,
             **({} if all_logits else self._last_logits_only),
         ).logits

@@ -86,7 +86,7 @@ def _observe(hf: Any, places: Sequence[int], start: int) -> list[_Observation]:
         hf(  # models with other arguments are caught by the table of families
             input_ids=(ids % hf.config.get_text_config().vocab_size)[None],
             position_ids=torch.arange(start, start + _TOKENS, device=device)[None],
-            **{cache_argument(type(hf)): cache},
+            **{cache_argument(type(hf).forward): cache},
             use_cache=True,
         )
     finally:

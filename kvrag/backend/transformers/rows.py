@@ -42,9 +42,9 @@ _LEAST_ROWS = 16
 
 
 @functools.cache
-def cache_argument(architecture: Any) -> str:
-    """Return the argument of a forward pass that takes the cache: its name changed with transformers 5.24."""
-    return "cache" if "cache" in inspect.signature(architecture.forward).parameters else "past_key_values"
+def cache_argument(forward: Callable[..., object]) -> str:
+    """Return the argument of a model's `forward` that takes the cache: its name changed with transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 class StopForward(Exception):

@@ -90,7 +90,9 @@ def test_rotated_keys_equal_the_models_own_keys_at_the_new_position(family: str,
     model.forward(ids, here)
     with model.lock, torch.inference_mode():
         model.hf(
-            input_ids=ids, position_ids=torch.arange(shift, shift + 40)[None], **{cache_argument(type(model.hf)): there}
+            input_ids=ids,
+            position_ids=torch.arange(shift, shift + 40)[None],
+            **{cache_argument(type(model.hf).forward): there},
         )
     for layer in range(model.num_layers):
         keys, own = here.layer(layer)[0], there.layer(layer)[0]

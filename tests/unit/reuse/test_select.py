@@ -152,7 +152,7 @@ def _attention(model: Model, stitched: Request, layers: list[int], num_queries: 
                 input_ids=stitched.ids[fresh][None],
                 position_ids=fresh[None],
                 attention_mask=_mask(model, fresh, len(stitched.ids)),
-                **{cache_argument(type(model.hf)): cache},
+                **{cache_argument(type(model.hf).forward): cache},
                 output_attentions=True,
             )
     finally:

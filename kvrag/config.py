@@ -457,6 +457,15 @@ def check_depth(name: str, value: object) -> None:
     raise SettingError(_TOO_DEEP.format(name))
 
 
+class WarmOptions(TypedDict, total=False):
+    """Options of `BlendEngine.awarm`, described in `BlendEngine.warm`."""
+
+    document: str | Sequence[str]
+    sources: str | Sequence[str] | None
+    namespace: str
+    skip_invalid: bool
+
+
 class AnswerOptions(TypedDict, total=False):
     """Options of an answer, described in `BlendEngine.stream`."""
 

@@ -17,6 +17,7 @@ from kvrag.config import (
     BlendConfig,
     EngineOptions,
     LoadingOptions,
+    WarmOptions,
     check_list,
     check_names,
     check_namespace,
@@ -191,19 +192,9 @@ class BlendEngine(AbstractContextManager["BlendEngine"]):
         check_names(prefix)
         return list(self.store.documents(prefix, check_namespace(namespace)))
 
-    async def awarm(
-        self,
-        texts: Iterable[str],
-        *,
-        document: str | Sequence[str] = "",
-        sources: str | Sequence[str] | None = None,
-        namespace: str = "",
-        skip_invalid: bool = False,
-    ) -> WarmReport:
+    async def awarm(self, texts: Iterable[str], **options: Unpack[WarmOptions]) -> WarmReport:
         """Like `warm`, off the event loop and without a bar. Cancelling it stops the work; stored chunks are kept."""
-        options: dict[str, Any] = {"document": document, "sources": sources, "namespace": namespace}
-        work = partial(self.warm, texts, **options, skip_invalid=skip_invalid, progress=no_progress)
-        async with aclosing(off_loop(once(work))) as reports:
+        async with aclosing(off_loop(once(partial(self.warm, texts, progress=no_progress, **options)))) as reports:
             (report,) = await anext(reports)
             return report
 

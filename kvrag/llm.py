@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import scrypt
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from kvrag.client.connection import KEY_VARIABLE, root_of
 from kvrag.config import (
     ANSWER_SETTINGS,
     DECLARED,
     Grammar,
+    WarmOptions,
     check_list,
     check_namespace,
     check_option,
@@ -370,43 +371,32 @@ class LLMBase(EngineSettings, AnswerSettings):
         self,
         texts: Iterable[Any],
         *,
-        document: str | Sequence[str] = "",
-        sources: str | Sequence[str] | None = None,
-        namespace: str | None = None,
         progress: Callable[[int, int], None] | None = None,
-        skip_invalid: bool = False,
+        **options: Unpack[WarmOptions],
     ) -> WarmReport:
         """Encode every chunk that the store lacks; see `BlendEngine.warm`.
 
         Args:
             texts: The framework's documents or nodes, or their texts as prompts will contain them, in reading order.
             document: Name of the document that holds them.
-            sources: Names of their sources; None = those recorded in the documents or nodes.
-            namespace: None = this object's namespace.
+            sources: Names of their sources; by default those recorded in the documents or nodes.
+            namespace: By default this object's.
             progress: Called with (done, to do) every few seconds; None = show a bar on a terminal and in a notebook.
             skip_invalid: Leave out texts that cannot be encoded, with a warning, instead of encoding none.
         """
-        chunks, arguments = self._to_warm(texts, document, sources, namespace, skip_invalid)
+        chunks, arguments = self._to_warm(texts, **options)
         with naming_places(chunks):
             return self._open().warm(self._texts(chunks), progress=progress, **arguments)
 
-    async def awarm(
-        self,
-        texts: Iterable[Any],
-        *,
-        document: str | Sequence[str] = "",
-        sources: str | Sequence[str] | None = None,
-        namespace: str | None = None,
-        skip_invalid: bool = False,
-    ) -> WarmReport:
+    async def awarm(self, texts: Iterable[Any], **options: Unpack[WarmOptions]) -> WarmReport:
         """Like `warm`, off the event loop. Cancelling it stops the work; chunks stored before are kept."""
-        chunks, arguments = self._to_warm(texts, document, sources, namespace, skip_invalid)
+        chunks, arguments = self._to_warm(texts, **options)
         engine = await asyncio.to_thread(self._open)
         with naming_places(chunks):
             return await engine.awarm(self._texts(chunks), **arguments)
 
     def _to_warm(
-        self, texts: Iterable[Any], document: str | Sequence[str], sources: Any, namespace: str | None, skip: bool
+        self, texts: Iterable[Any], sources: Any = None, namespace: str | None = None, **options: Any
     ) -> tuple[list[Any], dict[str, Any]]:
         """Return the documents and the other arguments of the engine's `warm`."""
         # one document or node is iterable, too: over its fields
@@ -415,8 +405,7 @@ class LLMBase(EngineSettings, AnswerSettings):
         chunks = list(texts)
         if sources is None and any(self._source(chunk) for chunk in chunks):
             sources = [self._source(chunk) for chunk in chunks]
-        names = {"document": document, "sources": sources, "namespace": self._in(namespace)}
-        return chunks, names | {"skip_invalid": skip}
+        return chunks, options | {"sources": sources, "namespace": self._in(namespace)}
 
     def forget(self, document: str, *, namespace: str | None = None) -> int:
         """Drop a document's chunks unless another document has them; see `BlendEngine.forget`."""

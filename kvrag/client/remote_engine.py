@@ -5,25 +5,22 @@ from __future__ import annotations
 import functools
 import uuid
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
-from contextvars import copy_context
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import asdict, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Unpack
 
 from kvrag.blocking import iterate, run
 from kvrag.client.connection import Body, Connection
 from kvrag.client.servers import Server, find_server, warm
 from kvrag.client.wire import deltas_of, messages_of
-from kvrag.config import check_names, check_namespace, checked_answer, named_texts
+from kvrag.config import WarmOptions, check_names, check_namespace, checked_answer
 from kvrag.errors import SettingError
 from kvrag.progress import watched
+from kvrag.scheduling.bridge import together
 from kvrag.types import Answer, Delta, Messages, WarmReport, join
 
-_PARALLEL = 64  # requests of one call
 
-
-class RemoteEngine:
+class RemoteEngine(AbstractContextManager["RemoteEngine"]):
     """Answers prompts on a server: `kvrag serve`, or vLLM with kvrag's KV connector. Thread-safe.
 
     The methods are those of `BlendEngine`. Nothing is sent before the first call. The kind of the server is detected
@@ -88,34 +85,20 @@ class RemoteEngine:
         self,
         texts: Iterable[str],
         *,
-        document: str | Sequence[str] = "",
-        sources: str | Sequence[str] | None = None,
-        namespace: str = "",
         progress: Callable[[int, int], None] | None = None,
-        skip_invalid: bool = False,
+        **options: Unpack[WarmOptions],
     ) -> WarmReport:
         """Encode every chunk that the server's store lacks; see `BlendEngine.warm`.
 
         Many texts are sent in several requests. `progress` is called with (texts done, texts to do) after each one, and
         every few seconds (`kvrag serve`). If a request fails, chunks encoded before are kept: call it again.
         """
-        named = named_texts(texts, document, sources)
         with watched(progress, "encoding", "texts") as update:
-            return run(warm(named, document, self._served, check_namespace(namespace), update, skip_invalid))
+            return run(warm(self._served, texts, update, **options))
 
-    async def awarm(
-        self,
-        texts: Iterable[str],
-        *,
-        document: str | Sequence[str] = "",
-        sources: str | Sequence[str] | None = None,
-        namespace: str = "",
-        skip_invalid: bool = False,
-    ) -> WarmReport:
+    async def awarm(self, texts: Iterable[str], **options: Unpack[WarmOptions]) -> WarmReport:
         """Like `warm`, without blocking the event loop. Cancelling it ends the encoding on the server."""
-        named = named_texts(texts, document, sources)
-        server = await self._server(self._async)
-        return await warm(named, document, server, check_namespace(namespace), skip_invalid=skip_invalid)
+        return await warm(await self._server(self._async), texts, **options)
 
     def forget(self, document: str, *, namespace: str = "") -> int:
         """Delete a document's chunks unless another document has them; return how many were deleted."""
@@ -150,13 +133,12 @@ class RemoteEngine:
 
         After an error in one of the answers, those that have not begun are not requested.
         """
-        pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="kvrag-batch")
-        try:
-            ask = functools.partial(self.generate, **options)
-            answers = [pool.submit(copy_context().run, ask, prompt) for prompt in prompts]  # with the caller's trace
-            return [answer.result() for answer in answers]
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        given = _checked(options)
+        answers: list[list[Delta]] = [[] for _ in prompts]
+        streams = [iterate(self._deltas(self._blocking, prompt, given, is_stream=False)) for prompt in prompts]
+        for number, delta in together(streams):
+            answers[number].append(delta)
+        return [join(answer) for answer in answers]
 
     def astream(self, prompt: str | Messages, **options: Any) -> AsyncGenerator[Delta, None]:
         """Like `stream`, without blocking the event loop."""
@@ -210,9 +192,6 @@ class RemoteEngine:
 
     def __getstate__(self) -> Any:
         raise TypeError("an engine cannot be pickled: create one in each process, or pass base_url= instead")
-
-    def __enter__(self) -> RemoteEngine:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

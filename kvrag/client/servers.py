@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import quote
 
 from kvrag.client.connection import Body, Connection
 from kvrag.client.wire import body_of, report_of
-from kvrag.config import NamedText, blend_of, named_texts
+from kvrag.config import NamedText, blend_of, check_namespace, named_texts
 from kvrag.errors import (
     ContextWindowError,
     KvragError,
@@ -102,7 +102,7 @@ class _Vllm(_ServedModel):
 
     async def body(self, prompt: str | Messages, options: Body, tag: str) -> Body:
         namespace, grammar = options["namespace"], options["grammar"]
-        await warm(named_texts(options["documents"]), "", self, namespace)
+        await warm(self, options["documents"], namespace=namespace)
         body = body_of(self.name, prompt, options, bool(tag))
         params = {"mode": "blend", **blend_of(options), "namespace": namespace, "tag": tag}
         body["kv_transfer_params"] = {"kvrag": {name: value for name, value in params.items() if value != ""}}
@@ -179,26 +179,28 @@ def num_bytes(text: str) -> int:
 
 
 async def warm(
-    texts: Sequence[NamedText],
-    document: str | Sequence[str],
     server: Server,
-    namespace: str,
+    texts: Iterable[str],
     progress: Callable[[int, int], None] | None = None,
+    *,
+    document: str | Sequence[str] = "",
+    sources: str | Sequence[str] | None = None,
+    namespace: str = "",
     skip_invalid: bool = False,
 ) -> WarmReport:
     """Encode texts; without any, forget the document."""
-    reports, warnings, done = list[Body](), list[str](), 0
+    named, reports, warnings, done = named_texts(texts, document, sources), list[Body](), list[str](), 0
+    check_namespace(namespace)
 
     def numbered(message: str) -> str:  # among all texts
         return _CHUNK.sub(lambda found: f"{found[1]}{int(found[2]) + done}", message)
 
-    if not texts and document and isinstance(document, str):
+    if not named and document and isinstance(document, str):
         await server.command("forget", namespace, document=document)
-    for part in whole_documents(texts, server.part_bytes):
+    for part in whole_documents(named, server.part_bytes):
         columns = zip(("texts", "document", "sources"), map(list, zip(*part, strict=True)), strict=True)
-        options = {"skip_invalid": True} if skip_invalid else {}  # older servers do not know it
         try:
-            reports.append(await server.command("warm", namespace, **dict(columns), **options))
+            reports.append(await server.command("warm", namespace, **dict(columns), skip_invalid=skip_invalid))
         except PromptError as error:
             error.args = (numbered(str(error)),)
             error.chunk = int(found[2]) if (found := _CHUNK.match(str(error))) else None
@@ -206,13 +208,9 @@ async def warm(
         warnings += map(numbered, reports[-1].get("warnings") or ())
         done += len(part)
         if progress is not None:
-            progress(done, len(texts))
+            progress(done, len(named))
     names = [row.name for row in fields(WarmReport) if row.name != "warnings"]
-    try:
-        totals: dict[str, Any] = {name: sum(report[name] for report in reports) for name in names}
-    except (KeyError, TypeError):
-        message = f"{server.connection.root} sent no valid report of the encoding: update the server"
-        raise ServerError(message) from None
+    totals: dict[str, Any] = {name: sum(report[name] for report in reports) for name in names}
     return WarmReport(**totals, warnings=tuple(dict.fromkeys(warnings)))
 
 

@@ -102,20 +102,16 @@ class Explanation:
         return fields
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        yield from self.summary
-        yield ""
+        lines = [*self.summary, ""]
         for stretch in self.stretches:
             source = f"  [{stretch.source}]" if stretch.source else ""
             size = stretch.stop - stretch.start
-            yield f"{stretch.start:6d}  {size:5d}  {stretch.kind:12s}  {_brief(stretch.text)}{source}"
-        if self.chunks:
-            yield ""
+            lines.append(f"{stretch.start:6d}  {size:5d}  {stretch.kind:12s}  {_brief(stretch.text)}{source}")
+        lines += [""] * bool(self.chunks)
         for chunk in self.chunks:
             detail = f": {chunk.detail}" if chunk.detail else ""
-            yield f"{chunk.reason} ({chunk.reused} of {chunk.tokens} tokens reused), {chunk.title}{detail}"
+            lines.append(f"{chunk.reason} ({chunk.reused} of {chunk.tokens} tokens reused), {chunk.title}{detail}")
+        return "\n".join(lines)
 
     def html(self) -> str:
         """Return a self-contained HTML page."""

@@ -72,8 +72,9 @@ def verify(open_engine: Callable[..., Any], chunk_tokens: int | None = None) -> 
             # else only recomputed tokens equal full prefill's: a model's states may not be stored
             is_exact = model.keeps_states == model.stores_states
             if is_exact and not model.keeps_states:  # else the first layer with KV may be a later one
-                reused = plain.reused.nonzero().squeeze(1)
-                keys, expected = (layer[:, :, reused] for layer in (plain.cache.layer(0)[0], _layer0_keys(model, ids)))
+                reused, own = plain.reused.nonzero().squeeze(1), model.new_cache(len(ids))
+                model.forward_until(1, torch.tensor([ids]), own)
+                keys, expected = (cache.layer(0)[0][:, :, reused] for cache in (plain.cache, own))
                 limit = tolerance + _KEYS[engine.codec]
                 yield _check("layer-0 keys of stitched chunks = the model's own", keys, expected, limit)
             blended = prefill(ids, BlendConfig(ratio=1.0, controller="off"))
@@ -132,12 +133,6 @@ def _step_of_two(model: Model, ids: list[int]) -> tuple[Tensor, Tensor]:
         model.forward(torch.tensor([ids[:length]]), cache)
     logits = model.forward_each([ids[length] for length in lengths], caches)
     return logits, torch.cat([model.own_logits(ids[: length + 1]) for length in lengths])
-
-
-def _layer0_keys(model: Model, ids: list[int]) -> Tensor:
-    cache = model.new_cache(len(ids))
-    model.forward_until(1, torch.tensor([ids]), cache)
-    return cache.layer(0)[0]
 
 
 def _check_logits(model: Model, ids: list[int], name: str, logits: Tensor, reference: Tensor, limit: float) -> Check:

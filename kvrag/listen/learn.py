@@ -6,11 +6,13 @@ import hashlib
 import logging
 import re
 import threading
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import cast
+
+from cachetools import FIFOCache
 
 from kvrag.config import named_texts
 from kvrag.errors import KvragError
@@ -47,7 +49,7 @@ class Learner(Listener):
             notice: Marks prompts of which texts were removed from the store, see `Request`.
         """
         self._ingestion, self._lookup, self._idle, self._notice = ingestion, lookup, idle, notice
-        self._seen: OrderedDict[bytes, str] = OrderedDict()  # namespaces by digest
+        self._seen: FIFOCache[bytes, str] = FIFOCache(_SEEN)  # namespaces by digest
         self._keys: set[str] = set()  # of the chunks learned
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by namespace
         self._counting = threading.Lock()
@@ -78,7 +80,8 @@ class Learner(Listener):
         """Forget which texts of a namespace were seen once, and its prompts that wait."""
         with self._counting:
             self._times_forgotten[namespace] += 1
-            self._seen = OrderedDict((digest, name) for digest, name in self._seen.items() if name != namespace)
+            for digest in [digest for digest, name in self._seen.items() if name == namespace]:
+                del self._seen[digest]
 
     def _count(self, namespace: str, **more: int) -> None:
         with self._counting:
@@ -111,8 +114,6 @@ class Learner(Listener):
             if self._seen.pop(digest, None) is not None:
                 return True
             self._seen[digest] = namespace
-            if len(self._seen) > _SEEN:
-                self._seen.popitem(last=False)
             return False
 
     def _encode(self, text: str, namespace: str, is_forgotten: Callable[[], bool]) -> None:

@@ -52,8 +52,6 @@ class AdmissionQueue:
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []  # with their namespaces, the oldest first
         self._admissions = count(1)
         self._last: Counter[str] = Counter()  # number of each namespace's last admission
-        self._idle = asyncio.Event()
-        self._idle.set()
         self.is_stopping = False
 
     def running(self, namespace: str) -> int:
@@ -89,6 +87,7 @@ class AdmissionQueue:
         loop, items = asyncio.get_running_loop(), asyncio.Queue[T | BaseException | None]()  # None = the end
         started, left, context = loop.time(), threading.Event(), copy_context()
         context.run(is_cancelled.set, left.is_set)
+        late = QueueTimeoutError(f"the request took longer than {limit:g} s: request fewer tokens, or send less")
 
         def put(item: T) -> None:
             loop.call_soon_threadsafe(items.put_nowait, item)
@@ -97,16 +96,13 @@ class AdmissionQueue:
             self._release(namespace)
             items.put_nowait(working.exception())
 
-        async def begin() -> None:
-            try:
+        try:
+            async with asyncio.timeout(limit):
                 await self._admit(namespace)
-                loop.run_in_executor(self._threads, context.run, put_all, work, put).add_done_callback(end)
-                admitted(loop.time() - started)
-            except Exception as error:
-                items.put_nowait(error)
-
-        beginning = asyncio.create_task(begin())
-        late = QueueTimeoutError(f"the request took longer than {limit:g} s: request fewer tokens, or send less")
+        except TimeoutError:
+            raise late from None
+        loop.run_in_executor(self._threads, context.run, put_all, work, put).add_done_callback(end)
+        admitted(loop.time() - started)
         timer = loop.call_at(started + limit, items.put_nowait, late)
         try:
             while (item := await items.get()) is not None:
@@ -116,14 +112,11 @@ class AdmissionQueue:
         finally:
             timer.cancel()
             left.set()
-            beginning.cancel()
-            await asyncio.sleep(0)  # it does not wait any more when this returns
 
     async def stop(self) -> None:
         """Reject waiting and new requests; return when all admitted ones are done."""
         self.close()
-        await self._idle.wait()
-        self._threads.shutdown(wait=False)
+        await asyncio.to_thread(self._threads.shutdown)
 
     def close(self) -> None:
         """Reject waiting and new requests."""
@@ -136,13 +129,11 @@ class AdmissionQueue:
     async def _admit(self, namespace: str) -> None:
         if self.is_stopping:
             raise _stopping()
-        if self._has_place(namespace):  # which all that wait lack
-            self._take_place(namespace)
-            return
-        if self.waiting(namespace) >= self._queue:
+        if not self._has_place(namespace) and self.waiting(namespace) >= self._queue:
             raise QueueFullError("too many requests are waiting: retry later")
         admission = asyncio.get_running_loop().create_future()
         self._waiting.append((namespace, admission))
+        self._fill_places()
         try:
             await admission
         except BaseException:
@@ -157,21 +148,18 @@ class AdmissionQueue:
         reserved = min(without, self._places // 2) if self._running[namespace] else 0
         return self._places - self._running.total() > reserved
 
-    def _take_place(self, namespace: str) -> None:
-        self._running[namespace] += 1
-        self._last[namespace] = next(self._admissions)
-        self._idle.clear()
+    def _fill_places(self) -> None:
+        while able := [request for request in self._waiting if self._has_place(request[0])]:
+            namespace, admission = min(able, key=lambda request: self._last[request[0]])
+            self._waiting.remove((namespace, admission))
+            if not admission.done():
+                self._running[namespace] += 1
+                self._last[namespace] = next(self._admissions)
+                admission.set_result(None)
 
     def _release(self, namespace: str) -> None:
         self._running[namespace] -= 1
-        while able := [request for request in self._waiting if self._has_place(request[0])]:
-            following, admission = min(able, key=lambda request: self._last[request[0]])
-            self._waiting.remove((following, admission))
-            if not admission.done():
-                self._take_place(following)
-                admission.set_result(None)
-        if not self._running.total():
-            self._idle.set()
+        self._fill_places()
 
 
 def _stopping() -> QueueStoppingError:

@@ -283,11 +283,10 @@ class Idle(Background):
             is_busy: Returns whether answers are in progress.
             notice: Marks requests of which texts were removed from the store.
         """
-        super().__init__("kvrag-idle", 2)  # one may just be ending
+        super().__init__("kvrag-idle", 2)  # one may just be ending, and would not see what is added
         self._is_busy, self._notice = is_busy, notice
         self._waiting: deque[_Task] = deque()
         self._lock = threading.Lock()
-        self._is_working = False
 
     def add(self, request: Forgettable, work: Callable[[], object], kind: str = "", most: int = _WAITING) -> bool:
         """Do this later; return whether nothing was dropped for it: of a kind, only the last `most` wait."""
@@ -298,8 +297,7 @@ class Idle(Background):
             if len(same) >= most:
                 self._waiting.remove(same[0])
             self._waiting.append(_Task(request, work, kind))
-            if not self._is_working:
-                self._is_working = self.later(self._work_off)
+            self.later(self._work_off)
             return len(same) < most
 
     def drop_forgotten(self) -> None:
@@ -314,19 +312,13 @@ class Idle(Background):
             self._waiting.clear()
 
     def _work_off(self) -> None:
-        while task := self._next():
-            self._do(task)
-            del task  # the loop waits
-
-    def _next(self) -> _Task | None:
-        """Wait until no answer is in progress; return the next task, None without any."""
-        if self._waiting:
+        while self._waiting and not self.is_over:
             self.pause()
-        with self._lock:
-            if self.is_over or not self._waiting:
-                self._is_working = False
-                return None
-            return self._waiting.popleft()
+            with self._lock:
+                task = self._waiting.popleft() if self._waiting else None
+            if task:
+                self._do(task)
+            del task  # the loop waits
 
     def pause(self) -> None:
         """Wait while answers are in progress, until the end at most; for work between two of its parts."""

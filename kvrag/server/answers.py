@@ -50,7 +50,9 @@ def chat_work(state: State, tenant: Tenant, request: ChatRequest) -> Work:
             wanted = {"top_k": settings.top_k, "around": settings.around} | wanted
             number, question = _question(messages)
             before = [message["content"] for message in messages[:number] if message["role"] == "user"]
-            found = tenant.require_corpus().search(question, **wanted, before=before)
+            if not (found := tenant.require_corpus().index.search(question, **wanted, before=before)):
+                how = "add documents with PUT /v1/corpus/NAME, or run `kvrag warm PATH`"
+                raise ApiError(400, f"the corpus is empty: {how}", "corpus_empty")
             hits = fitting(found, engine.model, _with_context(messages, settings, []))
             yield hits
             texts = [hit.text for hit in hits]
@@ -113,11 +115,7 @@ async def respond(request: Request, state: State, tenant: Tenant, work: Work, bu
     if not builder.is_stream:
         return json_response(await while_connected(request.receive, _whole(pieces, builder)))
     events = _events(pieces, builder)
-    try:
-        first = await while_connected(request.receive, anext(events))
-    except BaseException:
-        await events.aclose()
-        raise
+    first = await while_connected(request.receive, anext(events))
     return EventStream(first, events, builder, state.settings.timeout)
 
 

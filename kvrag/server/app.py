@@ -12,21 +12,21 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.security import HTTPBearer
+from prometheus_client import generate_latest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError
 from kvrag.retrieval.content import Content
 from kvrag.retrieval.documents import SUFFIXES
 from kvrag.retrieval.sandbox import Sandbox
-from kvrag.server import page
 from kvrag.server.answers import chat_work, completion_work, respond, result
 from kvrag.server.api_errors import ApiError, handle_errors, json_response
 from kvrag.server.body import ParsingRoute
 from kvrag.server.corpus import Corpus, check_id
-from kvrag.server.guard import Guard
+from kvrag.server.guard import PAGE, Guard
 from kvrag.server.response import ResponseBuilder
 from kvrag.server.responses import ResponsesBuilder, ResponsesRequest
 from kvrag.server.schemas import ChatRequest, CompletionRequest, NewChunks, TokenizeRequest
@@ -210,7 +210,21 @@ async def health(state: Server) -> Response:
 @router.get("/metrics")
 async def metrics(tenant: Caller) -> Response:
     """Return the metrics of the caller's namespace for Prometheus."""
-    return Response(tenant.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(generate_latest(tenant.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",  # a new version of the page must not meet an old script
+}
+
+
+async def page_file(request: Request) -> Response:
+    """Return a file of the page."""
+    folder = (await _server(request)).settings.page
+    assert folder is not None
+    return FileResponse(folder / PAGE[request.scope["path"]], headers=_PAGE_HEADERS)
 
 
 def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[Corpus] = ()) -> FastAPI:
@@ -237,8 +251,8 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[
     )
     app.state.kvrag = state
     app.include_router(router)
-    for path in page.FILES if settings.page is not None else ():
-        app.add_route(path, page.file, include_in_schema=False)
+    for path in PAGE if settings.page is not None else ():
+        app.add_route(path, page_file, include_in_schema=False)
     handle_errors(app)
     app.add_middleware(Guard, settings=settings)
     if settings.hosts and not settings.api_keys:

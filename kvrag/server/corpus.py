@@ -11,7 +11,7 @@ from typing import Any
 
 from kvrag.engine import BlendEngine
 from kvrag.retrieval.documents import page_numbers
-from kvrag.retrieval.index import ChunkIndex, Hit
+from kvrag.retrieval.index import ChunkIndex
 from kvrag.scheduling.waiting import check_cancelled
 from kvrag.server.api_errors import ApiError
 from kvrag.store.base import no_progress
@@ -24,7 +24,7 @@ Status = dict[str, Any]
 
 
 class Corpus:
-    """Documents of one namespace, in an engine's store and in a chunk index. Thread-safe."""
+    """Documents of one namespace, in an engine's store and in a chunk index. Thread-safe, but one `add` at a time."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Corpus:
         """Open a corpus; `split` splits texts into chunks."""
         self.index, self.namespace = index, namespace
         self._engine, self._split = engine, split
-        self._adding, self._changing = threading.Lock(), threading.Lock()
+        self._changing = threading.Lock()
         self._encoded = ""  # the document that is being encoded, or that could not be
 
     def add(self, document: str, texts: Sequence[str], pages: Sequence[int] = ()) -> Status:
@@ -47,17 +47,16 @@ class Corpus:
         chunks = self._split(texts)
         if not chunks:
             raise ApiError(400, f"{document} contains no text", "unreadable_document")
-        with self._adding:
-            self._encoded = document
-            # KV first: every retrievable chunk has its KV
-            self._engine.warm(chunks, document=document, namespace=self.namespace, progress=no_progress)
-            with self._changing:
-                if self._encoded != document:
-                    self._engine.forget(document, namespace=self.namespace)
-                    raise ApiError(409, f"{document} was deleted while it was encoded", "conflict")
-                numbers = page_numbers(chunks, texts, pages)
-                self.index.add(chunks, document, lambda done, total: check_cancelled(), numbers)
-                self._encoded = ""
+        self._encoded = document
+        # KV first: every retrievable chunk has its KV
+        self._engine.warm(chunks, document=document, namespace=self.namespace, progress=no_progress)
+        with self._changing:
+            if self._encoded != document:
+                self._engine.forget(document, namespace=self.namespace)
+                raise ApiError(409, f"{document} was deleted while it was encoded", "conflict")
+            numbers = page_numbers(chunks, texts, pages)
+            self.index.add(chunks, document, lambda done, total: check_cancelled(), numbers)
+            self._encoded = ""
         return self.status(document)
 
     def remove(self, document: str) -> None:
@@ -84,14 +83,6 @@ class Corpus:
         ready = {"object": "corpus.document", "status": "ready"}
         sizes = {name: {"chunks": counts[name], "tokens": tokens.get(name, 0)} for name in names if name in counts}
         return [{"id": name, **ready, **size} for name, size in sizes.items()]
-
-    def search(self, question: str, top_k: int, around: int, before: Sequence[str] = ()) -> list[Hit]:
-        """Return the chunks nearest to a question, see `ChunkIndex.search`; raise ApiError if the corpus is empty."""
-        hits = self.index.search(question, top_k, around, before)
-        if not hits:
-            how = "add documents with PUT /v1/corpus/NAME, or run `kvrag warm PATH`"
-            raise ApiError(400, f"the corpus is empty: {how}", "corpus_empty")
-        return hits
 
 
 def check_id(document: str) -> None:

@@ -13,11 +13,13 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrag.server.api_errors import ApiError, error_response
-from kvrag.server.page import FILES
 from kvrag.server.settings import ServerSettings
 
+PAGE = {"/": "index.html", "/style.css": "style.css", "/app.js": "app.js"}
+"""The files of a page, such as `examples/chat` of a checkout, by path."""
+
 # for load balancers, and for browsers, which send no key with a page; that of examples/chat asks for the key itself
-_OPEN = ("/health", "/openapi.json", *FILES)
+_OPEN = ("/health", "/openapi.json", *PAGE)
 _READING = 64  # requests per namespace beyond those in the admission queue; each may hold a body
 UPLOADS = 16  # per namespace; each may hold a file
 _BODY_S = 10.0  # for a body to arrive ...

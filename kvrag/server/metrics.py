@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-
+from kvrag.scheduling.queue import AdmissionQueue
 from kvrag.types import BlendReport
 
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
@@ -16,11 +15,15 @@ _WHOLE = (0.1, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 240, 600)
 class Metrics:
     """Counters and histograms of one namespace, in their own registry."""
 
-    def __init__(self, *, with_process: bool = True) -> None:
+    def __init__(self, namespace: str, queue: AdmissionQueue, *, with_process: bool) -> None:
         """Create metrics, `with_process` with the memory and CPU time of the whole process."""
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         if with_process:
             ProcessCollector(registry=registry)
+        running = Gauge("kvrag_num_requests_running", "Admitted requests", registry=registry)
+        running.set_function(lambda: queue.running(namespace))
+        waiting = Gauge("kvrag_num_requests_waiting", "Waiting requests", registry=registry)
+        waiting.set_function(lambda: queue.waiting(namespace))
         prompt = "Prompt tokens: reused without being computed, recomputed although stored, or computed otherwise"
         self._prompt = Counter("kvrag_prompt_tokens", prompt, ["source"], registry=registry)
         self._generated = Counter("kvrag_generation_tokens", "Generated tokens", registry=registry)
@@ -37,11 +40,7 @@ class Metrics:
             self._prompt.labels(source)  # zero from the start instead of missing
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"kvrag_{name}_seconds", about, buckets=buckets, registry=self._registry)
-
-    def watch(self, name: str, about: str, value: Callable[[], float]) -> None:
-        """Add a gauge whose value is read at every scrape."""
-        Gauge(f"kvrag_{name}", about, registry=self._registry).set_function(value)
+        return Histogram(f"kvrag_{name}_seconds", about, buckets=buckets, registry=self.registry)
 
     def token(self, seconds: float, count: int, is_first: bool) -> None:
         """Count tokens with the time since the request (first token) or since the previous tokens."""
@@ -58,7 +57,3 @@ class Metrics:
         self._prefill.observe(report.ttft_s)
         if report.completed:
             self._completed.observe(report.completed.seconds)
-
-    def text(self) -> bytes:
-        """Return all metrics in Prometheus's text format."""
-        return generate_latest(self._registry)

@@ -23,12 +23,9 @@ class Tenant:
     """One namespace of a server: its corpus and metrics. Requests never see another namespace's."""
 
     def __init__(self, namespace: str, corpus: Corpus | None, state: State) -> None:
-        queue = state.answering
         self.namespace, self.corpus = namespace, corpus
         # the process's load would reveal the activity of other namespaces
-        self.metrics = Metrics(with_process=not state.is_shared)
-        self.metrics.watch("num_requests_running", "Admitted requests", lambda: queue.running(namespace))
-        self.metrics.watch("num_requests_waiting", "Waiting requests", lambda: queue.waiting(namespace))
+        self.metrics = Metrics(namespace, state.answering, with_process=not state.is_shared)
 
     def require_corpus(self) -> Corpus:
         """Return the corpus; raise ApiError without one."""

@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "prefill": BASE | {"backend", "store", "index", "memory", "reuse", "control", "request"},
     "answer": BASE | ROOMS | {"request", "prefill"},
     "engine": BASE | ROOMS | {"request", "prefill", "answer", "progress"},
-    "client": {"errors", "config", "types", "process", "blocking", "progress"},
+    "client": {"errors", "config", "types", "process", "blocking", "progress", "scheduling"},
     "llm": BASE | {"backend", "generate", "control", "engine", "inspect", "client"},
     "llm_fields": {"config", "engine", "llm"},
     "vectorstore": BASE | {"store", "llm", "blocking"},

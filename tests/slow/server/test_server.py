@@ -299,7 +299,7 @@ def test_control_tokens_stay_text(served: Served, engine: BlendEngine) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_server_retrieves_and_cites(served: Served, engine: BlendEngine, corpus: Corpus, stream: bool) -> None:
-    hits = corpus.search(QUESTION, 3, 0)
+    hits = corpus.index.search(QUESTION, 3, 0)
     said = served.ask(QUESTION, model=f"{NAME}-rag", retrieval={"top_k": 3}, stream=stream)
     first = events(said)[0] if stream else said.json()
     assert [(each["index"], each["document"], each["text"]) for each in first["citations"]] == [
@@ -364,7 +364,7 @@ def test_files_are_uploaded(served: Served, corpus: Corpus, name: str, content: 
     assert added.status_code == 200, added.text
     assert [problem["line"] for problem in added.json()["problems"]] == [2] * (name == "a.jsonl")
     place = f"/v1/corpus/{name}"
-    assert [hit.text for hit in corpus.search("Zel owns a snake.", 1, 0)] == ["Zel owns a snake."]
+    assert [hit.text for hit in corpus.index.search("Zel owns a snake.", 1, 0)] == ["Zel owns a snake."]
     assert served.http.delete(place).status_code == 200
 
 

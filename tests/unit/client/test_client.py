@@ -8,7 +8,7 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -69,15 +69,16 @@ async def test_answers_of_vllm(fake: FakeVllm, remote: RemoteEngine, prompt: Any
 def test_the_answers_of_a_batch_are_requested_at_the_same_time(
     remote: RemoteEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    together, generate = threading.Barrier(3, timeout=60), RemoteEngine.generate
+    together, deltas = threading.Barrier(3, timeout=60), RemoteEngine._deltas
 
-    def waiting(self: RemoteEngine, prompt: Any, **options: Any) -> Any:
+    async def waiting(*args: Any, **options: Any) -> AsyncIterator[Delta]:
         together.wait()
-        return generate(self, prompt, **options)
+        async for delta in deltas(*args, **options):
+            yield delta
 
     prompts = ["Who plays", "Who plays the harp", "Who"]
     alone = [remote.generate(prompt, seed=1) for prompt in prompts]
-    monkeypatch.setattr(RemoteEngine, "generate", waiting)
+    monkeypatch.setattr(RemoteEngine, "_deltas", waiting)
     assert remote.generate_batch(prompts, seed=1) == alone
     assert remote.generate_batch([]) == []
     with pytest.raises(SettingError, match="seed"):

@@ -262,11 +262,12 @@ def test_a_full_disk_costs_one_warning_and_no_answer(
     assert "disk" in warnings[0]
 
 
-def test_memory_for_texts_seen_once_is_bounded(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_texts_seen_once_is_bounded(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learn, "_SEEN", 3)
-    for number in range(9):
-        _ask(engine, f"{number} {PAGE}")
-    assert _learned(engine).seen == 3
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0), conversation_bytes=0, learn=True) as engine:
+        for number in range(9):
+            _ask(engine, f"{number} {PAGE}")
+        assert _learned(engine).seen == 3
 
 
 def test_odd_unicode_is_learned_or_left(engine: BlendEngine) -> None:

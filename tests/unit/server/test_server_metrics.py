@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from blending import CHUNKS, messages
+from prometheus_client import generate_latest
 
 from kvrag import BlendEngine, FileStore, Model
 from kvrag.cli import serve
@@ -23,7 +24,7 @@ PAGE = " ".join(CHUNKS[:3])
 
 
 def _metrics(state: State, namespace: str, prefix: str) -> dict[str, float]:
-    lines = state.tenants[namespace].metrics.text().decode().splitlines()
+    lines = generate_latest(state.tenants[namespace].metrics.registry).decode().splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(prefix))
     return {name: float(value) for name, value in pairs}
 

@@ -386,7 +386,7 @@ class BlendEngine(AbstractContextManager["BlendEngine"]):
         prefill, evidence = self._answering.prefill, self._planner.evidence[namespace]
         try:
             with watched(progress, "calibrating") as update:
-                for done in self_test(self.model, prefill, evidence, ids, namespace):
+                for done, _ in enumerate(self_test(self.model, prefill, evidence, ids, namespace), 1):
                     (update or no_progress)(done, (1 + len(STARTS)) * len(ids))
         finally:
             self._planner.evidence.keep()

@@ -21,7 +21,6 @@ from kvrag.config import (
     DECLARED,
     Grammar,
     WarmOptions,
-    check_list,
     check_namespace,
     check_option,
     check_type,
@@ -181,9 +180,8 @@ class LLMSettings(EngineSettings, AnswerSettings):
             if local := [name for name in given if name not in ("model=", "base_url=")]:
                 names = ", ".join(local)
                 raise SettingError(f"base_url= answers with the model and the store of the server: leave out {names}")
-        self.max_tokens = _ANSWER["max_tokens"].metadata["check"]("max_tokens", self.max_tokens)
         check_type("stop", self.stop, list | tuple | None, "a list of strings")
-        checked_answer(self.request())
+        self.request()
 
     @staticmethod
     def plain(value: Any) -> Any:
@@ -209,10 +207,8 @@ class LLMSettings(EngineSettings, AnswerSettings):
         call = self._checked_call(call) if call != {"stop": None} else {}
         request = {name: getattr(self, name) for name in _ANSWER} | {"timeout": self.timeout} | call
         request["stop"] = tuple(dict.fromkeys([*(self.stop or ()), *call.get("stop", ())]))
-        request["max_new_tokens"] = request.pop("max_tokens")
-        if call:
-            checked_answer(request)
-        return request
+        request["max_new_tokens"] = _ANSWER["max_tokens"].metadata["check"]("max_tokens", request.pop("max_tokens"))
+        return checked_answer(request)[0]
 
     @staticmethod
     def _checked_call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,10 +221,6 @@ class LLMSettings(EngineSettings, AnswerSettings):
             raise SettingError(f"unknown setting {', '.join(unknown)}: a call accepts {', '.join(known)}")
         call = {name: value for name, value in call.items() if value is not None}
         check_type("stop", call.get("stop", []), list | tuple, "a list of strings")
-        if "documents" in call:
-            call["documents"] = check_list("documents", call["documents"])
-        if "max_tokens" in call:
-            call["max_tokens"] = _ANSWER["max_tokens"].metadata["check"]("max_tokens", call["max_tokens"])
         if response_format := call.pop("response_format", None):
             if "grammar" in call:
                 raise SettingError("response_format and grammar exclude each other: leave out one of them")

@@ -12,8 +12,6 @@ from kvrag.words import counted
 
 Kind = Literal["fresh", "stored", "conversation"]
 
-Reason = Literal["stored", "changed", "never warmed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
@@ -65,7 +63,7 @@ class Finding:
     text: str
     tokens: int
     reused: int
-    reason: Reason
+    reason: Literal["stored", "changed", "never warmed"]
     detail: str = ""
     key: str = ""
     documents: tuple[str, ...] = ()

@@ -17,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 from kvrag.errors import PromptError
 from kvrag.retrieval.index import fitting
 from kvrag.scheduling.bridge import once
-from kvrag.scheduling.queue import AdmissionQueue
 from kvrag.server.api_errors import ApiError, describe, json_response, log
+from kvrag.server.queue import AdmissionQueue
 from kvrag.server.response import Builder, Event, Piece
 from kvrag.server.schemas import AnswerFields, ChatRequest, CompletionRequest, Document, Retrieval
 from kvrag.server.settings import ServerSettings, fill
@@ -50,7 +50,8 @@ def chat_work(state: State, tenant: Tenant, request: ChatRequest) -> Work:
             wanted = {"top_k": settings.top_k, "around": settings.around} | wanted
             number, question = _question(messages)
             before = [message["content"] for message in messages[:number] if message["role"] == "user"]
-            if not (found := tenant.require_corpus().index.search(question, **wanted, before=before)):
+            found = tenant.require_corpus().index.search(question, wanted["top_k"], wanted["around"], before)
+            if not found:
                 how = "add documents with PUT /v1/corpus/NAME, or run `kvrag warm PATH`"
                 raise ApiError(400, f"the corpus is empty: {how}", "corpus_empty")
             hits = fitting(found, engine.model, _with_context(messages, settings, []))

@@ -22,7 +22,6 @@ from kvrag.errors import (
     StoreFullError,
     StoreReadOnlyError,
 )
-from kvrag.scheduling.queue import QueueFullError, QueueStoppingError, QueueTimeoutError
 
 logger = logging.getLogger("kvrag")
 
@@ -48,9 +47,6 @@ _STATUSES: tuple[tuple[Any, int, str | None], ...] = (
     ((PromptError, SettingError), 400, "invalid_value"),
     ((StoreFullError, StoreReadOnlyError), 507, "store_full"),
     (OutOfMemoryError, 503, "out_of_memory"),
-    (QueueFullError, 429, "queue_full"),
-    (QueueStoppingError, 503, "stopping"),
-    (QueueTimeoutError, 504, "timeout"),
     (Exception, 500, None),
 )
 _TYPES_OF_ERRORS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

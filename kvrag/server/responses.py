@@ -235,17 +235,12 @@ class ResponsesBuilder(Builder):
 
     def whole(self) -> dict[str, Any]:
         """See Builder."""
-        answer, usage = self._choice.answer, openai_usage([self._choice.answer])
+        answer = self._choice.answer
+        counts = openai_usage([answer]).items()  # by the names of chats
         return self._body | {
             "status": _STATUS[answer.finish_reason],
             "incomplete_details": {"reason": "max_output_tokens"} if answer.finish_reason == "length" else None,
-            "usage": {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": usage["completion_tokens_details"],
-                "total_tokens": usage["total_tokens"],
-            },
+            "usage": {name.replace("prompt", "input").replace("completion", "output"): count for name, count in counts},
             "kvrag": answer.report.to_dict(),
             **self._extras,
         }

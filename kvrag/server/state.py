@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from kvrag.engine import BlendEngine
 from kvrag.errors import SettingError
-from kvrag.scheduling.queue import AdmissionQueue
 from kvrag.server.api_errors import ApiError
 from kvrag.server.corpus import Corpus
 from kvrag.server.guard import UPLOADS, most_requests
 from kvrag.server.metrics import Metrics
+from kvrag.server.queue import AdmissionQueue
 from kvrag.server.settings import ServerSettings
 
 _READERS = 2  # concurrent readers of files

@@ -11,10 +11,10 @@ from contextlib import aclosing
 import pytest
 from fastapi.routing import APIRoute
 
-from kvrag.scheduling.queue import AdmissionQueue, QueueFullError, QueueStoppingError, QueueTimeoutError
 from kvrag.scheduling.waiting import check_cancelled
 from kvrag.server import app
-from kvrag.server.api_errors import describe
+from kvrag.server.api_errors import ApiError, describe
+from kvrag.server.queue import AdmissionQueue
 
 
 class Work:
@@ -85,7 +85,7 @@ async def test_the_longest_waiting_comes_first_and_one_too_many_is_rejected() ->
         for number, name in enumerate("ab"):
             waiting.append(asyncio.create_task(wait(name)))
             await settled(queue, 1, number + 1)
-        with pytest.raises(QueueFullError) as refused:
+        with pytest.raises(ApiError) as refused:
             await all_of(queue)
         assert describe(refused.value)[0] == 429
     work.go.release()
@@ -141,7 +141,7 @@ async def test_a_cancelled_request_leaves_no_trace() -> None:
         await settled(queue, 1, 1)
         waiting.cancel()
         await settled(queue, 1, 0)
-        with pytest.raises(QueueTimeoutError) as late:
+        with pytest.raises(ApiError) as late:
             await all_of(queue, limit=0.02)
         assert describe(late.value)[0] == 504
         assert (queue.running(""), queue.waiting("")) == (1, 0)
@@ -158,7 +158,7 @@ async def test_work_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch) ->
     loop = asyncio.get_running_loop()
     clock = loop.time
     monkeypatch.setattr(loop, "time", lambda: clock() + 61)
-    with pytest.raises(QueueTimeoutError) as late:
+    with pytest.raises(ApiError) as late:
         await anext(running)
     assert describe(late.value)[0] == 504
     work.go.release()
@@ -187,10 +187,10 @@ async def test_stopping_finishes_running_work_and_starts_none() -> None:
         waiting = asyncio.create_task(all_of(queue))
         await settled(queue, 1, 1)
         stopping = asyncio.create_task(queue.stop())
-        with pytest.raises(QueueStoppingError) as rejected:
+        with pytest.raises(ApiError) as rejected:
             await waiting
         assert describe(rejected.value)[0] == 503
-        with pytest.raises(QueueStoppingError, match="stopping"):
+        with pytest.raises(ApiError, match="stopping"):
             await all_of(queue)
         work.go.release()
         assert await anext(running) == 2
@@ -226,7 +226,7 @@ async def test_namespaces_have_their_own_queues_and_are_admitted_in_rotation() -
             waiting.append(asyncio.create_task(wait(namespace)))
             while queue.waiting(namespace) < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
-        with pytest.raises(QueueFullError) as full:
+        with pytest.raises(ApiError) as full:
             await wait("a")
         assert describe(full.value)[0] == 429, "its own queue is full, which does not affect other namespaces"
         assert [queue.waiting(namespace) for namespace in "abc"] == [2, 1, 1]

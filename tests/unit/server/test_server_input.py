@@ -16,13 +16,13 @@ from fastapi.routing import APIRoute
 from serving import NAME, make_corpus
 
 from kvrag import BlendEngine
-from kvrag.scheduling.queue import AdmissionQueue
 from kvrag.server import app as server
 from kvrag.server import schemas
 from kvrag.server.api_errors import ApiError
 from kvrag.server.app import create_app
 from kvrag.server.body import parse
 from kvrag.server.guard import Guard
+from kvrag.server.queue import AdmissionQueue
 from kvrag.server.responses import ResponsesRequest
 from kvrag.server.settings import ServerSettings
 

@@ -11,23 +11,11 @@ from contextvars import copy_context
 from itertools import count
 from typing import TypeVar
 
-from kvrag.errors import KvragError
 from kvrag.scheduling.bridge import put_all
 from kvrag.scheduling.waiting import is_cancelled
+from kvrag.server.api_errors import ApiError
 
 T = TypeVar("T")
-
-
-class QueueFullError(KvragError):
-    """Too many requests are waiting."""
-
-
-class QueueStoppingError(KvragError):
-    """The queue admits no more requests."""
-
-
-class QueueTimeoutError(KvragError):
-    """A request took too long, waiting included."""
 
 
 class AdmissionQueue:
@@ -80,14 +68,13 @@ class AdmissionQueue:
             admitted: Called with the waiting time in seconds.
 
         Raises:
-            QueueFullError: Too many requests wait.
-            QueueStoppingError: The queue is stopping.
-            QueueTimeoutError: The time limit is over.
+            ApiError: Too many requests wait, the queue is stopping, or the time limit is over.
         """
         loop, items = asyncio.get_running_loop(), asyncio.Queue[T | BaseException | None]()  # None = the end
         started, left, context = loop.time(), threading.Event(), copy_context()
         context.run(is_cancelled.set, left.is_set)
-        late = QueueTimeoutError(f"the request took longer than {limit:g} s: request fewer tokens, or send less")
+        too_long = f"the request took longer than {limit:g} s: request fewer tokens, or send less"
+        late = ApiError(504, too_long, "timeout")
 
         def put(item: T) -> None:
             loop.call_soon_threadsafe(items.put_nowait, item)
@@ -130,7 +117,7 @@ class AdmissionQueue:
         if self.is_stopping:
             raise _stopping()
         if not self._has_place(namespace) and self.waiting(namespace) >= self._queue:
-            raise QueueFullError("too many requests are waiting: retry later")
+            raise ApiError(429, "too many requests are waiting: retry later", "queue_full")
         admission = asyncio.get_running_loop().create_future()
         self._waiting.append((namespace, admission))
         self._fill_places()
@@ -162,5 +149,5 @@ class AdmissionQueue:
         self._fill_places()
 
 
-def _stopping() -> QueueStoppingError:
-    return QueueStoppingError("the server is stopping: retry later")
+def _stopping() -> ApiError:
+    return ApiError(503, "the server is stopping: retry later", "stopping")

@@ -86,12 +86,11 @@ class LearnStats(_Report):
 @dataclass(frozen=True, slots=True)
 class CheckStats(_Report):
     """Answers that were `compared` with full prefill's, and of these the `kept` ones, in which full prefill would have
-    chosen every decided token; answers `chosen` for this by this process, and those that `failed` in it (the others
-    wait or were dropped). `verdict` is in a sentence what the evidence says of the model; "" = too little is known."""
+    chosen every decided token; comparisons that `failed` in this process. `verdict` is in a sentence what the evidence
+    says of the model; "" = too little is known."""
 
     compared: int = 0
     kept: int = 0
-    chosen: int = 0
     failed: int = 0
     verdict: str = ""
 

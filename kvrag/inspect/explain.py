@@ -29,6 +29,7 @@ Find = Callable[[Sequence[int], int], list[tuple[Run, Ids]]]
 _STRETCH = 64  # tokens of a stretch that may be a chunk
 _EDGES = 4  # tokens at a chunk's ends merge with neighbouring text
 _RECOGNISED = 0.3  # share of a chunk's tokens
+_NEVER = "in no stored chunk: warm it as it is pasted, with its metadata if the prompt has them"
 _BEGINNING = (
     "the beginning of the prompt: KV of a system message and tools is kept without warming; "
     "warm what it has of a document, as it is pasted"
@@ -37,7 +38,6 @@ _LATER = "it was warmed after this prompt, or could not be read: ask again, or r
 _ESCAPED = "the prompt has it escaped, as str() or JSON writes it: paste the text itself, such as `page_content`"
 _ESCAPE = re.compile(r"""\\(u[0-9a-f]{4}|[nrt"'\\])""")
 _CHARACTERS = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "'": "'", "\\": "\\"}
-_AS_PASTED = "warm it as it is pasted, with its metadata if the prompt has them"
 
 
 def explain(tokenizer: Tokenizer, store: KVStore, find: Find, answered: Request, min_run: int) -> Explanation:
@@ -129,11 +129,8 @@ class _Prompt:
     def __init__(self, tokenizer: Tokenizer, find: Find, answered: Request, min_run: int) -> None:
         self._tokenizer, self._find, self._report, self._min_run = tokenizer, find, answered.report, min_run
         self._ids: list[int] = answered.ids.tolist()
-        self._stored = np.zeros(len(self._ids), bool)
-        for start, stop, kind, _ in _parts(len(self._ids), answered.report):
-            self._stored[start:stop] = kind != "fresh"
-        self._reused = self._stored.copy()
-        self._reused[answered.recomputed.numpy()] = False
+        self._stored = answered.reused.numpy()
+        self._reused = answered.reused.index_fill(0, answered.recomputed, False).numpy()
         self.chunks: dict[str, Ids] = {}
         self.runs: dict[str, list[Run]] = {}
         for run, chunk in find(self._ids, GRAM):
@@ -156,7 +153,7 @@ class _Prompt:
         for start, stop in zip(borders[::2], borders[1::2], strict=True):
             if stop - start >= _STRETCH:
                 text = self._tokenizer.decode(self._ids[start:stop], control_tokens=True)
-                detail = f"in no stored chunk: {_AS_PASTED}" if start else _BEGINNING
+                detail = _NEVER if start else _BEGINNING
                 plain = self._tokenizer.encode(_unescaped(text))
                 found = sum(len(run) for run, _ in self._find(plain, self._min_run)) if "\\" in text else 0
                 yield Finding(text, stop - start, 0, "never warmed", _ESCAPED if 2 * found > len(plain) else detail)

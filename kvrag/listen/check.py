@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import random
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -179,8 +178,7 @@ class Checker(Listener):
         """
         self._model, self._planner, self._share, self._idle = model, planner, share, idle
         self._random = random.Random(0)
-        self._counts: Counter[tuple[str, str]] = Counter()
-        self._counting = threading.Lock()
+        self._failed: Counter[str] = Counter()  # by namespace
 
     def answered(self, answer: Answered) -> None:
         """Count an answer, and perhaps check it later, unless it is sampled, or nothing is to be learned from it."""
@@ -197,7 +195,6 @@ class Checker(Listener):
         few = self._planner.evidence[request.namespace].answers.answers < FEW + is_counted
         if self._share <= 0 or (self._random.random() >= self._share and not few):
             return
-        self._add(request.namespace, "chosen")
         tokens = [*answer.tokens, *[END] * answer.is_ended][:TOKENS]
         self._idle.add(request, partial(self._check, request, tokens, request.is_exact, is_counted, answer.prefill))
 
@@ -205,11 +202,10 @@ class Checker(Listener):
         """See `Listener`."""
         names = tuple({"": None, **self._planner.evidence}) if namespace is None else (namespace,)
         found = [self._planner.evidence[name].answers for name in names]
-        with self._counting:
-            own = {kind: sum(self._counts[name, kind] for name in names) for kind in ("chosen", "failed")}
+        failed = sum(self._failed[name] for name in names)
         compared, kept = sum(one.compared for one in found), sum(one.kept for one in found)
         verdict = self._planner.verdict(names[0]) if len(names) == 1 else ""
-        return CheckStats(compared=round(compared), kept=round(kept), verdict=verdict, **own)
+        return CheckStats(round(compared), round(kept), failed, verdict)
 
     def _check(
         self, request: Request, answer: Sequence[int], is_exact: bool, is_counted: bool, prefill: Prefill
@@ -223,14 +219,10 @@ class Checker(Listener):
         except AbandonedError:
             raise
         except Exception:
-            self._add(request.namespace, "failed")
+            self._failed[request.namespace] += 1
             raise
         if not is_counted:  # by full prefill, but starts were measured
             evidence.count(answers=1, tokens=len(answer))
         if not is_exact:
             agrees = [one == other for one, other in zip(full.tokens, answer, strict=True)]
             evidence.count(compared=1, kept=is_kept(agrees, full.margins))
-
-    def _add(self, namespace: str, kind: str) -> None:
-        with self._counting:
-            self._counts[namespace, kind] += 1

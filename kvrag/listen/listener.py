@@ -95,16 +95,12 @@ class RecentRequests(Listener):
         """Return the prompt of a report, or the last one of the namespace. Raises PromptError if it is unknown."""
         with self._lock:
             answers = [answered for answered in self._answers.get(namespace, ()) if not answered.is_forgotten]
-        if not answers:
-            raise PromptError(
-                "there is no answer in this namespace yet, or texts in it were deleted: pass a prompt to explain"
-            )
         for answered in reversed(answers):
             if report in (None, answered.report, answered.report.to_dict()):
                 return answered
         raise PromptError(
-            f"this answer is not among the last {_ANSWERS} of the namespace, or a text in it was deleted: "
-            "pass its prompt to explain"
+            f"there is no such answer among the last {_ANSWERS} of the namespace, or a text in it was deleted: "
+            "pass a prompt to explain"
         )
 
 

@@ -185,7 +185,7 @@ def test_an_answer_in_progress_leaves_no_explanation(engine: BlendEngine, monkey
 
     monkeypatch.setattr(engine._answering.recent, "prefilled", late)
     engine.generate(messages(OTHER, SECRET), ratio=0.3, max_new_tokens=2)
-    with pytest.raises(PromptError, match="there is no answer in this namespace"):
+    with pytest.raises(PromptError, match="no such answer among the last 32"):
         engine.explain()
 
 

@@ -90,7 +90,7 @@ def test_the_last_answer_is_explained_without_computing_it_again(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.warm(CHUNKS)
-    with pytest.raises(PromptError, match="there is no answer"):
+    with pytest.raises(PromptError, match="no such answer"):
         engine.explain()
     report = answered(engine, *CHUNKS[:2], policy="first_k", ratio=0.25).report
     monkeypatch.setattr(engine.model, "forward", None)
@@ -104,13 +104,13 @@ def test_the_last_answer_is_explained_without_computing_it_again(
 def test_another_namespaces_answers_are_not_explained(engine: BlendEngine) -> None:
     engine.warm(CHUNKS)
     mine = answered(engine, CHUNKS[0]).report
-    with pytest.raises(PromptError, match="there is no answer"):
+    with pytest.raises(PromptError, match="no such answer"):
         engine.explain(namespace="bob")
     theirs = answered(engine, CHUNKS[1], namespace="bob").report
     assert engine.explain().report == engine.explain(mine).report == mine
     assert engine.explain(namespace="bob").report == theirs
     for report in (mine, mine.to_dict()):
-        with pytest.raises(PromptError, match="not among the last"):
+        with pytest.raises(PromptError, match="no such answer among the last 32"):
             engine.explain(report, namespace="bob")
 
 
@@ -137,11 +137,11 @@ def test_an_answer_is_explained_by_its_report_after_other_answers(engine: BlendE
         explanation = engine.explain(given)
         assert chunk in "".join(stretch.text for stretch in explanation.stretches)
         assert explanation.report == report
-    with pytest.raises(PromptError, match="not among the last"):
+    with pytest.raises(PromptError, match="no such answer among the last 32"):
         engine.explain(dataclasses.replace(first, ttft_s=-1.0))
     for _ in range(32):
         answered(engine, CHUNKS[2])
-    with pytest.raises(PromptError, match="not among the last"):
+    with pytest.raises(PromptError, match="no such answer among the last 32"):
         engine.explain(first)
 
 

@@ -107,10 +107,17 @@ def verify(open_engine: Callable[..., Any], chunk_tokens: int | None = None) -> 
 
 
 def _texts(model: Model, num_tokens: int) -> list[str]:
-    """Return four different chunks of that many tokens."""
-    tokenizer, years = model.tokenizer, range(num_tokens)
-    texts = (" ".join(f"In {year} the {topic} had {year % 97} rooms." for year in years) for topic in _TOPICS)
-    return [tokenizer.decode(tokenizer.encode(text)[:num_tokens]) for text in texts]
+    """Return four different chunks of about that many tokens."""
+    texts = []
+    for topic in _TOPICS:
+        text, year = "", 1700
+        while len(model.tokenizer.encode(text)) < num_tokens:
+            year += 1 + len(topic)
+            text += (
+                f"In {year} the {topic} was enlarged by {year % 9 + 2} rooms, and {year % 97} people came to see it. "
+            )
+        texts.append(text.strip())
+    return texts
 
 
 def _after_preamble(model: Model, text: str) -> list[int]:

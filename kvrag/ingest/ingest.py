@@ -67,22 +67,19 @@ class _Tally:
     size: int = 0  # of the waiting chunks, in bytes before a codec packs them
     stored: float = 0.0  # when chunks were stored
 
-    def report(self) -> None:
-        self.progress(self.done, self.total)
-
     def count(self, chunks: Iterable[_Piece | ChunkRecord]) -> int:
         """Return the number of tokens of those that are counted."""
         return sum(len(chunk.ids) for chunk in chunks if len(chunk.ids) >= self.least)
 
     def put(self) -> None:
-        """Store the waiting chunks."""
+        """Store the waiting chunks, and report the progress."""
         records, self.waiting, self.size = self.waiting, [], 0
         if records:
             self.bytes += self.store.put(records)
             self.text_keys.update(text_key(record.namespace, record.ids) for record in records)
             self.tokens += self.count(records)
             self.done += self.count(records)
-            self.report()
+        self.progress(self.done, self.total)
         self.stored = time.perf_counter()
 
 
@@ -325,7 +322,7 @@ class Ingestion(Choosing):
     def _encode_and_put(self, missing: Sequence[_Piece], namespace: str, tally: _Tally) -> None:
         tally.total += tally.count(missing)
         if missing or not tally.total:
-            tally.report()
+            tally.progress(tally.done, tally.total)
         for portion in _portions(missing, self._model):
             # another process may be warming the same corpus
             wanted = set(self._store.missing([choice.chunk_key for choice in portion]))
@@ -333,8 +330,6 @@ class Ingestion(Choosing):
             tally.done += tally.count(choice for choice in portion if choice.chunk_key not in wanted)
             with reporting_memory():
                 self._encode(new, namespace, tally)
-            if not new:
-                tally.report()
 
     def _encode(self, choices: Sequence[_Piece], namespace: str, tally: _Tally) -> None:
         """Encode and store chunks; when this is interrupted, those that are encoded are stored first."""

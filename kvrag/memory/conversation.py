@@ -223,23 +223,23 @@ class Conversations:
             whole = [stretch for stretch, length in path if length == len(stretch.ids)]
             below = [child for stretch in whole for child in stretch.children_with(prompt[stretch.stop])]
             usable = [child for child in below if child.blended and child.blended.is_as_good_as(config)]
-            ended = (_turns(prompt, child) for child in usable)
-            continued = max(ended, key=lambda turns: turns.length, default=None)
-            if continued and continued.length > exact:
-                last, length, exact = continued.stretch, continued.length, continued.stretch.start
+            last = max(usable, key=lambda child: _turns(prompt, child)[0], default=None)
+            length, turns, is_all = _turns(prompt, last) if last else (0, (), False)
+            if last and length > exact:
+                exact = last.start
                 path = [*((parent, len(parent.ids)) for parent in last.parents()), (last, length - exact)]
             else:
-                continued, length = None, exact
+                last, length = None, exact
             if length < config.min_run:
                 return None
             self._touch(path[-1][0])
             parts = tuple((stretch.layers, part) for stretch, part in path if part)
             chunks = {placed for stretch, _ in path for placed in stretch.chunks if placed[0] < length}
             prefix = CachedPrefix(length, exact, parts, tuple(sorted(chunks)), states=states)
-            if continued is None or (blended := continued.stretch.blended) is None:
+            if last is None or last.blended is None:
                 return prefix
-            turns, replaced = blended.turns[: continued.number], continued.stretch if continued.is_all else None
-            return replace(prefix, turns=turns, with_context=blended.with_context, continued=replaced)
+            replaced = last if is_all else None
+            return replace(prefix, turns=turns, with_context=last.blended.with_context, continued=replaced)
 
     def find_earlier(
         self, backend: Backend, ids: Tokens, free: Sequence[slice], min_run: int, namespace: str
@@ -491,28 +491,22 @@ def _to_states(path: list[tuple[KeptStretch, int]]) -> tuple[list[tuple[KeptStre
     return path, None
 
 
-class _Continued(NamedTuple):
-    """A prompt's prefix of whole turns that ends in a blended stretch."""
+def _turns(prompt: NDArray[np.int64], stretch: KeptStretch) -> tuple[int, tuple[Turn, ...], bool]:
+    """Return the length of the whole turns that a prompt begins with, up to and in a blended stretch, and these turns.
 
-    stretch: KeptStretch
-    length: int
-    number: int  # of turns
-    is_all: bool  # the prompt has no further tokens in common with the stretch
-
-
-def _turns(prompt: NDArray[np.int64], stretch: KeptStretch) -> _Continued:
-    """Return what a prompt can continue of a blended stretch."""
+    Also returns whether the prompt has no further tokens in common with the stretch.
+    """
     assert stretch.blended is not None
     turns = stretch.blended.turns
     common = stretch.start + _common(prompt[stretch.start : -1], stretch.ids)
     if not stretch.chunks:  # no chunk was blended for a question
-        return _Continued(stretch, common, sum(turn.stop <= common for turn in turns), common == stretch.stop)
+        return common, tuple(turn for turn in turns if turn.stop <= common), common == stretch.stop
     length, number = 0, 0
     for turn, end in zip(turns, [*(turn.start for turn in turns[1:]), stretch.stop], strict=True):
         if common < turn.question_end or len(prompt) <= turn.stop:
             break
         length, number = min(common, end), number + 1
-    return _Continued(stretch, length, number, length == common)
+    return length, turns[:number], length == common
 
 
 def _common(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:

@@ -82,8 +82,6 @@ class Log:
         self._remote, self._manifest = remote, manifest
         self._removed, self._restoring, self._appended = removed, restoring, appended
         self._pulling = threading.Lock()
-        self.restored = 0
-        """Number of times that the manifest has started again from the base."""
 
     @property
     def last(self) -> int:
@@ -136,7 +134,7 @@ class Log:
                 with _noticing_damage(self._where(name)):
                     removed += self._apply(_unpack(content or b"", self._where(name)))[1]
                 self._manifest.set_counter(_LAST, number)
-        self._note(removed)
+        self._removed([key for key, _ in removed])
         return True
 
     def _restore(self, head: _Head) -> None:
@@ -152,11 +150,7 @@ class Log:
             content = _unpacked(packed, self._where(name))
         with _noticing_damage(self._where(name)):
             removed = self._manifest.restore(content)
-        self.restored += 1
         self._removed(removed)
-
-    def _note(self, removed: Sequence[Removed]) -> None:
-        self._removed([key for key, _ in removed])
 
     def _apply(self, operation: Mapping[str, Any]) -> tuple[Any, Sequence[Removed]]:
         """Apply one change within the current transaction; return its result and the chunks that it removed."""
@@ -165,7 +159,8 @@ class Log:
         if op not in OPERATIONS:
             raise StoreError(f"{self._remote.url} was written by a newer version ({op}): update kvrag")
         if op == "add":
-            fields["rows"] = list(map(_row, fields["rows"]))
+            decode, rows = base64.b64decode, fields["rows"]
+            fields["rows"] = [ManifestRow._make([*row[:3], decode(row[3]), *row[4:]]) for row in rows]
         result = self._manifest.change(op, **fields)
         return result, result if op in ("hold", "remove") else ()
 
@@ -200,7 +195,7 @@ class Log:
                         raise _TakenError
             except _TakenError:
                 continue
-            self._note(removed)
+            self._removed([key for key, _ in removed])
             self._appended(len(longer.changes), started)
             return result
         raise StoreError(f"{self._remote.url} has too many writers at the moment: try again")
@@ -246,10 +241,6 @@ def _change(number: int) -> str:
 
 def _base(number: int) -> str:
     return f"bases/{number:019d}"
-
-
-def _row(listed: Sequence[Any]) -> ManifestRow:
-    return ManifestRow._make([*listed[:3], base64.b64decode(listed[3]), *listed[4:]])
 
 
 def _packed(content: bytes) -> bytes:

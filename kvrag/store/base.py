@@ -22,13 +22,12 @@ from numpy.typing import NDArray
 
 from kvrag.config import check_budget, check_namespace, check_number
 from kvrag.errors import DamagedChunkError, StoreError, StoreFullError
-from kvrag.fingerprint import Fingerprint
+from kvrag.fingerprint import Fingerprint, check_owner, codec_of
 from kvrag.process import check_process, log_once
 from kvrag.store import chunkfile
 from kvrag.store.chunkfile import SUFFIX, PackedChunk
 from kvrag.store.log import Log
 from kvrag.store.manifest import Manifest, ManifestRow
-from kvrag.store.owner import check_owner, codec_of
 from kvrag.store.values import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
 
 logger = logging.getLogger("kvrag")

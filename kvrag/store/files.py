@@ -23,11 +23,10 @@ from pathlib import Path
 
 from kvrag.config import check_budget, check_number, check_type
 from kvrag.errors import DamagedChunkError, SettingError, StoreFullError
-from kvrag.fingerprint import Fingerprint
+from kvrag.fingerprint import OWNER, Fingerprint, owner_file, parse_owner
 from kvrag.store.base import MANIFEST, KVStore
 from kvrag.store.chunkfile import SUFFIX, ChunkFile, PackedChunk
 from kvrag.store.manifest import Manifest, ManifestRow
-from kvrag.store.owner import OWNER, owner_file, parse_owner
 from kvrag.store.schema import translated
 from kvrag.store.values import ChunkRecord
 

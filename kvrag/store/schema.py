@@ -20,9 +20,8 @@ from typing import NoReturn
 from filelock import FileLock
 
 from kvrag.errors import StoreError, StoreFullError, StoreReadOnlyError
-from kvrag.fingerprint import FORMAT
+from kvrag.fingerprint import FORMAT, old_format
 from kvrag.process import refuse
-from kvrag.store.owner import old_format
 
 logger = logging.getLogger("kvrag")
 

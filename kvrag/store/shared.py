@@ -29,14 +29,13 @@ from cachetools import TTLCache
 
 from kvrag.config import check_budget, check_type, without_password
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, SettingError, StoreError, StoreFullError, needing
-from kvrag.fingerprint import Fingerprint
+from kvrag.fingerprint import OWNER, Fingerprint, check_owner, owner_file, parse_owner
 from kvrag.process import Background
 from kvrag.store.base import MANIFEST, KVStore, Progress, StoreCheck, no_progress
 from kvrag.store.chunkfile import PackedChunk
 from kvrag.store.files import FileStore, write_file
 from kvrag.store.log import Log
 from kvrag.store.manifest import Manifest
-from kvrag.store.owner import OWNER, check_owner, owner_file, parse_owner
 from kvrag.store.remote import TIMEOUT_S, Download, RemoteChunk
 from kvrag.store.schema import translated
 from kvrag.store.values import ON_REQUEST, ChunkRecord, StoreStats, TextState

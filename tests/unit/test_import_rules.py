@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "words": set(),
     "types": set(),
-    "fingerprint": set(),
+    "fingerprint": {"errors"},
     "process": {"errors"},
     "blocking": set(),
     "config": {"errors"},

@@ -156,12 +156,11 @@ def check_namespace(namespace: str) -> str:
     return namespace
 
 
-def check_timeout(timeout: float | None) -> float | None:
-    """Return `timeout` if it is a positive number of seconds, or None, else raise SettingError."""
+def check_timeout(timeout: float | None) -> None:
+    """Raise SettingError unless this is a positive number of seconds, or None."""
     ok = timeout is None or (isinstance(timeout, Real) and not isinstance(timeout, bool) and timeout > 0)
     ok = ok and (timeout is None or timeout == math.inf or timeout <= sys.float_info.max)
     _require(ok, "timeout must be a positive number of seconds", timeout)
-    return None if timeout is None else float(timeout)
 
 
 class NamedText(NamedTuple):
@@ -299,7 +298,7 @@ class Sampling:
             check_number("a token id of logit_bias", token, whole=True)
             check_number(f"logit_bias of token {token}", value, -100, 100)
         ok = isinstance(self.stop, Sequence | Set) and not isinstance(self.stop, str | bytes)
-        _require(ok, "stop must be a sequence of strings", self.stop)
+        _require(ok, "stop must be a sequence of strings, not one string", self.stop)
         _require(all(isinstance(s, str) and s for s in self.stop), "stop strings must not be empty", self.stop)
         object.__setattr__(self, "stop", tuple(self.stop))
 
@@ -526,7 +525,6 @@ def checked_answer(
     check_namespace(given["namespace"])
     for name, (kind, form) in _ANSWER_TYPES.items():
         check_type(name, given[name], kind | None, form)
-    _require(not isinstance(given["stop"], str), "stop must be a sequence of strings, not one string")
     documents = () if given["documents"] is None else check_list("documents", given["documents"])
     given["documents"] = [row.text for row in named_texts(documents)]
     return given, config.overridden(given), Sampling(**{row.name: given[row.name] for row in fields(Sampling)})

@@ -46,7 +46,7 @@ from kvrag.scheduling.bridge import off_loop, once, together
 from kvrag.scheduling.waiting import within
 from kvrag.store import KVStore, open_store
 from kvrag.store.base import no_progress
-from kvrag.types import Answer, BlendReport, CheckStats, Delta, Messages, TokenIds, WarmReport, join
+from kvrag.types import Answer, BlendReport, CheckStats, Delta, Messages, Prompt, WarmReport, join
 
 _shared: Shared[BlendEngine] = Shared()
 
@@ -200,9 +200,7 @@ class BlendEngine(AbstractContextManager["BlendEngine"]):
 
     # ---------------------------------------------------------------- answers
 
-    def stream(
-        self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]
-    ) -> Generator[Delta, None, None]:
+    def stream(self, prompt: Prompt, **options: Unpack[AnswerOptions]) -> Generator[Delta, None, None]:
         """Stream an answer. Work is done only when the consumer requests the next delta.
 
         Args:
@@ -236,13 +234,13 @@ class BlendEngine(AbstractContextManager["BlendEngine"]):
         question = Question.of(self.model.tokenizer, prompt, self.config, options)
         return within(self._answering.stream(question), float(options.get("timeout") or math.inf))
 
-    def generate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
+    def generate(self, prompt: Prompt, **options: Unpack[AnswerOptions]) -> Answer:
         """Return the complete answer; arguments as in `stream`."""
         return join(self.stream(prompt, **options))
 
     def stream_batch(
         self,
-        prompts: Sequence[str | Messages | TokenIds],
+        prompts: Sequence[Prompt],
         each: Sequence[Mapping[str, Any]] | None = None,
         **options: Unpack[AnswerOptions],
     ) -> Generator[tuple[int, Delta], None, None]:
@@ -269,7 +267,7 @@ class BlendEngine(AbstractContextManager["BlendEngine"]):
 
     def generate_batch(
         self,
-        prompts: Sequence[str | Messages | TokenIds],
+        prompts: Sequence[Prompt],
         each: Sequence[Mapping[str, Any]] | None = None,
         **options: Unpack[AnswerOptions],
     ) -> list[Answer]:
@@ -280,13 +278,11 @@ class BlendEngine(AbstractContextManager["BlendEngine"]):
             deltas[number].append(delta)
         return [join(answer) for answer in deltas]
 
-    def astream(
-        self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]
-    ) -> AsyncGenerator[Delta, None]:
+    def astream(self, prompt: Prompt, **options: Unpack[AnswerOptions]) -> AsyncGenerator[Delta, None]:
         """Like `stream`, off the event loop."""
         return off_loop(self.stream(prompt, **options))
 
-    async def agenerate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
+    async def agenerate(self, prompt: Prompt, **options: Unpack[AnswerOptions]) -> Answer:
         """Like `generate`, off the event loop; cancelling it stops the work, also between two layers of the prefill."""
         async with aclosing(self.astream(prompt, **options)) as deltas:
             return join([delta async for delta in deltas])

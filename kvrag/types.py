@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 Messages = list[dict[str, Any]]  # as in transformers' chat templates: {"role": ..., "content": ...}
 TokenIds = list[int]  # a prompt, used as it is
+Prompt = str | Messages | TokenIds
 FinishReason = Literal["stop", "length"]
 
 

@@ -30,7 +30,7 @@ from kvrag.generate.dialects import (
 )
 from kvrag.generate.grammar import guarded, literal
 from kvrag.generate.parse import AnswerParser, Thoughts, call_regions
-from kvrag.types import Messages, TokenIds, arguments_of
+from kvrag.types import Messages, Prompt, arguments_of
 
 _TAIL = 16  # tokens of a prompt that may have opened a thought
 
@@ -63,7 +63,7 @@ class Prepared:
         has_one_call: Calls after the first are left out of the answer.
     """
 
-    prompt: str | Messages | TokenIds
+    prompt: Prompt
     template: dict[str, Any]
     grammar: Grammar | None
     tools: tuple[dict[str, Any], ...] = ()
@@ -117,9 +117,7 @@ class Question:
     sampling: Sampling
 
     @classmethod
-    def of(
-        cls, tokenizer: Tokenizer, prompt: str | Messages | TokenIds, config: BlendConfig, overrides: AnswerOptions
-    ) -> Question:
+    def of(cls, tokenizer: Tokenizer, prompt: Prompt, config: BlendConfig, overrides: AnswerOptions) -> Question:
         """Return the question that a prompt and its options ask; raises the errors of `BlendEngine.stream`."""
         options, config, sampling = checked_answer(overrides, config)
         names = ("tools", "tool_choice", "grammar", "template", "reasoning")
@@ -130,7 +128,7 @@ class Question:
 
 def prepare(
     tokenizer: Tokenizer,
-    prompt: str | Messages | TokenIds,
+    prompt: Prompt,
     tools: Sequence[Mapping[str, Any]] | None = None,
     tool_choice: str | Mapping[str, Any] | None = None,
     grammar: Grammar | None = None,
@@ -157,7 +155,7 @@ def prepare(
     if is_plain:
         if known:
             raise PromptError("tools need a chat prompt: pass the prompt as a list of messages")
-        return Prepared(cast(str | TokenIds, prompt), variables, grammar)
+        return Prepared(prompt, variables, grammar)
     form, is_rendered = _template_form(tokenizer, known)
     messages = [tokenizer.checked_message(message) for message in cast(Messages, prompt)]
     messages = _with_arguments(messages, form if form and is_rendered else HERMES)

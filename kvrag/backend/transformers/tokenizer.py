@@ -22,7 +22,7 @@ from transformers.utils.chat_parsing.content_parsers import CONTENT_PARSERS
 
 from kvrag.config import check_text
 from kvrag.errors import PromptError
-from kvrag.types import Messages, TokenIds
+from kvrag.types import Messages, Prompt, TokenIds
 
 _LONGEST_CHARACTER = 8  # tokens: four bytes, with room for tokens without text
 _TEMPLATES = 64  # kinds of prompts whose generation prompt is kept
@@ -67,7 +67,7 @@ class Tokenizer:
         """True if messages can be rendered."""
         return self.hf.chat_template is not None
 
-    def render(self, prompt: str | Messages | TokenIds, /, **template: Any) -> list[int]:
+    def render(self, prompt: Prompt, /, **template: Any) -> list[int]:
         """Return the ids of a prompt, tokenised once.
 
         Token ids are returned unchanged. A string is encoded unchanged, with the tokenizer's own BOS, without an end

@@ -96,12 +96,6 @@ class Plan:
         """Whether the prompt is prefilled in full."""
         return self.config.policy == "full"
 
-    @property
-    def ratio(self) -> float:
-        """Recompute ratio."""
-        assert self.config.ratio is not None
-        return self.config.ratio
-
 
 def decide(speed: Speed | None, request: Workload, ratio: float, doubts_s: float = 0.0) -> tuple[bool, str]:
     """Return whether to prefill in full instead of blending at a ratio, and the reason.
@@ -214,13 +208,15 @@ class Planner:
         self, plan: Plan, config: BlendConfig, request: Request, chosen: Setting | None, speed: Speed | None
     ) -> Plan:
         """Return the plan for a prompt with these chunks, or full prefill where it is predicted to be better."""
-        if plan.margin and (not plan.ratio or self._backend.keeps_states):  # a doubt is answered by full prefill
+        ratio = plan.start
+        if plan.margin and (not ratio or self._backend.keeps_states):  # a doubt is answered by full prefill
             most = self._workload(plan.config, request).most_to_begin_with
-            if most < min(plan.ratio, LEAST):
+            if most < min(ratio, LEAST):
                 stored = (request.kept + request.num_matched) / len(request.ids)
                 cause = f"{stored:.0%} is stored, and a recompute on doubt would cost more than that saves"
                 return _in_full(config, f"full prefill: {cause}")
-            plan = replace(plan, config=_beginning(config, min(plan.ratio, most)))
+            ratio = min(ratio, most)
+            plan = replace(plan, config=_beginning(config, ratio))
         if config.policy not in _BY_SPEED or config.deterministic:
             return plan
         workload, doubts_s = self._workload(plan.config, request), 0.0
@@ -230,7 +226,7 @@ class Planner:
             self._planned[request.namespace] += 1
             if self._planned[request.namespace] % _TRIED:
                 doubts_s = chosen.doubts_seconds(speed or _ROWS, workload)
-        is_full, reason = decide(speed, workload, plan.ratio, doubts_s)
+        is_full, reason = decide(speed, workload, ratio, doubts_s)
         return _in_full(config, reason) if is_full else replace(plan, reason=reason)
 
     def learns(self, config: BlendConfig) -> bool:

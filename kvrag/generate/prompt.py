@@ -15,7 +15,8 @@ from typing import Any, cast
 from kvrag.backend.transformers.tokenizer import AnswerRegions, Tokenizer, is_token_ids
 from kvrag.config import AnswerOptions, BlendConfig, Grammar, Sampling, check_json, check_type, checked_answer
 from kvrag.errors import PromptError, SettingError
-from kvrag.generate.dialects import (
+from kvrag.generate.grammar import guarded, literal
+from kvrag.generate.parse import (
     CHANNELS,
     CLOSE,
     DIALECTS,
@@ -25,11 +26,12 @@ from kvrag.generate.dialects import (
     OPEN,
     SWITCHES,
     THOUGHT_FIELDS,
+    AnswerParser,
     Dialect,
     Kind,
+    Thoughts,
+    call_regions,
 )
-from kvrag.generate.grammar import guarded, literal
-from kvrag.generate.parse import AnswerParser, Thoughts, call_regions
 from kvrag.types import Messages, Prompt, arguments_of
 
 _TAIL = 16  # tokens of a prompt that may have opened a thought

@@ -251,6 +251,11 @@ class BlendCache(StatefulCache, KVCache):
             layer.lazy_initialization(None, None)
         return layer.keys, layer.values
 
+    def copied(self, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
+        """See `KVCache.copied`; all layers are initialised."""
+        layers, part = self.own_layers, slice(start, stop)
+        return [(layer.keys[:, :, part].clone(), layer.values[:, :, part].clone()) for layer in layers]
+
     def write(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values, each (1, H, S, D), of (S,) positions of one layer."""
         self.own_layers[number].write(keys, values, rows, 0)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvrag.backend.protocol import Backend, KVCache
 from kvrag.backend.transformers.tokenizer import num_common
+from kvrag.store.values import Layer
 
 # per forward pass, padding included: large enough to use all cores, small enough for memory
 BATCH_TOKENS = 4096
@@ -20,12 +21,6 @@ CPU_TOKENS = 512  # on a CPU, where a pass takes seconds: finished chunks are st
 
 _ENOUGH = 1024  # tokens: larger passes are not faster per token, so rows are padded little to be part of them
 _PADDING = 1.03
-
-LayerKV = tuple[Tensor, Tensor]
-"""Keys (position-free) and values of one chunk on one layer, each (H, T, D), on the CPU.
-
-Where states are stored, a last one has those after the chunk, see `Backend.states_after`.
-"""
 
 
 class Branch(NamedTuple):
@@ -52,12 +47,13 @@ class Tree:
 
 def encode(
     model: Backend, chunks: Sequence[Sequence[int]], contexts: Sequence[Sequence[int]] | None = None
-) -> Iterator[tuple[int, list[LayerKV]]]:
+) -> Iterator[tuple[int, list[Layer]]]:
     """Encode chunks after the model's preamble and their contexts. Only the chunks' own KV is kept.
 
     Shared prefixes are computed once, see `trees`. On a CPU, long rows are computed in blocks, and a chunk is yielded
-    when it is complete: its number, with keys and values per layer. A pass has at least one chunk, and otherwise at
-    most `batch_tokens(model)`.
+    when it is complete: its number, with position-free keys and values per layer, and the states after it where these
+    are stored (`Backend.states_after`), on the CPU. A pass has at least one chunk, and otherwise at most
+    `batch_tokens(model)`.
     """
     whole, branching = list[Tree](), list[Tree]()
     for tree in trees(model, chunks, contexts or [()] * len(chunks)):
@@ -134,7 +130,7 @@ def _batches(rows: Sequence[Tree], most_tokens: int, most_unequal: int) -> Itera
         yield batch
 
 
-def _encode_batch(model: Backend, batch: Sequence[Tree]) -> Iterator[dict[int, list[LayerKV]]]:
+def _encode_batch(model: Backend, batch: Sequence[Tree]) -> Iterator[dict[int, list[Layer]]]:
     """Compute a batch of rows or one tree; yield the KV of the chunks that are complete after each forward pass."""
     longest = max(len(tree.ids) for tree in batch)
     # where RoPE depends on the length, the pass must include the last position
@@ -143,7 +139,7 @@ def _encode_batch(model: Backend, batch: Sequence[Tree]) -> Iterator[dict[int, l
     # padding needs no mask: it comes after the chunk, where causal attention cannot see it
     ids = torch.tensor([tree.ids + tree.ids[-1:] * (longest - len(tree.ids)) for tree in batch])  # (B, T)
     cache = model.new_cache(max(longest, batch[0].num_tokens))
-    last_layer: list[LayerKV] = []  # of the passes before
+    last_layer: list[Layer] = []  # of the passes before
     for start in range(0, longest, size):
         stop = min(start + size, longest)
         ends = [(row, end) for row, tree in enumerate(batch) for end in tree.branches if start < end.at <= stop]
@@ -152,13 +148,13 @@ def _encode_batch(model: Backend, batch: Sequence[Tree]) -> Iterator[dict[int, l
         last_layer.append((keys[:, :, : stop - start], values[:, :, : stop - start]))
 
 
-def _compute(model: Backend, ids: Tensor, start: int, branches: Sequence[Branch], cache: KVCache) -> LayerKV:
+def _compute(model: Backend, ids: Tensor, start: int, branches: Sequence[Branch], cache: KVCache) -> Layer:
     """Compute the (B, T) tokens of rows from position `start` on, and then the branches' own tokens.
 
     The next pass overwrites the branches in `cache`. The pass ends at the keys and values of the last layer with KV,
     whose output is not needed unless states are stored: they are returned.
     """
-    last, computed = model.num_layers - 1, list[LayerKV]()
+    last, computed = model.num_layers - 1, list[Layer]()
 
     def observe(number: int, keys: Tensor, values: Tensor) -> None:
         if number == last:
@@ -174,8 +170,8 @@ def _compute(model: Backend, ids: Tensor, start: int, branches: Sequence[Branch]
 
 
 def _kv_of(
-    model: Backend, complete: Sequence[tuple[int, Branch]], stop: int, cache: KVCache, last_layer: Sequence[LayerKV]
-) -> dict[int, list[LayerKV]]:
+    model: Backend, complete: Sequence[tuple[int, Branch]], stop: int, cache: KVCache, last_layer: Sequence[Layer]
+) -> dict[int, list[Layer]]:
     """Return the KV of chunks by number, from a cache that has their rows up to `stop`, and then the branches.
 
     Args:
@@ -193,7 +189,7 @@ def _kv_of(
         positions.append(torch.arange(at, at + len(ids)))
     skipped = min(place[0].start for place in places)
     rotations = model.rotations(torch.cat(positions)[skipped:])
-    encoded: dict[int, list[LayerKV]] = {branch.chunk: [] for _, branch in complete}
+    encoded: dict[int, list[Layer]] = {branch.chunk: [] for _, branch in complete}
     for number in range(model.num_layers):
         layer = cache.layer(number) if number < model.num_layers - 1 else _joined(last_layer, 2)
         keys, values = (part[:, :, skipped:end] for part in layer)
@@ -208,7 +204,7 @@ def _kv_of(
     return encoded
 
 
-def _joined(parts: Sequence[LayerKV], dim: int) -> LayerKV:
+def _joined(parts: Sequence[Layer], dim: int) -> Layer:
     """Return keys and values in one piece, copied."""
     keys, values = zip(*parts, strict=True)
     return torch.cat(keys, dim), torch.cat(values, dim)

@@ -134,13 +134,12 @@ class ChunkIndex(AbstractContextManager["ChunkIndex"]):
                 new = [text for text in texts if text not in vectors and not self._read(known, (text,))]
                 if not new:
                     self._enter(texts, vectors, document, pages or {})
-                    break
+                    return len(vectors)
             progress(0, len(new))
             for start in range(0, len(new), _BATCH):
                 part = new[start : start + _BATCH]
                 vectors.update(zip(part, self.embed(part), strict=True))
                 progress(start + len(part), len(new))
-        return len(vectors)
 
     def remove(self, document: str) -> int:
         """Remove a document; return the number of chunks dropped, which no other document has."""

@@ -187,6 +187,7 @@ class KVStore(ABC):
             size = chunkfile.estimate(record)
             sizes.update({record.namespace: size, None: size})
         self._make_room(sizes)
+        self.check_room(sizes[None])
         writing = [self._writers.submit(self._write, record) for record in wanted]
         wait(writing)  # wait for all of them, so that no writer is still running after an error
         rows = [written.result() for written in writing if not written.exception()]

@@ -17,7 +17,7 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -112,10 +112,6 @@ class FileStore(KVStore):
     def _write_chunk(self, name: str, header: bytes, body: memoryview) -> None:
         with translated(self.path):
             write_file(self._file(name), header, body, beside=self._chunks)  # where few files are beside it
-
-    def _make_room(self, sizes: Mapping[str | None, int]) -> None:
-        super()._make_room(sizes)
-        self.check_room(sizes[None])
 
     def check_room(self, needed: float) -> None:
         with translated(self.path):

@@ -122,22 +122,21 @@ async def respond(request: Request, state: State, tenant: Tenant, work: Work, bu
 
 async def _measured(state: State, tenant: Tenant, work: Work) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of an answer, counting each of its choices in the namespace's metrics."""
-    metrics = tenant.metrics
     started = time.perf_counter()
     last: dict[int, float] = {}  # by choice
     status, num_complete = 499, 0
     queue, limit = state.answering, state.settings.timeout
-    admitted = queue.run(work(), limit, tenant.namespace, metrics.queue_time.observe)
+    admitted = queue.run(work(), limit, tenant.namespace, tenant.queue_time.observe)
     try:
         async with aclosing(admitted) as pieces:
             async for piece in pieces:
                 if isinstance(piece, tuple):
                     (number, delta), now = piece, time.perf_counter()
-                    metrics.token(now - last.get(number, started), len(delta.token_ids), number not in last)
+                    tenant.count_tokens(now - last.get(number, started), len(delta.token_ids), number not in last)
                     last[number] = now
                     if delta.finish_reason is not None:
                         assert delta.report is not None
-                        metrics.answered(delta.report, delta.finish_reason, now - started)
+                        tenant.count_answer(delta.report, delta.finish_reason, now - started)
                         num_complete += 1
                 yield piece
     except Exception as error:
@@ -145,7 +144,7 @@ async def _measured(state: State, tenant: Tenant, work: Work) -> AsyncGenerator[
         raise
     finally:
         if num_complete < max(1, len(last)):
-            metrics.failed.labels(str(status)).inc()
+            tenant.failed.labels(str(status)).inc()
 
 
 async def _whole(pieces: AsyncGenerator[Piece, None], builder: Builder) -> dict[str, Any]:

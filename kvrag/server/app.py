@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, closing
 from functools import partial
 from importlib.metadata import version
 from pathlib import PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from prometheus_client import generate_latest
+from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import FileResponse, Response
@@ -24,12 +26,11 @@ from kvrag.retrieval.documents import SUFFIXES
 from kvrag.retrieval.sandbox import Sandbox
 from kvrag.server.answers import chat_work, completion_work, respond, result
 from kvrag.server.api_errors import ApiError, handle_errors, json_response
-from kvrag.server.body import ParsingRoute
 from kvrag.server.corpus import Corpus, check_id
 from kvrag.server.guard import PAGE, Guard
 from kvrag.server.response import ResponseBuilder
 from kvrag.server.responses import ResponsesBuilder, ResponsesRequest
-from kvrag.server.schemas import ChatRequest, CompletionRequest, NewChunks, TokenizeRequest
+from kvrag.server.schemas import ChatRequest, CompletionRequest, NewChunks, TokenizeRequest, parse
 from kvrag.server.settings import ServerSettings
 from kvrag.server.state import State, Tenant
 from kvrag.store.base import no_progress
@@ -45,6 +46,35 @@ async def _server(request: Request) -> State:
 
 async def _tenant(request: Request) -> Tenant:
     return (await _server(request)).tenants[request.state.namespace]
+
+
+class _Parsed(Request):
+    """Request whose JSON FastAPI gets as a model, which it then leaves as it is."""
+
+    model: BaseModel
+
+    async def json(self) -> Any:
+        """Return the model."""
+        return self.model
+
+
+class ParsingRoute(APIRoute):
+    """Route whose endpoint's argument `body` is read by `parse`; FastAPI would parse and validate on the event loop."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See APIRoute."""
+        respond = super().get_route_handler()
+        kind = get_type_hints(self.endpoint).get("body")
+
+        async def handle(request: Request) -> Response:
+            request = _Parsed(request.scope, request.receive)
+            media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind is not None and media_type.startswith("application/") and media_type.endswith(("/json", "+json")):
+                parsing = partial(parse, await request.body(), kind)
+                request.model = await result(request, request.app.state.kvrag.parsing, parsing)
+            return await respond(request)
+
+        return handle
 
 
 Server = Annotated[State, Depends(_server)]
@@ -210,7 +240,7 @@ async def health(state: Server) -> Response:
 @router.get("/metrics")
 async def metrics(tenant: Caller) -> Response:
     """Return the metrics of the caller's namespace for Prometheus."""
-    return Response(generate_latest(tenant.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(generate_latest(tenant.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 _PAGE_HEADERS = {

@@ -5,16 +5,28 @@ Unknown fields are rejected, never ignored: they could change the answer. A fiel
 
 from __future__ import annotations
 
+import json
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
-from kvrag.config import ANSWER_SETTINGS, DECLARED, Grammar, check_option, renamed
-from kvrag.server.api_errors import ApiError
+from kvrag.config import ANSWER_SETTINGS, DECLARED, Grammar, check_depth, check_option, renamed
+from kvrag.server.api_errors import ApiError, invalid
 from kvrag.server.settings import ServerSettings
 
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 
 Many = Annotated[list[T], Field(fail_fast=True)]  # a million wrong items are one error
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -24,9 +36,6 @@ Verbosity = Literal["low", "medium", "high"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 _MOST_CHOICES = 128  # of a request, as by OpenAI
-
-Inputs = str | Many[str] | Many[int] | Annotated[Many[Many[int]], Field(max_length=4096)]
-"""A text or its token ids, or several."""
 
 # options that the engine has under the same name
 _OPTIONS = ("top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", *ANSWER_SETTINGS)
@@ -219,7 +228,8 @@ class ChatRequest(AnswerFields, Contextual):
 class CompletionRequest(AnswerFields):
     """The body of `/v1/completions`. Prompts are used unchanged, control tokens included."""
 
-    prompt: Inputs
+    # a text or its token ids, or several
+    prompt: str | Many[str] | Many[int] | Annotated[Many[Many[int]], Field(max_length=4096)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     echo: Literal[False] | None = None
@@ -273,3 +283,24 @@ class NewChunks(Body):
     document: str | Many[str] = ""
     sources: str | Many[str] | None = None
     skip_invalid: bool = False
+
+
+def parse(content: bytes, kind: type[M]) -> M:
+    """Return the model that JSON describes; raise ApiError if it is not valid."""
+    try:
+        sent = json.loads(content, parse_float=_number, parse_constant=_number)
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not valid JSON", "invalid_json") from None
+    check_depth("the body", sent)
+    try:
+        return kind.model_validate(sent)
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False)) from None
+
+
+def _number(text: str) -> float:
+    """Return a finite number; raise ValueError for NaN, an infinity, and what is one as a float."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number

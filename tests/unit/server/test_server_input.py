@@ -20,10 +20,10 @@ from kvrag.server import app as server
 from kvrag.server import schemas
 from kvrag.server.api_errors import ApiError
 from kvrag.server.app import create_app
-from kvrag.server.body import parse
 from kvrag.server.guard import Guard
 from kvrag.server.queue import AdmissionQueue
 from kvrag.server.responses import ResponsesRequest
+from kvrag.server.schemas import parse
 from kvrag.server.settings import ServerSettings
 
 USER = [{"role": "user", "content": "Who?"}]

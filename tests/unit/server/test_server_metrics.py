@@ -24,7 +24,7 @@ PAGE = " ".join(CHUNKS[:3])
 
 
 def _metrics(state: State, namespace: str, prefix: str) -> dict[str, float]:
-    lines = generate_latest(state.tenants[namespace].metrics.registry).decode().splitlines()
+    lines = generate_latest(state.tenants[namespace].registry).decode().splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(prefix))
     return {name: float(value) for name, value in pairs}
 
@@ -48,9 +48,9 @@ async def test_a_namespace_sees_what_it_has_learned(model: Model, tmp_path: Path
 
 def test_completed_answers_are_counted(engine: BlendEngine) -> None:
     state = State(engine, ServerSettings(name="tiny"), ())
-    metrics, report = state.tenants[""].metrics, BlendReport.unblended(100, 80)
+    tenant, report = state.tenants[""], BlendReport.unblended(100, 80)
     for completed in (None, Completed(3, 90, 0.25)):
-        metrics.answered(replace(report, completed=completed), "stop", 1.0)
+        tenant.count_answer(replace(report, completed=completed), "stop", 1.0)
     found = _metrics(state, "", "kvrag_completion_time_seconds_")
     assert (found["kvrag_completion_time_seconds_count"], found["kvrag_completion_time_seconds_sum"]) == (1, 0.25)
 

@@ -371,11 +371,9 @@ class LLMBase(EngineSettings, AnswerSettings):
 
         Args:
             texts: The framework's documents or nodes, or their texts as prompts will contain them, in reading order.
-            document: Name of the document that holds them.
             sources: Names of their sources; by default those recorded in the documents or nodes.
             namespace: By default this object's.
             progress: Called with (done, to do) every few seconds; None = show a bar on a terminal and in a notebook.
-            skip_invalid: Leave out texts that cannot be encoded, with a warning, instead of encoding none.
         """
         chunks, arguments = self._to_warm(texts, **options)
         with naming_places(chunks):

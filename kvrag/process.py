@@ -133,12 +133,9 @@ def _release() -> Callable[[], object] | None:
     """Return a function that ends the calling thread's team; None without libgomp, which alone needs it."""
     import torch
 
-    no_load = getattr(os, "RTLD_NOLOAD", None)
-    if no_load is None:
-        return None
     for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
         with suppress(OSError, AttributeError):  # a library that is not loaded, or older than OpenMP 5.0
-            library = ctypes.CDLL(str(path), mode=no_load)
+            library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD)
             return functools.partial(library.omp_pause_resource, _SOFT, library.omp_get_initial_device())
     return None
 

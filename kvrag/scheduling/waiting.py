@@ -145,10 +145,10 @@ class FairLock:
     def _acquire(self, queue: deque[threading.Event], at_front: bool = False, may_leave: bool = False) -> None:
         turn = threading.Event()
         with self._mutex:
-            if not (is_free := not self._held):
+            if is_free := not self._held:
+                self._held = os.getpid()
+            else:
                 check_process(self._held, "this model")
-            self._held = os.getpid()
-            if not is_free:
                 queue.insert(0 if at_front else len(queue), turn)
         if not is_free:
             self._of_thread.waits = self.waits + 1
@@ -315,7 +315,7 @@ class Idle(Background):
         while self._waiting and not self.is_over:
             self.pause()
             with self._lock:
-                task = self._waiting.popleft() if self._waiting else None
+                task = self._waiting.popleft() if self._waiting and not self.is_over else None
             if task:
                 self._do(task)
             del task  # the loop waits

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -73,11 +74,7 @@ def completion_work(state: State, tenant: Tenant, request: CompletionRequest) ->
         raise ApiError(400, message, "invalid_value", "model")
     calls, prompts = _calls(state, tenant, request), request.prompts()
     repeated, calls = [prompt for prompt in prompts for _ in calls], calls * len(prompts)
-
-    def work() -> Generator[Piece, None, None]:
-        yield from state.engine.stream_batch(repeated, calls, documents=request.chunks)
-
-    return work
+    return partial(state.engine.stream_batch, repeated, calls, documents=request.chunks)
 
 
 def _calls(state: State, tenant: Tenant, request: AnswerFields) -> list[dict[str, Any]]:
@@ -126,7 +123,7 @@ async def _measured(state: State, tenant: Tenant, work: Work) -> AsyncGenerator[
     last: dict[int, float] = {}  # by choice
     status, num_complete = 499, 0
     queue, limit = state.answering, state.settings.timeout
-    admitted = queue.run(work(), limit, tenant.namespace, tenant.queue_time.observe)
+    admitted = queue.run(work, limit, tenant.namespace, tenant.queue_time.observe)
     try:
         async with aclosing(admitted) as pieces:
             async for piece in pieces:
@@ -218,7 +215,7 @@ class EventStream(StreamingResponse):
 async def result(request: Request, queue: AdmissionQueue, work: Callable[[], T]) -> T:
     """Run work in a thread once the queue admits it, while the client is connected; return its result."""
     limit = request.app.state.kvrag.settings.timeout
-    async with aclosing(queue.run(once(work), limit, request.state.namespace)) as pieces:
+    async with aclosing(queue.run(partial(once, work), limit, request.state.namespace)) as pieces:
         (only,) = await while_connected(request.receive, anext(pieces))
         return only
 

@@ -45,8 +45,6 @@ class Corpus:
         If this is cancelled, the KV so far is kept: adding the document again continues.
         """
         chunks = self._split(texts)
-        if not chunks:
-            raise ApiError(400, f"{document} contains no text", "unreadable_document")
         self._encoded = document
         # KV first: every retrievable chunk has its KV
         self._engine.warm(chunks, document=document, namespace=self.namespace, progress=no_progress)

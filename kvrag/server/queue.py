@@ -52,7 +52,7 @@ class AdmissionQueue:
 
     async def run(
         self,
-        work: Generator[T, None, None],
+        work: Callable[[], Generator[T, None, None]],
         limit: float,
         namespace: str = "",
         admitted: Callable[[float], None] = lambda waited: None,
@@ -88,7 +88,7 @@ class AdmissionQueue:
                 await self._admit(namespace)
         except TimeoutError:
             raise late from None
-        loop.run_in_executor(self._threads, context.run, put_all, work, put).add_done_callback(end)
+        loop.run_in_executor(self._threads, context.run, lambda: put_all(work(), put)).add_done_callback(end)
         admitted(loop.time() - started)
         timer = loop.call_at(started + limit, items.put_nowait, late)
         try:

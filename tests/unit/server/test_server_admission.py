@@ -45,7 +45,7 @@ def three() -> Generator[int, None, None]:
 def run(
     queue: AdmissionQueue, work: Callable[[], Generator[int, None, None]], limit: float, namespace: str = ""
 ) -> AsyncGenerator[int, None]:
-    return queue.run(work(), limit, namespace)
+    return queue.run(work, limit, namespace)
 
 
 async def all_of(queue: AdmissionQueue, limit: float = 60) -> list[int]:

@@ -286,7 +286,7 @@ async def test_health_and_others_are_answered_while_a_namespace_fills_all_queues
         await asyncio.sleep(0.005)
     try:
         assert (await client.get("/health")).status_code == 200
-        other = state.working.run((number for number in [1]), 60, "b")
+        other = state.working.run(lambda: (number for number in [1]), 60, "b")
         assert [piece async for piece in other] == [1]
         assert state.working.running("") == 3
     finally:

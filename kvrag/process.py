@@ -101,9 +101,6 @@ def log_once(message: str) -> None:
     logging.getLogger("kvrag").warning("%s (logged once)", message)
 
 
-_SOFT = 1  # omp_pause_soft
-
-
 @contextmanager
 def releasing_threads() -> Iterator[None]:
     """Release the calling thread's OpenMP threads at the end; also a decorator."""
@@ -116,16 +113,11 @@ def releasing_threads() -> Iterator[None]:
 
 def release_team() -> None:
     """End the OpenMP threads of the calling thread; its next parallel operation starts new ones."""
-    if (release := _release()) is not None:
+    if "torch" in sys.modules and (release := _release()) is not None:
         release()
 
 
-def _before_fork() -> None:
-    if "torch" in sys.modules:
-        release_team()  # the child would wait for them for ever
-
-
-os.register_at_fork(before=_before_fork)
+os.register_at_fork(before=release_team)  # the child would wait for them for ever
 
 
 @functools.cache
@@ -136,7 +128,8 @@ def _release() -> Callable[[], object] | None:
     for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
         with suppress(OSError, AttributeError):  # a library that is not loaded, or older than OpenMP 5.0
             library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD)
-            return functools.partial(library.omp_pause_resource, _SOFT, library.omp_get_initial_device())
+            soft = 1  # omp_pause_soft
+            return functools.partial(library.omp_pause_resource, soft, library.omp_get_initial_device())
     return None
 
 

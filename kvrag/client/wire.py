@@ -52,10 +52,9 @@ def _choice(choice: str | Mapping[str, Any] | None) -> Any:
 
 def messages_of(messages: Any) -> Messages:
     """Return messages for chat templates in OpenAI's form; raise PromptError if these are no messages."""
-    if not isinstance(messages, (list, tuple)) or not all(isinstance(message, Mapping) for message in messages):
+    is_list = isinstance(messages, (list, tuple)) and all(isinstance(message, Mapping) for message in messages)
+    if not is_list or not messages:
         raise PromptError(f"a prompt must be one string or a list of messages, got {messages!r:.80}")
-    if not messages:
-        raise PromptError("the prompt is empty: pass at least one message")
     return [_message(message) for message in messages]
 
 

@@ -250,13 +250,6 @@ _PAGE_HEADERS = {
 }
 
 
-async def page_file(request: Request) -> Response:
-    """Return a file of the page."""
-    folder = (await _server(request)).settings.page
-    assert folder is not None
-    return FileResponse(folder / PAGE[request.scope["path"]], headers=_PAGE_HEADERS)
-
-
 def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[Corpus] = ()) -> FastAPI:
     """Return an ASGI app that answers with an engine. It closes neither the engine nor the corpora's indexes.
 
@@ -281,8 +274,13 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[
     )
     app.state.kvrag = state
     app.include_router(router)
-    for path in PAGE if settings.page is not None else ():
-        app.add_route(path, page_file, include_in_schema=False)
+    if (page := settings.page) is not None:
+
+        async def page_file(request: Request) -> Response:
+            return FileResponse(page / PAGE[request.scope["path"]], headers=_PAGE_HEADERS)
+
+        for path in PAGE:
+            app.add_route(path, page_file, include_in_schema=False)
     handle_errors(app)
     app.add_middleware(Guard, settings=settings)
     if settings.hosts and not settings.api_keys:

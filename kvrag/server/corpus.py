@@ -19,10 +19,6 @@ from kvrag.store.base import no_progress
 _MAX_ID = 256
 
 
-Status = dict[str, Any]
-"""JSON of a document that can be retrieved, with the number of its chunks, and the tokens of those that are stored."""
-
-
 class Corpus:
     """Documents of one namespace, in an engine's store and in a chunk index. Thread-safe, but one `add` at a time."""
 
@@ -39,7 +35,7 @@ class Corpus:
         self._changing = threading.Lock()
         self._encoded = ""  # the document that is being encoded, or that could not be
 
-    def add(self, document: str, texts: Sequence[str], pages: Sequence[int] = ()) -> Status:
+    def add(self, document: str, texts: Sequence[str], pages: Sequence[int] = ()) -> dict[str, Any]:
         """Encode a document, in the form of a `Content`. It replaces the document with the same id.
 
         If this is cancelled, the KV so far is kept: adding the document again continues.
@@ -67,14 +63,17 @@ class Corpus:
             self.index.remove(document)
             self._engine.forget(document, namespace=self.namespace)
 
-    def status(self, document: str) -> Status:
+    def status(self, document: str) -> dict[str, Any]:
         """Return the status of a document; raise ApiError if it does not exist."""
         if not (found := self.statuses(document)):
             raise ApiError(404, f"unknown document {document!r:.280}: see GET /v1/corpus", "document_not_found")
         return found[0]
 
-    def statuses(self, document: str | None = None) -> list[Status]:
-        """Return the status of all documents, or of one if it exists, sorted by id."""
+    def statuses(self, document: str | None = None) -> list[dict[str, Any]]:
+        """Return the status of all documents, or of one if it exists, sorted by id.
+
+        Each has the number of its chunks, and the tokens of those that are stored.
+        """
         counts = self.index.counts()
         tokens = self._engine.store.count_tokens(document or "", namespace=self.namespace)
         names = sorted({*counts} - {""}) if document is None else [document]

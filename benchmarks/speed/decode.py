@@ -1,7 +1,7 @@
 """Decoding of several answers together, one after the other, and by `model.generate`, interleaved in one run.
 
 Prompts have different lengths. They are prefilled before the clock starts. Together, each answer has its own consumer
-thread.
+thread. `--gguf` decodes one answer of a file in llama.cpp, its steps in turn with bare calls of `llama_decode`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from benchmarks.settings import run_settings
 from benchmarks.shapes import random_model
 from benchmarks.speed.first_token import add_shape
+from kvrag.backend.llama.model import LlamaModel
 from kvrag.backend.transformers import Model
 from kvrag.cli.common import add_number, at_least
 from kvrag.config import Sampling
@@ -106,10 +107,28 @@ def generate(net: Model, ids: Tensor, num_tokens: int) -> float:
     return (num_tokens - 1) / (seconds(num_tokens) - first)
 
 
+def beside_llama(net: LlamaModel, prompt_tokens: int, num_tokens: int) -> tuple[float, float, float]:
+    """Return medians: seconds of a step, of the call of `llama_decode` alone for its neighbour, and of their ratios."""
+    net.__dict__["eos_ids"] = frozenset()
+    ids = torch.randint(1000, (prompt_tokens,))
+    cache, answer, times = net.new_cache(prompt_tokens), _begin(net, ids, num_tokens + 1), list[tuple[float, float]]()
+    token = int(net.forward(ids[None], cache).argmax())
+    for _ in range(num_tokens):
+        started = time.perf_counter()
+        next(answer)
+        own = time.perf_counter()
+        logits = net.forward_each([token], [cache])
+        times.append((own - started, time.perf_counter() - own))
+        token = int(logits.argmax())
+    steps, calls = zip(*times, strict=True)
+    return statistics.median(steps), statistics.median(calls), statistics.median(one / other for one, other in times)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_shape(parser)
     parser.add_argument("--rows", type=at_least(1), default=ROWS, metavar="N", help="answers together (default: 8)")
+    parser.add_argument("--gguf", metavar="FILE", help="decode one answer of this file, beside llama.cpp's own call")
     add_number(parser, "--prompt-tokens", 96, "tokens of the shortest prompt")
     parser.add_argument(
         "--answer-tokens", type=at_least(2), default=24, metavar="N", help="tokens of an answer (default: 24)"
@@ -118,6 +137,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print the results."""
+    if args.gguf:
+        net = Model.from_pretrained(args.gguf)
+        assert isinstance(net, LlamaModel)
+        step, call, ratio = beside_llama(net, args.prompt_tokens, args.answer_tokens)
+        print(", ".join(f"{name} {value}" for name, value in run_settings(net).items()))
+        print(f"kvrag {1000 * step:.1f} ms a token, llama_decode and its logits {1000 * call:.1f} ms: {ratio:.3f}x")
+        return 0
     sizes = (args.rows, args.prompt_tokens, args.answer_tokens, args.repeats)
     print(f"building a random model of {args.model}'s shape", file=sys.stderr, flush=True)
     net = random_model(args.model, args.layers)

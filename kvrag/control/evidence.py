@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from kvrag.config import DEFAULT_RATIO
 from kvrag.control.cost import Speed, Workload, full_seconds, pass_seconds
 from kvrag.errors import StoreError
-from kvrag.reuse.blend import DEEPENED, FIRST, may_complete
+from kvrag.reuse.blend import DEEPENED, FIRST, may_complete, share_on_doubt
 from kvrag.store import KVStore
 from kvrag.store.values import text_key
 
@@ -183,6 +183,7 @@ class Setting(NamedTuple):
         again: Share of these that are completed as well.
         lost: Expected share of answers that are lost.
         seen: Number of tokens that this is expected by.
+        more: What the first doubt recomputes, relative to the start.
     """
 
     start: float
@@ -191,13 +192,14 @@ class Setting(NamedTuple):
     again: float
     lost: float
     seen: float
+    more: float = 1.0
 
     def doubts_seconds(self, speed: Speed, request: Workload) -> float:
         """Predict the seconds that doubts cost an answer, on average."""
         rest = full_seconds(speed, request.prompt, request.kept + request.reused - request.inexact)
         if not self.start:
             return self.doubts * rest
-        rows = request.fresh + self.start * request.inexact
+        rows = request.fresh + self.more * self.start * request.inexact
         return self.doubts * (pass_seconds(speed, rows, rows * request.prompt) + self.again * rest)
 
 
@@ -211,12 +213,13 @@ def settings(
     length, found = answers.length, []
     for start in STARTS:
         again, share = (answers.again, DEEPENED) if may_complete(start, given) else (0.0, 0.0)
+        more = share_on_doubt(start, given)
         at_first, later = (evidence.of(rung(policy, start, is_deepened, is_alone)) for is_deepened in (False, True))
         for margin in MARGINS:
             doubts, lost = forecast(at_first, margin, length, start > 0)
             if start:  # the rest of the answer, with less margin
                 lost += doubts * (1 - again) * forecast(later, margin * share, length / 2, True).lost
-            found.append(Setting(start, margin, doubts, again, lost, float(at_first[0].sum())))
+            found.append(Setting(start, margin, doubts, again, lost, float(at_first[0].sum()), more))
     return found
 
 

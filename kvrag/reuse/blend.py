@@ -11,8 +11,8 @@ positions.
 is a sign of doubt. The first token with a smaller margin than asked for is not emitted: the next share of the chunks is
 recomputed first, in the order of the policy, with the question and the answer so far, in the same cache. At the next
 doubt, or where nothing was recomputed in the beginning, everything from the first position with inexact KV on is: the
-KV then is full prefill's, and the answer continues exactly. Where more than half was recomputed before, it is not: in a
-long answer there are near ties of style in any case.
+KV then is full prefill's, and the answer continues exactly. After a start of more than a quarter it is not: in a long
+answer there are near ties of style in any case. Such a doubt recomputes half as much as the start.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ DEEPENED = 1 / 2
 _CHANGED = 2
 """Tokens at the end of a chunk that a prompt may lack while the states behind them are used."""
 
-HALF = 1 / 2
-"""Share of the inexact tokens from which on no doubt completes an answer, unless the caller asked for a margin."""
+QUARTER = 1 / 4
+"""Start after which no doubt completes an answer, unless the caller asked for a margin."""
 
 MOST = 1.25
 """Rows before the first token, at most, relative to full prefill's: what was deepened there is not completed there."""
@@ -129,12 +129,12 @@ def blended_rows(backend: Backend, request: Request) -> Tensor:
 def select(backend: Backend, request: Request, config: BlendConfig) -> tuple[Tensor, Tensor]:
     """Return two times (S,) ascending: the positions to recompute, and the next ones in the policy's order.
 
-    The first are `config.ratio` of the inexact reused positions, or as many as the policy makes of it; the others as
-    many again, or fewer where there are no more.
+    The first are `config.ratio` of the inexact reused positions, or as many as the policy makes of it; the others are
+    their `share_on_doubt`, or fewer where there are no more.
     """
     inexact = request.inexact
-    nothing = inexact[:0]
-    budget = round((DEFAULT_RATIO if config.ratio is None else config.ratio) * len(inexact))
+    nothing, ratio = inexact[:0], DEFAULT_RATIO if config.ratio is None else config.ratio
+    budget = round(ratio * len(inexact))
     if budget == 0 or config.policy == "none":
         return nothing, nothing
     policy = _policy_of(config.policy)
@@ -145,7 +145,7 @@ def select(backend: Backend, request: Request, config: BlendConfig) -> tuple[Ten
     if len(inexact) - budget <= selecting(config, backend.num_layers).query * len(request.fresh):
         return inexact, nothing
     scores = policy.score(backend, request, budget)[inexact]
-    top = scores.topk(min(2 * budget, len(inexact)))
+    top = scores.topk(min(budget + round(budget * share_on_doubt(ratio, config.margin)), len(inexact)))
     ranked = inexact[top.indices[top.values > -torch.inf]]
     return ranked[:budget].sort().values, ranked[budget:].sort().values
 
@@ -165,7 +165,12 @@ def _policy_of(name: str) -> Policy:
 
 def may_complete(start: float, margin: float | None) -> bool:
     """Return whether a doubt completes an answer after the start's share was deepened; `margin` was asked for."""
-    return margin is not None or 2 * start <= HALF
+    return margin is not None or start <= QUARTER
+
+
+def share_on_doubt(start: float, margin: float | None) -> float:
+    """Return how much the first doubt recomputes, relative to the start."""
+    return 1.0 if may_complete(start, margin) else 0.5
 
 
 class LateRecompute:
@@ -200,7 +205,7 @@ class LateRecompute:
         is_deepened = self.deepened is not None
         self.seen[is_deepened].append((token, margin))
         if self.deepened and (not self.may_complete or self.deepened.token == token == 0):
-            return False  # see `HALF` and `MOST`
+            return False  # see `QUARTER` and `MOST`
         return margin < self._margin * (FIRST if token == 0 else 1) * (DEEPENED if is_deepened else 1)
 
     @property

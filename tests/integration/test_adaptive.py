@@ -161,6 +161,16 @@ def test_a_deepened_answer_continues_from_more_recomputed_tokens(
         assert report.recomputed_tokens == len(request.deeper) + len(request.selected)
 
 
+@pytest.mark.parametrize(("ratio", "margin", "share"), [(0.3, None, 0.5), (0.3, 1.0, 1.0), (0.15, None, 1.0)])
+def test_a_doubt_that_no_other_follows_recomputes_half(
+    ratio: float, margin: float | None, share: float, model: Model, tmp_path: Path
+) -> None:
+    with BlendEngine(model, tmp_path, BlendConfig()) as engine:
+        engine.warm(CHUNKS)
+        request = engine.prefill(model.tokenizer.render(PROMPT), BlendConfig(ratio=ratio, margin=margin))
+        assert len(request.deeper) == round(share * len(request.selected))
+
+
 def test_flat_logits_end_in_one_full_prefill(model: Model, tmp_path: Path) -> None:
     """Of a random model, which is unsure of every token."""
     with BlendEngine(model, tmp_path, BlendConfig(**UNSURE)) as engine:

@@ -154,6 +154,7 @@ def test_a_recompute_takes_as_long_as_its_launches() -> None:
     few, many = (Setting(start, 0.0, 1.0, 0.0, 0.0, 0.0) for start in (0.01, 0.9))  # all answers are in doubt once
     assert few.doubts_seconds(speed, request) == 0.041
     assert many.doubts_seconds(speed, request) > 0.1
+    assert many._replace(more=0.5).doubts_seconds(speed, request) < many.doubts_seconds(speed, request)
 
 
 def test_on_a_cpu_all_passes_have_one_speed() -> None:

@@ -119,9 +119,8 @@ class Watch(Listener):
         report, config = answer.request.report, answer.request.config
         kept = report.conversation_tokens  # such as the system prompt, and earlier turns
         rest = report.prompt_tokens - kept
-        if config.edited_history != "exact":  # where edited histories are blended, unwarmed text is normal
-            return
-        if report.policy == "full" or rest < _LONG:
+        blends_history = config.edited_history != "exact"  # unwarmed text is normal then
+        if blends_history or report.policy == "full" or rest < _LONG:
             return
         with self._lock:
             if self._misses == 2:  # it has warned

@@ -122,8 +122,7 @@ async def _measured(state: State, tenant: Tenant, work: Work) -> AsyncGenerator[
     started = time.perf_counter()
     last: dict[int, float] = {}  # by choice
     status, num_complete = 499, 0
-    queue, limit = state.answering, state.settings.timeout
-    admitted = queue.run(work, limit, tenant.namespace, tenant.queue_time.observe)
+    admitted = state.answering.run(work, state.settings.timeout, tenant.namespace, tenant.queue_time.observe)
     try:
         async with aclosing(admitted) as pieces:
             async for piece in pieces:

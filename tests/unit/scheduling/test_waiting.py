@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import Context, copy_context
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from blending import CHUNKS, messages
 from kvrag import BlendEngine, Model
 from kvrag.errors import AbandonedError
 from kvrag.scheduling import waiting as module
-from kvrag.scheduling.waiting import Admission, is_cancelled
+from kvrag.scheduling.waiting import Admission, Idle, is_cancelled
 
 PROMPT, OTHER = messages(*CHUNKS), messages(CHUNKS[1])
 SHORT: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0}
@@ -196,3 +197,15 @@ def test_other_consumers_wait_until_the_kv_is_free(narrow: BlendEngine, never_po
     deltas.close()
     other.join(60)
     assert len(got) == 1
+
+
+def test_idle_work_does_not_begin_at_the_end() -> None:
+    def end() -> bool:  # while the work waits for answers
+        idle.closed.set()
+        return False
+
+    idle, done = Idle(end, lambda: None), list[int]()
+    idle.add(SimpleNamespace(is_forgotten=False), lambda: done.append(1))
+    idle.wait()
+    idle.close()
+    assert done == []

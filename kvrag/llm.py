@@ -47,7 +47,7 @@ _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 _ONLY_PER_CALL = ("documents", *_TOOLS, "grammar", "response_format", "template", "timeout")
 # arguments of other LLM classes: usage is always sent, and forced calls and schemas are always strict
 _WITHOUT_EFFECT = ("stream_usage", "stream_options", "strict", "user")
-_EXPLAINED = ("namespace", "ratio", "margin", "policy", "controller")  # settings that `explain` follows
+_EXPLAINED = ("ratio", "margin", "policy", "controller")  # settings that `explain` follows
 _PLACES = ("id", "page_label", "page", "row")  # of chunks; the last three as the frameworks' loaders name them
 
 
@@ -405,15 +405,19 @@ class LLMBase(EngineSettings, AnswerSettings):
         return self._open().calibrate(prompts, **{"namespace": self.namespace} | options)
 
     def explain(
-        self, prompt: str | Messages | BlendReport | dict[str, Any] | None = None, **options: Any
+        self,
+        prompt: str | Messages | BlendReport | dict[str, Any] | None = None,
+        *,
+        namespace: str | None = None,
+        **options: Any,
     ) -> Explanation:
         """Explain what was reused of a prompt, and why not more; see `BlendEngine.explain`.
 
         `prompt` is a text, messages as dicts, or the report of an earlier answer; None = the namespace's last prompt,
-        which may be another caller's. By default, the options are this object's settings.
+        which may be another caller's. The options, and None as the namespace, are by default this object's settings.
         """
         engine = self._open()
         if isinstance(prompt, str):
             prompt = engine.as_prompt(prompt)
         own: dict[str, Any] = {name: getattr(self, name) for name in _EXPLAINED}
-        return engine.explain(prompt, **own | options)
+        return engine.explain(prompt, namespace=self._in(namespace), **own | options)

@@ -34,6 +34,7 @@ async def test_the_field_and_the_call_reach_the_engine(
     llm.forget("a")
     llm.explain()
     llm.explain(QUESTION, namespace="bob")
+    llm.explain(QUESTION, namespace=None)
     assert seen == [
         ("warm", "alice"),
         ("warm", "bob"),
@@ -42,6 +43,7 @@ async def test_the_field_and_the_call_reach_the_engine(
         ("forget", "alice"),
         ("explain", "alice"),
         ("explain", "bob"),
+        ("explain", "alice"),
     ]
 
 

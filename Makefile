@@ -92,7 +92,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --platform darwin -p kvrag  # what macOS does not have
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin -p kvrag  # what macOS does not have
 	$(BIN)/mypy scripts/*.py
 	cd integrations/langchain-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p langchain_kvrag
 	cd integrations/llama-index-llms-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p llama_index.llms.kvrag

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import scrypt
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Unpack
 
 from kvrag.client.connection import KEY_VARIABLE, root_of
 from kvrag.config import (
@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # the command line reads the table, and importing torch takes
     from kvrag.inspect.explanation import Explanation
     from kvrag.types import BlendReport, CheckStats, Messages, WarmReport
 
-    Engine = BlendEngine | RemoteEngine
+    Engine: TypeAlias = BlendEngine | RemoteEngine
 
 LONGER = "raise max_tokens, or limit the length of strings and lists in the schema"
 """Advice about an answer in a schema that was cut off."""

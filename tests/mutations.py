@@ -39,10 +39,10 @@ class Mutation(NamedTuple):
 LANGCHAIN, LLAMA = "../../integrations/langchain-kvrag/tests", "../../integrations/llama-index-llms-kvrag/tests"
 
 MUTATIONS = [
-    Mutation("ratio rounded down", "reuse/blend.py", "budget = round((", "budget = int((", "reuse/test_select.py"),
+    Mutation("ratio rounded down", "reuse/blend.py", "budget = round(", "budget = int(", "reuse/test_select.py"),
     Mutation(
-        "lowest scores first", "reuse/blend.py", "min(2 * budget, len(inexact)))",
-        "min(2 * budget, len(inexact)), largest=False)", "reuse/test_select.py",
+        "lowest scores first", "reuse/blend.py", "config.margin)), len(inexact)))",
+        "config.margin)), len(inexact)), largest=False)", "reuse/test_select.py",
     ),
     Mutation(
         "deviation of values ignored", "reuse/policies/hkvd.py", " + _distances(fresh_values, values[:, :, at])",

@@ -68,7 +68,7 @@ class Catalog:
         removals = self._store.removals()
         if self._refreshing.acquire(blocking=False):
             try:
-                self._advance()
+                self._advance(removals)
             finally:
                 self._refreshing.release()
         return removals
@@ -141,7 +141,7 @@ class Catalog:
 
     # ---------------------------------------------------------------- refreshing
 
-    def _advance(self) -> list[Entry]:
+    def _advance(self, removals: int | None = None) -> list[Entry]:
         """Build the next snapshot; return the texts that were removed since the last one."""
         segments, last, removed = [*self._snapshot.segments], self._snapshot.last, list[Entry]()
         if entries := list(self._store.entries(last)):
@@ -152,7 +152,8 @@ class Catalog:
                 if 2 * second < first or first + second >= _LARGEST:
                     break
                 segments[-2:] = [join(segments[-2:])]
-        removals = self._store.removals()  # only now, so that a new text removed in the meantime is covered
+        if entries or removals is None:  # only now, so that a new text removed in the meantime is covered
+            removals = self._store.removals()
         if removals != self._snapshot.removals:
             stored, indexed, segments = self._store.numbers(), segments, []
             for segment in indexed:

@@ -175,7 +175,7 @@ def test_services_and_references_lead_somewhere(variant: str) -> None:
     assert one(variant, scaled["scaleTargetRef"]["kind"], scaled["scaleTargetRef"]["name"])
     metric = scaled["metrics"][0]["pods"]["metric"]["name"]
     sources = "".join(path.read_text() for path in (ROOT / "kvrag" / "server").glob("*.py"))
-    assert metric.removeprefix("kvrag_") in re.findall(r"\.watch\(\s*\"(\w+)\"", sources)
+    assert metric in re.findall(r"Gauge\(\"(\w+)\"", sources)
 
 
 @every

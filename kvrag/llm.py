@@ -181,8 +181,9 @@ class LLMSettings(EngineSettings, AnswerSettings):
             if local := [name for name in given if name not in ("model=", "base_url=")]:
                 names = ", ".join(local)
                 raise SettingError(f"base_url= answers with the model and the store of the server: leave out {names}")
+        self.max_tokens = _ANSWER["max_tokens"].metadata["check"]("max_tokens", self.max_tokens)
         check_type("stop", self.stop, list | tuple | None, "a list of strings")
-        self.request()
+        checked_answer(self.request())
 
     @staticmethod
     def plain(value: Any) -> Any:
@@ -205,6 +206,15 @@ class LLMSettings(EngineSettings, AnswerSettings):
                 becomes a grammar, can be given only here. `timeout` replaces the object's. `stream_usage`,
                 `stream_options`, `strict`, `user` and `n=1` of other LLM classes have no effect.
         """
+        call = self._checked_call(call) if call != {"stop": None} else {}
+        request = {name: getattr(self, name) for name in _ANSWER} | {"timeout": self.timeout} | call
+        request["stop"] = tuple(dict.fromkeys([*(self.stop or ()), *call.get("stop", ())]))
+        request["max_new_tokens"] = request.pop("max_tokens")
+        return checked_answer(request)[0] if call else request
+
+    @staticmethod
+    def _checked_call(call: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the overrides of a call by the engine's names."""
         call = {name: value for name, value in renamed(call).items() if name not in _WITHOUT_EFFECT}
         if call.pop("n", None) not in (None, 1):
             raise SettingError("n must be 1: call several times for several answers")
@@ -217,10 +227,9 @@ class LLMSettings(EngineSettings, AnswerSettings):
             if "grammar" in call:
                 raise SettingError("response_format and grammar exclude each other: leave out one of them")
             call["grammar"] = Grammar.of_response_format(response_format)
-        request = {name: getattr(self, name) for name in _ANSWER} | {"timeout": self.timeout} | call
-        request["stop"] = tuple(dict.fromkeys([*(self.stop or ()), *call.get("stop", ())]))
-        request["max_new_tokens"] = _ANSWER["max_tokens"].metadata["check"]("max_tokens", request.pop("max_tokens"))
-        return checked_answer(request)[0]
+        if "max_tokens" in call:
+            call["max_tokens"] = _ANSWER["max_tokens"].metadata["check"]("max_tokens", call["max_tokens"])
+        return call
 
     @property
     def model_name(self) -> str:

@@ -141,6 +141,9 @@ def run(args: argparse.Namespace) -> int:
         net = Model.from_pretrained(args.gguf)
         assert isinstance(net, LlamaModel)
         step, call, ratio = beside_llama(net, args.prompt_tokens, args.answer_tokens)
+        if args.json:
+            print(json.dumps({"step": step, "call": call, "step_to_call": ratio, "settings": run_settings(net)}))
+            return 0
         print(", ".join(f"{name} {value}" for name, value in run_settings(net).items()))
         print(f"kvrag {1000 * step:.1f} ms a token, llama_decode and its logits {1000 * call:.1f} ms: {ratio:.3f}x")
         return 0

@@ -11,11 +11,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from families import build
+from gguf_files import needs_library, write_gguf
 
 from benchmarks.__main__ import main
 from benchmarks.shapes import random_model
 from benchmarks.speed import clients, serve
 from kvrag import BlendEngine, Model, SettingError
+
+
+@needs_library
+def test_decode_beside_llama_cpp(tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "llama", build("llama", max_position_embeddings=2048), tokenizer, "F16")
+    sizes = ["--prompt-tokens", "20", "--answer-tokens", "4"]
+    assert main(["decode", "--gguf", str(path), *sizes, "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert min(measured["step"], measured["call"], measured["step_to_call"]) > 0
+    assert main(["decode", "--gguf", str(path), *sizes]) == 0
+    assert "llama_decode and its logits" in capsys.readouterr().out
 
 
 def test_decode(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -196,15 +196,18 @@ class Manifest(Database):
             connection.execute("INSERT OR REPLACE INTO counters VALUES (?, ?)", (name, value))
 
     def purge(self) -> None:
-        """Rewrite the file and empty SQLite's write-ahead log.
+        """Rewrite the file and empty SQLite's write-ahead log, if chunks were removed since.
 
         SQLite overwrites deleted rows, but not the copies that it left when it moved rows to other pages.
         """
+        if (removals := self.counter("removals")) == self.counter("purged"):
+            return
         with self._lock, translated(self._folder):
             self._writer.execute("VACUUM")
             ((is_busy, *_),) = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         if is_busy:
             raise StoreError(f"{self._path} is being read: repeat `kvrag store gc`, which could not empty its log")
+        self.set_counter("purged", removals)
 
     # ---------------------------------------------------------------- scores and budgets
 

@@ -137,6 +137,7 @@ class Database:
             highest = [time.time_ns() // 1000, *_counted(connection), *_counted(copy)]
         copy.execute("UPDATE texts SET number = number + ?1 - (SELECT min(number) FROM texts)", (max(highest) + 1,))
         _start_counting(copy, max(highest) + 1)
+        copy.execute("INSERT OR REPLACE INTO counters VALUES ('purged', -1)")
         copy.backup(self._writer)
         return list(left)
 

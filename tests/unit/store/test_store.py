@@ -1087,6 +1087,16 @@ def test_a_chunk_that_a_document_begins_to_hold_is_not_collected(
         store.close()
 
 
+def test_gc_rewrites_the_manifest_after_removals_only(store: FileStore) -> None:
+    store.put([record(0)])
+    statements: list[str] = []
+    store._manifest._writer.set_trace_callback(statements.append)
+    assert store.gc() == (1, 0)
+    assert statements.count("VACUUM") == 1
+    assert store.gc() == (0, 0)
+    assert statements.count("VACUUM") == 1
+
+
 def test_gc_deletes_chunks_without_holders_and_leftovers(store: FileStore) -> None:
     store.put([record(i) for i in range(3)])
     store.set_document("a", [holding(record(0), "a")])
